@@ -1,1 +1,14 @@
-"""Decisions about canonical values that know no domain: lanes, row layouts, masks as formulas, intervals, constants."""
+"""Decisions about canonical values that know no domain: lanes, row layouts, masks as formulas, intervals, constants.
+
+lanes, lane_products            what entries of the last dim are made of; sums of (lane of x) · (lane of a table)
+row_layout, repetition          how rows come out of reshapes and permutes; entries that stand several times
+predicates, affine, extents     a mask as a formula over its positions, and which formulas imply which others
+intervals, floors, infinities   between which numbers an element lies; which may be infinite
+constant_folding, few_numbers   what depends on no input; tensors of few numbers
+exponentials, logarithms        softmax, sigmoid, log Σ exp, as models write them
+exp_monomials, elements         shares as products of exponentials; one entry of a dim, told from the others
+int8_grids, factored_products   floats that are (n + offset) · scale of int8 n; products and their scales
+rounding, rounded_later         casts, roundings and factors above a number; what is rounded only later
+lists, runs                     lists that are compared with positions; positions that count by one
+dtypes, nodes                   what dtypes hold; which nodes of the model hold a value
+"""

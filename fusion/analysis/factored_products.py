@@ -1,4 +1,4 @@
-"""Products with factors: sums of two as one, of which one may be of whole numbers of 8 bits.
+"""Products with factors: sums of two as one, of which one may be of int8.
 
     c · q kᵀ + c · q_r k_rᵀ                          =  c · [q, q_r] [k, k_r]ᵀ
     c · (q8 k8ᵀ) · tokens · ones + d · q_r k_rᵀ  =  d · [q8 · tokens · ones · c / d, q_r] [k8, k_r]ᵀ
@@ -39,7 +39,7 @@ class ScaledInt8:
 
 
 def scaled_int8(a: Algebra, value: Value) -> ScaledInt8 | None:
-    """The whole numbers of 8 bits that `value` is computed from, with all factors; None where it is something else.
+    """The int8 that `value` is computed from, with all factors; None where it is something else.
 
     So it is where other factors than those of rows and of the whole tensor stand on it, or where it has an offset.
     """

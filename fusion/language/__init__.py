@@ -1,23 +1,10 @@
 """The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
 
+from fusion.language.forms import Pattern, captured
 from fusion.language.groups import Group, attribute, scalar, tensor
+from fusion.language.marks import calls, lookalike, lowering, pattern, refused_on, variants
 from fusion.language.reader import Library, Reader, Word, ordered, reader, word
-from fusion.language.rule import (
-    Example,
-    Lowering,
-    Pattern,
-    Refused,
-    Rule,
-    call,
-    calls,
-    captured,
-    lookalike,
-    lowering,
-    pattern,
-    refused_on,
-    require,
-    variants,
-)
+from fusion.language.rule import Example, Lowering, Refused, Rule, call, require
 from fusion.language.terms import Bindings, Capture, Term, relied
 
 __all__ = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusion.operators.contract import CHIPS, HOST, LOWERINGS, Limit, Operator, refusal
+from fusion.operators.contract import CHIPS, HOST, LOWERINGS, Limit, Operator
+from fusion.operators.legality import refusal
 from fusion.operators.library import OPERATORS, Origin, decompositions, ensure, operator_of
 
 __all__ = [

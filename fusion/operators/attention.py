@@ -231,8 +231,8 @@ _V1_SCHEMA = (
 _SUMMARY = (
     "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + pse_shift, masked) v), in float32; a row that sees no key "
     "is 0; no page says what becomes of infinite numbers in pse_shift. int8 keys and values beside queries in floats: "
-    "(n + offset) · scale, of each channel or of all, or as modes 1, 2, 3 say. Queries and latent in whole numbers of "
-    "8 bits, version 2 alone: both products times dequant_scale_query · dequant_scale_key, by which query_rope was "
+    "(n + offset) · scale, of each channel or of all, or as modes 1, 2, 3 say. Queries and latent in int8, version 2 "
+    "alone: both products times dequant_scale_query · dequant_scale_key, by which query_rope was "
     "divided before, v times dequant_scale_value; a kernel holds exp(score - largest) in steps of 1/127, which is not "
     "decomposed"
 )

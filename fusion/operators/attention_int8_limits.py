@@ -1,4 +1,4 @@
-"""What npu_fused_infer_attention_score_v2 asks of queries and a latent in whole numbers of 8 bits.
+"""What npu_fused_infer_attention_score_v2 asks of queries and a latent in int8.
 
 From the page of op-plugin (MLA, full quantisation) and the checks of the kernel of A2 and A3 in ops-transformer,
 incre_flash_attention_tiling: whole numbers are read from pages in lines of NZ alone.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cache, cached_property
 from typing import Any
 
@@ -49,9 +48,6 @@ class Limit:
             return True
         kept = predicates.holds(self.text, values, decide)
         return kept if applies or kept else None
-
-
-_HAS_ELEMENTS = Limit("size > 0")
 
 
 def only(names: Iterable[str], when: str, because: str = "") -> tuple[Limit, ...]:
@@ -126,7 +122,7 @@ class Operator:
         named = calling.named(self.compute) | calling.named(self.outputs) | {*self.copied, *self.dims, *self.dtypes}
         self._require((named | self.overwrites | self.on_host) - known, "arguments", tuple(known))
         sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
-        for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
+        for limit in (limit for chip in self.limits for limit in limits_of(self, chip)):
             spoken = predicates.names(limit.text) | predicates.names(limit.when or "True")
             self._require(spoken - known - sizes, f"names in the limit {limit.text!r}", tuple(known | sizes))
         self._require(self.empty - sizes, "dims", tuple(sizes))
@@ -237,115 +233,7 @@ def in_tensors(
     return replace(op, schema=schema, dtypes=accepted, lowerings=lowerings, on_host=frozenset(lengths))
 
 
-def refusal(
-    op: Operator,
-    chip: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    lowering: str | None = None,
-    host_reads: bool = False,
-) -> str | None:
-    """Why `chip` would not take the call `op(*args, **kwargs)`, in one sentence, or None if it would.
-
-    Tensors may be fake or meta, sizes symbolic; a limit that is not proven for a symbolic size is a refusal too.
-    `chip` is one of `CHIPS` or `"host"`; `lowering`, if given, one of `LOWERINGS`; `host_reads` says whether a launch
-    may read tensors on the host.
-    """
-    _known(chip, (HOST, *CHIPS), "chip")
-    values = op.bind(args, kwargs)
-    bound = named_dims.bind(op.dims, values)
-    if isinstance(bound, str):
-        return f"{op.short} {bound}"
-    if chip != HOST and chip not in op.limits:
-        return f"{op.short} does not exist on {chip}; it does on {', '.join(sorted(set(op.limits) & set(CHIPS)))}"
-    taken = lowering is None or _known(lowering, LOWERINGS, "lowering") in op.lowerings
-    refused = _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
-    refused = refused or _empty_refusal(op, bound)  # what no way of lowering would change comes first
-    if refused or taken or (op.on_host and lowering == "eager" and host_reads):
-        return refused
-    return f"{op.short} cannot be lowered by {lowering}; it can by {_ways(op)}"
-
-
-def _kind_refusal(op: Operator, values: Mapping[str, Any]) -> str | None:
-    """A decomposition takes other numbers of the same kind: wider floats, positions of 64 bits."""
-    for name, accepted in op.dtypes.items():
-        kinds = set(map(_kind, accepted))
-        wrong = next((each.dtype for each in predicates.tensors(values[name]) if _kind(each.dtype) not in kinds), None)
-        if wrong is not None:
-            return f"{op.short} needs {' or '.join(sorted(kinds))} for {name} ({name} is {_kind(wrong)})"
-    return None
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "floats"
-    return "whole numbers" if dtype in (torch.int32, torch.int64) else str(dtype).removeprefix("torch.")
-
-
-def _ways(op: Operator) -> str:
-    """The lowerings that take `op`, and what it needs where it would have to read tensors on the host."""
-    reads = ["eager with the option lengths='host', which waits for the device"] if op.on_host else []
-    return " or ".join([*sorted(op.lowerings - ({"eager"} if reads else set())), *reads]) or "none"
-
-
-def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | None:
-    if chip == HOST:
-        return None
-    for name, accepted in op.dtypes.items():
-        wrong = next((each.dtype for each in predicates.tensors(values[name]) if each.dtype not in accepted), None)
-        if wrong is not None:
-            listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in accepted))
-            return f"{op.short} on {chip} needs {name} in {listed} ({name} is {str(wrong).removeprefix('torch.')})"
-    return None
-
-
-def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
-    """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
-    for name, found in bound.items():
-        sizes = () if name in op.empty else found if isinstance(found, tuple) else (found,)
-        if any(map(_is_nothing, sizes)):
-            return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
-    return None
-
-
-def _is_nothing(size: int | torch.SymInt) -> bool:
-    return size == 0 if isinstance(size, int) else _HAS_ELEMENTS.verdict({"size": size}) is False
-
-
-def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
-    asked = _asked(op, chip, lowering)
-    all_kept = all(map(predicates.is_plain, values.values())) and _all_hold(op, chip, lowering)(values)
-    for limit in () if all_kept else asked:
-        kept = limit.verdict(values)
-        if kept:
-            continue
-        facts = predicates.facts(limit.text, values)
-        shown = f" ({facts})" if kept is False else f", which is not proven for {facts}"
-        because = f": {limit.because}" if limit.because else ""
-        route = f" under {limit.lowering}" if limit.lowering else ""
-        return f"{op.short} on {chip}{route} needs {limit.text}{shown}{because}"
-    return _kind_refusal(op, values) if chip == HOST else None
-
-
 @cache
-def _asked(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
-    """What a call is asked for: on every machine, and on that chip."""
-    every = (*_limits(op, HOST), *(_limits(op, chip) if chip != HOST else ()))
-    return tuple(limit for limit in every if limit.lowering in (None, lowering))
-
-
-@cache
-def _all_hold(op: Operator, chip: str, lowering: str | None) -> Callable[[Mapping[str, Any]], bool]:
-    return predicates.all_hold((limit.text, limit.when) for limit in _asked(op, chip, lowering))
-
-
-@cache
-def _limits(op: Operator, chip: str) -> tuple[Limit, ...]:
+def limits_of(op: Operator, chip: str) -> tuple[Limit, ...]:
+    """What an operator asks for on a chip, or on every machine for `HOST`."""
     return tuple(Limit(limit) if isinstance(limit, str) else limit for limit in op.limits.get(chip, ()))
-
-
-def _known(name: str, known: tuple[str, ...], what: str) -> str:
-    if name in known:
-        return name
-    nearest = get_close_matches(name, known, n=3, cutoff=0.3) or known
-    raise OperatorError(f"checking a call: there is no {what} {name!r}; did you mean {' or '.join(nearest)}?")

@@ -1,4 +1,4 @@
-"""Products of groups: sorted rows, each group times its own matrix, of floats or of whole numbers of 8 bits.
+"""Products of groups: sorted rows, each group times its own matrix, of floats or of int8.
 
 Row i is of group g where counts[0] + .. + counts[g - 1] <= i < counts[0] + .. + counts[g].
 

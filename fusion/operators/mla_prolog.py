@@ -128,8 +128,8 @@ _BF16, _EITHER = BFLOAT16, BFLOAT16 | INT8
 _SUMMARY = (
     "c = round(norm(x W_dq) · qc_qr_scale), [q ‖ qr] = c W_uq_qr, [k ‖ kr] = x W_dkv_kr; query = q W_uk, "
     "query_rope = rope(qr), query_norm = c; kv_cache[slot] = round(norm(k) · kc_scale), kr_cache[slot] = rope(kr); "
-    "every product is rounded, norm and rope are in float32; rope by pairs, even components first; in whole numbers of "
-    "8 bits: c, or x and c, quantised token by token, products not rounded before norm and rope"
+    "every product is rounded, norm and rope are in float32; rope by pairs, even components first; in int8: c, or x "
+    "and c, quantised token by token, products not rounded before norm and rope"
 )
 
 MLA_PROLOG_V3 = Operator(

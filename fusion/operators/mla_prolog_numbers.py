@@ -1,4 +1,4 @@
-"""What the latent prolog computes, in floats and in whole numbers of 8 bits.
+"""What the latent prolog computes, in floats and in int8.
 
     mode of the weights   0: floats    1: c is quantised token by token, W_uq_qr is int8    2: x, W_dq, W_dkv_kr are too
     mode of the caches    0: floats    1: norm(k) · scale    2: · a scale for each channel, and rope(k_rope) too

@@ -1,4 +1,4 @@
-"""Whole numbers of 8 bits: activations with one scale per token, weights with one per output channel.
+"""Int8: activations with one scale per token, weights with one per output channel.
 
 scale = rowmax|x| / 127,  y = rint(x / scale)        out[m, n] = (Σ_k x1[m, k] · x2[k, n]) · scale[n] · pertoken_scale[m]
 """  # noqa: E501
@@ -25,7 +25,7 @@ CODES = {5: torch.float16, 15: torch.bfloat16}
 
 
 def int8(x: Tensor) -> Tensor:
-    """The nearest whole numbers of 8 bits, halves to even; what is beyond is the last of them."""
+    """The nearest int8, halves to even; what is beyond is the last of them."""
     return x.round().clamp(-128, 127).to(torch.int8)
 
 
@@ -178,7 +178,7 @@ QUANT_MATMUL = Operator(
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     source="op-plugin: torch_npu.npu_quant_matmul (A2 and A3; table of the dtypes that go together)",
-    # Whole numbers of 8 bits are multiplied twice as fast as the 16-bit numbers that targets are rated in.
+    # Int8 is multiplied twice as fast as the 16-bit numbers that targets are rated in.
     flops=lambda x1, x2: product(x1, x2.shape[-1]) / 2,
     summary="out = round(int32(x1 · x2 + bias) · scale · pertoken_scale), or + bias at the end where it is floating",
 )

@@ -23,7 +23,8 @@ from fusion.analysis.runs import run
 from fusion.facts import window
 from fusion.graph import Algebra, Graph, Value
 from patterns.attention.hiding import hidden
-from patterns.attention.masks import Masks, Sizes, Term
+from patterns.attention.mask_terms import Term
+from patterns.attention.masks import Masks, Sizes
 from patterns.sparse.rows import sorted_by_scores
 
 

@@ -6,11 +6,14 @@ A mask is blamed where it is made, else where it is put on the scores; a cap and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch.fx as fx
 
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import uncast
-from fusion.graph import Graph, Miss, Reading, Value
+from fusion.graph import Graph, Miss, Reading, Value, dims_of
 
 RULE = "softmax_attention"
 _BIAS = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
@@ -42,6 +45,18 @@ def kept_wide(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss
         "operator gives its results in their dtype"
     )
     return Miss(RULE, reason, _casts(graph, operands[0]), root, limited=True)
+
+
+def left_whole(node: fx.Node) -> str:
+    """Why a call of sdpa is not written out."""
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    if dropout:
+        return "some of the weights are dropped at random"
+    given: Any = node.args[1:3]
+    keys, values = (dims_of(each.meta["val"].shape[-2:-1]) for each in given)
+    if keys != values:
+        return "there are not as many values as keys: torch leaves some out, or reads memory behind them"
+    return "queries, keys and values are not [.., N, S, D] with a width D that is known"
 
 
 def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:

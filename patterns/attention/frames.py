@@ -19,7 +19,7 @@ from fusion.analysis.row_layout import Arrangement, Dims, arrangement, carried, 
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
-from patterns.attention.masks import Term
+from patterns.attention.mask_terms import Term
 from patterns.attention.scores import Scores
 from patterns.attention.weights import Weights
 

@@ -1,29 +1,43 @@
-"""What a mask of attention lets through, as an operator can be told: causal, windowed, up to a length, or as it is."""
+"""What a mask of attention lets through, as an operator can be told: causal, windowed, up to a length, or as it is.
+
+A single mask and the -inf, or the large number, by which it hides a key are read in `mask_terms` and `hiding`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fusion.analysis.affine import Affine, Formula, conjunction, conjuncts, disjunction, negation
+from fusion.analysis.affine import Affine, Formula, conjuncts
 from fusion.analysis.elements import lists_all
 from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import constant, either, where
-from fusion.graph.proof import must, proof, proven
-from patterns.attention.blame import unproven
+from fusion.graph.logic import either
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 from patterns.attention.granted import granted
-from patterns.attention.hiding import MASKED, by_list, hidden, list_in, negated
+from patterns.attention.hiding import list_in
+from patterns.attention.mask_terms import (
+    LOST,
+    Empty,
+    Term,
+    addends,
+    hidden_by,
+    hides_below,
+    is_finite,
+    lowered,
+    mask_on,
+    numbers_of,
+    unexpanded,
+    unseen,
+    visible,
+)
 
-LOST = -1e30  # a finite number that swallows any score it is added to
 Sizes = tuple[Any, Any, Any, Any]
 MOVED = "the scores are masked before they are arranged otherwise"
-REPLACED = "scores are replaced by something else than a number of at most -1e4"
 _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
@@ -40,49 +54,6 @@ _OF_PADDING = (
     "; what is assumed to be padding may hide all of them: pass booleans in, as sdpa takes them, or assume a causal "
     "order where nothing is padded"
 )
-UNDEFINED = (
-    "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
-)
-
-
-@dataclass(frozen=True)
-class Empty:
-    """What a softmax makes of rows without a key.
-
-    Attributes:
-        of_infinite: "nan" or "zero", of a row of -inf.
-        of_low: whether it makes the same of a row of numbers so low that each exp(x) is 0. One that is not safe does,
-            as it does not subtract the greatest first; None where something else is subtracted.
-    """
-
-    of_infinite: str
-    of_low: bool | None
-
-
-@dataclass(frozen=True)
-class Term:
-    """One mask of the scores.
-
-    Attributes:
-        how: "add" (to the scores), "keep" (booleans, true where a key is seen) or "drop" (the contrary).
-        mask: the mask.
-        factor: what the scores are multiplied by after it.
-        fill: what a hidden score is replaced by, for "keep" and "drop"; `factor` is in it.
-        scores: the scores that it is put on, as they are then.
-        overflow: the number from which on lower scores are -inf in a dtype to which they are cast later.
-    """
-
-    how: str
-    mask: Value
-    factor: float = 1.0
-    fill: float = 0.0
-    scores: Value | None = None
-    overflow: float = -math.inf
-
-    @property
-    def at(self) -> tuple[Value, ...]:
-        """Where it is made, and where it is put on the scores."""
-        return (self.mask,) if self.scores is None else (self.mask, self.scores)
 
 
 @dataclass(frozen=True)
@@ -157,7 +128,7 @@ class Masks:
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
         return {**found, "kv_lens": at_most}
 
-    def told(self, empty: Empty, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
+    def spec(self, empty: Empty, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
         """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:
@@ -231,7 +202,7 @@ class Masks:
         for scores in masked.args[-2:] if masked.op in ("add", "where") else ():
             term = mask_on(masked, scores)
             formula = visible(positions, (term,)) if isinstance(term, Term) else term
-            if isinstance(term, Term) and not isinstance(formula, str) and _lost(positions, term):
+            if isinstance(term, Term) and not isinstance(formula, str) and hides_below(positions, term):
                 self.positions.relied.update(positions.relied)
                 return replace(self, positions=positions, terms=(term,))
         return None
@@ -258,7 +229,7 @@ class Masks:
         {} where that cannot be said: where a score is not swallowed, where the softmax makes of a row of -inf something
         else than NaN, or is not known to be a safe one.
         """
-        total = _total(self.a, self.terms) if self.weakest() <= LOST and softmax.of_low is False else None
+        total = lowered(self.a, self.terms) if self.weakest() <= LOST and softmax.of_low is False else None
         wide, lead = self._led(total) if total is not None else (None, ())
         empty = "lowest" if self._lowers_some() else "lowest_or_nan" if softmax.of_infinite == "nan" else ""
         if wide is None or not empty or any(size != 1 for size in lead[1:-2]):
@@ -270,11 +241,11 @@ class Masks:
 
         One that it sees of all masks but one, which lowers by finite numbers.
         """
-        parts = [part for each in self.terms for part in _addends(each)]
+        parts = [part for each in self.terms for part in addends(each)]
         for part in parts:
             others = [each for each in parts if each is not part]
             formula = visible(self.positions, (part,))
-            if len(others) < 2 and not isinstance(formula, str) and all(_is_finite(self.positions, e) for e in others):
+            if len(others) < 2 and not isinstance(formula, str) and all(is_finite(self.positions, e) for e in others):
                 bounds = self.limits(formula)
                 if sees_some(bounds, *self.sizes[2:], self.positions.lengths):
                     return True
@@ -282,11 +253,11 @@ class Masks:
 
     def weakest(self) -> float:
         """The finite number nearest to 0 by which a mask hides a key; -inf where all of them hide by that."""
-        return max(_numbers(self.positions, self.terms), default=-torch.inf)
+        return max(numbers_of(self.positions, self.terms), default=-torch.inf)
 
     def blur(self, least: float) -> bool:
         """Whether, added up in a dtype of that least number, they may be -inf, and else not far from it."""
-        numbers = [list(_numbers(self.positions, (each,))) for each in self.terms]
+        numbers = [list(numbers_of(self.positions, (each,))) for each in self.terms]
         overflow = sum(min(each, default=0.0) for each in numbers) < least
         return overflow and any(least <= each <= least / (4 * len(numbers)) for some in numbers for each in some)
 
@@ -304,7 +275,7 @@ class Masks:
 
     def _joined(self) -> tuple[Value, tuple[Any, ...]]:
         """All masks as one, true where a key is hidden, and its dims with those of size 1 in front."""
-        first, *others = _hidden(self.a, self.terms)
+        first, *others = hidden_by(self.a, self.terms)
         joined: Value | None = first
         for each in others:
             joined = joined and either(self.a, joined, each)
@@ -313,142 +284,5 @@ class Masks:
 
     def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
         """What broadcasts to the scores before it was expanded, and its dims with those of size 1 in front."""
-        wide = _once(x)
+        wide = unexpanded(x)
         return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
-
-
-def _once(x: Value) -> Value:
-    """What is repeated along dims of size 1, before it is."""
-    return x.arg if x.op == "expand" else x
-
-
-def mask_on(z: Value, scores: Value, factor: float = 1.0, overflow: float = -math.inf) -> Term | str:
-    """The mask that an addition or a choice puts on scores, which are multiplied by a factor after it; or why none."""
-    if z.op == "add":
-        return Term("add", z.args[1] if z.args[0] is scores else z.args[0], factor, scores=z, overflow=overflow)
-    condition, yes, no = z.args
-    how, fill = ("keep", no) if yes is scores else ("drop", yes)
-    if fill.op != "full" or not fill.attrs[0] * factor <= MASKED:  # NaN is not, either
-        return REPLACED
-    number = fill.attrs[0] * factor
-    return Term(how, condition, fill=number if number > overflow else -torch.inf, scores=z, overflow=overflow)
-
-
-def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
-    """Where all masks of one score let it through, or why it cannot be said."""
-    parts: list[Formula] = []
-    for each in terms:
-        if each.how != "add":
-            seen = positions.truth(each.mask, positions.of(each.mask))
-            parts.append(seen if each.how == "keep" else negation(seen))
-            continue
-        constants = _added(positions, each)
-        if constants is None:
-            return unproven(each.mask, hides_by_truths(positions, each))
-        odd = [value for value in constants if not (value == 0 or value <= MASKED)]
-        if odd:
-            return UNDEFINED if math.isnan(odd[0]) else f"a bias of {odd[0]} is added to some of the scores"
-        parts.append(constants.get(0.0, False))
-    return conjunction(*parts)
-
-
-def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
-    """What a mask adds to the scores that the softmax sees; None where it is not known, or turned round."""
-    constants = positions.constants(term.mask, positions.of(term.mask)) if term.factor > 0 else None
-    if constants is None:
-        return None
-    found: dict[float, Formula] = {}
-    for value, formula in constants.items():
-        number = value * term.factor if value else 0.0
-        number = -torch.inf if number <= term.overflow else number
-        found[number] = disjunction(found.get(number, False), formula)
-    return found
-
-
-def hides_by_truths(positions: Positions, term: Term) -> bool:
-    """Whether a mask that is added would be known if whole numbers that are passed in were 0 or 1."""
-    constants = _added(positions.supposing(), term)
-    return constants is not None and all(value == 0 or value <= MASKED for value in constants)
-
-
-def _lost(positions: Positions, term: Term) -> bool:
-    """Whether no score that a mask hides can be above one that it lets through."""
-    numbers = (term.fill,) if term.how != "add" else _added(positions, term) or ()
-    return all(number <= LOST for number in numbers if number != 0)
-
-
-def unseen(
-    positions: Positions, terms: Sequence[Term], softmax: Empty, biased: bool = False, floor: float = -math.inf
-) -> str:
-    """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
-
-    "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered,
-    unless nothing is subtracted from them. One that swallows scores is what they become, until the same replaces them.
-    Scores below `floor` are raised to it behind the masks.
-    """
-    numbers = {max(number, floor) for number in _numbers(positions, terms)}
-    finite = [number for number in numbers if number != -torch.inf]
-    if not finite or softmax.of_low:
-        return softmax.of_infinite
-    if softmax.of_low is None:
-        return ""
-    *outer, innermost = (each.how for each in terms)
-    replaced = "add" not in outer and (innermost != "add" or max(finite) <= LOST)
-    swallows = not biased or max(finite) <= LOST  # a bias may be added after it
-    alone = floor == max(finite) and max(finite) <= LOST
-    return "mean" if (alone or (replaced and swallows)) and len(numbers) == 1 else ""
-
-
-def _numbers(positions: Positions, terms: Sequence[Term]) -> list[float]:
-    """What hides a key: numbers that scores are replaced by, or that are added to them."""
-    return [
-        number
-        for each in terms
-        for number in ((each.fill,) if each.how != "add" else _added(positions, each) or ())
-        if number != 0
-    ]
-
-
-def _addends(term: Term) -> Iterator[Term]:
-    """Masks of which one that is added is the sum."""
-    if term.how != "add" or term.mask.op != "add":
-        yield term
-        return
-    for each in term.mask.args:
-        yield from _addends(replace(term, mask=each))
-
-
-def _is_finite(positions: Positions, term: Term) -> bool:
-    return -torch.inf not in _numbers(positions, (term,))
-
-
-@proof
-def _total(a: Algebra, terms: Sequence[Term]) -> Value | None:
-    """What all masks make of a score of 0, the innermost first, as the model rounds it.
-
-    None where what they make is scaled, or rounded to a dtype that does not hold it.
-    """
-    total: Value | None = None
-    for each in reversed(terms):
-        dtype = proven(proven(each.scores).dtype)
-        must(each.factor == 1 and each.overflow <= torch.finfo(dtype).min)
-        before = total and a.cast(total, dtype)
-        if each.how == "add":
-            mask = a.cast(_once(each.mask), dtype)
-            total = mask if before is None else a.add(before, mask)
-            continue
-        (hides,) = _hidden(a, (each,))
-        total = where(a, hides, constant(a, each.fill, (), dtype), before or constant(a, 0.0, (), dtype), dtype)
-    return total
-
-
-def _hidden(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:
-    for each in terms:
-        if each.how == "add":
-            yield hidden(a, each.mask, each.factor)
-            continue
-        turned = each.mask.op == "not"
-        mask = each.mask.arg if turned else each.mask
-        shows = (each.how == "keep") != turned
-        listed = by_list(a, mask, lambda number, shows=shows: bool(number) != shows)
-        yield listed or (negated(a, mask) if shows else mask)

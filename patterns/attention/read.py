@@ -1,49 +1,49 @@
 """Softmax attention, read from contractions: out = softmax(scale · q kᵀ + mask) v, in whatever layout it is written.
 
-Queries, keys and values come out as [B, N, S, D], every key head once, with what the operator must be told.
+From the product with values (`products`) and the softmax (`weights`) down to that of queries and keys (`scores`); then,
+for each way in which rows of scores may be sequences, heads and queries (`frames`), the `operands`, the `masks`, the
+bias (`read_bias`) and the `output_view`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf, isfinite, prod
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from fusion import reader
-from fusion.analysis.row_layout import Step, arranged, named, narrowed, uncast
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, dims_of
+from fusion.analysis.row_layout import arranged, uncast
+from fusion.graph import Found, Graph, Miss, Reading, Value
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
-from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
+from patterns.attention.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven
 from patterns.attention.divided_late import Finish, stripped
-from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
+from patterns.attention.frames import Attended, Frame, per_head
 from patterns.attention.joined_heads import of_all_heads
-from patterns.attention.masks import NOT_LOST, Empty, Masks, Term, hides_by_truths
+from patterns.attention.mask_terms import Term, hides_by_truths
+from patterns.attention.masks import NOT_LOST, Masks
+from patterns.attention.operands import APART, SEVERAL, Outcome, Parts, operands_of
+from patterns.attention.output_view import named_view, view_steps
 from patterns.attention.products import contraction
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
-from patterns.attention.read_int8 import are_int8
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, scores_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
 from patterns.attention.weights import Weights, dropped, empty_rows, weights_of
 from patterns.attention.words import SOFTMAX_ATTENTION
-from patterns.latent import int8_operands
 from patterns.latent.int8_probabilities import int8_probability_attention
 from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROBABILITY_ATTENTION
 from patterns.sparse.listed import Operands, listed_attention
 from patterns.sparse.read import topk_mask
 from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
-_APART = "keys or values are not the same for the queries of one head"
 _REPEATED = "one score is repeated for several keys"
 _CUT = "the weights are cut, but not from a sink that stands last"
-_SEVERAL = "one row of scores is scaled or masked in several ways"
-_OTHERS = (None, _APART, _REPEATED, _SEVERAL)
+_OTHERS = (None, APART, _REPEATED, SEVERAL)
 """Why a product is not that of queries and keys, where what is added to it may be."""
 _SUNK = "a sink stands beside the scores of rows that a list names: the operator takes none"
 _SCALED = "scores of rows that a list names are multiplied by tensors: the operator multiplies all by one number"
@@ -51,9 +51,6 @@ _CLAMPED = "masked scores of rows that a list names are clamped to finite number
 _LENGTHS = ("window", "kv_len", "kv_lens")
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
-
-Outcome = dict[Value, Reading | Miss]
-"""What values mean, that of an attention last but for its mask."""
 
 
 _GIVEN = (
@@ -68,7 +65,7 @@ def attentions(graph: Graph) -> Iterator[Found]:
     read, in_int8 = partial(attention, assumed), torch.int8 in graph.dtypes
     for value in list(graph.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
-            yield value, Miss("softmax_attention", _left_whole(graph.places[value][0]))
+            yield value, Miss("softmax_attention", left_whole(graph.places[value][0]))
         if value.op in ("cat", "matmul") and (whole := of_all_heads(graph.algebra, value)) is not None:
             yield from _named(value, whole, read(whole))
             continue
@@ -111,18 +108,6 @@ def _named(value: Value, whole: Value, outcome: Outcome | Miss | None) -> Iterat
 def _is_one_call(graph: Graph, value: Value) -> bool:
     """Whether the model calls attention by its name."""
     return any("scaled_dot_product" in str(node.target) for node in graph.places[value])
-
-
-def _left_whole(node: fx.Node) -> str:
-    """Why a call of sdpa is not written out."""
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    if dropout:
-        return "some of the weights are dropped at random"
-    given: Any = node.args[1:3]
-    keys, values = (dims_of(each.meta["val"].shape[-2:-1]) for each in given)
-    if keys != values:
-        return "there are not as many values as keys: torch leaves some out, or reads memory behind them"
-    return "queries, keys and values are not [.., N, S, D] with a width D that is known"
 
 
 def _only_arranges(graph: Graph, value: Value) -> bool:
@@ -202,7 +187,7 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     rows = scores.product.shape[:-1]
     q = arranged(a, a.expand(scores.product.arg, (*rows, scores.product.arg.shape[-1])), scores.steps)
     masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
-    steps = _steps(weights, v.shape[-1], finish)
+    steps = view_steps(weights, v.shape[-1], finish)
     rounded = assumed.rounded(root)
     narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
@@ -222,42 +207,27 @@ def _reading(
         return _REPEATED if scores.product.shape[-1] == 1 else _CUT
     attended = Attended.by(a, scores, product, weights)
     if attended is None:
-        return _APART
+        return APART
     odd: list[Miss | str] = []
     for frame in attended.frames(shape, scores.sink is not None):
         found = _framed(assumed, root, attended, frame, Parts(product, weights, scores, finish))
         if not isinstance(found, str) and not (isinstance(found, Miss) and found.rule == RULE):
             return found
         odd.append(found)
-    return next((each for each in odd if each != _APART), _APART)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Attention taken apart: the product of weights and values, the softmax, the scores, and what follows."""
-
-    product: Value
-    weights: Weights
-    scores: Scores
-    finish: Finish
-
-    @property
-    def empty(self) -> Empty:
-        """What the softmax makes of a row without a key."""
-        return empty_rows(self.weights, self.scores)
+    return next((each for each in odd if each != APART), APART)
 
 
 def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
     """What it is if the rows are those of a frame."""
     a, scores = assumed.algebra, of.scores
-    found = _operands(assumed, root, attended, frame, of)
+    found = operands_of(assumed, root, attended, frame, of)
     if not isinstance(found, tuple):
         return found
     operands, beside, (keys, width) = found
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
     narrow = "q" in operands and operands["q"].dtype is not root.dtype
     widened = (("cast", (root.dtype,)),) if narrow and ("cast", (root.dtype,)) not in of.finish else ()
-    steps = _finish(frame.sizes, of.weights, width, (*of.finish, *widened))
+    steps = named_view(frame.sizes, of.weights, width, (*of.finish, *widened))
     if steps is None:
         return "the result is arranged by several symbolic sizes"
     captures["output_view"] = steps
@@ -313,7 +283,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     why = unproven(term.mask, hides_by_truths(found.masks.positions, term))
     supposed = why
     if why == TRUTHS:
-        supposed = assumed.masks(*of_scores, suppose=True).told(of.empty, sunk=of.scores.sink is not None)
+        supposed = assumed.masks(*of_scores, suppose=True).spec(of.empty, sunk=of.scores.sink is not None)
     why = f"{why}; and {supposed}" if isinstance(supposed, str) and supposed != why else why
     return missed(f"{why}; {bias}", of.product, term.at)
 
@@ -321,77 +291,8 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
 def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) -> tuple[Any, Any]:
     """What is said of the masks, and of the bias beside them, {} without one; each a reason where it cannot be said."""
     floor = of.scores.floor
-    mask = found.masks.told(of.empty, of.scores.sink is not None, bool(found.biases), floor)
+    mask = found.masks.spec(of.empty, of.scores.sink is not None, bool(found.biases), floor)
     if isinstance(mask, str) or not found.biases:
         return mask, {}
     in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
     return mask, bias_of(assumed, found, frame, dtype, of.empty.of_infinite, in_words, floor)
-
-
-Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
-"""Queries, keys and values by their names, what else they mean, and how many keys and lanes of a value there are."""
-
-
-def _operands(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
-    a, scores, product = assumed.algebra, of.scores, of.scores.product
-    assert product is not None
-    q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)
-    if q.shape[:-1] != of.weights.softmax.shape[:-1]:
-        return _SEVERAL
-    k, v = attended.keys_and_values(frame)
-    if k is None or v is None:
-        return _APART
-    q = a.reshape(q, (*frame.sizes, q.shape[-1]))
-    shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
-    if not _divides(k.shape[1], shared):
-        return "keys and values are shared by other groups of heads"
-    k, v = (_spread(a, each, shared) for each in (k, v))
-    sizes = k.shape[2], v.shape[-1]
-    whole = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
-    if whole is not None:
-        return whole if isinstance(whole, Miss) else (*whole, sizes)
-    given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
-    int8 = are_int8(a, k, v)
-    for dtype in filter(None, (root.dtype, assumed.rounded(root))):
-        narrow = [narrowed(a, each, dtype) for each in (q, k, v)]
-        if all(each.dtype == dtype for each in (narrow[:1] if int8 else narrow)):
-            (q, k, v), given = narrow, given if dtype == root.dtype else dtype
-    mixed = int8 and not given == q.dtype == k.dtype == v.dtype
-    if len({given, q.dtype} if mixed else {given, q.dtype, k.dtype, v.dtype}) != 1:
-        return "queries, keys, values and result have different dtypes"
-    said = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
-    return said | ({"mixed": True} if mixed else {}), {}, sizes
-
-
-def _divides(part: Any, whole: Any) -> bool:
-    return part == whole or (isinstance(part, int) and isinstance(whole, int) and part > 0 and whole % part == 0)
-
-
-def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
-    """[B, M, T, D] with each head as often as it takes to have so many."""
-    batch, own, *rows = kv.shape
-    if own == heads:
-        return kv
-    opened = a.expand(a.reshape(kv, (batch, own, 1, *rows)), (batch, own, heads // own, *rows))
-    return a.reshape(opened, (batch, heads, *rows))
-
-
-def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
-    """How [B, N, S, E] becomes the result; a symbolic size is "B", "S" or -1, and the dtype a cast."""
-    names = {rows[2]: "S", rows[0]: "B"}
-    said = named(_steps(weights, width, finish), names)
-    return said[1:] if said and said[:1] == named([("reshape", (*rows, width))], names) else said
-
-
-def _steps(weights: Weights, width: Any, finish: Finish) -> list[Step]:
-    """The same with all sizes as they are, from a reshape on."""
-    sizes, before, after = weights.rows.sizes, weights.rows.before, weights.rows.after
-    order = [atom for run in before for atom in run]
-    wanted = [atom for run in after for atom in run]
-    wanted += [atom for atom in order if atom not in wanted]  # those of size 1
-    steps: tuple[Step, ...] = (
-        ("reshape", (*(sizes[atom] for atom in order), width)),
-        ("permute", (*(order.index(atom) for atom in wanted), len(order))),
-        ("reshape", (*(prod(sizes[atom] for atom in run) for run in after), width)),
-    )
-    return [(op, how) for op, how in (*steps, *finish) if op != "permute" or how != tuple(range(len(how)))]

@@ -23,7 +23,8 @@ from fusion.graph.proof import proven
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
 from patterns.attention.hiding import MASKED
-from patterns.attention.masks import LOST, Masks, Term
+from patterns.attention.mask_terms import LOST, Term
+from patterns.attention.masks import Masks
 
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "abs", "scale", "shift", "index", "take", "add", "mul", "where", "cat")

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
-from patterns.latent.read import joined_parts, sources
+from patterns.latent.head_lanes import sources
+from patterns.latent.read import joined_parts
 
 
 def told_apart(a: Algebra, attention: Reading) -> Reading:

@@ -22,7 +22,8 @@ from fusion.graph import Algebra, Value, logic
 from fusion.graph.contractions import matmul, swapped
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.addends import addends_of, computed_from, product_in
-from patterns.attention.masks import MASKED, Term, mask_on
+from patterns.attention.hiding import MASKED
+from patterns.attention.mask_terms import Term, mask_on
 
 PLAIN = ("cast", "scale", "reshape", "permute")
 """What scores go through that nothing has hidden or capped yet."""

@@ -15,7 +15,8 @@ from fusion.analysis.infinities import may_be_infinite_beside_numbers
 from fusion.analysis.logarithms import differences
 from fusion.analysis.row_layout import Arrangement, arrangement, row_step
 from fusion.graph import Algebra, Value, logic
-from patterns.attention.masks import MASKED, Empty, Term
+from patterns.attention.hiding import MASKED
+from patterns.attention.mask_terms import Empty, Term
 from patterns.attention.scores import PLAIN, Scores, scores_of
 
 

@@ -1,4 +1,4 @@
-"""Attention over a latent that lies in whole numbers of 8 bits, and what its queries are.
+"""Attention over a latent that lies in int8, and what its queries are.
 
     scores = c · ((q8 k8ᵀ) · tokens · of_keys + q_rope k_ropeᵀ)        out = P k8 · of_values
 

@@ -9,7 +9,8 @@ from typing import Any
 from fusion import reader
 from fusion.graph import Algebra, Found, Graph, Readings, Value
 from fusion.graph.proof import proof, proven
-from patterns.latent import read as floats
+from patterns.latent.absorption import absorption, query_sources, rotations
+from patterns.latent.head_lanes import HeadLanes, opened_heads, placed, sources, unscaled_lanes
 from patterns.latent.words import LAYER_LANES, LAYER_QUERY
 
 _INT8 = ("int8_latent_attention", "int8_probability_attention")
@@ -25,11 +26,11 @@ def int8_queries(graph: Graph) -> Iterator[Found]:
     layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("int8_matmul")}
     a = graph.algebra
     for absorbed, rotated in _queries(graph.readings):
-        factors = floats.absorption(a, absorbed)
+        factors = absorption(a, absorbed)
         if factors is None:
             continue
-        query = (a, factors, absorbed, floats.rotations(a, graph.readings, rotated))
-        read = floats.query_sources(*query, partial(_lanes, layers)) or floats.query_sources(*query)
+        query = (a, factors, absorbed, rotations(a, graph.readings, rotated))
+        read = query_sources(*query, partial(_lanes, layers)) or query_sources(*query)
         yield from read.items()
 
 
@@ -46,11 +47,11 @@ def _queries(found: Readings) -> list[tuple[Value, Value]]:
 
 
 @proof
-def _lanes(layers: Mapping[Value, Value], a: Algebra, value: Value, heads: Any, rows: Any) -> floats.HeadLanes | None:
+def _lanes(layers: Mapping[Value, Value], a: Algebra, value: Value, heads: Any, rows: Any) -> HeadLanes | None:
     """The layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
-    value, rows, number = floats.unscaled_lanes(a, value, rows)
-    below = (each.below("cast", "reshape") for each in floats.sources(value))
+    value, rows, number = unscaled_lanes(a, value, rows)
+    below = (each.below("cast", "reshape") for each in sources(value))
     layer = proven(next((layers[each] for each in below if each in layers), None))
-    opened = floats.opened_heads(a, layer, value.shape[0], heads, rows)
-    place = proven(floats.placed(a, value, opened))
-    return floats.HeadLanes({"layer": a.scale(layer, number)}, ("layer_query", "layer_lanes"), opened.shape[-1], *place)
+    opened = opened_heads(a, layer, value.shape[0], heads, rows)
+    place = proven(placed(a, value, opened))
+    return HeadLanes({"layer": a.scale(layer, number)}, ("layer_query", "layer_lanes"), opened.shape[-1], *place)

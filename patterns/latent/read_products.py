@@ -25,7 +25,8 @@ from fusion.analysis.row_layout import Step, named, uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
-from patterns.latent.read import KeysOfLatent, first_rows, heads_projection, keys_of_latent, read_keys
+from patterns.latent.head_lanes import heads_projection
+from patterns.latent.read import KeysOfLatent, first_rows, keys_of_latent, read_keys
 from patterns.latent.words import LATENT_CONTEXT, LATENT_SCORES, LATENT_SDPA
 
 _CALLED = {

@@ -1,4 +1,4 @@
-"""n = rms_norm(x) · γ (+ β), perhaps of a sum x = a + b, in whole numbers of 8 bits: what a quantised layer reads.
+"""n = rms_norm(x) · γ (+ β), perhaps of a sum x = a + b, in int8: what a quantised layer reads.
 
     of each token     q = round(n / s), s = max|n| / 127        static     q = round(n / s + z) of constants s and z
 

@@ -1,4 +1,4 @@
-"""s = max|x| / 127, q = round(x / s): every token in whole numbers of 8 bits, with a scale of its own.
+"""s = max|x| / 127, q = round(x / s): every token in int8, with a scale of its own.
 
 *Matches* the largest magnitude of each row, the quotient and its rounding, with or without bounds that change nothing;
 rows as they are, or turned by a matrix such as Hadamard's, where nothing else reads them. *Replaces with*

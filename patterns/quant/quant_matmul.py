@@ -1,4 +1,4 @@
-"""y = (q Wᵀ) · s · c (+ b): whole numbers of 8 bits, a scale of each token, one of each output channel.
+"""y = (q Wᵀ) · s · c (+ b): int8, a scale of each token, one of each output channel.
 
 *Matches* `_int_mm`, or a product of such numbers in int32, float32 or bfloat16, multiplied by both scales in any order
 and cast. *Replaces with* `npu_quant_matmul`, whose sums are exact and which rounds once; the weight of Parameters is
@@ -31,7 +31,7 @@ def refuse(dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class QuantMatmul(Rule):
-    """Linear layer in whole numbers of 8 bits."""
+    """Linear layer in int8."""
 
     def reference(self, x: Tensor, weight: Tensor, scale: Tensor, tokens: Tensor) -> Tensor:
         """The meaning: x [*B, K] and weight [N, K] of int8, scale [N], tokens [*B, 1]; returns [*B, N]."""

@@ -1,4 +1,4 @@
-"""Products of whole numbers of 8 bits with their scales: (x · wᵀ) · s[token] · c[channel] (+ bias).
+"""Int8 products with their scales: (x · wᵀ) · s[token] · c[channel] (+ bias).
 
 The sums may be computed in int32 (`_int_mm` or a product in int32), or in float32 or bfloat16, which round them; or of
 operands that were multiplied by their scales before.

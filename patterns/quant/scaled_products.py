@@ -1,4 +1,4 @@
-"""What is done to products of whole numbers of 8 bits until all scales are in them: casts, factors, one bias.
+"""What is done to int8 products until all scales are in them: casts, factors, one bias.
 
 The sums may be computed in int32, or in float32 or bfloat16, which round them. Which values are products, and what a
 scale of each of their channels is, is said by each kind: of layers, or of experts.
@@ -53,7 +53,7 @@ Read = Product | str | None
 
 
 def int8_of(a: Algebra, value: Value) -> Value | None:
-    """The whole numbers of 8 bits that `value` holds in another dtype, perhaps through others that hold them all."""
+    """The int8 that `value` holds in another dtype, perhaps through others that hold all of it."""
     if value.op == "cast" and value.arg.dtype == torch.int8:
         return value.arg
     if value.op == "cast" and value.arg.dtype in _HOLD_INT8:

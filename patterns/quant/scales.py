@@ -1,4 +1,4 @@
-"""Scales of a latent in whole numbers of 8 bits: those that give it back, and those that it is multiplied by before."""
+"""Scales of a latent in int8: those that give it back, and those that it is multiplied by before."""
 
 from __future__ import annotations
 

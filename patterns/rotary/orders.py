@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patterns.rotary.turned import to_halves, to_pairs
+from patterns.rotary.rotated import to_halves, to_pairs
 
 HALF, INTERLEAVED = "half", "interleaved"
 

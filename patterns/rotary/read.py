@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fusion import reader, word
-from fusion.analysis.lanes import NONE, Index, Leaves, Rows, Term, rows, terms
+from fusion.analysis.lane_products import Leaves, Term, terms
+from fusion.analysis.lanes import NONE, Index, Rows, rows
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from patterns.rotary.pairs import ORDERS, Side, align, pairs_of, refusal, runs, side_of, unpaired
 from patterns.rotary.tables import KnownTables
 
 _ROTATED: dict[str, str] = {
@@ -32,8 +33,6 @@ PARTIAL_ROTATION = word(
     **_ROTATED, rest="[.., E]", rest_first="whether these stand first",
 )  # fmt: skip
 
-ORDERS = ("half", "interleaved")
-
 
 class _Sum(NamedTuple):
     """A value as a sum of two products, lane by lane, and the lanes that both make up."""
@@ -42,15 +41,6 @@ class _Sum(NamedTuple):
     terms: list[Term]
     leaves: Leaves
     where: Index
-
-
-class _Side(NamedTuple):
-    """One product, by lane of the result: the lane of x, the table and its lane that it is multiplied by, a factor."""
-
-    lane: Index
-    table: Index
-    entry: Index
-    factor: NDArray[np.float64]
 
 
 _TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
@@ -180,84 +170,24 @@ def _may_turn_all(value: Value) -> bool:
 
 def _classify(known: KnownTables, found: _Sum, leaf: int) -> Reading | str | None:
     """The reading if it is this leaf whose lanes are turned."""
-    left, right = (_split(term, leaf, found.where) for term in found.terms)
+    left, right = (side_of(term, leaf, found.where) for term in found.terms)
     if left is None or right is None:
         return None
     reason: str | None = None
     lanes = np.concatenate((left.lane, right.lane))
     are_all = lanes.max() - lanes.min() == len(left.lane) - 1  # as of pairs in either order
     for source, result in product(ORDERS, ORDERS) if are_all else ():
-        aligned = _align(left, right, source, result)
+        aligned = align(left, right, source, result)
         if aligned is None:
             continue
-        reason = _refusal(*aligned, _pairs(result, len(found.where)))
+        reason = refusal(*aligned, pairs_of(result, len(found.where)))
         if reason is None:
             return _reading(known, found, leaf, aligned, {"source": source, "result": result})
-    return reason or (_unpaired(left, right) if found.value.rank > 1 else None)  # one row is no lanes of tokens
-
-
-def _split(term: Term, leaf: int, where: Index) -> _Side | None:
-    """One term by the lanes of the leaf that is rotated."""
-    first, second = term.first, term.second
-    in_first, in_second = first.leaf[where] == leaf, second.leaf[where] == leaf
-    if not (in_first ^ in_second).all():
-        return None
-    lane = np.where(in_first, first.index[where], second.index[where])
-    table = np.where(in_first, second.leaf[where], first.leaf[where])
-    entry = np.where(in_first, second.index[where], first.index[where])
-    return _Side(lane, table, entry, term.coefficient[where])
-
-
-def _pairs(order: str, size: int) -> Index:
-    """The lanes of each pair [D / 2, 2]."""
-    lanes = np.arange(size)
-    return lanes.reshape(2, -1).T if order == "half" else lanes.reshape(-1, 2)
-
-
-def _align(left: _Side, right: _Side, source: str, result: str) -> tuple[_Side, _Side] | None:
-    """The products of each lane itself and of its partner, the latter with the sign that they have in a rotation."""
-    size, base = len(left.lane), min(left.lane.min(), right.lane.min())
-    of, to = _pairs(source, size), _pairs(result, size)
-    own, partner, sign = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size)
-    own[to], partner[to], sign[to] = base + of, base + of[:, ::-1], (-1.0, 1.0)
-    straight = (left.lane == own) & (right.lane == partner)
-    crossed = (right.lane == own) & (left.lane == partner)
-    if not (straight | crossed).all():
-        return None
-    cos, sin = (
-        _Side(*(np.where(straight, *each) for each in zip(*both, strict=True)))
-        for both in ((left, right), (right, left))
-    )
-    return cos, sin._replace(factor=sin.factor * sign)
-
-
-def _refusal(cos: _Side, sin: _Side, pairs: Index) -> str | None:
-    """Why products of lanes and their partners are no rotation. `pairs` are the lanes of each pair of the result."""
-    apart = any((each.table[pairs[:, 0]] != each.table[pairs[:, 1]]).any() for each in (cos, sin))
-    if apart or any(stop - start < 2 for each in (cos, sin) for start, stop in _runs(each.table)):
-        return "the lanes take their cosines (or sines) from different tensors"
-    gain = cos.factor[0]
-    if gain <= 0 or not (cos.factor == gain).all():
-        return "the terms with the cosine do not all have the same positive factor"
-    if not (sin.factor == sin.factor[0]).all():
-        if (cos.table == sin.table).all() and len({*cos.entry, *sin.entry}) == 2 * len(cos.lane):
-            return "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
-        return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
-    return None
-
-
-def _unpaired(left: _Side, right: _Side) -> str | None:
-    """Why lanes that are combined with lanes of the same tensor are no rotated pairs."""
-    if (left.lane == right.lane).all():
-        return "each lane is combined with itself, not with a partner"
-    _, uses = np.unique(np.concatenate((left.lane, right.lane)), return_counts=True)
-    if len(uses) != len(left.lane) or (uses != 2).any():
-        return None  # as of one half of a rotation, or of weighted sums: the result holds no pairs of lanes
-    return "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
+    return reason or (unpaired(left, right) if found.value.rank > 1 else None)  # one row is no lanes of tokens
 
 
 def _reading(
-    known: KnownTables, found: _Sum, leaf: int, sides: Sequence[_Side], orders: Mapping[str, str]
+    known: KnownTables, found: _Sum, leaf: int, sides: Sequence[Side], orders: Mapping[str, str]
 ) -> Reading | str:
     """The rotation of lanes of a leaf by tables that are read at the lanes of the result."""
     a, (root, _, leaves, where) = known.algebra, found
@@ -279,22 +209,16 @@ def _reading(
     return Reading("partial_rotation", captures | {"rest": rest, "rest_first": bool(where[0] != 0)})
 
 
-def _table(known: KnownTables, leaves: Leaves, side: _Side) -> Value | None:
+def _table(known: KnownTables, leaves: Leaves, side: Side) -> Value | None:
     """The table by which all lanes are multiplied; joined where runs of lanes have tables of their own."""
     pieces: list[Value] = []
-    for start, stop in _runs(side.table):
+    for start, stop in runs(side.table):
         flat = _flat(known.algebra, *leaves.found[int(side.table[start])])
         piece = known.scaled(flat, side.entry[start:stop], float(side.factor[0]))
         if piece is None or piece.shape[:-1] != (pieces or [piece])[0].shape[:-1]:
             return None
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else known.algebra.cat(pieces, -1)
-
-
-def _runs(numbers: Index) -> list[tuple[int, int]]:
-    """Where stretches of the same number start and stop."""
-    bounds = [0, *(np.nonzero(np.diff(numbers))[0] + 1).tolist(), len(numbers)]
-    return list(pairwise(bounds))
 
 
 def _compute_dtype(leaves: Leaves) -> torch.dtype | None:

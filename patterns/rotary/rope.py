@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, lowering, pattern, require, variants
-from patterns.rotary.other_lanes import Alone, BeforeTurned, BehindTurned, Rest, Whole, WidenedWhole
-from patterns.rotary.turned import Turned, Widened, four_dims, to_halves, to_pairs, turning
+from patterns.rotary.rotated import Rotated, Widened, four_dims, rotate_matrix, to_halves, to_pairs
+from patterns.rotary.unrotated_lanes import Alone, BeforeRotated, BehindRotated, Rest, Whole, WidenedWhole
 
 JOINED = (Alone, Rest)
-BESIDE = (BehindTurned, BeforeTurned)
+BESIDE = (BehindRotated, BeforeRotated)
 
 
 @dataclass(frozen=True)
@@ -34,99 +34,99 @@ class Rope(Rule):
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
     @pattern
-    @variants(turned=(Turned, Widened), others=JOINED)
-    def rotated(self, p, turned, others):
+    @variants(rotated=(Rotated, Widened), others=JOINED)
+    def rotated(self, p, rotated, others):
         """All lanes are rotated, or some in one go with the others."""
-        return others.term(p, turned)
+        return others.term(p, rotated)
 
     @pattern
-    @variants(turned=(Whole, WidenedWhole), others=BESIDE)
-    def among(self, p, turned, others):
+    @variants(rotated=(Whole, WidenedWhole), others=BESIDE)
+    def among(self, p, rotated, others):
         """Some lanes of a tensor are rotated, which are a value of their own."""
-        return others.term(p, turned)
+        return others.term(p, rotated)
 
-    def guard(self, turned: Turned, others: Alone | BehindTurned):
+    def guard(self, rotated: Rotated, others: Alone | BehindRotated):
         """Where the others are."""
-        others.guard(turned)
+        others.guard(rotated)
 
     @lowering
     @variants(others=JOINED)
-    def half(self, turned: Turned, others: Alone):
+    def half(self, rotated: Rotated, others: Alone):
         """Half order on both sides."""
-        require(turned.source == turned.result == "half", "the lanes are not in half order")
-        return others.joined(turned.by("half"))
+        require(rotated.source == rotated.result == "half", "the lanes are not in half order")
+        return others.joined(rotated.by("half"))
 
     @lowering
     @variants(others=JOINED)
-    def pairs(self, turned: Turned, others: Alone):
+    def pairs(self, rotated: Rotated, others: Alone):
         """Interleaved order on both sides."""
-        require(turned.source == turned.result == "interleaved", "the lanes are not in interleaved order")
-        return others.joined(turned.by("interleave"))
+        require(rotated.source == rotated.result == "interleaved", "the lanes are not in interleaved order")
+        return others.joined(rotated.by("interleave"))
 
     @lowering
     @variants(others=JOINED)
-    def pairs_by_matrix(self, turned: Turned, others: Alone):
+    def pairs_by_matrix(self, rotated: Rotated, others: Alone):
         """The same by a constant matrix, for compilers that cannot say which lanes are turned."""
-        require(turned.source == turned.result == "interleaved", "the lanes are not in interleaved order")
-        return others.joined(turned.by("interleave", turning(turned.x)))
+        require(rotated.source == rotated.result == "interleaved", "the lanes are not in interleaved order")
+        return others.joined(rotated.by("interleave", rotate_matrix(rotated.x)))
 
     @lowering
     @variants(others=JOINED)
-    def pairs_to_half(self, turned: Turned, others: Alone):
+    def pairs_to_half(self, rotated: Rotated, others: Alone):
         """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
-        return others.joined(_pairs_to_half(turned))
+        return others.joined(_pairs_to_half(rotated))
 
     @lowering
     @variants(others=JOINED)
-    def pairs_to_half_by_batch(self, turned: Turned, others: Alone):
+    def pairs_to_half_by_batch(self, rotated: Rotated, others: Alone):
         """The same with tables for every sequence."""
-        cos, sin = turned.tables_by_batch()
-        return others.joined(_pairs_to_half(replace(turned, cos=cos, sin=sin)))
+        cos, sin = rotated.tables_by_batch()
+        return others.joined(_pairs_to_half(replace(rotated, cos=cos, sin=sin)))
 
     @lowering
     @variants(others=JOINED)
-    def rows_to_half(self, turned: Turned, others: Alone):
+    def rows_to_half(self, rotated: Rotated, others: Alone):
         """The same for x [B, S, N, D], or packed tokens [T, N, D]: every position is a batch entry of its own."""
-        _refuse_other_orders(turned)
-        x, tables = turned.x, turned.tables()
+        _refuse_other_orders(rotated)
+        x, tables = rotated.x, rotated.tables()
         one = x.dim() in (3, 4) and all(each.dim() == x.dim() and each.shape[-2] == 1 for each in tables)
         require(one, "the tables depend on the heads")
         *positions, heads, width = x.shape
         cos, sin = (each.expand(*positions, 1, width).reshape(-1, 1, 1, width) for each in tables)
         rows = x.reshape(-1, heads, 1, width)
-        return others.joined(_pairs_to_half(replace(turned, x=rows, cos=cos, sin=sin)).reshape(x.shape))
+        return others.joined(_pairs_to_half(replace(rotated, x=rows, cos=cos, sin=sin)).reshape(x.shape))
 
     @lowering
     @variants(others=JOINED)
-    def through_half(self, turned: Turned, others: Alone):
+    def through_half(self, rotated: Rotated, others: Alone):
         """Any orders, by reordering lanes around the rotation in half order."""
-        require("interleaved" in (turned.source, turned.result), "the lanes are in half order already")
-        x = to_halves(turned.x) if turned.source == "interleaved" else turned.x
-        if turned.result == "half":
-            return others.joined(replace(turned, x=x).by("half"))
-        cos, sin = map(to_halves, turned.tables())
-        return others.joined(to_pairs(replace(turned, x=x, cos=cos, sin=sin).by("half")))
+        require("interleaved" in (rotated.source, rotated.result), "the lanes are in half order already")
+        x = to_halves(rotated.x) if rotated.source == "interleaved" else rotated.x
+        if rotated.result == "half":
+            return others.joined(replace(rotated, x=x).by("half"))
+        cos, sin = map(to_halves, rotated.tables())
+        return others.joined(to_pairs(replace(rotated, x=x, cos=cos, sin=sin).by("half")))
 
     @lowering
     @variants(others=BESIDE)
-    def by_no_angle(self, turned: Turned, others: BehindTurned):
+    def by_no_angle(self, rotated: Rotated, others: BehindRotated):
         """All lanes in one call."""
-        return others.over_all(turned).by("interleave")
+        return others.over_all(rotated).by("interleave")
 
     @lowering
     @variants(others=BESIDE)
-    def by_no_angle_by_matrix(self, turned: Turned, others: BehindTurned):
+    def by_no_angle_by_matrix(self, rotated: Rotated, others: BehindRotated):
         """The same by a constant matrix."""
-        return others.over_all(turned).by("interleave", turning(turned.x))
+        return others.over_all(rotated).by("interleave", rotate_matrix(rotated.x))
 
 
-def _refuse_other_orders(turned: Turned) -> None:
+def _refuse_other_orders(rotated: Rotated) -> None:
     """Refuse all but one pair of orders: before anything is computed for it."""
-    orders = turned.source, turned.result
+    orders = rotated.source, rotated.result
     require(orders == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
 
 
-def _pairs_to_half(turned: Turned) -> Tensor:
-    _refuse_other_orders(turned)
-    x, cos, sin = (four_dims(each) for each in (turned.x, *turned.tables()))
-    return turned.rounded(torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(turned.x.shape))
+def _pairs_to_half(rotated: Rotated) -> Tensor:
+    _refuse_other_orders(rotated)
+    x, cos, sin = (four_dims(each) for each in (rotated.x, *rotated.tables()))
+    return rotated.rounded(torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(rotated.x.shape))

@@ -15,7 +15,7 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
 from fusion.graph import dim_of
 from patterns.rotary.rope import Rope
-from patterns.rotary.turned import Turned, Widened, dims_of, four_dims
+from patterns.rotary.rotated import Rotated, Widened, dims_of, four_dims
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Pair(Group):
     sin: Any = tensor("*U D")
     order: Any = attribute()
     dtype: Any = attribute()
-    kind: ClassVar[type[Turned]] = Turned
+    kind: ClassVar[type[Rotated]] = Rotated
 
-    def each(self) -> list[Turned]:
+    def each(self) -> list[Rotated]:
         """The rotation of either."""
         return [self.kind(x, self.cos, self.sin, self.order, self.order, self.dtype) for x in (self.q, self.k)]
 
@@ -48,9 +48,9 @@ class Pair(Group):
         q, k, cos, sin = (four_dims(each) for each in (self.q, self.k, *tables))
         return q, k, cos, sin
 
-    def results(self, *turned: Tensor) -> tuple[Tensor, ...]:
+    def results(self, *rotated: Tensor) -> tuple[Tensor, ...]:
         """Both, of four dims, as the model has them."""
-        return tuple(each.rounded(dims_of(y, each.x)) for y, each in zip(turned, self.each(), strict=True))
+        return tuple(each.rounded(dims_of(y, each.x)) for y, each in zip(rotated, self.each(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class WidenedPair(Pair):
 
     cos: Any = tensor("*T Angles")
     sin: Any = tensor("*U Angles")
-    kind: ClassVar[type[Turned]] = Widened
+    kind: ClassVar[type[Rotated]] = Widened
 
     def guard(self) -> None:
         """Refuse float16 as well."""

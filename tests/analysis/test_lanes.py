@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sympy import Symbol
 from torch import Tensor
 
-from fusion.analysis.lanes import NONE, Leaves, descend, factor, rows, same_lanes, terms
+from fusion.analysis.lane_products import Leaves, factor, terms
+from fusion.analysis.lanes import NONE, descend, rows, same_lanes
 from fusion.graph import Algebra, Value
 from fusion.graph.recipe import build
 

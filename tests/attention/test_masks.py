@@ -28,7 +28,7 @@ from fusion.testing import capture
 from patterns.attention import bounds as bounds_of
 from patterns.attention import masks as attention_masks
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import Term, visible
+from patterns.attention.mask_terms import Term, visible
 from patterns.attention.read import attention
 from tests.engine.graphs import read_graph
 

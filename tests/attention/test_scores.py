@@ -11,7 +11,7 @@ from torch import Tensor
 from fusion.graph import Algebra, Value
 from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture, trial_of
-from patterns.attention.masks import REPLACED
+from patterns.attention.mask_terms import REPLACED
 from patterns.attention.scores import Scores, scores_of
 from patterns.attention.weights import Weights, weights_of
 from tests.engine.graphs import numbers, traced

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from fusion.operators import OPERATORS, Operator, contract
+from fusion.operators import OPERATORS, Limit, Operator, legality
 from tests.mutation import probe
 
 
 @dataclass(frozen=True)
-class _Probed(contract.Limit):
+class _Probed(Limit):
     name: str = ""
 
     def verdict(self, values: Mapping[str, Any]) -> bool | None:
@@ -35,10 +35,10 @@ def names() -> Iterator[str]:
 
 def install() -> None:
     """From now on, limits ask the probe."""
-    contract._limits, contract._dtype_refusal = _limits, _dtype_refusal
+    legality.limits_of, legality._dtype_refusal = _limits, _dtype_refusal
 
 
-def _limits(op: Operator, chip: str, plain: Any = contract._limits) -> tuple[_Probed, ...]:
+def _limits(op: Operator, chip: str, plain: Any = legality.limits_of) -> tuple[_Probed, ...]:
     seen = Counter[str]()
     found: list[_Probed] = []
     for each in plain(op, chip):
@@ -54,7 +54,7 @@ def _dtypes_name(op: Operator, argument: str) -> str:
 
 
 def _dtype_refusal(
-    op: Operator, chip: str, values: Mapping[str, Any], plain: Any = contract._dtype_refusal
+    op: Operator, chip: str, values: Mapping[str, Any], plain: Any = legality._dtype_refusal
 ) -> str | None:
     for argument, accepted in op.dtypes.items():
         name = _dtypes_name(op, argument)

@@ -99,7 +99,7 @@ def v2(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
 
 
 def whole(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
-    """The same with queries and a latent in whole numbers of 8 bits, the rotated queries divided by their scales."""
+    """The same with queries and a latent in int8, the rotated queries divided by their scales."""
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
         call = v2(a)(dtype)

@@ -64,7 +64,7 @@ def latent_bsh(rope: int = 64, d: int = 128, n: int = 8) -> dict[str, Any]:
 
 
 def whole(s: int = 1, n: int = 8, **more: Any) -> dict[str, Any]:
-    """A latent in lines of NZ, and its queries, in whole numbers of 8 bits."""
+    """A latent in lines of NZ, and its queries, in int8."""
     int8, single = torch.int8, torch.float32
     lines = t(9, 1, 16, 128, 32, dtype=int8)
     scales = {"dequant_scale_query": t(2, s, n, dtype=single), "dequant_scale_key": t(1, dtype=single)}

@@ -1,4 +1,4 @@
-"""Calls of the latent prolog in whole numbers of 8 bits, in every choice of modes that goes together."""
+"""Calls of the latent prolog in int8, in every choice of modes that goes together."""
 
 from __future__ import annotations
 

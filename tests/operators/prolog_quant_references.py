@@ -1,4 +1,4 @@
-"""What the latent prolog computes in whole numbers of 8 bits, in float64, token by token."""
+"""What the latent prolog computes in int8, in float64, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small calls of the operators on whole numbers of 8 bits: with and without factors, offsets and second results."""
+"""Small calls of the operators on int8: with and without factors, offsets and second results."""
 
 from __future__ import annotations
 

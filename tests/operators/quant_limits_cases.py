@@ -1,4 +1,4 @@
-"""Both sides of the limits of the operators on whole numbers of 8 bits."""
+"""Both sides of the limits of the operators on int8."""
 
 from __future__ import annotations
 

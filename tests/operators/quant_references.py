@@ -1,4 +1,4 @@
-"""What the operators on whole numbers of 8 bits compute, in float64, row by row and number by number."""
+"""What the operators on int8 compute, in float64, row by row and number by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the laws of all operators do not say of the latent prolog in whole numbers of 8 bits."""
+"""What the laws of all operators do not say of the latent prolog in int8."""
 
 from __future__ import annotations
 

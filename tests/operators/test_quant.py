@@ -1,4 +1,4 @@
-"""What the laws of all operators do not say of those on whole numbers of 8 bits."""
+"""What the laws of all operators do not say of those on int8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers in whole numbers of 8 bits, as people write them: a scale of each token, one of each output channel."""
+"""Linear layers in int8, as people write them: a scale of each token, one of each output channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attention block in whole numbers of 8 bits becomes what an expert would call, and stays as exact as it was."""
+"""An attention block in int8 becomes what an expert would call, and stays as exact as it was."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from fusion.language import Refused
 from fusion.operators import ensure
 from fusion.options import Options
 from fusion.testing import capture, means_what_it_says, trial_of
-from patterns.rotary.other_lanes import Alone
 from patterns.rotary.read import rotation
 from patterns.rotary.rope import Rope
+from patterns.rotary.rotated import Rotated
 from patterns.rotary.tables import KnownTables
-from patterns.rotary.turned import Turned
+from patterns.rotary.unrotated_lanes import Alone
 from tests.analysis.test_lanes import SIZE, computed, leaf
 from tests.engine.graphs import fused, names, numbers, read_graph, replay, rotate, traced
 
@@ -299,7 +299,7 @@ def test_a_way_takes_its_orders_of_lanes_alone(way: str, orders: tuple[str, str]
     x, angles = torch.randn(2, 3, 4, 64), torch.randn(1, 1, 4, 32)
     angles = torch.cat((angles, angles), -1) if orders[1] == "half" else angles.repeat_interleave(2, -1)
     args = x, angles.cos(), angles.sin(), *orders, x.dtype
-    run = partial(getattr(Rope(), way), Turned(*args), Alone())
+    run = partial(getattr(Rope(), way), Rotated(*args), Alone())
     if orders in TAKES[way]:
         torch.testing.assert_close(run(), reference(*args[:5]), rtol=1e-4, atol=1e-4)
         return
@@ -311,11 +311,11 @@ def test_a_way_stands_back_where_another_one_does_the_same():
     x, table, rows = torch.randn(2, 3, 4, 64), torch.randn(2, 1, 4, 64), torch.randn(3, 1, 64)
     to_half = "interleaved", "half"
     with pytest.raises(Refused, match="for every sequence"):
-        Rope().pairs_to_half_by_batch(Turned(x, table, table, *to_half, x.dtype), Alone())
+        Rope().pairs_to_half_by_batch(Rotated(x, table, table, *to_half, x.dtype), Alone())
     with pytest.raises(Refused, match="depend on the heads"):
-        Rope().rows_to_half(Turned(x, rows, rows, *to_half, x.dtype), Alone())
+        Rope().rows_to_half(Rotated(x, rows, rows, *to_half, x.dtype), Alone())
     with pytest.raises(Refused, match="depend on the heads"):
-        Rope().rows_to_half(Turned(x[None], table[:, :, :1], table[:, :, :1], *to_half, x.dtype), Alone())
+        Rope().rows_to_half(Rotated(x[None], table[:, :, :1], table[:, :, :1], *to_half, x.dtype), Alone())
 
 
 def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

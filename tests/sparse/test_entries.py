@@ -14,7 +14,7 @@ from fusion.graph import Algebra, Reading, Value
 from fusion.graph.logic import compare, constant, positions, where
 from fusion.graph.proof import proven
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import Empty, Term
+from patterns.attention.mask_terms import Empty, Term
 from patterns.sparse.listed import Entries, Operands, listed_attention
 
 B, S, N, T, K, D, C = 2, 3, 5, 16, 4, 8, 6

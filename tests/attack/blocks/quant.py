@@ -1,4 +1,4 @@
-"""Layers in whole numbers of 8 bits, in the ways that people write them."""
+"""Layers in int8, in the ways that people write them."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str, matrix: Tensor |
     return (y.transpose(1, 2) if swapped else y).reshape(x.shape)
 
 
-def turning(like: Tensor) -> Tensor:
+def rotate_matrix(like: Tensor) -> Tensor:
     """The matrix [D, D] that turns pairs, x · matrix = (-x₁, x₀, -x₃, x₂, …), for lanes of a tensor [.., D]."""
     width: Any = like.shape[-1]
     first, second = torch.eye(width, dtype=like.dtype, device=like.device).reshape(-1, 2, width).unbind(1)
@@ -55,7 +55,7 @@ def turning(like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Turned(Group):
+class Rotated(Group):
     """Lanes that are rotated, in which orders their pairs stand, and the dtype of the result."""
 
     x: Any = tensor("*B D")
@@ -91,7 +91,7 @@ class Turned(Group):
 
 
 @dataclass(frozen=True)
-class Widened(Turned):
+class Widened(Rotated):
     """Lanes that are rotated in float32 and rounded back to their own dtype, by tables of every lane or of every pair.
 
     What a table in float32 loses in that dtype is no more than a rotated lane is rounded by.

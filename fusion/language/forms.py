@@ -1,0 +1,130 @@
+"""Written forms: a marked method of a rule, traced once into terms and captures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+from fusion.errors import RuleError
+from fusion.language.groups import Attribute, Tensor, is_group
+from fusion.language.marks import each_variant, marked
+from fusion.language.terms import Capture, Meaning, Parameter, Term
+from fusion.language.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One written form, traced: its results and the captures by name, those of a group as `group.field`.
+
+    `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose. `varies` says
+    whether that is one of several, and `choices` what `variants` chose.
+    """
+
+    name: str
+    results: tuple[Term, ...]
+    captures: Mapping[str, Capture | Parameter]
+    reason: str = ""
+    apart: tuple[str, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    varies: bool = False
+    choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def keeps_apart(self, captures: Mapping[str, Any]) -> bool:
+        """Whether captures that must be different values are."""
+        return len({captures[name] for name in self.apart}) == len(self.apart)
+
+    @property
+    def method(self) -> str:
+        """The name of the method that it is one variant of."""
+        return self.name.partition("[")[0]
+
+    @cached_property
+    def applied(self) -> frozenset[tuple[str, tuple[str, ...]]]:
+        """Each semantic op that it mentions, with the names of what that is applied to."""
+        return frozenset().union(*map(_applied, self.results))
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The semantic ops that it mentions."""
+        return frozenset(name for name, _ in self.applied)
+
+    @cached_property
+    def needed(self) -> frozenset[frozenset[str]]:
+        """Of each part of its first result the canonical ops of which it is one: all are in or below the result."""
+        return frozenset(filter(None, (each.heads() for each in _parts(self.results[0]))))
+
+    @cached_property
+    def between(self) -> frozenset[str]:
+        """The canonical ops that may stand between its first result and those parts, both included."""
+        return frozenset[str]().union(*self.needed)
+
+
+@cache
+def traced(kind: type, role: str) -> tuple[Pattern, ...]:
+    """The forms of a kind of rule, or its look-alikes."""
+    rule = kind()
+    return tuple(
+        _trace(rule, label, method, chosen)
+        for name, method in marked(kind, role)
+        for label, chosen in each_variant(name, method)
+    )
+
+
+def _trace(rule: Any, name: str, method: Callable[..., Any], chosen: Mapping[str, Any]) -> Pattern:
+    captures: dict[str, Capture | Parameter] = {}
+    given: dict[str, Any] = dict(chosen)
+    arguments: dict[str, Any] = dict(chosen)
+    where = f"{type(rule).__name__}.{name}"
+
+    def capture(name: str, declared: Any) -> Capture | Parameter:
+        return captures.setdefault(name, _capture(where, name, declared))
+
+    for parameter in list(inspect.signature(method).parameters.values())[2:]:
+        declared = chosen.get(parameter.name, parameter.default)
+        if is_group(declared):
+            given[parameter.name], arguments[parameter.name] = declared, declared.made(parameter.name, capture)
+        elif parameter.name not in chosen:
+            arguments[parameter.name] = capture(parameter.name, declared)
+    result = method(rule, Vocabulary(), **arguments)
+    results = result if isinstance(result, tuple) else (result,)
+    reason = getattr(method, "fusion_reason", "")
+    kinds = {group: kind for group, kind in given.items() if is_group(kind)}
+    apart = tuple(f"{group}.{name}" for group, kind in kinds.items() for name in kind.differing)
+    apart += getattr(method, "fusion_apart", ())
+    unknown = sorted(set(apart) - set(captures))
+    if unknown:
+        raise RuleError(f"{where}: {unknown[0]!r} is to be apart, and is no capture: there are {sorted(captures)}")
+    return Pattern(name, results, captures, reason, apart, given, bool(chosen), chosen)
+
+
+def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
+    if isinstance(declared, Tensor):
+        return Capture(name, declared.dims, declared.optional, declared.needed)
+    if isinstance(declared, Attribute):
+        return Parameter(name, declared.among)
+    raise RuleError(
+        f"tracing pattern {pattern}: capture {name!r} is declared as {declared!r}; declare it with "
+        'tensor("..."), scalar(), attribute() or a kind of Group as its default'
+    )
+
+
+def _parts(term: Term) -> Iterator[Term]:
+    """A term and its parts."""
+    yield term
+    for each in term.parts():
+        yield from _parts(each)
+
+
+def _applied(term: Term) -> set[tuple[str, tuple[str, ...]]]:
+    found = {(term.op, tuple(term.captures))} if isinstance(term, Meaning) else set[tuple[str, tuple[str, ...]]]()
+    return found.union(*(_applied(child) for child in term.below() if isinstance(child, Term)))
+
+
+def captured(pattern: Pattern, bound: Mapping[Any, Any]) -> dict[str, Any]:
+    """The captures of a match by name; tensors as values, without optional ones that the meanings lack."""
+    lacking = {term for term in pattern.captures.values() if isinstance(term, Capture) and bound.get(term) is None}
+    taken = {name: bound[term] for name, term in pattern.captures.items() if term in bound and term not in lacking}
+    return {**taken, **pattern.given}

@@ -1,0 +1,94 @@
+"""Marks on the methods of a rule, and which of its methods have one: forms, look-alikes and lowerings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any, TypeVar
+
+from fusion.language.groups import is_group
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def pattern(method: Method) -> Method:
+    """Mark a method as one written form: `def form(self, p, x=tensor("*B D"), eps=scalar())` returns its result(s)."""
+    method.fusion_role = "pattern"  # type: ignore[attr-defined]
+    return method
+
+
+def lookalike(reason: str, apart: tuple[str, ...] = ()) -> Callable[[Method], Method]:
+    """Mark a pattern that looks like the rule but means something else.
+
+    `reason` may name its captures in braces; the captures in `apart` must be different values.
+    """
+
+    def mark(method: Method) -> Method:
+        method.fusion_role = "lookalike"  # type: ignore[attr-defined]
+        method.fusion_reason, method.fusion_apart = reason, apart  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def lowering(method: Method) -> Method:
+    """Mark a method as one way to run the rule: plain torch and `torch.ops.npu` calls on the captured tensors."""
+    method.fusion_role = "lowering"  # type: ignore[attr-defined]
+    return method
+
+
+def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
+    """Mark a lowering, or a form, that takes these parameters beside captures: one for each combination, best first.
+
+    A later combination of a lowering is tried only where the ones before it are refused. Each combination of a form is
+    matched for itself; guards and lowerings may ask for what was chosen. A choice may be a kind of `Group`. A lowering
+    with a variant of the same name as one of the form is for that choice alone.
+    """
+
+    def mark(method: Method) -> Method:
+        method.fusion_variants = choices  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def calls(operator: str) -> Callable[[Method], Method]:
+    """Mark a lowering by the one operator that it is for: where that cannot run, other lowerings alone are tried.
+
+    `operator` may name what `variants` chose in braces.
+    """
+
+    def mark(method: Method) -> Method:
+        method.fusion_calls = operator  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def refused_on(chip: str, because: str) -> Callable[[Method], Method]:
+    """Mark a lowering that does not give on a chip what the rule means, and why."""
+
+    def mark(method: Method) -> Method:
+        method.fusion_refused = {**getattr(method, "fusion_refused", {}), chip: because}  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def marked(kind: type, role: str) -> list[tuple[str, Callable[..., Any]]]:
+    """The methods of a kind of rule with a mark, those of its bases first."""
+    methods = [(name, method) for base in kind.__mro__[::-1] for name, method in vars(base).items()]
+    return [(name, method) for name, method in methods if getattr(method, "fusion_role", None) == role]
+
+
+def each_variant(name: str, method: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The names and choices of a method for each combination of its variants."""
+    choices: Mapping[str, tuple[Any, ...]] = getattr(method, "fusion_variants", {})
+    for chosen in product(*choices.values()):
+        said = ", ".join(each.__name__ if is_group(each) else str(each) for each in chosen)
+        yield f"{name}[{said}]" if chosen else name, dict(zip(choices, chosen, strict=True))
+
+
+def said(method: Callable[..., Any], what: str, unsaid: Any) -> Any:
+    """What a decorator says of a method."""
+    return getattr(method, f"fusion_{what}", unsaid)

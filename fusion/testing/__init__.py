@@ -1,0 +1,46 @@
+"""For tests of rules: functions captured as graphs, fused by way of trial, and held against the laws of every rule.
+
+graph = capture(function, args).graph          the functional aten graph that a backend would see
+widen(graph)                                   the same in float64, so that only the algebra is left to compare
+check(rule, example, dtype, level)             raises where a law is broken
+"""
+
+from fusion.testing.capturing import LEVELS, Captured, Level, capture, captured, widen, widened
+from fusion.testing.laws import (
+    DTYPES,
+    WIDENED,
+    cases,
+    check,
+    emits_valid_calls,
+    idempotent,
+    leaves_the_rest_alone,
+    means_what_it_says,
+    recognises,
+    refuses,
+    saves_what_it_claims,
+)
+from fusion.testing.trials import Trial, trial, trial_of
+
+__all__ = [
+    "DTYPES",
+    "LEVELS",
+    "WIDENED",
+    "Captured",
+    "Level",
+    "Trial",
+    "capture",
+    "captured",
+    "cases",
+    "check",
+    "emits_valid_calls",
+    "idempotent",
+    "leaves_the_rest_alone",
+    "means_what_it_says",
+    "recognises",
+    "refuses",
+    "saves_what_it_claims",
+    "trial",
+    "trial_of",
+    "widen",
+    "widened",
+]

@@ -1,0 +1,107 @@
+"""Trials: a captured function before and after the pass, by one rule and what it needs or by a whole library."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from fusion._torch.tensors import tree_map
+from fusion.language import Example, Library, Rule
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import Outcome, fuse_graph
+from fusion.testing.capturing import Captured, Level, captured, widen, widened
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A captured function before and after the pass.
+
+    Attributes:
+        library: what took part: the rule under test first, then those that it is built from or offered beside.
+        captured: the graph as it came, and its inputs.
+        fused: a copy of the graph after the pass.
+        outcome: what the pass did.
+    """
+
+    library: Library
+    captured: Captured
+    fused: fx.GraphModule
+    outcome: Outcome
+
+    @property
+    def rule(self) -> Rule:
+        """The rule under test."""
+        return self.library.rules[0]
+
+    def inputs(self, wide: bool = False) -> list[Any]:
+        """What the fused graph takes: copies of the captured inputs, and what is prepared from them."""
+        copies = tree_map(widened, list(self.captured.inputs)) if wide else _copies(self.captured.inputs)
+        names = [node.name for node in self.captured.graph.graph.find_nodes(op="placeholder")]
+        named = dict(zip(names, copies, strict=True))
+        for each in self.outcome.prepared:
+            module = widen(each.module) if wide else each.module
+            copies.append(module(*(named[name] for name in each.sources)))
+        return copies
+
+
+def trial(
+    rule: Rule,
+    example: Example,
+    dtype: torch.dtype,
+    level: Level = "composite",
+    options: Options = Options(target="host", lower="eager"),
+    library: Library | None = None,
+) -> Trial:
+    """Capture `example` and fuse it by `rule` and what it needs in `library` (by default the installed one).
+
+    That is what its patterns are built from, and the rules beside which it is offered. An opt-in rule is on.
+    """
+    known = installed() if library is None else library
+    needed = replace(known, rules=_closure(rule, known.rules))
+    return trial_of(captured(example, dtype, level), switched_on(rule, options), needed)
+
+
+def switched_on(rule: Rule, options: Options) -> Options:
+    """The options with a rule switched on."""
+    return replace(options, opt_in=options.opt_in | {rule.name}) if rule.opt_in else options
+
+
+def trial_of(
+    source: Captured, options: Options = Options(target="host", lower="eager"), library: Library | None = None
+) -> Trial:
+    """Fuse a captured function by all of `library` (by default the installed one)."""
+    known = installed() if library is None else library
+    fused = fx.GraphModule(source.graph, copy.deepcopy(source.graph.graph))
+    outcome = fuse_graph(fused.graph, known, options, source.facts)
+    fused.recompile()
+    return Trial(known, source, fused, outcome)
+
+
+def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:
+    by_name = {each.name: each for each in library}
+    found = {rule.name: rule}
+    waiting = [rule]
+    while waiting:
+        each = waiting.pop()
+        for name in sorted(each.uses() | each.beside()):
+            if name in by_name and name not in found:
+                found[name] = by_name[name]
+                waiting.append(by_name[name])
+    return tuple(found.values())
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    return [_like(each) if isinstance(each, Tensor) else each for each in inputs]
+
+
+def _like(x: Tensor) -> Tensor:
+    """A copy of `x` that lies in memory as `x` does."""
+    memory = x.detach().untyped_storage().clone()
+    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())

@@ -1,0 +1,90 @@
+"""Pairs of lanes: which lane a product rotates, which partner with it, in which order; or why lanes are no pairs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion.analysis.lane_products import Term
+from fusion.analysis.lanes import Index
+from patterns.rotary.orders import HALF, INTERLEAVED
+
+ORDERS = (HALF, INTERLEAVED)
+
+
+class Side(NamedTuple):
+    """One product, by lane of the result: the lane of x, the table and its lane that it is multiplied by, a factor."""
+
+    lane: Index
+    table: Index
+    entry: Index
+    factor: NDArray[np.float64]
+
+
+def side_of(term: Term, leaf: int, where: Index) -> Side | None:
+    """One term by the lanes of the leaf that is rotated."""
+    first, second = term.first, term.second
+    in_first, in_second = first.leaf[where] == leaf, second.leaf[where] == leaf
+    if not (in_first ^ in_second).all():
+        return None
+    lane = np.where(in_first, first.index[where], second.index[where])
+    table = np.where(in_first, second.leaf[where], first.leaf[where])
+    entry = np.where(in_first, second.index[where], first.index[where])
+    return Side(lane, table, entry, term.coefficient[where])
+
+
+def pairs_of(order: str, size: int) -> Index:
+    """The lanes of each pair [D / 2, 2]."""
+    lanes = np.arange(size)
+    return lanes.reshape(2, -1).T if order == HALF else lanes.reshape(-1, 2)
+
+
+def align(left: Side, right: Side, source: str, result: str) -> tuple[Side, Side] | None:
+    """The products of each lane itself and of its partner, the latter with the sign that they have in a rotation."""
+    size, base = len(left.lane), min(left.lane.min(), right.lane.min())
+    of, to = pairs_of(source, size), pairs_of(result, size)
+    own, partner, sign = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size)
+    own[to], partner[to], sign[to] = base + of, base + of[:, ::-1], (-1.0, 1.0)
+    straight = (left.lane == own) & (right.lane == partner)
+    crossed = (right.lane == own) & (left.lane == partner)
+    if not (straight | crossed).all():
+        return None
+    cos, sin = (
+        Side(*(np.where(straight, *each) for each in zip(*both, strict=True)))
+        for both in ((left, right), (right, left))
+    )
+    return cos, sin._replace(factor=sin.factor * sign)
+
+
+def refusal(cos: Side, sin: Side, pairs: Index) -> str | None:
+    """Why products of lanes and their partners are no rotation. `pairs` are the lanes of each pair of the result."""
+    apart = any((each.table[pairs[:, 0]] != each.table[pairs[:, 1]]).any() for each in (cos, sin))
+    if apart or any(stop - start < 2 for each in (cos, sin) for start, stop in runs(each.table)):
+        return "the lanes take their cosines (or sines) from different tensors"
+    gain = cos.factor[0]
+    if gain <= 0 or not (cos.factor == gain).all():
+        return "the terms with the cosine do not all have the same positive factor"
+    if not (sin.factor == sin.factor[0]).all():
+        if (cos.table == sin.table).all() and len({*cos.entry, *sin.entry}) == 2 * len(cos.lane):
+            return "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
+        return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
+    return None
+
+
+def unpaired(left: Side, right: Side) -> str | None:
+    """Why lanes that are combined with lanes of the same tensor are no rotated pairs."""
+    if (left.lane == right.lane).all():
+        return "each lane is combined with itself, not with a partner"
+    _, uses = np.unique(np.concatenate((left.lane, right.lane)), return_counts=True)
+    if len(uses) != len(left.lane) or (uses != 2).any():
+        return None  # as of one half of a rotation, or of weighted sums: the result holds no pairs of lanes
+    return "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
+
+
+def runs(numbers: Index) -> list[tuple[int, int]]:
+    """Where stretches of the same number start and stop."""
+    bounds = [0, *(np.nonzero(np.diff(numbers))[0] + 1).tolist(), len(numbers)]
+    return list(pairwise(bounds))
