@@ -104,10 +104,13 @@ def _is_of_tokens(x: Value) -> bool:
 
 
 def _shared(a: Algebra, x: Value, shape: Sequence[Any]) -> Value:
-    """What broadcasts to [B, M, T, D], of sequences and of tokens that share it once."""
+    """What broadcasts to [B, M, T, D]: once, where all sequences or tokens share it; of each token, where those of a
+    page do.
+    """
     x = a.reshape(x, (*(1,) * (len(shape) - x.rank), *x.shape))
     for axis in (0, 2):
-        x = unrepeated(a, x, axis)[0]
+        once = unrepeated(a, x, axis)[0]
+        x = once if once.shape[axis] == 1 else x
     return x
 
 

@@ -203,6 +203,15 @@ def by_tokens_of_pages(
     return by_tokens(q, k, v, by, of, lengths, table)
 
 
+def by_pages(
+    q: Tensor, keys: Tensor, values: Tensor, by: Tensor, of: Tensor, lengths: Tensor, table: Tensor
+) -> Tensor:  # fmt: skip
+    """A scale of each page and head, [Block, M]."""
+    k, v = (of_pages(each, table) for each in (keys, values))
+    by, of = (each[table].repeat_interleave(SIZE, dim=1).transpose(1, 2).unsqueeze(-1) for each in (by, of))
+    return by_tokens(q, k, v, by, of, lengths, table)
+
+
 def tokens_and_zeros(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> Tensor:
     """A zero point beside scales of each token: it does not cancel."""
     by, of, lengths, _, zero, _ = more
@@ -228,6 +237,7 @@ EXAMPLES = (
     Example("int8 pages, zero points", shifted, inputs(PAGE, *CHANNELS, more=ZEROS)),
     Example("int8 rows, scales of tokens", by_tokens, tokens_of(ROWS, B, M, ROOM, 1)),
     Example("int8 pages, scales of tokens", by_tokens_of_pages, tokens_of(PAGE, BLOCKS, SIZE, M, 1)),
+    Example("int8 pages, scales of pages", by_pages, tokens_of(PAGE, BLOCKS, M)),
     Example("int8 pages, zero points of keys", shifted_keys, inputs(PAGE, *HEADS, more=ZEROS)),
 )
 
