@@ -200,6 +200,7 @@ def _lanes(x: Value) -> tuple[Value, ...]:
 
 _OF_LANES = (
     "add",
+    "aten.erf.default",
     "cast",
     "clip",
     "gelu",
@@ -212,6 +213,7 @@ _OF_LANES = (
     "shift",
     "sigmoid",
     "slice",
+    "tanh",
 )
 _UNSUMMED = (
     "what the experts give is not proven to be summed for each token, every row with the weight of its own choice, put "
