@@ -116,7 +116,7 @@ def node_cost(node: fx.Node, machine: Target) -> float:
     return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result), between)
 
 
-_LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "addmm": 1, "baddbmm": 1}
+_LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}
 """Products -> which argument is their left operand, whose last dim is summed over."""
 
 
@@ -136,7 +136,9 @@ def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
         return 0.0
     name = schema_of(target).name.split("::")[-1]
     if name in _LEFT:
-        return 2.0 * count(result) * hint(args[_LEFT[name]].shape[-1])
+        left = args[_LEFT[name]]
+        work = 2.0 * count(result) * hint(left.shape[-1])
+        return work / 2 if left.dtype == torch.int8 else work  # which is multiplied twice as fast
     if name == "einsum" and len(args[1]) == 2:
         return 2.0 * _labelled(args[0], args[1])
     if "scaled_dot_product" in name:

@@ -105,6 +105,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "count": lambda value, sizes, x: x.sum(-1),
         "below": lambda value, sizes, x: x < value.attrs[0],
         "not": lambda value, sizes, x: x.logical_not(),
+        "and": lambda value, sizes, x, y: x & y,
         "or": lambda value, sizes, x, y: x | y,
         "exp": lambda value, sizes, x: x.exp(),
         "sigmoid": lambda value, sizes, x: x.sigmoid(),

@@ -74,10 +74,9 @@ class Reshaped(Above):
 
 @dataclass(frozen=True, eq=False)
 class Permuted(Above):
-    """A value that is `inner` with its dims in another order, whatever that has become, or `inner` if it is no must."""
+    """A value that is `inner` with its dims in another order, whatever that has become."""
 
     order: tuple[int, ...]
-    must: bool
     step = "permute"
     follows = Above._inner_follows
 
@@ -86,11 +85,39 @@ class Permuted(Above):
         return frozenset()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        if not self.must:
-            yield from self.inner.match(value, bound, cx)
         if value.rank == len(self.order):
             back = sorted(range(value.rank), key=self.order.__getitem__)
             yield from self.inner.match(cx.graph.algebra.permute(value, back), bound, cx)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(Above):
+    """A value [B, S, ..] that is `inner`, or `inner` of tokens without their sequences [T, ..]."""
+
+    step = "reshape"
+    follows = Above._inner_follows
+
+    def heads(self) -> frozenset[str]:
+        """Any: what joins or adds takes the shape as its own."""
+        return frozenset()
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        yield from self.inner.match(value, bound, cx)
+        if value.rank > 2:
+            rows = (value.shape[0] * value.shape[1], *value.shape[2:])
+            yield from self.inner.match(cx.graph.algebra.reshape(value, rows), bound, cx)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsFirst(Permuted):
+    """Heads [B, N, S, D] that are `inner` where `told` is bound to True, else `inner` [B, S, N, D] turned."""
+
+    order: tuple[int, ...] = (0, 2, 1, 3)
+    told: Any = None
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        yield from (found for found in self.inner.match(value, bound, cx) if found[self.told])
+        yield from (found for found in super()._match(value, bound, cx) if not found[self.told])
 
 
 @dataclass(frozen=True, eq=False)

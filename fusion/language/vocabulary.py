@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Term
-from fusion.language.views import Joined, Lanes, Permuted, PerToken, Repeated, Reshaped, Scaled
+from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped, Scaled
 
 
 class Vocabulary:
@@ -100,13 +100,17 @@ class Vocabulary:
         """A tensor of these dims that the rule does not take: it may be computed of what the rule gives."""
         return Capture("", tuple(dims.split()))
 
-    def maybe_permuted(self, x: Term, order: tuple[int, ...]) -> Term:
-        """`x`, or `x` with its dims in this order."""
-        return Permuted(x, order, must=False)
+    def heads_first(self, x: Term, told: Any) -> Term:
+        """Heads [B, N, S, D] that are `x` where this attribute is True, else `x` [B, S, N, D] with heads put first."""
+        return HeadsFirst(x, told=told)
+
+    def maybe_packed(self, x: Term) -> Term:
+        """`x` [B, S, ..], or `x` of tokens without their sequences [T, ..] as [B, S, ..]."""
+        return Packed(x)
 
     def in_order(self, x: Term, order: tuple[int, ...]) -> Term:
         """`x` with its dims in this order, which of dims of size 1 is a shape."""
-        return Permuted(x, order, must=True)
+        return Permuted(x, order)
 
     def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
         """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""

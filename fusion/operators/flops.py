@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusion._torch.tensors import count, hint
@@ -16,8 +17,8 @@ def product(x: Tensor, columns: Any) -> float:
 
 
 def products(rows: Any, *weights: Tensor) -> float:
-    """So many rows times each of the weights."""
-    return 2.0 * hint(rows) * sum(map(count, weights))
+    """So many rows times each of the weights, of which those in int8 are multiplied twice as fast as others."""
+    return 2.0 * hint(rows) * sum(count(each) / (2 if each.dtype == torch.int8 else 1) for each in weights)
 
 
 def scores(pairs: float, width: Any) -> float:

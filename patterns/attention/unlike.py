@@ -5,8 +5,9 @@ weights = f(softmax(g(q kᵀ)))        out = weights v        f and g are functi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 from fusion.graph import Value
 
@@ -32,7 +33,8 @@ def unlike(product: Value) -> str:
             return f"between the softmax and the values the weights go through {odd}, which the operator does not do"
         if other:
             return f"between the product and the softmax the scores go through {other}, which the operator does not do"
-        if _place(side, side.rank + axis) not in (None, softmax.rank + softmax.attrs[0]):
+        places = [place for each, place in _softmaxes(side, side.rank + axis) if each is softmax]
+        if places and _keys(softmax) not in places:
             return OVER_QUERIES
     return ""
 
@@ -45,20 +47,49 @@ def _is_joined(x: Value) -> bool:
     return all(each.below("reshape", "scale").op == "matmul" for each in joined.args)
 
 
-def _place(x: Value, axis: int) -> int | None:
-    """Which dim of a softmax a dim of what is arranged from it is; None where that is not told by permutes alone."""
-    while x.op != "softmax":
-        if x.op not in ("cast", "permute"):
-            return None
-        axis, x = x.attrs[axis] if x.op == "permute" else axis, x.arg
-    return axis
+def _keys(softmax: Value) -> int:
+    """The dim of its keys."""
+    return softmax.rank + softmax.attrs[0]
+
+
+def _softmaxes(x: Value, axis: int, most: int = 4) -> Iterator[tuple[Value, int]]:
+    """What `x` is arranged from, or a function of each element with at most so many ops, and which dim `axis` is."""
+    waiting, seen = [(x, axis, 0)], set[tuple[Value, int]]()
+    while waiting:
+        x, axis, odd = waiting.pop()
+        if x.op == "softmax":
+            yield x, axis
+        elif odd <= most and (x, axis) not in seen:
+            seen.add((x, axis))
+            odd += x.op not in _ARRANGED
+            waiting.extend((each, place, odd) for each, place in _below(x, axis))
+
+
+def _below(x: Value, axis: int) -> list[tuple[Value, int]]:
+    """The arguments of which a dim is this one of `x`, and which."""
+    match x.op:
+        case "matmul":
+            return []
+        case "permute":
+            return [(x.arg, x.attrs[axis])]
+        case "reshape":
+            behind = x.shape[axis:]
+            return [(x.arg, place) for place in range(x.arg.rank) if _is_same(x.arg.shape[place:], behind)]
+        case "slice":
+            return [(x.arg, axis)]
+        case _:
+            return [(each, axis) for each in x.args if each.shape == x.shape]
+
+
+def _is_same(dims: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether the first of both, of more than one element, is one dim of the same elements."""
+    return dims[0] == others[0] != 1 and prod(dims) == prod(others)
 
 
 def _is_attended(product: Value) -> bool:
     """Whether a product sums over the dim of a softmax: it is weights times values itself."""
     sides = ((side, side.rank + axis) for side, axis in zip(product.args, (-1, -2), strict=True))
-    found = ((side.below("cast", "permute"), _place(side, axis)) for side, axis in sides)
-    return any(place is not None and place == softmax.rank + softmax.attrs[0] for softmax, place in found)
+    return any(place == _keys(softmax) for side, axis in sides for softmax, place in _softmaxes(side, axis))
 
 
 def _down(x: Value, op: str, passed: Sequence[str], most: int = 4) -> tuple[str, Value | None]:

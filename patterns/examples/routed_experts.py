@@ -129,6 +129,11 @@ def ungated(tokens: Tensor, logits: Tensor, up: Tensor, down: Tensor, activation
     return (given * weights.unsqueeze(-1)).sum(1)
 
 
+def written(x: Tensor) -> Tensor:
+    """Gelu of tanh in primitive operators."""
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
 def gelu_halves(both: Tensor) -> Tensor:
     """The gate first, gelu of it."""
     gate, up = both.chunk(2, dim=-1)
@@ -166,6 +171,7 @@ EXAMPLES = (
     Example("relu and no gate", ungated, PLAIN),
     Example("silu and no gate", partial(ungated, activation=F.silu), PLAIN),
     Example("gelu and no gate", partial(ungated, activation=F.gelu), PLAIN),
+    Example("gelu written out and no gate", partial(ungated, activation=written), PLAIN),
     Example("products by einsum", by_einsum, TWO),
     Example("a loop over all experts", added, TWO),
     Example("biases of gate and up", biased_halves, BIASED),

@@ -110,23 +110,27 @@ class Model:
         caches, (dq, uq, dkv, up, iq, ik, iw, gain_q, gain, gain_k, beta_k) = rest[:3], rest[3:]
         s = self.setting
         low = norm(linear(x, dq), gain_q, self.eps)
-        of_token, of_heads = (cos, sin), (cos.unsqueeze(2), sin.unsqueeze(2))
+        of_token, of_heads = (cos, sin), (cos.unsqueeze(-2), sin.unsqueeze(-2))
         nope, rope = linear(low, uq).unflatten(-1, (s.n, -1)).split((s.d, s.dr), dim=-1)
         latent, turning = linear(x, dkv).split((s.c, s.dr), dim=-1)
         key = layer_norm(linear(x, ik), (s.di,), gain_k, beta_k, self.eps_of_keys)
         latent = times(norm(latent, gain, self.eps_of_latent), self.factor)
         rows = (latent, turned(turning, *of_token), self.rotate(key, of_token))
         for cache, row in zip(caches, rows, strict=True):
-            self.write(cache, row.flatten(0, 1), slots)
+            self.write(cache, row.flatten(0, -2), slots)
         latent, k_rope, keys = (cache[table].reshape(len(at), s.keys, -1) for cache in caches)
         query = self.rotate(linear(low, iq).unflatten(-1, (s.m, -1)), of_heads)
-        scores = relu(torch.einsum("bsmd,btd->bsmt", query.float(), keys.float()))
-        scores = torch.einsum("bsmt,bsm->bst", scores, self.of_heads(x, iw).float())
-        seen = self.seen(torch.arange(s.keys), at[:, None, None])
+        scores = relu(self._products(query.float(), keys.float()))
+        scores = torch.einsum("...mt,...m->...t", scores, self.of_heads(x, iw).float())
+        seen = self.seen(torch.arange(s.keys), at.reshape(-1, *[1] * (x.dim() - 1)))
         places = scores.masked_fill(~seen, -math.inf).topk(self.count, dim=-1).indices
         listed = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, places, True) & seen
         attend = self._over_latent if self.absorbs else self._over_keys
-        return attend(nope, turned(rope, *of_heads), latent, k_rope, up, listed.unsqueeze(1)).flatten(2)
+        return attend(nope, turned(rope, *of_heads), latent, k_rope, up, listed.unsqueeze(1)).flatten(-2)
+
+    def _products(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Of queries and keys of the indexer."""
+        return torch.einsum("bsmd,btd->bsmt", query, keys)
 
     def _of_scores(self) -> float:
         """What the operator multiplies scores by, unless the model has another number."""
@@ -153,9 +157,39 @@ class Model:
         return torch.einsum("bnsc,nec->bsne", torch.einsum("bnst,btc->bnsc", weights, latent), up_v)
 
 
-def example(name: str, refusal: str = "", **parts: Any) -> Example:
+@dataclass(frozen=True)
+class Packed(Model):
+    """The same of tokens [T, H], each of a sequence of its own."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor) -> Tensor:
+        """The result of all heads [T, N · E]."""
+        return super().__call__(x.squeeze(1), cos.squeeze(1), sin.squeeze(1), *rest)
+
+    def _products(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Of queries and keys of the indexer."""
+        return torch.einsum("tmd,tkd->tmk", query, keys)
+
+    def _over_keys(
+        self, nope: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, up: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Over keys and values of all heads."""
+        opened = (nope.unsqueeze(1), rope.unsqueeze(1), latent, k_rope, up, seen.unsqueeze(1))
+        return super()._over_keys(*opened).squeeze(1)
+
+    def _over_latent(
+        self, nope: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, up: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Over the latent itself, both projections absorbed."""
+        up_k, up_v = up.unflatten(0, (self.setting.n, -1)).split((self.setting.d, self.setting.e), dim=1)
+        q = torch.einsum("tnd,ndc->tnc", nope, up_k)
+        scores = torch.einsum("tnc,tkc->tnk", q, latent) + torch.einsum("tnd,tkd->tnk", rope, k_rope)
+        weights = (scores.float() * self._of_scores()).masked_fill(~seen, -math.inf).softmax(-1).to(latent.dtype)
+        return torch.einsum("tnc,nec->tne", torch.einsum("tnk,tkc->tnc", weights, latent), up_v)
+
+
+def example(name: str, refusal: str = "", model: type[Model] = Model, **parts: Any) -> Example:
     """A model of other parts."""
-    return Example(name, Model(**parts), SETTING, refusal)
+    return Example(name, model(**parts), SETTING, refusal)
 
 
 def two(keys: Tensor, at: Tensor) -> Tensor:
@@ -171,6 +205,9 @@ def one_more(keys: Tensor, at: Tensor) -> Tensor:
 EXAMPLES = (
     example("keys and values of all heads"),
     example("absorbed", absorbs=True, of_heads=scaled),
+    example("packed tokens", model=Packed),
+    example("packed tokens, absorbed", model=Packed, absorbs=True, of_heads=scaled),
+    example("packed tokens, the scale of a head", "by the operator by 0.204", model=Packed, scale=16**-0.5),
     example("the scale of a head", "by the operator by 0.204", scale=16**-0.5),
     example("another epsilon of the queries", "of the queries' norm is not the 1e-05", eps=1e-6),
     example("another epsilon of the latent", "of the latent's norm is not the 1e-05", eps_of_latent=1e-6),

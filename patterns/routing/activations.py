@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,6 +57,12 @@ class Gelu(Relu):
         return F.gelu(x, approximate=self.approximate)
 
 
+def halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up of rows that hold both."""
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+    return gate, up
+
+
 @dataclass(frozen=True)
 class GatedGelu(Gelu):
     """gelu(a) · b."""
@@ -69,8 +77,40 @@ class GatedGelu(Gelu):
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
         """Two operators, of views."""
-        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
+        gate, up = halves(x, interleaved)
         return F.gelu(gate, approximate=self.approximate) * up
 
 
-ACTIVATIONS: tuple[Any, ...] = (Relu, Silu, Gelu)
+def computed(x: Tensor, approximate: str) -> Tensor:
+    """x · Φ(x): gelu of torch is that of tanh on an NPU, and not every chip has an operator for that of erf."""
+    if approximate == "tanh":
+        return F.gelu(x, approximate="tanh")
+    wide = x.float()
+    return (0.5 * wide * (1 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class WrittenGelu(Gelu):
+    """x · Φ(x), written out."""
+
+    def activated(self, p, x):
+        """The term."""
+        return p.written_gelu(x=x, approximate=self.approximate)
+
+    def run(self, x: Tensor, interleaved: bool) -> Tensor:
+        """One operator, or as it is written."""
+        return computed(x, self.approximate)
+
+
+@dataclass(frozen=True)
+class WrittenGatedGelu(WrittenGelu, GatedGelu):
+    """The same times b."""
+
+    def run(self, x: Tensor, interleaved: bool) -> Tensor:
+        """The same of a view."""
+        gate, up = halves(x, interleaved)
+        return computed(gate, self.approximate) * up
+
+
+ACTIVATIONS: tuple[Any, ...] = (Relu, Silu, Gelu, WrittenGelu)
+GATED: tuple[Any, ...] = (GatedGelu, WrittenGatedGelu)

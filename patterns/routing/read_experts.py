@@ -52,7 +52,9 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
         given[value] = found
         yield value, found
     in_int8: dict[Value, Reading] = {}
+    parts: set[Value] = set()
     for value, found in list(int8_products(graph, given)):
+        parts.update(value.sources(_lanes) if isinstance(found, Miss) else ())
         if isinstance(found, Reading) and found.op == "int8_expert_product":
             in_int8[value] = found
         yield value, found
@@ -60,7 +62,6 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
         in_int8[value] = found
         yield value, found
     given |= in_int8
-    parts: set[Value] = set()
     for value, found in _sums(graph, given):
         if isinstance(found, Miss) or found.op == "expert_sum":
             parts.update(found.at if isinstance(found, Miss) else (found.captures["rows"],))
@@ -203,6 +204,7 @@ def _lanes(x: Value) -> tuple[Value, ...]:
 
 _OF_LANES = (
     "add",
+    "aten.erf.default",
     "cast",
     "clip",
     "gelu",
@@ -215,6 +217,7 @@ _OF_LANES = (
     "shift",
     "sigmoid",
     "slice",
+    "tanh",
 )
 _UNSUMMED = (
     "what the experts give is not proven to be summed for each token, every row with the weight of its own choice, put "

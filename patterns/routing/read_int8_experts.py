@@ -31,6 +31,11 @@ class _Product(Product):
 
     of: Reading = field(default_factory=lambda: Reading("expert_product", {}))
 
+    @property
+    def is_static(self) -> bool:
+        """Whether its rows have one scale, not one each."""
+        return self.channels is not None and self.tokens is None and self.one is not None
+
 
 @dataclass(frozen=True)
 class _Experts(Products):
@@ -83,11 +88,14 @@ def _int8_rows(a: Algebra, x: Value) -> Value | None:
 
 def int8_products(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
     """All products of int8 with both scales, and the rows of tokens that they take; why others are none."""
-    products = _Experts(graph.algebra, given=given)
+    products, static = _Experts(graph.algebra, given=given), list[Reading]()
     for value in list(graph.owners) if given and torch.int8 in graph.dtypes else ():
         found = products.of(value)
         if isinstance(found, str):
             yield value, Miss(RULE, found)
+        if isinstance(found, _Product) and found.is_static and not any(found.of is each for each in static):
+            static.append(found.of)
+            yield value, Miss(RULE, _STATIC)
         if isinstance(found, _Product) and found.complete:
             made = _reading(graph, found, value)
             yield value, made
@@ -108,6 +116,9 @@ def _reading(graph: Graph, found: _Product, value: Value) -> Reading | Miss:
 
 
 _BIASED = "experts add a bias to products of int8, which are computed without"
+
+
+_STATIC = "experts multiply rows in int8 of one static scale: only rows with a scale of each are read"
 
 
 def _routed(graph: Graph, product: Reading) -> Iterator[Found]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusion import Rule, attribute, calls, lookalike, lowering, pattern, require, tensor, variants
 from patterns.linear.gates import BOUNDS, Unbounded, activated
-from patterns.routing.activations import ACTIVATIONS, GatedGelu
+from patterns.routing.activations import ACTIVATIONS, GATED
 from patterns.routing.encodings import (
     ENCODINGS,
     GATES,
@@ -44,7 +44,7 @@ class RoutedExperts(Rule):
         return torch.einsum("tkh,tk->th", rows, weights)
 
     @pattern
-    @variants(rows=ENCODINGS, gate=GATES, bounds=(*BOUNDS, GatedGelu))
+    @variants(rows=ENCODINGS, gate=GATES, bounds=(*BOUNDS, *GATED))
     def summed(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
         """Rows, two products with an activation between, and their sum."""
         like, listed = rows.like(gate.first), rows.listed(p, choice)

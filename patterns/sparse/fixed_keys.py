@@ -1,20 +1,20 @@
 """Keys that a query sees beside those in its list: the first ones, or the last ones that it may see at all.
 
-    seen = (listed or j < first or j > high − last) and j ≤ high
+    seen = (listed or j < first or j > high − last) and j ≤ high        or        (listed and shown) or j < first
 
 One list holds all of them, each key once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Group, attribute, tensor
-from fusion.analysis.affine import Affine, Formula, Leaf, number
+from fusion.analysis.affine import Affine, Formula, Leaf, conjuncts, number
 from patterns.attention.bounds import Limits, bound, per_sequence
 from patterns.attention.masks import Masks
 
@@ -53,23 +53,32 @@ def _count(size: int, like: Tensor) -> Tensor:
 
 
 def split(masks: Masks, bounds: Limits) -> tuple[Leaf, dict[str, Any], Limits] | None:
-    """What is listed, the keys beside it in words, and the bounds of both; None where they are others."""
+    """What is listed, the keys beside it in words, and the bounds of both; None where they are others.
+
+    Where the first keys are seen whatever hides those that are listed, that is asked for in the bounds too.
+    """
     choices = [part for part in bounds.rest if not isinstance(part, bool) and part[0] == "or"]
-    lists = [each[1] for part in choices for each in part[1] if _is_list(each)]
+    lists = [leaf for each in choices for part in each[1] for leaf in map(_list_in, conjuncts(part)) if leaf]
     if len(choices) != 1 or len(lists) != 1:
         return None
     others = Limits(bounds.high, bounds.low, bounds.moving, tuple(x for x in bounds.rest if x is not choices[0]))
     found: dict[str, Any] = {}
+    hidden = False
     for part in choices[0][1]:
-        said = {} if _is_list(part) else _fixed(masks, part, others)
+        listed = any(_list_in(each) for each in conjuncts(part))
+        hidden |= listed and _list_in(part) is None
+        said = {} if listed else _fixed(masks, part, others)
         if said is None or set(said) & set(found):
             return None
         found |= said
-    return lists[0], found, others
+    if hidden and set(found) != {"first"}:
+        return None
+    return lists[0], found, replace(others, rest=(*others.rest, choices[0])) if hidden else others
 
 
-def _is_list(part: Formula) -> bool:
-    return not isinstance(part, bool) and part[0] == "is" and part[1].value.op == "chosen"
+def _list_in(part: Formula) -> Leaf | None:
+    """The list that says True, where that is all of it."""
+    return part[1] if not isinstance(part, bool) and part[0] == "is" and part[1].value.op == "chosen" else None
 
 
 def _fixed(masks: Masks, part: Formula, bounds: Limits) -> dict[str, Any] | None:

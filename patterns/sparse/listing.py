@@ -31,18 +31,20 @@ class Listing(Seen):
         distinct: whether no row of them names a key twice.
         hidden: which keys are hidden besides, where there are no words for it.
         ends: whether an entry that it hides is followed by hidden ones alone.
+        room: the entry that names the first key, and how many keys there are, where an entry may name none of them.
         fixed: keys that are seen whether they are listed or not.
     """
 
     places: Any = tensor("B S K")
     distinct: Any = attribute()
+    room: Any = attribute()
     hidden: Any = tensor("B S T", optional=True)
     ends: Any = attribute()
     fixed: Any = FixedKeys
 
     def listed(self, p) -> Any:
         """The mask of keys that are listed in whatever way."""
-        hidden = dict(hidden=self.hidden, ends=self.ends, **vars(self.fixed))
+        hidden = dict(hidden=self.hidden, ends=self.ends, room=self.room, **vars(self.fixed))
         return p.topk_mask(places=self.places, distinct=self.distinct, **hidden, **self.seen())
 
     def indexed(self, p, indexer: Indexer) -> Any:
@@ -59,10 +61,14 @@ class Listing(Seen):
         listed = self.hides_nothing() or indexer is not None  # then what is listed is seen
         left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and listed)
         restored = indexer is not None and self._is_nan(seen)
-        restored |= self.hidden is not None and (self._is_nan(seen) or averaged)
+        restored |= self._tells_blind() and (self._is_nan(seen) or averaged)
         gives = "NaN" if seen.fully_masked_row == "nan" else "the mean of all values"
         why = "a query for which no key is left gives {gives}, the operator gives 0"
         require(left or restored, why, gives=gives)
+
+    def _tells_blind(self) -> bool:
+        """Whether the list that the operator is given is empty where a query sees no key."""
+        return self.hidden is not None or self.room is not None
 
     def _is_nan(self, seen: Any) -> bool:
         """Whether a query that sees no key gives NaN; the list of an indexer, of which it is empty, says which do."""
@@ -84,7 +90,7 @@ class Listing(Seen):
         """The result [B, S, N, C] over lists [B, S, 1, K] with what plain attention gives without a key."""
         if self._is_nan(seen):
             return y.masked_fill(listed[..., :1] < 0, torch.nan)
-        blind = self.hidden is not None and seen.fully_masked_row == "mean"
+        blind = self._tells_blind() and not self.every_row_nonempty and seen.fully_masked_row == "mean"
         return torch.where(listed[..., :1] < 0, mean(), y) if blind else y
 
     def own(self, seen: Any) -> Tensor:
@@ -92,11 +98,17 @@ class Listing(Seen):
 
         It leaves out what lies behind the mask itself.
         """
-        shown = self.hidden is not None or not self._is_nan(seen)
+        shown = self._tells_blind() or not self._is_nan(seen)
         require(shown, "the model's own list does not say which queries see no key")
-        places = self.fixed.beside(self.places.to(torch.int32))
+        places = self.places.to(torch.int32)
+        if self.room is not None:
+            first, keys = self.room
+            places = places - first
+            places = places.masked_fill((places < 0) | (places >= keys), -1)
+        places = self.fixed.beside(places)
         if self.hidden is not None:
-            places = places.masked_fill(self.hidden.gather(-1, places.to(torch.int64)), -1)
+            there = places.to(torch.int64) if self.room is None else places.to(torch.int64).clamp(min=0)
+            places = places.masked_fill(self.hidden.gather(-1, there), -1)
             ordered = self.ends and self.distinct
             places = places if ordered else places.sort(dim=-1, descending=True).values
         if self.row_lens is not None:

@@ -18,22 +18,22 @@ from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.elements import lists_all
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
-from patterns.attention.bounds import Limits, per_query, per_sequence, sees_some
 from patterns.attention.hiding import list_in
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
 from patterns.sparse.fixed_keys import split
 from patterns.sparse.looked_up import looked_up
 from patterns.sparse.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.rows import distinct
+from patterns.sparse.seen_keys import EVERY, NOTHING, in_words
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
-_EVERY = {"mask_kind": "none", "window": None, "kv_len": None}
 _MORE = (
     "the mask shows other keys than those that are listed, and they are not proven to be the first or the last ones of "
     "those that a query may see: the operator reads a list alone"
 )
 _BLOCKS = "what is listed are no keys, but blocks of them or keys of another number: the operator reads lists of keys"
+_BEYOND = "a list may name what is no key, as a place behind the last one, of which there is a number that is not known"
 _SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
 
 
@@ -44,7 +44,7 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
     """
     a, positions, formula = masks.a, masks.positions, masks.visible()
     rank = len(positions.shape)
-    bounds = masks.limits(formula) if not isinstance(formula, str) else Limits(None, None, False, ())
+    bounds = masks.limits(formula) if not isinstance(formula, str) else NOTHING
     leaves = [part[1] for part in bounds.rest if not isinstance(part, bool) and part[0] == "is"]
     lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
     fixed: dict[str, Any] = {}
@@ -54,26 +54,35 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
         lists = [listed]
     if not lists:
         return {} if isinstance(formula, str) else _beside_lists(mask, masks.sizes[3])
-    (*at, key), places = lists[0].index, lists[0].value.arg
+    chosen = lists[0].value
+    (*at, key), places = lists[0].index, chosen.arg
     others = tuple(part for part in bounds.rest if part != ("is", lists[0]))
     batch, _, queries, _ = masks.sizes
     own, query = positions.axis(0), positions.axis(rank - 2)
     rows = {queries: query, batch * queries: own.times(queries) + query}  # how many lists, and which is of a query
     count = prod(places.shape[:-1])
-    if key != positions.axis(rank - 1) or rows.get(count) != _row(at, places.shape[:-1]):
+    ahead = key + positions.axis(rank - 1).times(-1)
+    if ahead.terms or rows.get(count) != _row(at, places.shape[:-1]):
         return {places: _miss("the keys that are listed differ from head to head, or are those of another sequence")}
-    words: dict[str, Any] | None = _words(masks, replace(bounds, rest=others))
-    if words is None and lists_all(lists[0].value):
+    room = None if (ahead.constant, chosen.shape[-1]) == (0, masks.sizes[3]) else (ahead.constant, masks.sizes[3])
+    if room is not None and not all(isinstance(each, int) for each in room):
+        return {places: _miss(_BEYOND)}
+    left = replace(bounds, rest=others)
+    empty = room is not None and not fixed  # then a query may see no key, whatever others there are
+    words: dict[str, Any] | None = None if empty and left != NOTHING else in_words(masks, left)
+    if words is None and lists_all(chosen):
         return {}  # the mask says it all
     if words is None and "last" in fixed:
         return {places: _miss(_MORE)}
     if words is None:
         besides = tuple(part for part in conjuncts(formula) if part != ("is", lists[0]))
-        hidden = looked_up(masks, mask, lists[0].value, besides, sorted_by_scores(places))
-        words = {**_EVERY, "every_row_nonempty": False, **hidden}
+        hidden = looked_up(masks, mask, chosen, besides, sorted_by_scores(places))
+        words = {**EVERY, "every_row_nonempty": False, **hidden}
+    words |= {} if room is None else {"room": room}
+    words |= {"every_row_nonempty": False} if empty else {}
     lists_of = (1 if count == queries else batch, queries, places.shape[-1])
     listed = a.expand(a.reshape(places, lists_of), (batch, *lists_of[1:]))
-    captures = {"places": listed, "distinct": distinct(places) and not fixed, **words, **fixed}
+    captures = {"places": listed, "distinct": distinct(places) and not fixed and not room, **words, **fixed}
     return {mask: Reading("topk_mask", captures, positions.names())}
 
 
@@ -95,49 +104,6 @@ def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
 
 def _miss(reason: str) -> Miss:
     return Miss("sparse_attention", reason)
-
-
-def _words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
-    """The bounds in words, and whether every query is known to see a key."""
-    found = _EVERY
-    if bounds == Limits(None, None, False, ()):
-        return {**found, "every_row_nonempty": True}
-    words = masks.bounded(bounds)
-    if not words:
-        lengths = _row_lens(masks, bounds)
-        words = {} if lengths is None else {"row_lens": lengths}
-    return {**found, **words, "every_row_nonempty": _sees_some(masks, bounds)} if words else None
-
-
-def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
-    """How many keys each query sees, as of `words`; None where something else than an upper bound is asked."""
-    batch, _, queries, _ = masks.sizes
-    high = _own_bound(masks, bounds) if bounds.rest else bounds.high
-    if high is None or bounds.low is not None:
-        return None
-    if bounds.moving:
-        first = per_sequence(masks.a, high.plus(1), batch)
-        return None if first is None else masks.a.reshape(first, (batch, 1))
-    return per_query(masks.a, high.plus(1), (batch, queries), len(masks.positions.shape) - 2)
-
-
-def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
-    """The last key that each query sees, where that is all that a mask asks for and is no bound of its sequence."""
-    if bounds.high is not None or len(bounds.rest) != 1 or isinstance(bounds.rest[0], bool):
-        return None
-    kind, difference = bounds.rest[0]
-    key = len(masks.positions.shape) - 1
-    if kind != "le" or difference.terms.get(key, 0) != 1:
-        return None
-    others = difference.without(key)
-    return None if key in others.axes() else others.times(-1)
-
-
-def _sees_some(masks: Masks, bounds: Limits) -> bool:
-    """Whether every query is known to see a key."""
-    own = _own_bound(masks, bounds) if bounds.rest else None
-    told = bounds if own is None else Limits(own, None, False, ())
-    return sees_some(told, *masks.sizes[2:])
 
 
 @dataclass(frozen=True)
@@ -219,7 +185,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     formula = masks.visible()
     if isinstance(formula, str):
         return formula
-    words = _words(masks, masks.limits(formula))
+    words = in_words(masks, masks.limits(formula))
     if words is None:
         return _MASK
     count = _at_most(places.attrs[0])

@@ -5,8 +5,9 @@
     y = softmax((query kᵀ + query_rope k_rᵀ) / √(C + Dr) over the list) k
 
 *Matches* a step of DeepSeek-V3.2 (2025) in plain code: prolog, indexer, the writes into three caches of pages, and
-attention over what the indexer lists. *Replaces with* `npu_sparse_attention_pto`, which is no part of torch_npu and has
-sizes, epsilons and the scale of the scores compiled in: a model that has others is told so. The rule is opt-in.
+attention over what the indexer lists, of tokens by sequence or packed. *Replaces with* `npu_sparse_attention_pto`,
+which is no part of torch_npu and has sizes, epsilons and the scale of the scores compiled in: a model that has others
+is told so. The rule is opt-in.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class IndexQueries(RotatedLanes):
         layer = p.linear(x=p.reshaped(latent), weight=self.weight, is_parameter_only=self.is_parameter_only)
         heads = p.linear(x=x, weight=self.of_heads, is_parameter_only=self.of_heads_is_parameter_only)
         query = self.term(p, p.reshaped(layer), tables, like, False)
-        return query, p.maybe_cast(p.reshaped(heads), to=torch.float32)
+        return p.maybe_packed(query), p.maybe_cast(p.maybe_packed(p.reshaped(heads)), to=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class SparseAttentionPto(Rule):
         return torch.einsum("bsmt,bsm->bst", products, x @ iw.T).topk(LISTED, -1).indices
 
     @pattern
-    def written(self, p, x=tensor("B S He"), prolog: Any = Prolog, index: Any = Index, attended: Any = Attended):
+    def written(self, p, x=tensor("*B He"), prolog: Any = Prolog, index: Any = Index, attended: Any = Attended):
         """All of it."""
         projection, tables, table, heads = prolog.projection, prolog.tables, attended.table, attended.heads
         low, both = projection.down(p, x)
@@ -157,7 +158,7 @@ class SparseAttentionPto(Rule):
         kv, kr = prolog.storage.written(p, *prolog.row.terms(p, both, tables, x))
         written = index.keys.written(p, x, tables, x, prolog.storage.slots)
         query, weights = index.queries.terms(p, x, latent, tables, x)
-        turned = p.maybe_permuted(rotated, (0, 2, 1, 3))
+        turned = p.heads_first(p.maybe_packed(rotated), prolog.queries.heads_first)
         encoding = Plain(heads.nope, turned, absorbed, heads.up_key, heads.up_value, table.first_rows)
         listed = replace(attended.listing, places=p.whatever("B S K")).indexed(
             p, table.indexer(p, query, weights, index.count, written)
@@ -206,6 +207,7 @@ class SparseAttentionPto(Rule):
         """One call, and the values of all heads."""
         queries, row, storage, table = prolog.queries, prolog.row, prolog.storage, attended.table
         projection, keys = queries.reordered_layers(prolog.projection, row), index.keys
+        x = x.reshape(table.block_table.shape[0], -1, x.shape[-1])  # of tokens that the model may have packed
         x, dq, uq, up, dkv, gain_q, gain, sin, cos = read(x, projection, queries, row, prolog.tables)
         mode, lengths = attended.listing.lengths(x, table.block_table.shape[1] * table.size, None)
         require(mode == 3 or x.shape[1] == 1, "each query sees the keys of those behind it too")

@@ -30,6 +30,7 @@ TOPK_MASK = word(
     places="[B, S, K]", distinct="whether no row names a key twice", **_SEEN,
     hidden="[B, S, T], True where a key is hidden besides, listed or not",
     ends="whether an entry that it hides is followed by hidden ones alone",
+    room="which entry names the first key, and how many keys there are, where an entry may name none of them",
     first="how many of the first keys it shows besides", last="how many of the last ones that a query sees",
     high="[B], the last key that the first query sees", offset="a number that is added to it",
     moving="whether each query sees one key more than the one before",

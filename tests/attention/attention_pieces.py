@@ -238,5 +238,5 @@ LOOKALIKES = (
     Entry(rounded_in_the_last, "", "the scores go through slice_scatter", keys=T),
     Entry(others_in_the_last, "", "the scores go through slice_scatter", keys=T),
     Entry(replaced_by_zero, "", "something else than a number"),
-    Entry(replaced_by_numbers, ""),
+    Entry(replaced_by_numbers, "", "the scores go through index_put"),
 )

@@ -177,6 +177,29 @@ def projected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended_alone(q, k, v) @ v
 
 
+def grouped(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Two heads for each of keys, opened behind the softmax, whose gated results are projected to as many."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k.repeat_interleave(2, dim=1)
+        weights = change((q @ k.mT).softmax(-1)).unflatten(1, (-1, 2))
+        out = (weights @ v.unsqueeze(2)).flatten(1, 2).transpose(1, 2).flatten(2)
+        return (out * out.sigmoid()) @ q.transpose(1, 2).flatten(2).mT
+
+    return form
+
+
+GROUPED = (numbers(2, 4, 16, 16), *(numbers(2, 2, 16, 16, seed=seed) for seed in (1, 2)))
+
+
+def test_a_product_of_what_attention_gives_is_no_attention_itself():
+    """Its rows have as many elements as weights; what stands between weights and values is told of these alone."""
+    assert missed(grouped(lambda weights: weights), *GROUPED) == []
+    for change in (Tensor.square, Tensor.sigmoid, lambda weights: weights * weights.sigmoid()):
+        (reason,) = missed(grouped(change), *GROUPED)
+        assert "the weights go through" in reason
+
+
 def test_what_is_next_to_the_values_is_named():
     (reason,) = missed(gated_twice, *HALVES)
     assert "the weights go through a multiplication" in reason

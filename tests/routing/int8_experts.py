@@ -66,6 +66,31 @@ def gathered(tokens, logits, gate_up, of_gates, down, of_down, sums=torch.int32,
     return (given * weights.reshape(-1, 1)).view(*experts.shape, -1).sum(1)
 
 
+def by_one(x: Tensor, scale: Tensor) -> Tensor:
+    """By one scale that the model holds."""
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+
+
+def gathered_static(tokens, logits, gate_up, of_gates, down, of_down, of_tokens, of_hidden):
+    weights, experts = routed(logits)
+    listed = experts.reshape(-1)
+    x8 = by_one(tokens, of_tokens).repeat_interleave(CHOICES, dim=0)
+    both = (_bmm(x8, gate_up[listed], torch.int32).float() * of_tokens * of_gates[listed]).to(tokens.dtype)
+    given = _bmm(by_one(halves(both), of_hidden), down[listed], torch.int32).float() * of_hidden
+    given = (given * of_down[listed]).to(tokens.dtype)
+    return (given * weights.reshape(-1, 1)).view(*experts.shape, -1).sum(1)
+
+
+def listed_static(tokens, logits, gate_up, of_gates, down, of_down, of_tokens, of_hidden):
+    """By einsum, of tokens that are not repeated."""
+    weights, experts = routed(logits)
+    x8 = by_one(tokens, of_tokens).float()
+    both = torch.einsum("td,tkjd->tkj", x8, gate_up[experts].float()) * of_tokens * of_gates[experts]
+    h8 = by_one(halves(both.to(tokens.dtype)), of_hidden).float()
+    given = torch.einsum("tki,tkdi->tkd", h8, down[experts].float()) * of_hidden * of_down[experts]
+    return torch.einsum("tkd,tk->td", given.to(tokens.dtype), weights)
+
+
 def in_float32(*args):
     return gathered(*args, sums=torch.float32)
 

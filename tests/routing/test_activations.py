@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +24,25 @@ def tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def written_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def written_erf(x: Tensor) -> Tensor:
+    """In float32."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * 0.5 * (1.0 + torch.erf(wide / math.sqrt(2.0)))).to(x.dtype)
+
+
+def sigmoid_gelu(x: Tensor) -> Tensor:
+    """Nearly that."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def other_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.05 * x**3)))
+
+
 def gated(gelu: Activation) -> Activation:
     def activation(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
@@ -31,13 +51,18 @@ def gated(gelu: Activation) -> Activation:
     return activation
 
 
-ALONE: dict[str, Activation] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu by tanh": tanh}
-GATED: dict[str, Activation] = {"a gate by gelu": gated(F.gelu), "a gate by tanh": gated(tanh)}
+WRITTEN: dict[str, Activation] = {"tanh written out": written_tanh, "erf written out": written_erf}
+ALONE: dict[str, Activation] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu by tanh": tanh, **WRITTEN}
+GATED: dict[str, Activation] = {
+    "a gate by gelu": gated(F.gelu), "a gate by tanh": gated(tanh), "a gate by erf written out": gated(written_erf),
+}  # fmt: skip
 ALL = ALONE | GATED
 OTHERS: dict[str, Activation] = {
     "sigmoid": torch.sigmoid,
     "leaky relu": F.leaky_relu,
     "softmax": lambda x: x.softmax(-1),
+    "a sigmoid of 1.702 x": sigmoid_gelu,
+    "another tanh": other_tanh,
 }
 
 
@@ -85,16 +110,20 @@ def expected(tokens: Tensor, logits: Tensor, first: Tensor, down: Tensor, activa
     return torch.stack(rows)
 
 
+FORMS = (
+    (gathered, "composite", F16), (gathered, "decomposed", F32), (sorted_rows, "core", BF16), (loop, "composite", BF16),
+)  # fmt: skip
+
+
+def is_read(name: str, form: Callable[..., Tensor], dtype: torch.dtype) -> bool:
+    """What is written out is read where rows are listed, and of a gate where it is cast."""
+    return "written out" not in name or (form is not loop and (name not in GATED or dtype is not F32))
+
+
 @pytest.mark.parametrize(
-    ("form", "level", "dtype"),
-    [
-        (gathered, "composite", F16),
-        (gathered, "decomposed", F32),
-        (sorted_rows, "core", BF16),
-        (loop, "composite", BF16),
-    ],
+    ("name", "form", "level", "dtype"),
+    [(name, *how) for name in ALL for how in FORMS if is_read(name, how[0], how[2])],
 )
-@pytest.mark.parametrize("name", ALL)
 def test_every_activation_stands_between_two_products(name: str, form: Callable[..., Tensor], level: str, dtype):
     activation, args = ALL[name], inputs(dtype, gate=name in GATED)
     plain, fused, gm, _ = run(lambda *given: form(*given, activation), args, level)

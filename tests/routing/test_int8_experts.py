@@ -29,7 +29,9 @@ from tests.routing.int8_experts import (
     clipped,
     expected,
     gathered,
+    gathered_static,
     inputs,
+    listed_static,
     loop,
     other_scales,
 )
@@ -136,6 +138,14 @@ def test_what_only_looks_like_it_is_left_alone(name: str):
     form, reason = OTHERS[name]
     said = left_alone(form, inputs(BF16))
     assert any(re.search(reason, each) for each in said), said
+
+
+@pytest.mark.parametrize("form", [gathered_static, listed_static], ids=lambda each: each.__name__)
+def test_one_scale_for_all_rows_is_told_of_each_product(form: Form):
+    scales = [nn.Parameter(torch.tensor([each]), requires_grad=False) for each in (0.03, 0.05)]
+    said = left_alone(form, (*inputs(BF16), *scales))
+    reason = "experts multiply rows in int8 of one static scale: only rows with a scale of each are read"
+    assert said.count(reason) == 2
 
 
 @requires_torch_npu

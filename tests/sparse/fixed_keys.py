@@ -78,6 +78,13 @@ class Added(Beside):
         return Block.attended(self, q, latent, rope, lowered)
 
 
+class Unseen(Beside):
+    """The first keys of the queries that see none of them, too."""
+
+    def shown(self, places, seen):
+        return (listing(places, seen) & seen) | (torch.arange(seen.shape[1]) < FIRST)
+
+
 # lists of both -------------------------------------------------------------------------------------------------------
 
 
@@ -132,13 +139,6 @@ class AllButLast(Beside):
         return (listing(places, seen) | (self.ahead(seen) > LAST)) & seen
 
 
-class Unseen(Beside):
-    """The first keys of the queries that see none of them, too."""
-
-    def shown(self, places, seen):
-        return (listing(places, seen) & seen) | (torch.arange(seen.shape[1]) < FIRST)
-
-
 class OfEachQuery(Beside):
     """As many first ones as the number of the query says."""
 
@@ -163,13 +163,13 @@ SPELLINGS = (
     entry("last_always", ("chunk", "step"), block=LastAlways, **LISTED),
     entry("joined", ("chunk", "step"), block=Joined, **LISTED),
     entry("joined_anyway", ("chunk", "step"), block=JoinedAnyway, **LISTED),
+    entry("unseen", ("chunk", "step"), block=Unseen, **LISTED),
 )
 LOOKALIKES = (
     entry("between", ("chunk",), block=Between, **UNFUSED, reason="not proven to be the first or the last ones"),
     entry(
         "all_but_last", ("chunk",), block=AllButLast, **UNFUSED, reason="not proven to be the first or the last ones"
     ),
-    entry("unseen", ("chunk",), block=Unseen, **UNFUSED, reason="not proven to be the first or the last ones"),
     entry("of_each_query", ("chunk",), block=OfEachQuery, **UNFUSED, reason="not proven to be the first or the last"),
     entry("or_another", ("chunk",), block=OrAnother, **UNFUSED),
 )

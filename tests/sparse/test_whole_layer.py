@@ -15,7 +15,7 @@ from fusion.options import Options
 from fusion.outcome import live_calls
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.testing import capture
-from patterns.examples.sparse_attention_pto import SETTING, Model, Setting
+from patterns.examples.sparse_attention_pto import SETTING, Model, Packed, Setting
 
 NAME = "sparse_attention_pto"
 
@@ -43,13 +43,14 @@ def operators(gm: torch.fx.GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in gm.graph.nodes if "npu_" in str(node.target))
 
 
-def of(setting: Setting, **parts) -> Example:
-    return Example("", Model(setting, **parts), setting)
+def of(setting: Setting, model: type[Model] = Model, **parts) -> Example:
+    return Example("", model(setting, **parts), setting)
 
 
 @pytest.mark.parametrize("absorbs", [False, True])
-def test_a_layer_is_one_call_that_writes_in_place(absorbs: bool):
-    example = of(LARGE, absorbs=absorbs)
+@pytest.mark.parametrize("model", [Model, Packed])
+def test_a_layer_is_one_call_that_writes_in_place(model: type[Model], absorbs: bool):
+    example = of(LARGE, model, absorbs=absorbs)
     gm, outcome, before = fused(example, target="ascend910_93", lower="torchair", opt_in={NAME})
     found = operators(gm)
     assert found["custom_pypto.npu_sparse_attention_pto.in_place"] == 1

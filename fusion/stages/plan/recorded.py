@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fusion._torch.tensors import leaves, map_only
+from fusion._torch.tensors import count, leaves, map_only
 from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.errors import Failure
 from fusion.failures import failure, raised
@@ -191,7 +191,7 @@ class PlanBook:
                 continue
             operands, result = ran.operands(step), step.result
             moved = operands.values()
-            written = {each: ran.origin(each) for each in _overwritten(step)}
+            written = {each: ran.origin(each) for each in _overwritten(step) if count(ran.lookup(each))}
             caches = [each for each, origin in written.items() if origin & owned]
             # memory of its own is moved once
             if caches and all(origin & owned or not origin for origin in written.values()):
