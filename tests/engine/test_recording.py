@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from fusion._torch.fakes import fake_like, run_on_fakes
 from fusion._torch.tensors import shares_memory
+from fusion.language import Refused
 from fusion.recording import Fakes
 from fusion.testing import capture
 from fusion.texts import frozen
@@ -94,6 +95,26 @@ def test_symbolic_sizes_are_not_taken_for_those_of_the_call():
     (padded,) = (each.result for each in recording.steps)
     assert all(isinstance(size, torch.SymInt) for size in padded.shape)
     assert not x.shape[0].node.expr.is_number
+
+
+OF_THIS_CALL = {
+    "rows of a list": lambda x: x.new_zeros(len([0] * x.shape[0]), 8),
+    "argument": lambda x: torch.ops.aten.cumsum.default(x, x.shape[0] - 3),
+    "decision": lambda x: x.cos() if x.shape[0] < 5 else x.sin(),
+}
+"""What a lowering may not do with a symbolic size: it would be right for the call that is traced."""
+
+
+@pytest.mark.parametrize("how", OF_THIS_CALL)
+def test_what_takes_a_symbolic_size_for_a_number_is_refused(how: str):
+    captured = capture(lambda x: x + 1, (numbers(4, 6, 8),), dynamic=True).graph.graph
+    x = next(node.meta["val"] for node in captured.nodes if node.op == "call_function")
+    env = x.fake_mode.shape_env
+    before = list(env.guards), dict(env.replacements)
+    with pytest.raises(Refused) as refused:
+        Fakes(read_graph(captured)).record(lambda given: OF_THIS_CALL[how](given["x"]), {"x": x})
+    assert "it would hold for some symbolic sizes alone: s" in str(refused.value)
+    assert (list(env.guards), dict(env.replacements)) == before
 
 
 @pytest.mark.parametrize(
