@@ -27,6 +27,11 @@ def dim_of(size: int | torch.SymInt) -> Dim:
     return int(expr) if isinstance(expr, int) or expr.is_number else without_divisions(expr)
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a number is the expression of a symbolic size."""
+    return hasattr(size, "free_symbols")
+
+
 def plain(size: Any) -> Any:
     """A size that is no longer symbolic, as of (s + 8) - s, as an int; others as they are."""
     return size if isinstance(size, (int, float)) or not size.is_Integer else int(size)

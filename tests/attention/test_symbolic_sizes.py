@@ -71,11 +71,45 @@ def of_queries(queries: int) -> tuple[Tensor, ...]:
     return marked(2, *(numbers(2, N, queries + more, D, seed=more) for more in (0, 7, 7)))
 
 
+MASKS: dict[str, Callable[[int, int], Tensor]] = {
+    "offset": lambda s, t: torch.arange(t) <= torch.arange(s)[:, None] + (t - s),
+    "taken": lambda s, t: torch.arange(t) - (t - s) <= torch.arange(s)[:, None],
+    "first position": lambda s, t: torch.arange(t - s, t)[:, None] >= torch.arange(t),
+    "triangle above": lambda s, t: ~torch.ones(s, t).triu(t - s + 1).bool(),
+    "triangle below": lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s),
+}
+ORDERS = {
+    **MASKS,
+    "window": lambda s, t: MASKS["triangle below"](s, t) & torch.ones(s, t).triu(t - s - 2).bool(),
+    "one more": lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s + 1),
+    "of the first keys": lambda s, t: torch.arange(t) <= torch.arange(s)[:, None],
+}
+
+
+class Behind(torch.nn.Module):
+    """A prompt [B, S, 3 · N · D] behind keys and values [B, N, P, D], under an order of queries and all keys."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = ORDERS[order]
+
+    def forward(self, x: Tensor, old_k: Tensor, old_v: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (N, D)).transpose(1, 2) for each in x.chunk(3, -1))
+        k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
+        seen = self.order(q.shape[2], k.shape[2])
+        return (q @ k.mT * D**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def of_both(size: int) -> tuple[Tensor, ...]:
+    return *marked(1, numbers(2, size, 3 * N * D)), *marked(2, *(numbers(2, N, size + 4, D, seed=n) for n in (1, 2)))
+
+
 FUSED = [(positions_first, of_sequences), (behind_others, of_keys), (behind_others, of_queries)]
+UNDER = [(Behind(order), of_both) for order in ORDERS]
 OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
 
 
-@pytest.mark.parametrize(("form", "given"), [*FUSED, *OTHERS])
+@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER[:1], *UNDER[-3:], *OTHERS])
 def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[..., Tensor], given: Given):
     torch.compiler.reset()
     counters.clear()
@@ -85,11 +119,12 @@ def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[...,
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("form", "given"), FUSED)
+@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER])
 def test_it_becomes_what_it_does_with_sizes_that_are_known(form: Callable[..., Tensor], given: Given):
     known, symbolic = (becomes(form, given(3), dynamic) for dynamic in (False, None))
     assert known == symbolic
-    assert len(known) == 1
+    ((_, mode, _),) = known
+    assert mode == 3 or form not in [each for each, _ in UNDER[: len(MASKS)]]
 
 
 def becomes(form: Callable[..., Tensor], inputs: tuple[Tensor, ...], dynamic: bool | None) -> list[tuple[Any, ...]]:
@@ -97,7 +132,7 @@ def becomes(form: Callable[..., Tensor], inputs: tuple[Tensor, ...], dynamic: bo
     found = trial_of(capture(form, inputs, dynamic=dynamic))
     assert [each.match.rule.name for each in found.outcome.chosen] == ["attention"]
     calls = (node for node in found.fused.graph.nodes if "npu." in str(node.target))
-    return [(each.target, each.kwargs.get("sparse_mode")) for each in calls]
+    return [(each.target, each.kwargs.get("sparse_mode"), each.kwargs.get("pre_tokens")) for each in calls]
 
 
 def under_a_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from fusion.graph import Algebra, Value, inner_writes, parts
 from fusion.graph.algebra import MAX_STOP
-from fusion.graph.logic import constant
+from fusion.graph.logic import constant, number
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
@@ -275,11 +275,6 @@ def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any
     known = isinstance(start, int) and start >= 0
     place = place if known else a.make("wrap", (place,), (size,), (), place.dtype)
     return a.make("write", (x, source, place), (axis,), x.shape, x.dtype)
-
-
-def number(a: Algebra, size: Any, beside: Value) -> Value:
-    """A size, symbolic or not, as a tensor [] of int64 on the device of another."""
-    return a.make("number", (beside,), (size,), (), torch.int64)
 
 
 def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:
