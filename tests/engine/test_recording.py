@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from fusion._torch.fakes import fake_like, run_on_fakes
 from fusion._torch.tensors import shares_memory
+from fusion.graph import dim_of, dims_of
 from fusion.language import Refused
 from fusion.recording import Fakes
 from fusion.testing import capture
@@ -155,3 +156,14 @@ def test_fresh_fakes_remember_what_those_of_a_fake_mode_do(device: str):
     assert torch._C._dispatch_keys(one) == torch._C._dispatch_keys(other)  # pyright: ignore[reportPrivateUsage]
     assert not shares_memory(one, other)
     assert shares_memory(one, run_on_fakes(torch.ops.aten.view.default, (one.t(), [-1]), {}))
+
+
+def test_the_last_row_of_a_symbolic_number_is_made_by_its_place():
+    captured = capture(lambda x: x + 1, (numbers(4, 6),), dynamic=True).graph.graph
+    graph = read_graph(captured)
+    x = next(value for value in graph.places if value.op == "input")
+    last = graph.algebra.narrow(x, 0, x.shape[0] - 1, 1)
+    fakes = Fakes(graph)
+    assert dims_of(fakes.of(last).shape) == (1, x.shape[1])
+    (step,) = fakes.recipe(last).steps
+    assert [dim_of(each) for each in step.args[2:4]] == [x.shape[0] - 1, x.shape[0]]
