@@ -13,9 +13,11 @@ from fusion._torch.fakes import (
     FakesMode,
     FakeTensor,
     FakeTensorMode,
+    SizeAskedError,
     fake_like,
     fake_tensor,
     run_on_fakes,
+    without_guards,
     without_view_tracking,
 )
 from fusion._torch.operators import OpOverload, schema_of
@@ -196,13 +198,17 @@ class Fakes:
         """Run `function` of `inputs` on fakes; return what it called and its result.
 
         Raises:
-            Refused: a call takes a symbolic size that no node of the graph holds, nor can.
+            Refused: a call takes a symbolic size that no node of the graph holds, nor can; or it depends on one what
+                is called.
         """
         firsts = {id(each): name for name, each in reversed([*inputs.items()])}
         apart = {name: each if firsts[id(each)] == name else each.detach() for name, each in inputs.items()}
         recorder = Recorder(apart, self._ran)
-        with self._mode, torch.no_grad(), without_view_tracking(), recorder:
-            result = function(apart)
+        try:
+            with without_guards(self._mode), self._mode, torch.no_grad(), without_view_tracking(), recorder:
+                result = function(apart)
+        except SizeAskedError as asked:
+            raise Refused("it would hold for some symbolic sizes alone: {asked}", {"asked": asked}) from None
         for dim in self._computed_sizes(recorder.steps):
             if not self._sizes.can_make(dim):
                 raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})

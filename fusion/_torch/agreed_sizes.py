@@ -1,6 +1,8 @@
-"""Sizes that a write makes equal without torch asking for it: rows are as many as the places that they go to.
+"""Sizes that a call makes equal without torch asking for it, of which each is marked dynamic by itself.
 
-cache[slots] = rows        rows [T, ..] and slots [U], both of sizes that are marked dynamic: T = U, or an error
+cache[slots] = rows        rows [T, ..] and slots [U]: T = U, or an error
+sdpa(q, k, v, mask)        keys [.., T, D], values [.., U, E] and a mask [.., V]: T = U = V, or an error, or memory that
+                           nobody meant is read
 """
 
 from __future__ import annotations
@@ -10,19 +12,24 @@ from typing import Any
 import torch
 from torch import fx
 
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _WRITES = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
 
 
 def agree_on_sizes(graph: fx.Graph) -> None:
-    """Let the sizes of a functional graph of aten say so, with a guard that no call fails which does not raise anyway.
+    """Let the sizes of a functional graph of aten say so, with a guard that no call fails which is meant like that.
 
-    Torch broadcasts rows as they are written: only a size that is more than 1 must be that of the places.
+    Torch broadcasts rows as they are written, and masks: only a size that is more than 1 must be the other.
     """
     for target in _WRITES:
         for node in graph.find_nodes(op="call_function", target=target):
             cache, indices, rows = node.args[:3]
             if isinstance(rows, fx.Node) and _is_symbolic(rows, *filter(None, indices)):
                 _agree(rows.meta["val"].shape, _places(cache, indices))
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        given = [*node.args[:4], *([node.kwargs["attn_mask"]] if "attn_mask" in node.kwargs else [])]
+        if _is_symbolic(*filter(None, given)):
+            _agree_attended(*(each.meta["val"].shape for each in given if each is not None))
 
 
 def _is_symbolic(*nodes: fx.Node) -> bool:
@@ -34,6 +41,12 @@ def _places(cache: fx.Node, indices: Any) -> torch.Size:
     x = cache.meta["val"]
     with x.fake_mode:
         return torch.ops.aten.index.Tensor(x, [each and each.meta["val"] for each in indices]).shape
+
+
+def _agree_attended(q: torch.Size, k: torch.Size, v: torch.Size, mask: torch.Size = torch.Size()) -> None:
+    _agree(k[:-1], v[:-1])
+    _agree(k[:-3], q[:-3])
+    _agree(mask, torch.Size((*q[:-1], k[-2])))
 
 
 def _agree(rows: torch.Size, places: torch.Size) -> None:

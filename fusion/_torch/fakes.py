@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -130,6 +131,35 @@ def without_view_tracking() -> AbstractContextManager[None]:
     Private: `torch._C._ExcludeDispatchKeyGuard`.
     """
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+
+
+_GUARD = re.compile(r"Guard attempted while ShapeEnv guards are frozen: (.*)")
+
+
+class SizeAskedError(Exception):
+    """What runs asks of symbolic sizes what is not known; its text is what is asked."""
+
+
+@contextmanager
+def without_guards(mode: Any) -> Generator[None, None, None]:
+    """What is run in a fake mode decides nothing by the sizes of the call that is traced.
+
+    Else each lowering that takes one of them for a number would have the graph compiled anew for every other.
+    Private: the text of `torch.fx.experimental.symbolic_shapes._ShapeEnvGuardError`, which an operator whose argument
+    is to be a number repeats in an error of its own.
+
+    Raises:
+        SizeAskedError: something depends on a symbolic size.
+    """
+    env = getattr(mode, "shape_env", None)
+    try:
+        with nullcontext() if env is None else env.error_on_new_guards():
+            yield
+    except RuntimeError as error:
+        asked = _GUARD.search(str(error))
+        if asked is None:
+            raise
+        raise SizeAskedError(asked[1]) from error
 
 
 def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

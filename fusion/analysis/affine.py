@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fusion.graph import Value
+from fusion.graph.dims import plain
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,18 @@ class Affine:
     def __add__(self, other: Affine) -> Affine:
         terms = dict(self.terms)
         for term, factor in other.terms.items():
-            terms[term] = terms.get(term, 0) + factor
+            terms[term] = plain(terms.get(term, 0) + factor)
         kept = {term: factor for term, factor in terms.items() if factor != 0}
-        return Affine(MappingProxyType(kept), self.constant + other.constant)
+        return Affine(MappingProxyType(kept), plain(self.constant + other.constant))
 
     def times(self, factor: Any) -> Affine:
         """The expression · a number."""
         kept = {term: factor * each for term, each in self.terms.items() if factor != 0}
-        return Affine(MappingProxyType(kept), self.constant * factor)
+        return Affine(MappingProxyType(kept), plain(self.constant * factor))
 
     def plus(self, number: Any) -> Affine:
         """The expression + a number."""
-        return Affine(self.terms, self.constant + number)
+        return Affine(self.terms, plain(self.constant + number))
 
     def axes(self) -> frozenset[int]:
         """The axes of the mask that it depends on."""

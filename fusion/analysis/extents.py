@@ -8,6 +8,7 @@ from typing import Any
 
 from fusion.analysis.affine import Affine, Formula, conjunction, disjunction, negation, number
 from fusion.graph import Value
+from fusion.graph.dims import is_nonnegative
 
 
 class Extent:
@@ -35,9 +36,9 @@ class Extent:
         for place, factor in places.items():
             last = (self.shape[place] - 1) * factor
             low, high = (low + last, high) if factor < 0 else (low, high + last)
-        if isinstance(high, (int, float)) and high <= 0:
+        if is_nonnegative(-high):
             return True
-        return False if isinstance(low, (int, float)) and low > 0 else ("le", expression)
+        return False if is_nonnegative(low - 1) else ("le", expression)
 
     def implies(self, formula: Formula, other: Formula) -> bool:
         """Whether it is proven that `other` holds wherever `formula` does."""

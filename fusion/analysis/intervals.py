@@ -71,7 +71,7 @@ def _computed(x: Value) -> Range | None:
             return x.attrs[0], x.attrs[0]
         case "number":
             size = x.attrs[0]
-            return (size, size) if isinstance(size, int) else (0, _LARGEST) if size.is_nonnegative else None
+            return (size, size) if isinstance(size, int) else (0 if size.is_nonnegative else -_LARGEST, _LARGEST)
         case "arange":
             return _counted(x)
         case "largest_index":

@@ -81,6 +81,8 @@ class Positions(Extent):
                 return at[0].times(x.attrs[1]).plus(x.attrs[0])
             case "full":
                 return number(int(x.attrs[0]))
+            case "number":
+                return number(x.attrs[0])
             case "shift":
                 return self.affine(x.arg, at).plus(int(x.attrs[0]))
             case "scale" if x.arg.op != "mean":  # of which a sum is made

@@ -17,6 +17,7 @@ from fusion.analysis.dtypes import is_exact
 from fusion.analysis.repetition import unrepeated
 from fusion.graph import Algebra, Value, but_ones
 from fusion.graph.algebra import widens
+from fusion.graph.dims import quotient
 
 Step = tuple[str, tuple[Any, ...]]
 Atom = int
@@ -106,12 +107,12 @@ def _reshaped(found: Arrangement, shape: Sequence[Any]) -> Arrangement | None:
             atom = waiting.pop(0)
             if taken != sizes[atom]:
                 inner = len(sizes)
-                sizes.append(sizes[atom] // taken)
+                sizes.append(quotient(sizes[atom], taken))
                 sizes[atom] = taken
                 waiting.insert(0, inner)
                 before = tuple(_split(row, atom, inner) for row in before)
             run.append(atom)
-            left = 1 if left == taken else left // taken
+            left = quotient(left, taken)
         after.append(tuple(run))
     return None if waiting else Arrangement(tuple(sizes), before, tuple(after))
 
@@ -122,11 +123,9 @@ def _split(run: tuple[Atom, ...], atom: Atom, inner: Atom) -> tuple[Atom, ...]:
 
 def _taken(size: Any, left: Any) -> Any:
     """How much of an atom goes into a dim of which `left` is still open; None where they do not fit."""
-    if size == left:
+    if size == left or quotient(left, size) is not None:
         return size
-    if not (isinstance(size, int) and isinstance(left, int)):
-        return None
-    return size if size and left % size == 0 else left if size % left == 0 else None
+    return left if quotient(size, left) is not None else None
 
 
 def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims) -> Value | None:

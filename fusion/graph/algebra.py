@@ -160,9 +160,18 @@ class Algebra:
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value | None:
         """Every `step`-th entry of [start, stop) along `axis`; None where a symbolic size leaves the bounds open."""
-        if isinstance(x.shape[axis], int):
+        size = x.shape[axis]
+        if isinstance(size, int):
             return self.cut(x, axis, start, stop, step)
+        if (start, stop, step) == (0, 1, 1) and size.is_positive:
+            return self.narrow(x, axis, 0, 1)
         return x if (start == 0 and stop >= MAX_STOP and step == 1) else None
+
+    def narrow(self, x: Value, axis: int, start: Dim, length: Dim) -> Value:
+        """So many neighbours, all of which are there, along an axis where sizes are symbolic."""
+        axis %= x.rank
+        shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+        return x if length == x.shape[axis] else self.make("narrow", (x,), (axis, start, length), shape, x.dtype)
 
     def cut(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
         """The same along an axis whose size is a number."""

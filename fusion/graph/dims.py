@@ -27,6 +27,42 @@ def dim_of(size: int | torch.SymInt) -> Dim:
     return int(expr) if isinstance(expr, int) or expr.is_number else without_divisions(expr)
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a number is the expression of a symbolic size."""
+    return hasattr(size, "free_symbols")
+
+
+def plain(size: Any) -> Any:
+    """A size that is no longer symbolic, as of (s + 8) - s, as an int; others as they are."""
+    return size if isinstance(size, (int, float)) or not size.is_Integer else int(size)
+
+
+@lru_cache(maxsize=4096)
+def is_nonnegative(size: Dim) -> bool:
+    """Whether a difference of sizes is proven not to be negative, of symbolic ones whatever they are."""
+    if isinstance(size, (int, float)):
+        return size >= 0
+    import sympy
+
+    more = {each: 1 + sympy.Dummy(integer=True, nonnegative=True) for each in size.free_symbols if each.is_positive}
+    return bool(sympy.expand(size.xreplace(more)).is_nonnegative)
+
+
+@lru_cache(maxsize=4096)
+def quotient(whole: Dim, part: Dim) -> Dim | None:
+    """How often one size is in another, of symbolic ones whatever they are; None where it is not known to be whole."""
+    if whole == part:
+        return 1
+    if isinstance(whole, int) and isinstance(part, int):
+        return whole // part if part and whole % part == 0 else None
+    import sympy
+
+    found: Any = sympy.cancel(sympy.sympify(whole) / part) if part != 0 else sympy.nan
+    if sympy.denom(found) != 1 or not found.is_integer:
+        return None
+    return int(found) if found.is_number else found
+
+
 @lru_cache(maxsize=4096)
 def without_divisions(expr: Any) -> Any:
     """A size without the divisions that leave nothing over whatever the sizes are: (n·s²) // s is n·s."""
@@ -35,8 +71,8 @@ def without_divisions(expr: Any) -> Any:
     simpler: dict[Any, Any] = {}
     for each in expr.atoms(sympy.Function):
         if each.func.__name__ == "FloorDiv":  # torch's, which it keeps to itself
-            quotient: Any = sympy.cancel(each.args[0] / each.args[1])
-            simpler |= {each: quotient} if sympy.denom(quotient) == 1 else {}
+            found = quotient(*each.args)
+            simpler |= {} if found is None else {each: sympy.sympify(found)}
     return expr.xreplace(simpler)
 
 

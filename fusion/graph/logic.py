@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusion.graph import Algebra, Value, broadcast
+from fusion.graph.dims import is_symbolic
 
 i64 = torch.int64
 
@@ -24,6 +25,16 @@ def positions(a: Algebra, size: Any, rank: int = 1, axis: int = -1) -> Value:
     shape: list[Any] = [1] * rank
     shape[axis] = size
     return a.reshape(line, tuple(shape))
+
+
+def number(a: Algebra, size: Any, beside: Value) -> Value:
+    """A size, symbolic or not, as a tensor [] of int64 on the device of another."""
+    return a.make("number", (beside,), (size,), (), i64)
+
+
+def moved(a: Algebra, x: Value, size: Any) -> Value | None:
+    """Whole numbers of int64, plus a size."""
+    return a.add(x, number(a, size, x)) if is_symbolic(size) else a.shift(x, size)
 
 
 def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:

@@ -35,6 +35,11 @@ def _slice(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.ops.aten.slice.Tensor(x, axis, start, stop, step)
 
 
+def _narrow(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    axis, start, length = value.attrs
+    return torch.ops.aten.slice.Tensor(x, axis, sizes(start), sizes(start + length))
+
+
 def _wrap(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     end: Any = sizes(value.attrs[0])
     return torch.where(x < 0, x + end, x)
@@ -79,6 +84,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "reshape": _reshape,
         "expand": _expand,
         "slice": _slice,
+        "narrow": _narrow,
         "power": _power,
         "matmul": _matmul,
         "chosen": _chosen,

@@ -110,17 +110,22 @@ class Assumed:
             return Affine()
         if window(self.kinds[mask.attrs[0]]) is not None:
             return None
-        counted = Leaf(self._count(mask), tuple(at[: min(mask.rank - 2, 1)]))
-        return Affine(MappingProxyType({counted: 1}), -1)
+        count = self._count(mask)
+        if count is None:
+            return None
+        return Affine(MappingProxyType({Leaf(count, tuple(at[: min(mask.rank - 2, 1)])): 1}), -1)
 
-    def _count(self, mask: Value) -> Value:
-        """How many keys the first query sees: [B | 1], or one number [] for a mask without B."""
+    def _count(self, mask: Value) -> Value | None:
+        """How many keys the first query sees: [B | 1], or one number [] for a mask without B; None if there may be no
+        first query.
+        """
         a = self.algebra
         row: Any = mask
         lead = mask.shape[: min(mask.rank - 2, 1)]
         for axis in range(len(lead), mask.rank - 1):
-            row = a.slice(row, axis, 0, 1)
-        assert row is not None  # the first of at least one
+            row = row and a.slice(row, axis, 0, 1)
+        if row is None:
+            return None
         return a.make("count", (_shown(a, a.reshape(row, (*lead, mask.shape[-1]))),), (), lead, torch.int64)
 
 

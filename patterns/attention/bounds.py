@@ -10,6 +10,7 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf
 from fusion.graph import Algebra, Value
+from fusion.graph.dims import is_nonnegative
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,16 @@ def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] 
         return False
     if high.constant in lengths and not high.terms and low is None:
         return True
-    if not isinstance(high.constant, int):
-        return False
     if any(not isinstance(term, Leaf) or factor != 1 for term, factor in high.terms.items()):
         return False
     counted = sum(map(is_counted, high.terms))  # at least one key each
-    if high.constant + counted < 0:
+    if not is_nonnegative(high.constant + counted):
         return False
     if low is None:
         return True
     span = high + low.times(-1)
     last = low.plus(queries - 1 if bounds.moving else 0).plus(-keys)
-    within = last.constant < 0 if isinstance(last.constant, int) else bool(last.terms)
+    within = is_nonnegative(-1 - last.constant) or (bool(last.terms) and not isinstance(last.constant, int))
     return within and not span.terms and isinstance(span.constant, int) and span.constant >= 0
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, tensor
+from fusion.graph import dims_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def rotated_lanes(p, x, tables, of, like, heads_first=None, factor=1.0):
 def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
     """A table [B or 1, S or 1, D], of tokens that the caller may have packed otherwise, as [batch, rows, D]."""
     first, second = table.shape[:2]
-    if (first, second) == (1, 1) or not all(isinstance(each, int) for each in (batch, rows, first, second)):
+    own = zip(dims_of((first, second)), dims_of((batch, rows)), strict=True)
+    if all(have in (1, size) for have, size in own):
         return table.expand(batch, rows, table.shape[-1])
     tokens = batch * rows
     first, second = (tokens // second, second) if first == 1 else (first, tokens // first)

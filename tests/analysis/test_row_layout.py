@@ -27,6 +27,10 @@ SIZE, MORE = (Symbol(name, positive=True, integer=True) for name in "st")
         ((1, 4), (4, 1)),
         ((4, 1), (1, 4)),
         ((4, 0), (0,)),
+        ((2 * SIZE,), (2, SIZE)),
+        ((SIZE * 4, 6), (SIZE, 4, 6)),
+        ((SIZE, 4), (2 * SIZE, 2)),
+        ((SIZE * MORE, 4), (MORE, SIZE, 4)),
     ],
 )
 def test_rows_are_split_and_joined(shape: Any, into: Any):
@@ -38,7 +42,10 @@ def test_rows_are_split_and_joined(shape: Any, into: Any):
     [
         ((4, 6), (3, 8)),
         ((SIZE, 4), (4, SIZE)),
-        ((2 * SIZE,), (2, SIZE)),
+        ((2 * SIZE,), (4, SIZE)),
+        ((SIZE,), (2, SIZE)),
+        ((SIZE, MORE), (MORE, SIZE)),
+        ((SIZE + 4,), (4, SIZE)),
         ((4, 0), (0, 5)),
         ((0, 4), (0,)),
         ((0, 3), (3, 0)),

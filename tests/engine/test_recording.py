@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 
 from fusion._torch.fakes import fake_like, run_on_fakes
 from fusion._torch.tensors import shares_memory
+from fusion.graph import dim_of, dims_of
+from fusion.language import Refused
 from fusion.recording import Fakes
 from fusion.testing import capture
 from fusion.texts import frozen
@@ -96,6 +98,26 @@ def test_symbolic_sizes_are_not_taken_for_those_of_the_call():
     assert not x.shape[0].node.expr.is_number
 
 
+OF_THIS_CALL = {
+    "rows of a list": lambda x: x.new_zeros(len([0] * x.shape[0]), 8),
+    "argument": lambda x: torch.ops.aten.cumsum.default(x, x.shape[0] - 3),
+    "decision": lambda x: x.cos() if x.shape[0] < 5 else x.sin(),
+}
+"""What a lowering may not do with a symbolic size: it would be right for the call that is traced."""
+
+
+@pytest.mark.parametrize("how", OF_THIS_CALL)
+def test_what_takes_a_symbolic_size_for_a_number_is_refused(how: str):
+    captured = capture(lambda x: x + 1, (numbers(4, 6, 8),), dynamic=True).graph.graph
+    x = next(node.meta["val"] for node in captured.nodes if node.op == "call_function")
+    env = x.fake_mode.shape_env
+    before = list(env.guards), dict(env.replacements)
+    with pytest.raises(Refused) as refused:
+        Fakes(read_graph(captured)).record(lambda given: OF_THIS_CALL[how](given["x"]), {"x": x})
+    assert "it would hold for some symbolic sizes alone: s" in str(refused.value)
+    assert (list(env.guards), dict(env.replacements)) == before
+
+
 @pytest.mark.parametrize(
     ("name", "given", "kwargs"),
     [
@@ -134,3 +156,14 @@ def test_fresh_fakes_remember_what_those_of_a_fake_mode_do(device: str):
     assert torch._C._dispatch_keys(one) == torch._C._dispatch_keys(other)  # pyright: ignore[reportPrivateUsage]
     assert not shares_memory(one, other)
     assert shares_memory(one, run_on_fakes(torch.ops.aten.view.default, (one.t(), [-1]), {}))
+
+
+def test_the_last_row_of_a_symbolic_number_is_made_by_its_place():
+    captured = capture(lambda x: x + 1, (numbers(4, 6),), dynamic=True).graph.graph
+    graph = read_graph(captured)
+    x = next(value for value in graph.places if value.op == "input")
+    last = graph.algebra.narrow(x, 0, x.shape[0] - 1, 1)
+    fakes = Fakes(graph)
+    assert dims_of(fakes.of(last).shape) == (1, x.shape[1])
+    (step,) = fakes.recipe(last).steps
+    assert [dim_of(each) for each in step.args[2:4]] == [x.shape[0] - 1, x.shape[0]]

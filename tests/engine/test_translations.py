@@ -618,8 +618,19 @@ OF_SIZES = {
         lambda x: x.cos().scatter(-1, x.argmax(-1, keepdim=True), x.shape[0]), "aten.scatter.value"
     ),
     "number of places": (lambda x: ((x[0, :3].long() % 4)[:, None] == torch.arange(x.shape[0])).any(0), "any"),
-    "diagonal": (lambda x: x.tril(x.shape[0] - x.shape[1]), "aten.tril.default"),
+    "diagonal": (lambda x: x.tril(x.shape[0] - x.shape[1]), "number"),
     "comparison": (lambda x: x.cos() < x.shape[0], "aten.lt.Scalar"),
+    "bound of positions": (lambda x: torch.arange(x.shape[1]) < x.shape[0], "number"),
+    "bound of short positions": (lambda x: torch.arange(x.shape[1], dtype=torch.int32) < x.shape[0], "aten.lt.Scalar"),
+    "first position": (lambda x: torch.arange(x.shape[0], x.shape[0] + x.shape[1]), "number"),
+    "first short position": (
+        lambda x: torch.arange(x.shape[0], x.shape[0] + x.shape[1], dtype=torch.int32), "aten.arange.start"
+    ),
+    "offset": (lambda x: torch.arange(x.shape[1]) - x.shape[0], "number"),
+    "what is taken from": (lambda x: x.shape[0] - torch.arange(x.shape[1]), "number"),
+    "offset of short positions": (lambda x: x.int() + x.shape[0], "aten.add.Tensor"),
+    "one entry": (lambda x: x[1].cos(), "narrow"),
+    "last entry": (lambda x: x[-1].cos(), "narrow"),
     "variance": (lambda x: x.var(0), "aten.var.correction"),
     "correction": (lambda x: x[:, :4].var(1, correction=x.shape[0] - 5), "aten.var.correction"),
     "begin": (lambda x: x[:, :6][:, x.shape[0] - 3 :].cos(), "aten.slice.Tensor"),

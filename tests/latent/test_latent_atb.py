@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.functional import linear
 
 import fusion
@@ -242,6 +243,40 @@ def test_it_stands_back_where_the_other_attention_is_there():
     ops = report(model(none), *inputs(1), disable=()).ops
     assert "npu::npu_fused_infer_attention_score_v2" in ops
     assert MLA not in ops
+
+
+def any_batch(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+    """Attention over all rows, of any number of sequences."""
+    heads = q.shape[1]
+    nope, v = linear(latent, up).unflatten(-1, (heads, D + E)).transpose(1, 2).split((D, E), dim=-1)
+    k = torch.cat((nope, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
+    return (q @ k.mT * (D + DR) ** -0.5).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def of_batch(batch: int) -> tuple[Tensor, ...]:
+    """The same inputs of so many sequences, which is not known before a call."""
+    *rows, up = inputs(1)
+    rows = [each.repeat(batch, *[1] * (each.dim() - 1))[:batch] for each in rows]
+    for each in rows:
+        torch._dynamo.mark_dynamic(each, 0)  # pyright: ignore[reportPrivateUsage]
+    return *rows, up
+
+
+def test_it_lists_no_lengths_of_sequences_of_any_number():
+    found = report(any_batch, *of_batch(3))
+    assert not found.ops[MLA]
+    assert any("it would hold for some symbolic sizes alone" in each.reason for each in found.refusals)
+
+
+def test_another_number_of_sequences_is_not_compiled_anew():
+    torch.compiler.reset()
+    counters.clear()
+    options = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager"}
+    compiled = torch.compile(any_batch, backend="cann_fusion", options=options)
+    for batch in (3, 2, 5):
+        torch.testing.assert_close(compiled(*of_batch(batch)), any_batch(*of_batch(batch)), rtol=0.02, atol=0.02)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert report(any_batch, *of_batch(3), disable=()).ops["npu::npu_fused_infer_attention_score_v2"] == 1
 
 
 def test_converted_graphs_do_not_have_it():

@@ -14,7 +14,8 @@ from fusion.analysis.intervals import bounds, of_dtype
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, of_constants
-from fusion.graph.dims import INDEX_DTYPES
+from fusion.graph.dims import INDEX_DTYPES, is_symbolic
+from fusion.graph.logic import moved
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, promote, translates, translations
 
@@ -80,6 +81,9 @@ def add(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1, sign: int = 1) -> 
         if isinstance(kept, Value) and kept.shape == out.shape and _is_zero(other) and (kept is x or sign == 1):
             return kept
     must(is_number(alpha))
+    if is_symbolic(x) or is_symbolic(y):
+        must(out.dtype is torch.int64)
+        return moved(a, x, sign * alpha * y) if isinstance(x, Value) else moved(a, a.scale(y, sign * alpha), x)
     factor = _held(out, sign * alpha)
     if is_number(x):
         x, y, factor = (a.scale(y, factor) if isinstance(y, Value) else y), x, 1

@@ -26,8 +26,8 @@ from fusion.analysis.dtypes import common, held_number, holds
 from fusion.analysis.intervals import bounds, uncast
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
-from fusion.graph.dims import INDEX_DTYPES
-from fusion.graph.logic import compare, constant, pointwise, positions, softmax, where
+from fusion.graph.dims import INDEX_DTYPES, is_symbolic
+from fusion.graph.logic import compare, constant, moved, number, pointwise, positions, softmax, where
 from fusion.graph.proof import must, proof, proven
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
@@ -40,8 +40,12 @@ def _held(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | No
 
 
 def _arange(a: Algebra, out: Out, start: Any, step: Any = 1) -> Translated:
-    whole = isinstance(start, int) and isinstance(step, int)
-    return a.make("arange", (), (start, step), out.shape, out.dtype) if whole else None
+    if not isinstance(step, int):
+        return None
+    if is_symbolic(start):
+        must(out.dtype is torch.int64)
+        return moved(a, a.make("arange", (), (0, step), out.shape, out.dtype), start)
+    return a.make("arange", (), (start, step), out.shape, out.dtype) if isinstance(start, int) else None
 
 
 def _filled(value: Any, a: Algebra, out: Out, *args: Any, **kwargs: Any) -> Translated:
@@ -73,6 +77,9 @@ def _fill(a: Algebra, out: Out, x: Value, one: Value) -> Translated:
 
 def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> Translated:
     """x op y, or y op x, cast where the dtype in which torch compares does not hold them all."""
+    if is_symbolic(y):
+        must(x.dtype is torch.int64)
+        y = number(a, y, x)
     dtype = common(x, y)
     other = y if isinstance(y, Value) else _held(a, y, (), dtype)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
@@ -135,8 +142,7 @@ def _side(a: Algebra, out: Out, x: Any) -> Value:
 
 
 def _triangle(upper: bool, a: Algebra, out: Out, x: Value, diagonal: Any = 0) -> Translated:
-    must(isinstance(diagonal, int))
-    row = a.shift(positions(a, x.shape[-2], 2, -2), diagonal)
+    row = proven(moved(a, positions(a, x.shape[-2], 2, -2), diagonal))
     column = positions(a, x.shape[-1], 2, -1)
     kept = proven(compare(a, "le", row, column) if upper else compare(a, "le", column, row))
     return where(a, kept, x, constant(a, 0, (), x.dtype), x.dtype)

@@ -12,7 +12,7 @@ import torch
 
 from fusion.graph import Algebra, Value, inner_writes, parts
 from fusion.graph.algebra import MAX_STOP
-from fusion.graph.logic import constant
+from fusion.graph.logic import constant, number
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
@@ -70,7 +70,7 @@ def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, shape: Sequ
     first = _first(size, length, start, end)
     if first is None:
         return None
-    return x if length == size else a.make("narrow", (x,), (axis, first, length), shape, x.dtype)
+    return a.narrow(x, axis, first, length)
 
 
 def _first(size: Any, length: Any, start: Any, end: Any) -> Any:
@@ -96,7 +96,12 @@ def _entry(a: Algebra, x: Value, axis: int, index: int) -> Value:
 
 @arranges("aten.select.int")
 def _select(a: Algebra, out: Out, x: Value, dim: int, index: Any) -> Translated:
-    return _entry(a, x, dim, index % _known(x.shape[dim])) if isinstance(index, int) else None
+    if not isinstance(index, int):
+        return None
+    size = x.shape[dim]
+    if isinstance(size, int):
+        return _entry(a, x, dim, index % _known(size))
+    return a.reshape(a.narrow(x, dim, index if index >= 0 else size + index, 1), out.shape)
 
 
 def _known(size: Any) -> int:
@@ -256,25 +261,20 @@ def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any
         return source
     found = _first(size, source.shape[axis], start, end)
     if found is not None:
-        part = a.make("narrow", (x,), (axis, found, source.shape[axis]), source.shape, x.dtype)
+        part = a.narrow(x, axis, found, source.shape[axis])
         changed = parts.whole(a, x, part, source, axis, found)
         if changed is not None:
             return changed
     if end - start != source.shape[axis]:
         return None
-    narrow = a.make("narrow", (x,), (0, 0, source.shape[0]), (source.shape[0], *x.shape[1:]), x.dtype)
-    first = _first_sequences(a, x, source, narrow) if (axis, start) == (0, 0) else None
+    first = a.narrow(x, 0, 0, source.shape[0]) if (axis, start) == (0, 0) else None
+    first = _first_sequences(a, x, source, first)
     if first is not None:
         return first
     place = number(a, start, x)
     known = isinstance(start, int) and start >= 0
     place = place if known else a.make("wrap", (place,), (size,), (), place.dtype)
     return a.make("write", (x, source, place), (axis,), x.shape, x.dtype)
-
-
-def number(a: Algebra, size: Any, beside: Value) -> Value:
-    """A size, symbolic or not, as a tensor [] of int64 on the device of another."""
-    return a.make("number", (beside,), (size,), (), torch.int64)
 
 
 def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:

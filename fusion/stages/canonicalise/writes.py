@@ -21,6 +21,7 @@ from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Dim, Value, but_ones, unviewed
 from fusion.graph.dims import INDEX_DTYPES, broadcast
+from fusion.graph.logic import number
 from fusion.graph.proof import must, proof, proven
 from fusion.stages.canonicalise import groups, lists, logic, shapes
 from fusion.stages.canonicalise.translate import Out, Translated, translates
@@ -188,7 +189,7 @@ def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, w
         known = _known(a, cache, rows, start, axis, wraps)
         if known is not None:
             return known
-        start = shapes.number(a, start, cache) if start >= 0 and _is_open(cache, rows, axis) else None
+        start = number(a, start, cache) if start >= 0 and _is_open(cache, rows, axis) else None
     if start is not None and (not wraps or length == 1 or bounds(start)[0] >= 0):
         start = wrapped(a, start, size) if wraps else start
         return a.make("write", (cache, rows, start), (axis,), cache.shape, cache.dtype)

@@ -1,0 +1,151 @@
+"""Attention of any number of sequences, queries or keys, whose sizes are products, differences or parts of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from fusion.testing import capture, trial_of
+from tests.engine.graphs import numbers
+
+N, D = 4, 16
+
+Given = Callable[[int], tuple[Tensor, ...]]
+
+
+def marked(axis: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    for each in inputs:
+        torch._dynamo.mark_dynamic(each, axis)
+    return inputs
+
+
+def positions_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[S, B, N · D] each: sequences and heads are one dim of the products, as in fairseq and Megatron."""
+    s, b = q.shape[:2]
+    q, k, v = (each.reshape(s, b * N, D).transpose(0, 1) for each in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(b, N, s, s) * D**-0.5
+    weights = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf).softmax(-1)
+    y = torch.bmm(weights.view(b * N, s, s), v).view(b, N, s, D)
+    return y.permute(2, 0, 1, 3).reshape(s, b, N * D)
+
+
+def others_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same where values are those of another head or sequence."""
+    s, b = q.shape[:2]
+    q, k = (each.reshape(s, b * N, D).transpose(0, 1) for each in (q, k))
+    v = v.view(s, b, N, D).transpose(1, 2).reshape(s, b * N, D).transpose(0, 1)
+    scores = torch.bmm(q, k.transpose(1, 2)).view(b, N, s, s) * D**-0.5
+    return torch.bmm(scores.softmax(-1).view(b * N, s, s), v).view(b, N, s, D)
+
+
+def of_sequences(batch: int) -> tuple[Tensor, ...]:
+    return marked(1, *(numbers(6, batch, N * D, seed=seed) for seed in range(3)))
+
+
+def behind_others(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, N, S, D] behind a prompt: the causal order is added to the last keys, as in minimind."""
+    scores, s = q @ k.mT * D**-0.5, q.shape[2]
+    scores[..., -s:] += torch.full((s, s), -torch.inf).triu(1)
+    return scores.softmax(-1) @ v
+
+
+def one_less(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same where a query does not see its own key."""
+    scores, s = q @ k.mT * D**-0.5, q.shape[2]
+    scores[..., -s:] += torch.full((s, s), -torch.inf).triu(0)
+    return scores.softmax(-1) @ v
+
+
+def of_keys(keys: int) -> tuple[Tensor, ...]:
+    k, v = marked(2, *(numbers(2, N, keys + 5, D, seed=seed) for seed in range(2)))
+    return numbers(2, N, 5, D, seed=2), k, v
+
+
+def of_queries(queries: int) -> tuple[Tensor, ...]:
+    return marked(2, *(numbers(2, N, queries + more, D, seed=more) for more in (0, 7, 7)))
+
+
+MASKS: dict[str, Callable[[int, int], Tensor]] = {
+    "offset": lambda s, t: torch.arange(t) <= torch.arange(s)[:, None] + (t - s),
+    "taken": lambda s, t: torch.arange(t) - (t - s) <= torch.arange(s)[:, None],
+    "first position": lambda s, t: torch.arange(t - s, t)[:, None] >= torch.arange(t),
+    "triangle above": lambda s, t: ~torch.ones(s, t).triu(t - s + 1).bool(),
+    "triangle below": lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s),
+}
+ORDERS = {
+    **MASKS,
+    "window": lambda s, t: MASKS["triangle below"](s, t) & torch.ones(s, t).triu(t - s - 2).bool(),
+    "one more": lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s + 1),
+    "of the first keys": lambda s, t: torch.arange(t) <= torch.arange(s)[:, None],
+}
+
+
+class Behind(torch.nn.Module):
+    """A prompt [B, S, 3 · N · D] behind keys and values [B, N, P, D], under an order of queries and all keys."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = ORDERS[order]
+
+    def forward(self, x: Tensor, old_k: Tensor, old_v: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (N, D)).transpose(1, 2) for each in x.chunk(3, -1))
+        k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
+        seen = self.order(q.shape[2], k.shape[2])
+        return (q @ k.mT * D**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def of_both(size: int) -> tuple[Tensor, ...]:
+    return *marked(1, numbers(2, size, 3 * N * D)), *marked(2, *(numbers(2, N, size + 4, D, seed=n) for n in (1, 2)))
+
+
+FUSED = [(positions_first, of_sequences), (behind_others, of_keys), (behind_others, of_queries)]
+UNDER = [(Behind(order), of_both) for order in ORDERS]
+OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
+
+
+@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER[:1], *UNDER[-3:], *OTHERS])
+def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[..., Tensor], given: Given):
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(form, backend="cann_fusion", options={"target": "host", "lower": "eager"})
+    for size in (3, 2, 9):
+        torch.testing.assert_close(compiled(*given(size)), form(*given(size)))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER])
+def test_it_becomes_what_it_does_with_sizes_that_are_known(form: Callable[..., Tensor], given: Given):
+    known, symbolic = (becomes(form, given(3), dynamic) for dynamic in (False, None))
+    assert known == symbolic
+    ((_, mode, _),) = known
+    assert mode == 3 or form not in [each for each, _ in UNDER[: len(MASKS)]]
+
+
+def becomes(form: Callable[..., Tensor], inputs: tuple[Tensor, ...], dynamic: bool | None) -> list[tuple[Any, ...]]:
+    """The operators that the code becomes, and the order that each is told."""
+    found = trial_of(capture(form, inputs, dynamic=dynamic))
+    assert [each.match.rule.name for each in found.outcome.chosen] == ["attention"]
+    calls = (node for node in found.fused.graph.nodes if "npu." in str(node.target))
+    return [(each.target, each.kwargs.get("sparse_mode"), each.kwargs.get("pre_tokens")) for each in calls]
+
+
+def under_a_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * D**-0.5 + mask).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+def test_of_a_mask_of_any_number_of_rows_the_first_is_read(queries: int):
+    q, k, v = numbers(2, N, queries, D), *(numbers(2, N, 12, D, seed=seed) for seed in (1, 2))
+    mask = torch.full((queries, 12), -1e9).triu(12 - queries + 1).expand(2, 1, -1, -1).clone()
+    captured = capture(under_a_mask, (*marked(2, q), k, v, *marked(2, mask)), dynamic=None)
+    names = [node.name for node in captured.graph.graph.find_nodes(op="placeholder")]
+    assumed = {name: "causal" for name, each in zip(names, captured.inputs, strict=True) if each is mask}
+    outcome = trial_of(replace(captured, assumed=assumed)).outcome
+    assert not outcome.failures
+    assert [each.match.rule.name for each in outcome.chosen] == ["attention"]
