@@ -37,6 +37,11 @@ FIXED, PASSED, IN_INT8 = _inputs(), _inputs(parameters=False), _inputs(in_int8=T
 PLAIN, PLAIN_IN_INT8 = _inputs(inner=INNER), _inputs(inner=INNER, in_int8=True)
 
 
+def biased(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The same, and a line of biases for each expert."""
+    return *FIXED(dtype), fixed(kept(grid(5, EXPERTS, 2 * INNER), torch.empty(0, dtype=dtype)))
+
+
 def kept(x: Tensor, like: Tensor) -> Tensor:
     """In 16 bits, as the operators give products."""
     return x.to(torch.bfloat16 if like.dtype == torch.float32 else like.dtype)
@@ -55,9 +60,10 @@ def _experts(
     activation: Callable[[Tensor], Tensor], result: Callable[[Tensor, Tensor], Tensor] = kept,
     between: Quantise = quantised,
 ) -> Tensor:  # fmt: skip
-    """What experts give of rows in int8 [T, K, H] with their scales."""
-    (shares, experts), (first, of_first, down, of_down) = routing, layers
+    """What experts give of rows in int8 [T, K, H] with their scales; biases of the first product may come last."""
+    (shares, experts), (first, of_first, down, of_down, *biases) = routing, layers
     hidden = kept(_product(rows[0], first[experts]) * rows[1] * of_first[experts], like)
+    hidden = hidden + biases[0][experts] if biases else hidden
     int8, scale = between(activation(hidden))
     given = result(_product(int8, down[experts]) * scale * of_down[experts], like)
     return (given * shares.to(given.dtype).unsqueeze(-1)).sum(1)
@@ -100,6 +106,7 @@ EXAMPLES = (
     Example("tokens that become int8, no gate", partial(gathered, activation=F.relu), PLAIN),
     Example("rows that become int8, no gate", partial(listed, activation=F.relu), PLAIN),
     Example("tokens in int8, no gate", partial(passed, activation=F.relu), PLAIN_IN_INT8),
+    Example("tokens that become int8, biases", gathered, biased),
     Example("int8 matrices that are passed in", gathered, PASSED),
     Example("in int8, a sum in float32", partial(gathered, result=lambda x, _: x), FIXED, "gives float16 and bfloat16"),
     Example("four bits between the products", partial(gathered, between=_by_7), FIXED, "whose rows are quantised"),
