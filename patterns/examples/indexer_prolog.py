@@ -67,6 +67,17 @@ def in_lines(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return *given, *(each.transpose(1, 2).unsqueeze(-1).contiguous() for each in (keys, scales)), *parts[8:]
 
 
+def of_bfloat16(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The same, without float16: in it, what is rounded to float16 once more is as it was."""
+    return SETTING(torch.bfloat16 if dtype == torch.float16 else dtype)
+
+
+def of_one_head(x: Tensor, of: Tables) -> Tensor:
+    """The first lanes of rows that have a dim for their head."""
+    cos, sin = of
+    return first_lanes(x.unsqueeze(-2), (cos.unsqueeze(-2), sin.unsqueeze(-2))).squeeze(-2)
+
+
 def by_head(x: Tensor, weight: Tensor, scale: float) -> Tensor:
     """Weights of heads times a number, in float16."""
     return (linear(x, weight) * scale).half()
@@ -128,18 +139,19 @@ def example(name: str, refusal: str = "", setting: Setting = SETTING, **parts: A
 EXAMPLES = (
     example("packed tokens"),
     example("two tokens of two sequences", setting=Setting(sequences=2)),
+    example("keys of one head", rotate_keys=of_one_head),
     example("weights in float32", of_heads=lambda x, w, by: (linear(x, w).float() * by).to(torch.float16)),
     example("another epsilon", "is not the 1e-06 that the operator has compiled in", eps=1e-5),
     example("weights as they are", "weights of heads are multiplied by 1", factor=1.0),
-    example("the root of the heads alone", "by the operator by 0.125", factor=0.5),
+    Example("the root of the heads alone", Model(factor=0.5), of_bfloat16, "by the operator by 0.125"),
     example("turned and divided", "queries of the indexer are turned and multiplied by 0.5", turned=0.5),
     example("keys turned and divided", "keys of the indexer are turned and multiplied by 0.5", turned_keys=0.5),
     example("halves", "queries of the indexer go from half to half order", rotate=in_halves, rotate_keys=in_halves),
     example("keys in halves", "keys of the indexer go from half to half order", rotate_keys=in_halves),
     example("scales in float32", PART, kept=as_they_are),
-    example("weights in the dtype of the model", PART, of_heads=in_their_own),
+    Example("weights in the dtype of the model", Model(of_heads=in_their_own), of_bfloat16, PART),
     example("keys of another place", "the place is not proven to lie in its page", write=anywhere),
     Example("pages in lines", Model(write=in_nz), in_lines, "not in blocks of NZ"),
-    example("in float16 before", "rounded to float16 before they are quantised", before=Tensor.half),
+    Example("in float16 before", Model(before=Tensor.half), of_bfloat16, "rounded to float16 before"),
 )  # fmt: skip
 TRIED = {"lightning_indexer_prolog_pto": EXAMPLES}

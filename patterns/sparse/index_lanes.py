@@ -14,19 +14,25 @@ EPSILON_OF_KEYS = 1e-6
 
 
 @dataclass(frozen=True)
-class RotatedLanes(Group):
-    """The first lanes of queries, or keys, of an indexer, up to `split` of `end`, which are rotated."""
+class Lanes(Group):
+    """Which lanes of queries and keys alike are rotated: those up to `split` of `end`."""
 
     split: Any = attribute()
     end: Any = attribute()
+
+
+@dataclass(frozen=True)
+class RotatedLanes(Group):
+    """How the first lanes of queries, or keys, of an indexer are rotated."""
+
     source: Any = attribute()
     result: Any = attribute()
     dtype: Any = attribute()
 
-    def term(self, p, x, tables, like, heads_first):
+    def term(self, p, x, lanes, tables, like, heads_first):
         """They, joined with the others."""
-        turning, rest = p.lanes(x, 0, self.split), p.lanes(x, self.split, self.end)
-        return p.joined(rotated_lanes(p, turning, tables, self, like, heads_first), rest)
+        first, rest = p.lanes(x, 0, lanes.split), p.lanes(x, lanes.split, lanes.end)
+        return p.joined(rotated_lanes(p, first, tables, self, like, heads_first), rest)
 
     def guard(self, what: str) -> None:
         """Refuse lanes that the operator would rotate otherwise."""

@@ -23,7 +23,7 @@ from patterns.cache.stores import Pages
 from patterns.latent.terms import Tables
 from patterns.quant.dynamic_quant import quantised_rows
 from patterns.quant.quant_matmul import prepared
-from patterns.sparse.index_lanes import EPSILON_OF_KEYS, RotatedLanes
+from patterns.sparse.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class TurnedLanes(RotatedLanes):
     factor: Any = scalar()
     scale_dtype: Any = attribute()
 
-    def turned(self, p, x, tables, like, heads_first):
+    def turned(self, p, x, lanes, tables, like, heads_first):
         """What is quantised."""
-        rows = self.term(p, x, tables, like, heads_first)
+        rows = self.term(p, x, lanes, tables, like, heads_first)
         how = dict(weight=self.rotation, is_parameter_only=self.rotation_is_parameter_only)
         return p.maybe_scaled(p.linear(x=p.reshaped(rows), **how), self.factor)
 
@@ -68,11 +68,11 @@ class Int8Queries(TurnedLanes):
     layer_dtype: Any = attribute()
     is_parameter_only: Any = attribute()
 
-    def rows(self, p, tables):
+    def rows(self, p, lanes, tables):
         """What is quantised."""
         how = dict(weight=self.weight, scale=self.scale, is_parameter_only=self.is_parameter_only)
         layer = p.int8_matmul(x=self.latent, tokens=self.tokens, dtype=self.layer_dtype, **how)
-        return self.turned(p, p.reshaped(layer), tables, self.layer_dtype, False)
+        return self.turned(p, p.reshaped(layer), lanes, tables, self.layer_dtype, False)
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Int8Keys(TurnedLanes):
     eps: Any = scalar()
     is_parameter_only: Any = attribute()
 
-    def rows(self, p, x, tables, heads_first):
+    def rows(self, p, x, lanes, tables, heads_first):
         """What is quantised; packed tokens may have a dim for their only head, as `p.per_token` asks."""
         layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
         key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
-        return self.turned(p, p.reshaped(key), tables, x, heads_first)
+        return self.turned(p, p.reshaped(key), lanes, tables, x, heads_first)
 
 
 @dataclass(frozen=True)
@@ -134,47 +134,46 @@ class LightningIndexerPrologPto(Rule):
         queries: Any = Int8Queries,
         keys: Any = Int8Keys,
         heads: Any = HeadWeights,
+        lanes: Any = Lanes,
         tables: Any = Tables,
         storage: Any = Pages,
     ):
         """All of it."""
-        query, query_scale = queries.quantised(p, queries.rows(p, tables))
-        key, key_scale = keys.quantised(p, p.reshaped(keys.rows(p, x, tables, heads_first)))
+        query, query_scale = queries.quantised(p, queries.rows(p, lanes, tables))
+        key, key_scale = keys.quantised(p, p.reshaped(keys.rows(p, x, lanes, tables, heads_first)))
         return query, query_scale, *storage.written(p, key, key_scale), heads.term(p, x)
 
     @lookalike("queries of the indexer are rounded to float16 before they are quantised, by the operator they are not")
-    def rounded(self, p, queries: Any = Int8Queries, tables: Any = Tables):
+    def rounded(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
         """Another dtype between."""
-        return queries.quantised(p, p.cast(queries.rows(p, tables), to=torch.float16))[0]
+        return queries.quantised(p, p.cast(queries.rows(p, lanes, tables), to=torch.float16))[0]
 
     @lookalike(
         "int8 queries of an indexer whose scales are not kept in float16, or that stand beside no head weights in "
         "float16, or beside no keys that are written to slots of pages with their scales in float16: the operator "
         "gives all of it"
     )
-    def alone(self, p, queries: Any = Int8Queries, tables: Any = Tables):
+    def alone(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
         """A part of it."""
-        return queries.quantised(p, queries.rows(p, tables))[0]
+        return queries.quantised(p, queries.rows(p, lanes, tables))[0]
 
-    def guard(self, x: Any, queries: Int8Queries, keys: Int8Keys, heads: HeadWeights, storage: Pages):
+    def guard(self, x: Any, queries: Int8Queries, keys: Int8Keys, heads: HeadWeights, lanes: Lanes, storage: Pages):
         """What the operator has compiled in, and how it reads and writes."""
         said = "eps={eps} of the norm of the indexer's keys is not the {own} that the operator has compiled in"
         require(math.isclose(keys.eps, EPSILON_OF_KEYS, rel_tol=1e-6), said, eps=keys.eps, own=EPSILON_OF_KEYS)
         queries.guard("queries")
         keys.guard("keys")
-        heads.guard(keys.end)
-        same = (queries.split, queries.end) == (keys.split, keys.end)
-        require(same, "other lanes of queries are rotated than of keys, by the operator the same of both")
         said = "queries of the indexer are computed in {dtype}, by the operator in {own}"
         require(queries.layer_dtype == x.dtype, said, dtype=queries.layer_dtype, own=x.dtype)
         require(storage.nz_block is None, "the operator keeps pages as rows of tokens, not in blocks of NZ")
         storage.guard(x)
+        heads.guard(lanes.end)
 
     @lowering
-    def run(self, x, queries, keys, heads, tables, storage):
+    def run(self, x, queries, keys, heads, lanes, tables, storage):
         """One call."""
         rows = x.reshape(-1, x.shape[-1])
-        cos, sin = tables.in_halves(x, keys.result, keys.split, x.dtype)
+        cos, sin = tables.in_halves(x, keys.result, lanes.split, x.dtype)
         key_cache, scale_cache = storage.caches(x, (None, None), x)
         whole, scale, weights, *caches = torch.ops.custom_pypto.npu_lightning_indexer_prolog_pto.functional(
             rows, queries.latent.reshape(rows.shape[0], -1), queries.tokens.float().reshape(-1, 1),

@@ -31,7 +31,7 @@ from patterns.latent.prolog import Queries, read
 from patterns.latent.terms import LatentRow, Tables
 from patterns.quant.quant_matmul import prepared
 from patterns.quant.schemes import FloatLayers
-from patterns.sparse.index_lanes import EPSILON_OF_KEYS, RotatedLanes
+from patterns.sparse.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 from patterns.sparse.indexer import PagedIndexer
 from patterns.sparse.listing import Listing
 from patterns.sparse.pages import LatentPages
@@ -52,11 +52,11 @@ class IndexKeys(RotatedLanes):
     cache: Any = tensor("*I")
     is_parameter_only: Any = attribute()
 
-    def written(self, p, x, tables, like, slots):
+    def written(self, p, x, lanes, tables, like, slots):
         """The write."""
         layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
         key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
-        rows = self.term(p, p.reshaped(key), tables, like, None)
+        rows = self.term(p, p.reshaped(key), lanes, tables, like, None)
         return p.write_pages(cache=self.cache, rows=p.reshaped(rows), slots=slots, nz_block=None)
 
 
@@ -69,11 +69,11 @@ class IndexQueries(RotatedLanes):
     is_parameter_only: Any = attribute()
     of_heads_is_parameter_only: Any = attribute()
 
-    def terms(self, p, x, latent, tables, like):
+    def terms(self, p, x, latent, lanes, tables, like):
         """Both."""
         layer = p.linear(x=p.reshaped(latent), weight=self.weight, is_parameter_only=self.is_parameter_only)
         heads = p.linear(x=x, weight=self.of_heads, is_parameter_only=self.of_heads_is_parameter_only)
-        query = self.term(p, p.reshaped(layer), tables, like, False)
+        query = self.term(p, p.reshaped(layer), lanes, tables, like, False)
         return p.maybe_packed(query), p.maybe_cast(p.maybe_packed(p.reshaped(heads)), to=torch.float32)
 
 
@@ -122,6 +122,7 @@ class Index(Group):
 
     queries: Any = IndexQueries
     keys: Any = IndexKeys
+    lanes: Any = Lanes
     count: Any = attribute()
 
 
@@ -156,8 +157,8 @@ class SparseAttentionPto(Rule):
         low, both = projection.down(p, x)
         rotated, absorbed, (latent,) = prolog.queries.terms(p, low, projection, tables, x)
         kv, kr = prolog.storage.written(p, *prolog.row.terms(p, both, tables, x))
-        written = index.keys.written(p, x, tables, x, prolog.storage.slots)
-        query, weights = index.queries.terms(p, x, latent, tables, x)
+        written = index.keys.written(p, x, index.lanes, tables, x, prolog.storage.slots)
+        query, weights = index.queries.terms(p, x, latent, index.lanes, tables, x)
         turned = p.heads_first(p.maybe_packed(rotated), prolog.queries.heads_first)
         encoding = Plain(heads.nope, turned, absorbed, heads.up_key, heads.up_value, table.first_rows)
         listed = replace(attended.listing, places=p.whatever("B S K")).indexed(
