@@ -176,7 +176,8 @@ class Dense(Visibility):
                 return y
             case "nan":
                 return y.masked_fill(self.blind(last), torch.nan)
-            case _:  # the mean: queries that see the keys that are lowered least have been posed so
+            case _:
+                assert self.levels is None, "queries that see the keys that are lowered least are posed so before"
                 mean = _mean(values, y.shape[2 if last else 1])
                 return torch.where(self.blind(last), mean.transpose(1, 2) if last else mean, y)
 
