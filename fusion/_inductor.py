@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -23,14 +22,13 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
     """`gm` compiled for inference by Inductor with its own decompositions; the result takes its inputs one by one.
 
     Handing decompositions to `compile_fx` would turn off Inductor's cache of compiled graphs: they cannot be pickled
-    into its key. `compile_fx` owns and changes what it is given, hence the copy.
+    into its key. `compile_fx` owns and changes what it is given: `gm` is the caller's no more.
     Private: `torch._inductor.compile_fx.compile_fx`.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    owned = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     with torch.no_grad():
-        run: Any = compile_fx(owned, list(example_inputs), config_patches=_passes())
+        run: Any = compile_fx(gm, list(example_inputs), config_patches=_passes())
     return run
 
 
