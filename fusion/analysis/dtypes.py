@@ -40,6 +40,13 @@ def is_rounding(x: Value) -> bool:
     return x.op == "cast" and x.dtype in _FLOATS and x.arg.dtype in _FLOATS
 
 
+def rows_below(x: Value) -> Value:
+    """What a value is rounded from, or rows of it that are arranged otherwise before the last dim."""
+    while is_rounding(x) or (x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]):
+        x = x.arg
+    return x
+
+
 def held(numbers: Array, dtype: torch.dtype | None) -> Array | None:
     """What torch makes of these numbers (booleans, whole numbers or float64) in a dtype; None where it leaves it open.
 

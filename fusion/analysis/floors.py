@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.dtypes import is_rounding, rows_below
 from fusion.graph import Value
 from fusion.graph.proof import proven
 
@@ -43,10 +43,10 @@ def _floor(x: Value) -> float:
 
 def _mean_of_largest(x: Value) -> float:
     """Of a row of the largest of a softmax: these are no less, on the average, than all; the mean of none is NaN."""
-    largest = _of_rows(x)
+    largest = rows_below(x)
     if largest.op != "largest":
         return 0.0
-    shares = _of_rows(largest.arg)
+    shares = rows_below(largest.arg)
     size = shares.shape[-1]
     if (shares.op, shares.attrs[:2]) != ("softmax", (-1, "nan")) or not isinstance(size, int):
         return 0.0
@@ -56,10 +56,3 @@ def _mean_of_largest(x: Value) -> float:
 def _held(number: float, x: Value) -> float:
     """A number, 0 where the dtype of `x` holds it with fewer digits than others."""
     return number if number and number >= torch.finfo(proven(x.dtype)).tiny else 0.0
-
-
-def _of_rows(x: Value) -> Value:
-    """Below casts that round, and dims that are arranged otherwise before the last one."""
-    while is_rounding(x) or (x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]):
-        x = x.arg
-    return x

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusion import reader
-from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.dtypes import is_rounding, rows_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
@@ -105,7 +105,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else _NO_SCORES
     scores, bias = parts
-    norm = _normed(scores)
+    norm = rows_below(scores)
     if masked is None and (norm.op == "softmax" and bias is None):
         return None  # which is another rule's
     groups = _groups(masked, choice, bias) if masked else _ALL
@@ -131,15 +131,8 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
     return None
 
 
-def _normed(x: Value) -> Value:
-    """Scores before they were rounded, or rows of them arranged otherwise."""
-    while is_rounding(x) or (x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]):
-        x = x.arg
-    return x
-
-
 def _is_score(x: Value) -> bool:
-    x = _normed(x)
+    x = rows_below(x)
     return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
 
 

@@ -58,15 +58,15 @@ def split(masks: Masks, bounds: Limits) -> tuple[Leaf, dict[str, Any], Limits] |
     Where the first keys are seen whatever hides those that are listed, that is asked for in the bounds too.
     """
     choices = [part for part in bounds.rest if not isinstance(part, bool) and part[0] == "or"]
-    lists = [leaf for each in choices for part in each[1] for leaf in map(_list_in, conjuncts(part)) if leaf]
+    lists = [leaf for each in choices for part in each[1] for leaf in map(list_of, conjuncts(part)) if leaf]
     if len(choices) != 1 or len(lists) != 1:
         return None
     others = Limits(bounds.high, bounds.low, bounds.moving, tuple(x for x in bounds.rest if x is not choices[0]))
     found: dict[str, Any] = {}
     hidden = False
     for part in choices[0][1]:
-        listed = any(_list_in(each) for each in conjuncts(part))
-        hidden |= listed and _list_in(part) is None
+        listed = any(list_of(each) for each in conjuncts(part))
+        hidden |= listed and list_of(part) is None
         said = {} if listed else _fixed(masks, part, others)
         if said is None or set(said) & set(found):
             return None
@@ -76,7 +76,7 @@ def split(masks: Masks, bounds: Limits) -> tuple[Leaf, dict[str, Any], Limits] |
     return lists[0], found, replace(others, rest=(*others.rest, choices[0])) if hidden else others
 
 
-def _list_in(part: Formula) -> Leaf | None:
+def list_of(part: Formula) -> Leaf | None:
     """The list that says True, where that is all of it."""
     return part[1] if not isinstance(part, bool) and part[0] == "is" and part[1].value.op == "chosen" else None
 

@@ -20,7 +20,7 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
 from patterns.attention.hiding import list_in
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
-from patterns.sparse.fixed_keys import split
+from patterns.sparse.fixed_keys import list_of, split
 from patterns.sparse.looked_up import looked_up
 from patterns.sparse.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.rows import distinct
@@ -45,8 +45,7 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
     a, positions, formula = masks.a, masks.positions, masks.visible()
     rank = len(positions.shape)
     bounds = masks.limits(formula) if not isinstance(formula, str) else NOTHING
-    leaves = [part[1] for part in bounds.rest if not isinstance(part, bool) and part[0] == "is"]
-    lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
+    lists = [leaf for leaf in map(list_of, bounds.rest) if leaf]
     fixed: dict[str, Any] = {}
     union = None if lists else split(masks, bounds)
     if union is not None:

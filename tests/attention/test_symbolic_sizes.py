@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from fusion.testing import capture, trial_of
 from tests.engine.graphs import numbers
+from tests.support.one_graph import one_graph
 
 N, D = 4, 16
 
@@ -111,12 +111,9 @@ OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
 
 @pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER[:1], *UNDER[-3:], *OTHERS])
 def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[..., Tensor], given: Given):
-    torch.compiler.reset()
-    counters.clear()
-    compiled = torch.compile(form, backend="cann_fusion", options={"target": "host", "lower": "eager"})
-    for size in (3, 2, 9):
-        torch.testing.assert_close(compiled(*given(size)), form(*given(size)))
-    assert counters["stats"]["unique_graphs"] == 1
+    with one_graph(form) as compiled:
+        for size in (3, 2, 9):
+            torch.testing.assert_close(compiled(*given(size)), form(*given(size)))
 
 
 @pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER])

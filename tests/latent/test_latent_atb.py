@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn.functional import linear
 
 import fusion
@@ -17,6 +16,7 @@ from fusion.language import Refused
 from patterns.examples import latent_attention_atb_int8 as whole
 from patterns.examples import ring_mla
 from patterns.latent.attention_atb_call import PagesInOrder
+from tests.support.one_graph import one_graph
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (
@@ -26,7 +26,6 @@ OTHERS = (
     "npu_sparse_flash_attention",
 )
 B, D, DR, C, E, T = 2, 128, 64, 512, 128, 256
-
 
 TABLE = torch.tensor([[3, 0], [1, 2]])
 """Which of four pages belong to the sequences."""
@@ -269,13 +268,9 @@ def test_it_lists_no_lengths_of_sequences_of_any_number():
 
 
 def test_another_number_of_sequences_is_not_compiled_anew():
-    torch.compiler.reset()
-    counters.clear()
-    options = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager"}
-    compiled = torch.compile(any_batch, backend="cann_fusion", options=options)
-    for batch in (3, 2, 5):
-        torch.testing.assert_close(compiled(*of_batch(batch)), any_batch(*of_batch(batch)), rtol=0.02, atol=0.02)
-    assert counters["stats"]["unique_graphs"] == 1
+    with one_graph(any_batch, target="ascend910_93", plan_lower="eager") as compiled:
+        for batch in (3, 2, 5):
+            torch.testing.assert_close(compiled(*of_batch(batch)), any_batch(*of_batch(batch)), rtol=0.02, atol=0.02)
     assert report(any_batch, *of_batch(3), disable=()).ops["npu::npu_fused_infer_attention_score_v2"] == 1
 
 
