@@ -5,6 +5,7 @@ A row of C + Dr · size + C / tile · 4 bytes is [int8(latent / scale) | bits(ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -23,13 +24,11 @@ _SCALE = 4
 
 
 def _attention(given: Given) -> Tensor:
-    query, rope = given["query"], given["rope_head_dim"]
-    nope = query.shape[-1] - rope
-    out, _, _ = listed_attention(given, query.split([nope, rope], dim=-1), partial(_read, given))
+    out, _, _ = listed_attention(given, given["query"], partial(_read, given))
     return out
 
 
-def _read(given: Given, places: list[Tensor]) -> KeyRows:
+def _read(given: Given, places: Sequence[Tensor]) -> KeyRows:
     """Rows of bytes as latents, rounded as the query is stored, and rotated keys."""
     query, lanes, tile = given["query"], given["rope_head_dim"], given["tile_size"]
     width, stored = query.shape[-1] - lanes, query.dtype if query.dtype in HALVES else torch.bfloat16
@@ -37,8 +36,9 @@ def _read(given: Given, places: list[Tensor]) -> KeyRows:
     whole, rope, scale = row.split([width, lanes * stored.itemsize, width // tile * _SCALE], dim=-1)
     wide = compute_dtype(query)
     scales = scale.contiguous().view(torch.float32).to(wide)
-    keys = (whole.unflatten(-1, (-1, tile)).to(wide) * scales.unsqueeze(-1)).flatten(-2).to(query.dtype).to(wide)
-    return KeyRows(keys, keys, rope.contiguous().view(stored).to(wide))
+    latent = (whole.unflatten(-1, (-1, tile)).to(wide) * scales.unsqueeze(-1)).flatten(-2).to(query.dtype)
+    keys = torch.cat((latent, rope.contiguous().view(stored).to(query.dtype)), dim=-1).to(wide)
+    return KeyRows(keys, keys[..., :width])
 
 
 def _outputs(query: Tensor, rope_head_dim: int) -> Tensor:

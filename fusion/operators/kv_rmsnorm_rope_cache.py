@@ -19,7 +19,7 @@ from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, by_lines, stored
 from fusion.operators.quantisation import int8
-from fusion.operators.rope import interleave_half
+from fusion.operators.rope import interleave_half, rotated
 
 _STORED = (("k_cache", "k_rope_scale"), ("ckv_cache", "c_kv_scale"))
 _TOKENS = ("PA", "PA_BNSD", "PA_NZ")
@@ -32,8 +32,7 @@ def _rows(given: Given) -> tuple[Tensor, Tensor]:
     kv, gamma, cos, sin = (given[name] for name in ("kv", "gamma", "cos", "sin"))
     wide = compute_dtype(kv)
     latent, rope = kv.to(wide).split([gamma.shape[0], cos.shape[-1]], dim=-1)
-    turned = interleave_half(rope, cos.to(wide), sin.to(wide))
-    return turned, normalised(latent, gamma, given["epsilon"])
+    return rotated(interleave_half, rope, cos, sin, wide), normalised(latent, gamma, given["epsilon"])
 
 
 def _slots(given: Given) -> Tensor:

@@ -19,7 +19,7 @@ from fusion.operators.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, INT64, com
 from fusion.operators.flops import products
 from fusion.operators.pages import Put, stored
 from fusion.operators.quantisation import LARGEST, int8_product
-from fusion.operators.rope import interleave_half, turned
+from fusion.operators.rope import interleave_half, rotated
 
 EPSILON = 1e-6
 """What the kernel adds under the root of the norm, whatever it is told."""
@@ -64,8 +64,8 @@ def _keys(given: Given) -> Tensor:
 def _rotated(x: Tensor, given: Given) -> Tensor:
     """x [T, M, D] of which the first lanes are rotated, even ones first."""
     sin, cos = (given[name].unsqueeze(1) for name in ("sin_idx_rope", "cos_idx_rope"))
-    rotated, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
-    return torch.cat((turned(interleave_half, rotated, cos, sin).to(x.dtype), rest), dim=-1)
+    rope, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
+    return torch.cat((rotated(interleave_half, rope, cos, sin, x.dtype), rest), dim=-1)
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,9 @@ from fusion.operators.flops import product
 def _permuted(
     input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
-    return input.permute(list(perm_x1 or (0, 1, 2))), weight.permute(list(perm_x2 or (0, 1, 2)))
+    given = ((input, perm_x1), (weight, perm_x2))
+    x1, x2 = (x.permute(list(perm)) if perm and tuple(perm) != (0, 1, 2) else x for x, perm in given)
+    return x1, x2
 
 
 def transpose_batchmatmul(

@@ -22,7 +22,7 @@ from fusion.operators.flops import products
 from fusion.operators.norm import normalised
 from fusion.operators.pages import ATB_NZ, Put, in_pages, stored
 from fusion.operators.quantisation import int8
-from fusion.operators.rope import half, turned
+from fusion.operators.rope import half, rotated
 
 EPSILON = 1e-6
 """Of every norm: compiled into the kernel, whatever the binding passes."""
@@ -64,8 +64,8 @@ def _computed(given: Given) -> tuple[Tensor, ...]:
     if narrow:
         query = int8(query.to(wide) * given["q_nope_scale"].to(wide)[:, None])
         line = int8(line.to(wide) / given["ctkv_scale"].to(wide))
-    q_turned = turned(half, q_rope, cos.unsqueeze(1), sin.unsqueeze(1)).to(x.dtype)
-    return query.contiguous(), q_turned.contiguous(), line, turned(half, k_rope, cos, sin).to(x.dtype)
+    q_rope = rotated(half, q_rope, cos.unsqueeze(1), sin.unsqueeze(1), x.dtype)
+    return query.contiguous(), q_rope.contiguous(), line, rotated(half, k_rope, cos, sin, x.dtype)
 
 
 def _places(given: Given, cache: Tensor, rows: Tensor) -> Any:

@@ -19,7 +19,7 @@ from fusion.operators.linear import transpose_batchmatmul
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, by_lines, stored
 from fusion.operators.quantisation import LARGEST, int8, int8_product, quantised
-from fusion.operators.rope import interleave_half, turned
+from fusion.operators.rope import interleave_half, rotated
 
 FAINTEST = 1e-8
 """What the largest number of a run of 128 counts as at least."""
@@ -37,7 +37,7 @@ def _queries(given: Given) -> tuple[Tensor, ...]:
     heads = latent.unflatten(-1, (up.shape[0], -1))
     nope, rope = heads.split([up.shape[1], sin.shape[-1]], dim=-1)
     query = transpose_batchmatmul(nope.to(up.dtype).flatten(0, -3), up, perm_x1=(1, 0, 2))
-    query_rope = turned(interleave_half, rope, cos.unsqueeze(-2), sin.unsqueeze(-2)).to(up.dtype)
+    query_rope = rotated(interleave_half, rope, cos.unsqueeze(-2), sin.unsqueeze(-2), up.dtype)
     query, none = query.reshape(*nope.shape[:-1], up.shape[-1]), _none(up)
     if given["query_quant_mode"]:
         query, scales = quantised(query.to(compute_dtype(up)))
@@ -57,13 +57,17 @@ def _none(like: Tensor) -> Tensor:
 def _latent(given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
     """Heads of the queries [.., N · (D + Dr)], and what they are computed from with its scale, if it is quantised."""
     scale, epsilon = given["qc_qr_scale"], given["rmsnorm_epsilon_cq"]
-    norm = normalised(_projected(given, "weight_dq"), given["rmsnorm_gamma_cq"], epsilon) * scale
+    norm = _times(normalised(_projected(given, "weight_dq"), given["rmsnorm_gamma_cq"], epsilon), scale)
     if not given["weight_quant_mode"]:
         norm = norm.to(given["token_x"].dtype)
         return norm @ given["weight_uq_qr"], norm, None
     smooth = given["smooth_scales_cq"]
     whole, tokens = quantised(norm if smooth is None else norm * smooth.to(norm.dtype).flatten())
     return _scaled(whole, given["weight_uq_qr"], tokens, given["dequant_scale_w_uq_qr"]), whole, tokens
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def _projected(given: Given, weight: str) -> Tensor:
@@ -84,8 +88,8 @@ def _caches(put: Put, given: Given) -> tuple[Tensor, Tensor]:
     """Both caches with the new lines: themselves, or copies."""
     width, sin, cos = given["rmsnorm_gamma_ckv"].shape[0], given["rope_sin"], given["rope_cos"]
     latent, rope = _projected(given, "weight_dkv_kr").split([width, sin.shape[-1]], dim=-1)
-    norm = normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"]) * given["kc_scale"]
-    key_rope = turned(interleave_half, rope, cos, sin).to(given["weight_uk"].dtype)
+    norm = _times(normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"]), given["kc_scale"])
+    key_rope = rotated(interleave_half, rope, cos, sin, given["weight_uk"].dtype)
     lines = {"kv_cache": norm.to(key_rope.dtype), "kr_cache": key_rope}
     mode = given["kv_cache_quant_mode"]
     if mode in (1, 2):
@@ -99,13 +103,13 @@ def _caches(put: Put, given: Given) -> tuple[Tensor, Tensor]:
     return filled["kv_cache"], filled.get("kr_cache", left)
 
 
-def packed(norm: Tensor, turned: Tensor, alpha: Tensor, tile: int) -> Tensor:
+def packed(norm: Tensor, key_rope: Tensor, alpha: Tensor, tile: int) -> Tensor:
     """A line of bytes: whole numbers, the rotated key in bfloat16, and a scale in float32 for each run of `tile`."""
     runs = norm.unflatten(-1, (-1, tile))
     largest = runs.abs().amax(-1, keepdim=True).clamp(min=FAINTEST) * alpha.to(norm.dtype)
     scale = largest / LARGEST
     whole = (runs.clamp(-largest, largest) / scale).round().to(torch.int8)
-    parts = (turned.to(torch.bfloat16).contiguous(), scale.squeeze(-1).to(torch.float32).contiguous())
+    parts = (key_rope.to(torch.bfloat16).contiguous(), scale.squeeze(-1).to(torch.float32).contiguous())
     return torch.cat((whole.flatten(-2), *(each.view(torch.int8) for each in parts)), dim=-1)
 
 

@@ -27,7 +27,7 @@ def _heads(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     wide, width = compute_dtype(qkv), given["q_gamma"].shape[0]
     q, k, v = qkv.to(wide).unflatten(-1, (-1, width)).split(list(given["head_nums"]), dim=1)
     cos, sin = (given[name].to(wide).unsqueeze(1) for name in ("cos", "sin"))
-    q, k = (half(normalised(x, given[gain], eps), cos, sin) for x, gain in ((q, "q_gamma"), (k, "k_gamma")))
+    q, k = (half(normalised(x, given[gain], eps), cos, sin, wide) for x, gain in ((q, "q_gamma"), (k, "k_gamma")))
     return q, k, v
 
 

@@ -15,43 +15,45 @@ from fusion.operators.layouts import lying_as
 _PAGES = "op-plugin: torch_npu.{0}; CANN: {1}; kernel and tiling: ops-transformer posembedding/{2}"
 
 
-# Each pairing computes the two components of a pair apart, so that nothing wider than x is built before they join.
+Pairing = Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
+"""(x, cos, sin, stored) -> x rotated. The components of a pair are computed apart and rounded to `stored` before they
+join, so that nothing wider than the result is built."""
 
 
-def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def half(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
     """Pairs (i, i + D/2)."""
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = x.chunk(2, -1), cos.chunk(2, -1), sin.chunk(2, -1)
-    return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1)
+    return torch.cat(((a * cos_a - b * sin_a).to(stored), (b * cos_b + a * sin_b).to(stored)), dim=-1)
 
 
-def _interleave(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _interleave(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
     """Pairs (2i, 2i + 1), which stay where they are."""
     a, b = x[..., 0::2], x[..., 1::2]
     first = a * cos[..., 0::2] - b * sin[..., 0::2]
     second = b * cos[..., 1::2] + a * sin[..., 1::2]
-    return torch.stack((first, second), dim=-1).flatten(-2)
+    return torch.stack((first.to(stored), second.to(stored)), dim=-1).flatten(-2)
 
 
-def _quarter(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _quarter(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
     """Pairs (i, i + D/4) inside each half."""
-    halves = (tensor.unflatten(-1, (2, -1)) for tensor in (x, cos, sin))
-    return half(*halves).flatten(-2)
+    x, cos, sin = (tensor.unflatten(-1, (2, -1)) for tensor in (x, cos, sin))
+    return half(x, cos, sin, stored).flatten(-2)
 
 
-def interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def interleave_half(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
     """Pairs (2i, 2i + 1), which go to (i, i + D/2)."""
     a, b = x[..., 0::2], x[..., 1::2]
     (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
-    return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1)
+    return torch.cat(((a * cos_a - b * sin_a).to(stored), (b * cos_b + a * sin_b).to(stored)), dim=-1)
 
 
-def turned(pairing: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [.., D] rotated in float32 at least, not rounded."""
+def rotated(pairing: Pairing, x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
+    """x [.., D] rotated in float32 at least, rounded once to `stored`."""
     wide = compute_dtype(x)
-    return pairing(x.to(wide), cos.to(wide), sin.to(wide))
+    return pairing(x.to(wide), cos.to(wide), sin.to(wide), stored)
 
 
-_MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+_MODES: dict[str, Pairing] = {
     "half": half,
     "interleave": _interleave,
     "quarter": _quarter,
@@ -59,22 +61,23 @@ _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def _like(x: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """`turn(x, cos, sin)` with the strides of `empty_like(x)`, without a copy where lanes lie side by side."""
+def _like(x: Tensor, pairing: Pairing, cos: Tensor, sin: Tensor, wide: torch.dtype) -> Tensor:
+    """x rotated in `wide`, with the dtype and strides of `empty_like(x)`: no copy where lanes lie side by side."""
     order = [*(dim for dim in memory_order(x) if dim != x.ndim - 1), x.ndim - 1]
     if order == list(range(x.ndim)):
-        return lying_as(turn(x, cos, sin), x)
+        return lying_as(pairing(x.to(wide), cos.to(wide), sin.to(wide), x.dtype), x)
     back = [order.index(dim) for dim in range(x.ndim)]
-    return lying_as(turn(x.permute(order), cos.permute(order), sin.permute(order)).permute(back), x)
+    given = (each.permute(order).to(wide) for each in (x, cos, sin))
+    return lying_as(pairing(*given, x.dtype).permute(back), x)
 
 
 def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tensor | None) -> Tensor:
+    cos, sin = r1.to(input.dtype), r2.to(input.dtype)  # as op-plugin casts them first
+    if rotate is None:
+        return rotated(_MODES[rotary_mode], input, cos, sin, input.dtype).contiguous()
     compute = compute_dtype(input)
     x = input.to(compute)
-    # op-plugin casts cos and sin to the dtype of the input first.
-    cos, sin = r1.to(input.dtype).to(compute), r2.to(input.dtype).to(compute)
-    turned = _MODES[rotary_mode](x, cos, sin) if rotate is None else x * cos + (x @ rotate.to(compute)) * sin
-    return turned.to(input.dtype).contiguous()
+    return (x * cos.to(compute) + (x @ rotate.to(compute)) * sin.to(compute)).to(input.dtype).contiguous()
 
 
 _IS_HALF = "rotary_mode == 'half' and rank(input) == 4 and not given(rotate)"
@@ -155,9 +158,7 @@ def _apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     # This kernel computes float16 in float16; only bfloat16 is widened.
     compute = torch.float32 if query.dtype == torch.bfloat16 else query.dtype
-    cos, sin = cos.to(compute), sin.to(compute)
-    turn = _MODES[rotary_mode]
-    q, k = (_like(x.to(compute), turn, cos, sin).to(x.dtype) for x in (query, key))
+    q, k = (_like(x, _MODES[rotary_mode], cos, sin, compute) for x in (query, key))
     return q, k
 
 
@@ -204,8 +205,7 @@ APPLY_ROTARY_POS_EMB = Operator(
 
 
 def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    compute = compute_dtype(x)
-    return _like(x.to(compute), interleave_half, cos.to(compute), sin.to(compute)).to(x.dtype)
+    return _like(x, interleave_half, cos, sin, compute_dtype(x))
 
 
 _INTERLEAVE = (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fusion._torch.tensors import known_true
 from fusion.operators.dtypes import compute_dtype
 
 
@@ -30,6 +31,8 @@ class Visible:
 
 def shared_matmul(left: Tensor, right: Tensor) -> Tensor:
     """left [*, N, S, K] @ right [*, M, K, T] -> [*, N, S, T]; each of the M right heads serves N / M left ones."""
+    if left.dim() == right.dim() == 3 and known_true(left.shape[0] == right.shape[0]):
+        return left.bmm(right)  # what matmul comes to, behind four views
     if left.dim() < 3 or left.shape[-3] == right.shape[-3]:
         return left @ right
     folded = left.reshape(*left.shape[:-3], right.shape[-3], -1, left.shape[-1])

@@ -25,7 +25,7 @@ from fusion.operators.lightning_indexer import LIGHTNING_INDEXER
 from fusion.operators.mla_prolog import MLA_PROLOG_V3
 from fusion.operators.mla_prolog_numbers import computed
 from fusion.operators.pages import Put, stored
-from fusion.operators.rope import interleave_half, turned
+from fusion.operators.rope import interleave_half, rotated
 from fusion.operators.sparse_flash_attention import SPARSE_FLASH_ATTENTION
 
 LISTED = 2048
@@ -83,8 +83,8 @@ def _listed(given: Given, latent: Tensor, keys: Tensor) -> Tensor:
 def _rotated(x: Tensor, given: Given) -> Tensor:
     """x [B, S, M, D] of which the first lanes are rotated, even ones first."""
     sin, cos = (given[name].unsqueeze(2) for name in ("sin", "cos"))
-    rotated, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
-    return torch.cat((turned(interleave_half, rotated, cos, sin).to(x.dtype), rest), dim=-1)
+    rope, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
+    return torch.cat((rotated(interleave_half, rope, cos, sin, x.dtype), rest), dim=-1)
 
 
 def _flops(given: Given) -> float:

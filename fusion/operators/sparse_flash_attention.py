@@ -28,44 +28,42 @@ _PART = 1 << 26
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of a cache in the dtype of the computation: keys [R, K, D], values, and rotated lanes of keys, if any."""
+    """Rows of a cache in the dtype of the computation: keys [R, K, D + Dr], rotated lanes last, and values."""
 
     keys: Tensor
     values: Tensor
-    rope: Tensor | None
 
 
-Read = Callable[[list[Tensor]], KeyRows]
+Read = Callable[[Sequence[Tensor]], KeyRows]
 """What stands at places [R, K] in the leading dims of the keys."""
 
 
 def _sparse_flash_attention(given: Given) -> tuple[Tensor, ...]:
     query, rope = given["query"], given["query_rope"]
-    out, top, total = listed_attention(given, (query, rope), partial(_read, given))
+    whole = query if rope is None else torch.cat((query, rope), dim=-1)
+    out, top, total = listed_attention(given, whole, partial(_read, given))
     _, *statistics = _outputs(query, given["return_softmax_lse"])
     if given["return_softmax_lse"]:
         statistics = [each.reshape(query.shape[:-1]).unsqueeze(-3) for each in (top, total)]
     return out, *statistics
 
 
-def listed_attention(given: Given, queries: Sequence[Tensor | None], read: Read) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of queries [.., N, D] and their rotated lanes over the keys that the lists of a call name.
+def listed_attention(given: Given, query: Tensor, read: Read) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of queries [.., N, D + Dr], rotated lanes last, over the keys that the lists of a call name.
 
     The result [.., N, D]; largest score and sum of every row, flat.
     """
     rows = rows_of(given, "kv")
     tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
-    lists = [*_places(given, rows, tokens), used]
-    flat = [each.flatten(0, -3) for each in queries if each is not None]
-    whole, size = (*(each.flatten(0, -2) for each in lists), *flat), _part(tokens, given)
-    if known_true(flat[0].shape[0] <= size):
-        parts = [whole]
+    lists = [each.flatten(0, -2) for each in (used, *_places(given, rows, tokens))]
+    flat, size = query.flatten(0, -3), _part(tokens, given)
+    if known_true(flat.shape[0] <= size):
+        out, top, total = _attended(given, read, flat, *lists)
     else:
-        parts = list(zip(*(each.split(size) for each in whole), strict=True))
-    found = [_attended(given, read, part[: len(lists)], part[len(lists) :]) for part in parts]
-    out, top, total = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
-    shape = given["query"].shape[:-1]
-    return out.reshape(*shape, out.shape[-1]), top, total
+        parts = zip(*(each.split(size) for each in (flat, *lists)), strict=True)
+        found = zip(*(_attended(given, read, *part) for part in parts), strict=True)
+        out, top, total = map(torch.cat, found)
+    return out.reshape(*query.shape[:-1], out.shape[-1]), top, total
 
 
 def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -74,7 +72,8 @@ def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
     The list ends before its first negative entry, and tokens that the row may not see are left out: token 0, which
     every row that sees anything has, stands where they stood.
     """
-    listed, tokens = (indices < 0).cumsum(-1) == 0, indices.long()
+    entry, tokens = torch.arange(indices.shape[-1], device=indices.device), indices.long()
+    listed = entry < torch.where(indices < 0, entry, indices.shape[-1]).amin(-1, keepdim=True)
     if size != 1:
         inner = torch.arange(size, device=indices.device)
         tokens = (tokens[..., None] * size + inner).flatten(-2)
@@ -106,33 +105,31 @@ def _part(tokens: Tensor, given: Given) -> int:
 
 
 def _attended(
-    given: Given, read: Read, lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]
+    given: Given, read: Read, query: Tensor, used: Tensor, *places: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [R, N, D], largest score and sum [R, N, 1] of some rows."""
-    *places, used = lists
-    rows, wide, stored = read(places), compute_dtype(queries[0]), given["query"].dtype
-    every = [rows.keys] if rows.rope is None else [rows.keys, rows.rope]
-    pairs = [(query.to(wide), each) for query, each in zip(queries, every, strict=True)]
-    out, top, total = rounded_softmax(pairs, rows.values, Visible(used[:, None]), given["scale_value"], stored)
-    return out.to(stored), top, total
+    rows = read(places)
+    pair, visible = (query.to(rows.keys.dtype), rows.keys), Visible(used[:, None])
+    out, top, total = rounded_softmax([pair], rows.values, visible, given["scale_value"], query.dtype)
+    return out.to(query.dtype), top, total
 
 
-def _read(given: Given, places: list[Tensor]) -> KeyRows:
+def _read(given: Given, places: Sequence[Tensor]) -> KeyRows:
     key, value, rope = given["key"], given["value"], given["key_rope"]
-    wide = compute_dtype(given["query"])
-    keys = taken(key, places).to(wide)
-    values = keys if value is None or value is key else taken(value, places).to(wide)
-    return KeyRows(keys, values, None if rope is None else taken(rope, places).to(wide))
+    wide, keys = compute_dtype(given["query"]), taken(key, places)
+    keys = (keys if rope is None else torch.cat((keys, taken(rope, places)), dim=-1)).to(wide)
+    shared = value is None or value is key
+    return KeyRows(keys, keys[..., : key.shape[-1]] if shared else taken(value, places).to(wide))
 
 
-def taken(cache: Tensor, places: list[Tensor]) -> Tensor:
+def taken(cache: Tensor, places: Sequence[Tensor]) -> Tensor:
     """Rows [R, K, D] of a cache [.., 1, D]; a cache whose leading dims cannot be one is not copied for that."""
     rows = cache.select(-2, 0)
     if len(places) == 2 and known_true(rows.stride(0) == rows.shape[1] * rows.stride(1)):
         first, second = places
         rows, places = rows.flatten(0, 1), [first * rows.shape[1] + second]
     if len(places) == 2:
-        return torch.ops.aten.index.Tensor(rows, places)
+        return torch.ops.aten.index.Tensor(rows, list(places))
     (place,) = places
     return rows.index_select(0, place.flatten()).reshape(*place.shape, rows.shape[-1])  # index is slower on a CPU
 
