@@ -2,10 +2,10 @@
 
     python -m benchmarks.sparse_rows --listed 2048 --contexts 4096 --contexts 65536 --device cpu --growth 1.1
 
-One decode step of `npu_sparse_flash_attention` and `npu_kv_quant_sparse_flash_attention` by their decompositions, beside
-attention over the whole context as it is written out. Bytes are those of every tensor that is read or made, of a
-tensor of which rows are taken those rows. Exits with 1 where bytes grow more than the limit from the shortest context
-to the longest.
+One decode step of `npu_sparse_flash_attention` and `npu_kv_quant_sparse_flash_attention` by their decompositions,
+beside attention over the whole context as it is written out. Bytes are those of every tensor that is read or made, and
+of a tensor of which rows are taken those of the rows. Exits with 1 where they grow more than the limit from the
+shortest context to the longest.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def main(
     heads: Annotated[int, typer.Option(help="heads of the query")] = 16,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     rounds: Annotated[int, typer.Option(help="repetitions; medians count")] = 9,
-    growth: Annotated[float, typer.Option(help="how many times the bytes of the shortest context are allowed")] = math.inf,
+    growth: Annotated[
+        float, typer.Option(help="how many times the bytes of the shortest context are allowed")
+    ] = math.inf,
 ) -> None:
     """Compare contexts; each option that is a list is given once for each of its items."""
     if short := [each for each in contexts if each < listed]:

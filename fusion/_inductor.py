@@ -12,23 +12,33 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion._torch.fakes import fake_mode_of
+from fusion._torch.tracing import Boxed, functional_graph
 from fusion.mutation import memory_of, outputs, shown, written_by
 
 aten = torch.ops.aten
 _REINPLACED = {"index_put", "_unsafe_index_put", "slice_scatter", "select_scatter", "diagonal_scatter"}
 
 
-def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`gm` compiled for inference by Inductor with its own decompositions; the result takes its inputs one by one.
+def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    """`gm` compiled for inference by Inductor with its own decompositions, as part of the AOT autograd that traced it.
 
-    Handing decompositions to `compile_fx` would turn off Inductor's cache of compiled graphs: they cannot be pickled
-    into its key. `compile_fx` owns and changes what it is given: `gm` is the caller's no more.
-    Private: `torch._inductor.compile_fx.compile_fx`.
+    So it is told which inputs stay where they are, such as weights and static caches, which CUDA graphs need to know.
+    Private: `torch._inductor.compile_fx.compile_fx_forward`, which is the inner compiler of `compile_fx`.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_forward, create_compiler_config_extra
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
 
-    with torch.no_grad():
-        run: Any = compile_fx(gm, list(example_inputs), config_patches=_passes())
+    given: Any = config
+    functional = functional_graph(gm, select_decomp_table())
+    results: Any = functional.graph.output_node().args[0]
+    with torch.no_grad(), given.patch(_passes()), V.set_fake_mode(fake_mode_of(functional)):
+        run: Any = compile_fx_forward(
+            functional, list(example_inputs), len(results), len(example_inputs),
+            create_compiler_config_extra(functional), is_inference=True,
+        )  # fmt: skip
     return run
 
 

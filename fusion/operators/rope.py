@@ -67,8 +67,8 @@ def _like(x: Tensor, pairing: Pairing, cos: Tensor, sin: Tensor, wide: torch.dty
     if order == list(range(x.ndim)):
         return lying_as(pairing(x.to(wide), cos.to(wide), sin.to(wide), x.dtype), x)
     back = [order.index(dim) for dim in range(x.ndim)]
-    given = (each.permute(order).to(wide) for each in (x, cos, sin))
-    return lying_as(pairing(*given, x.dtype).permute(back), x)
+    permuted, cos, sin = (each.permute(order).to(wide) for each in (x, cos, sin))
+    return lying_as(pairing(permuted, cos, sin, x.dtype).permute(back), x)
 
 
 def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tensor | None) -> Tensor:

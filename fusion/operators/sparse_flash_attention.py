@@ -104,9 +104,7 @@ def _part(tokens: Tensor, given: Given) -> int:
     return min(max(_PART // max(tokens.shape[-1] * width, 1), 1), max(count, 1))
 
 
-def _attended(
-    given: Given, read: Read, query: Tensor, used: Tensor, *places: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(given: Given, read: Read, query: Tensor, used: Tensor, *places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output [R, N, D], largest score and sum [R, N, 1] of some rows."""
     rows = read(places)
     pair, visible = (query.to(rows.keys.dtype), rows.keys), Visible(used[:, None])
@@ -118,8 +116,9 @@ def _read(given: Given, places: Sequence[Tensor]) -> KeyRows:
     key, value, rope = given["key"], given["value"], given["key_rope"]
     wide, keys = compute_dtype(given["query"]), taken(key, places)
     keys = (keys if rope is None else torch.cat((keys, taken(rope, places)), dim=-1)).to(wide)
-    shared = value is None or value is key
-    return KeyRows(keys, keys[..., : key.shape[-1]] if shared else taken(value, places).to(wide))
+    if value is None or value is key:
+        return KeyRows(keys, keys[..., : key.shape[-1]])
+    return KeyRows(keys, taken(value, places).to(wide))
 
 
 def taken(cache: Tensor, places: Sequence[Tensor]) -> Tensor:

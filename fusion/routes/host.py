@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fusion._inductor import inductor_can_build, inductor_compile
-from fusion._torch.tracing import Boxed, boxed, tracing_apart
+from fusion._torch.tracing import Boxed, boxed
 from fusion.routes.expand import Table
 from fusion.routes.inline import inline
 
@@ -27,8 +27,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], table: Table) ->
     Made to be the inner compiler of another AOT autograd; `gm` is not changed.
     """
     inlined = inline(gm, table)
-    with tracing_apart(gm):
-        return boxed(inductor_compile(inlined, example_inputs))
+    return inductor_compile(inlined, example_inputs)
 
 
 def has_compiler(device_type: str | None = None) -> bool:

@@ -16,6 +16,7 @@ from fusion import library
 from fusion.errors import NoRulesError, OptionError, RuleError
 from fusion.stages.lower import lower, route
 from fusion.target import Target
+from fusion.testing import capture
 
 from ..engine.graphs import norm, numbers, rotate
 from ..support.child import child
@@ -259,10 +260,11 @@ def test_graph_breaks_give_several_graphs_each_fused():
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_lowered_graph_runs_as_it_was_rewritten(lowering):
     """What a report holds is this graph: its code is not that of before the rewrite."""
-    gm = torch.fx.symbolic_trace(lambda x: (x.sin(),))
-    next(iter(gm.graph.find_nodes(op="call_method", target="sin"))).target = "cos"
-    lower(gm, [X], lowering)
+    gm = capture(lambda x: x.sin(), (X,)).graph
+    next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default))).target = torch.cos
+    run = lower(gm, [X], lowering)
     close(gm(X)[0], X.cos())
+    close(run([X])[0], X.cos())
 
 
 def test_rotations_of_two_sizes_recompile_and_stay_right():
