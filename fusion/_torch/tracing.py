@@ -105,13 +105,24 @@ def trace(
 ) -> fx.GraphModule:
     """The aten graph of `run(*values)` under `mode`; symbolic sizes, mutating nodes and node meta survive.
 
+    Inputs are told apart even where one tensor stands for several, as it may for values that look the same.
     Private: `torch.fx.experimental.proxy_tensor.make_fx` with `torch.fx.traceback.preserve_node_meta`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
     with mode, preserve_node_meta(), torch.no_grad():
-        return make_fx(run, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
+        traced = make_fx(run, decomposition_table=dict(decompositions), tracing_mode="real")
+        return traced(*_told_apart(values))
+
+
+def _told_apart(values: Sequence[Any]) -> list[Any]:
+    """The values, those that are there already as tensors of their own: make_fx knows a tensor by its identity."""
+    seen, found = set[int](), list[Any]()
+    for value in values:
+        found.append(value.detach() if isinstance(value, torch.Tensor) and id(value) in seen else value)
+        seen.add(id(value))
+    return found
 
 
 def functional_graph(gm: fx.GraphModule, decompositions: Mapping[OpOverload, Callable[..., Any]]) -> fx.GraphModule:

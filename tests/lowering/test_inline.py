@@ -16,6 +16,10 @@ LIBRARY.define("halves(Tensor x) -> (Tensor, Tensor)")
 for key in ("CPU", "Meta"):
     LIBRARY.impl("halves", lambda x: (x[..., ::2].clone(), x[..., 1::2].clone()), key)
 halves = torch.ops.lowering_test.halves.default
+LIBRARY.define("second_of(Tensor x, Tensor y) -> Tensor")
+for key in ("CPU", "Meta"):
+    LIBRARY.impl("second_of", lambda x, y: y * 2 - x, key)
+second_of = torch.ops.lowering_test.second_of.default
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,20 @@ def test_other_nodes_and_the_graph_itself_are_as_they_were(graph: torch.fx.Graph
 def test_parts_know_the_line_of_the_model(graph: torch.fx.GraphModule):
     (sigmoid,) = inline(graph, TABLE).graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)
     assert "scaled_silu(self.layer_norm" in sigmoid.meta["stack_trace"]
+
+
+def test_equal_calls_that_one_call_reads_stay_two():
+    """Their decompositions are traced once, so that one tensor stands for both of their results."""
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        (first, _), (second, _) = halves(x), halves(y)
+        return second_of(first, second)
+
+    table = {halves: lambda x: (x[..., ::2].clone(), x[..., 1::2].clone()), second_of: lambda x, y: y * 2 - x}
+    run, _ = compiled(model, lambda gm, values: host.eager(inline(gm, table), values))
+    x, y = torch.randn(2, 8), torch.randn(2, 8)
+    with torch.no_grad():
+        assert torch.equal(run(x, y), model(x, y))
 
 
 def test_several_results_and_constants_of_a_decomposition():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch._inductor.decomposition import select_decomp_table
 
 import fusion
+from fusion._torch.tracing import Boxed, boxed, functional_graph
+from fusion.routes import host
 from fusion.verification import relative_error
 
 from .families import LAYERS, MODES, build, caches
@@ -54,7 +59,13 @@ def check(family: str, mode: str, attention: str, dtype: torch.dtype, target: st
     assert report.launches[1] < report.launches[0]
     left = {str(node.target) for graph in report.graphs for node in graph.graph.nodes}
     assert not left & {"aten.rsqrt.default", "aten.pow.Tensor_Scalar", "aten.view_as_complex.default"}
+    check_results(family, mode, attention, dtype, options)
 
+
+def check_results(family: str, mode: str, attention: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Logits and caches, against float64 and against the model as it came."""
+    torch._dynamo.reset()
+    built = build(family, dtype, attention)
     plain, fused = built.step(mode), built.step(mode)
     places = [cache.data_ptr() for cache in caches(fused)]
     compiled = torch.compile(built.model, backend="cann_fusion", options=options)
@@ -93,6 +104,23 @@ def test_every_model_in_every_mode(family, mode, attention, dtype, target):
 
 def test_through_inductor():
     check("DeepseekV3", "decode_static", "sdpa", torch.bfloat16, "ascend910b", "inductor")
+
+
+GIVEN = [(family, target) for family in [*EXPECTED, *sorted(LISTED)] for target in ("host", "ascend910_93")]
+BY_DAY = {("Qwen3", "host"), ("DeepseekV32", "host"), ("DeepseekV3", "ascend910_93"), ("Qwen3", "ascend910_93")}
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [each if each in BY_DAY else pytest.param(*each, marks=pytest.mark.nightly) for each in GIVEN]
+)
+def test_what_inductor_is_given_computes_the_same(family, target, monkeypatch: pytest.MonkeyPatch):
+    """Node by node: what Inductor makes of it is Inductor's."""
+
+    def given(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        return boxed(functional_graph(gm, select_decomp_table()).forward)
+
+    monkeypatch.setattr(host, "inductor_compile", given)
+    check_results(family, "decode_static", "sdpa", torch.bfloat16, {"target": target, "lower": "inductor"})
 
 
 @pytest.mark.parametrize(
