@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fusion._torch.fakes import fake_mode_of
-from fusion._torch.tracing import Boxed, functional_graph
+from fusion._torch.tracing import Boxed, forget_output_strides, functional_graph
 from fusion.mutation import memory_of, outputs, shown, written_by
 
 aten = torch.ops.aten
@@ -32,6 +32,7 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed
     from torch._inductor.virtualized import V
 
     given: Any = config
+    forget_output_strides()
     functional = functional_graph(gm, select_decomp_table())
     results: Any = functional.graph.output_node().args[0]
     with torch.no_grad(), given.patch(_passes()), V.set_fake_mode(fake_mode_of(functional)):

@@ -233,6 +233,16 @@ def results_before() -> int:
     return 0 if known is None else known.num_mutated_inp_runtime_indices
 
 
+def forget_output_strides() -> None:
+    """Let a graph be compiled in the place of one of which AOT autograd was told the strides of the results.
+
+    Private: `torch._guards.TracingContext.output_strides`.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides.clear()
+
+
 def aot_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """`gm` as the backend "aot_eager" compiles it, for graphs that are not fused."""
     from torch._dynamo.backends.debugging import aot_eager
