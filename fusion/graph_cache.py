@@ -31,9 +31,9 @@ from fusion.options import Options
 from fusion.origin import inherit
 from fusion.outcome import Outcome
 from fusion.records import Output, Prepared
-from fusion.shelf import Shelf, shelf
 from fusion.stages.verify import contract, verify
 from fusion.target import Target
+from fusion.text_cache import TextCache, text_cache
 from fusion.texts import Maker, UnwrittenError, read, written
 
 log = logging.getLogger("fusion")
@@ -81,7 +81,7 @@ class Entry:
     facts: Facts
     before: dict[fx.Node, Before]
     make: Maker
-    graphs: Shelf
+    graphs: TextCache
 
     def replayed(self, original: fx.Graph) -> Outcome | None:
         """Rewrite the graph as an equal one was; None, and the graph as it came, where that is not kept.
@@ -173,7 +173,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
 
     Graphs that are dumped are searched, so that there is something to see.
     """
-    graphs = shelf("graphs", f"{operators.ensure()} {loaded(library)}", options, MOST)
+    graphs = text_cache("graphs", f"{operators.ensure()} {loaded(library)}", options, MOST)
     mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
     if graphs is None or mode is None or options.dump_dir or not all(map(is_of_its_module, library.rules)):
         return None

@@ -31,7 +31,6 @@ from fusion.options import Options
 from fusion.outcome import Outcome, counted, live_calls, tally, together
 from fusion.recording import Fakes
 from fusion.records import LEAST_BENEFIT, Candidate, Refusal, Rewritten
-from fusion.shelf import shelf
 from fusion.stack import roomy
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.host_reads import read_on_host
@@ -45,6 +44,7 @@ from fusion.stages.rewrite import rewrite
 from fusion.stages.select import TIE, select
 from fusion.stages.verify import contract, verify
 from fusion.target import Target
+from fusion.text_cache import text_cache
 
 log = logging.getLogger("fusion")
 NOT_ENTERED = "the code inside is not entered: it stays a graph of its own, as it came"
@@ -152,7 +152,7 @@ class _Search:
             found = match(graph, on, self.options.unsafe)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
-            plans = shelf("plans", f"{operators.ensure()} {loaded(self.library)}", self.options)
+            plans = text_cache("plans", f"{operators.ensure()} {loaded(self.library)}", self.options)
             planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times, plans)
             candidates = planner.candidates(found.matches)
             if plans is not None:

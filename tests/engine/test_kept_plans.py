@@ -22,10 +22,10 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.recording import Fakes
-from fusion.shelf import Shelf
 from fusion.stages.plan import kept
 from fusion.stages.plan import recorded as recorded_plans
 from fusion.testing import capture
+from fusion.text_cache import TextCache
 
 from .kept_files import block, inputs, later
 
@@ -153,7 +153,7 @@ def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: py
         assert fused(source, "memory") == fused(source, "off")
         assert recorded
     texts: list[str | None] = []
-    monkeypatch.setattr(Shelf, "put", lambda self, digest, text: texts.append(text))
+    monkeypatch.setattr(TextCache, "put", lambda self, digest, text: texts.append(text))
     fused(source, "memory", target="host")
     assert None not in texts
 
@@ -181,19 +181,19 @@ def test_a_folder_that_cannot_be_made_is_done_without(empty: Path):
 
 
 def test_many_may_write_at_once(tmp_path: Path):
-    shelves = [Shelf(tmp_path / "plans.sqlite") for _ in range(8)]
+    caches = [TextCache(tmp_path / "plans.sqlite") for _ in range(8)]
 
     def write(number: int) -> None:
         for row in range(20):
-            shelves[number].put(f"{row % 2 * number}-{row}", "{}")
-            shelves[number].save()
+            caches[number].put(f"{row % 2 * number}-{row}", "{}")
+            caches[number].save()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
-    for each in shelves:  # what waited for longer than a write may
+    for each in caches:  # what waited for longer than a write may
         each.save()
     expected = {f"{row % 2 * number}-{row}" for number in range(8) for row in range(20)}
-    assert Shelf(tmp_path / "plans.sqlite").texts.keys() == expected
+    assert TextCache(tmp_path / "plans.sqlite").texts.keys() == expected
     with sqlite3.connect(tmp_path / "plans.sqlite") as rows:
         assert rows.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -212,7 +212,7 @@ def test_files_that_none_has_read_for_a_month_are_removed(tmp_path: Path):
         each.touch()
         os.utime(each, (time.time() - days * 24 * 3600,) * 2)
     own = tmp_path / "plans-own.sqlite"
-    Shelf(own)
+    TextCache(own)
     assert sorted(tmp_path.iterdir()) == sorted([*files[1:], own])
     assert time.time() - own.stat().st_mtime < 3600
 

@@ -27,13 +27,13 @@ from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Match, Plan, Refusal
-from fusion.shelf import Shelf
 from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.fit import mismatch
 from fusion.stages.plan.kept import Plans
 from fusion.stages.plan.recorded import PlanBook, Run
 from fusion.target import Target
+from fusion.text_cache import TextCache
 
 _T = TypeVar("_T")
 
@@ -58,12 +58,12 @@ class Planner:
         elsewhere: Sequence[Target] = (),
         options: Options = Options(),
         times: Mapping[fx.Node, int] = MappingProxyType({}),
-        shelf: Shelf | None = None,
+        texts: TextCache | None = None,
     ) -> None:
         self.graph, self.fakes, self.target, self._times = graph, fakes, target, times
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
-        self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, shelf)
+        self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, texts)
         self._launches = cache(is_launch)
         self._cost = cache(partial(_cost, self._launches, target))
         self._surplus = cache(partial(node_surplus, machine=target))

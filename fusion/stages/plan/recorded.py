@@ -21,10 +21,10 @@ from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusa
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Input, Match, Output, Plan, Step
-from fusion.shelf import Shelf
 from fusion.stages.plan.fit import lie_as_indices, mismatch
 from fusion.stages.plan.kept import Plans, digest, plans_of, text_of
 from fusion.target import Target
+from fusion.text_cache import TextCache
 from fusion.texts import frozen
 
 
@@ -45,9 +45,9 @@ class PlanBook:
         targets: Sequence[Target],
         plan_lower: str,
         options: Options,
-        shelf: Shelf | None,
+        texts: TextCache | None,
     ) -> None:
-        self._graph, self._fakes, self._targets, self._shelf = graph, fakes, targets, shelf
+        self._graph, self._fakes, self._targets, self._texts = graph, fakes, targets, texts
         self._plan_lower, self._disabled = plan_lower, options.disable
         self._host_reads = options.lengths == "host"
         self.failures: list[Failure] = []
@@ -91,17 +91,17 @@ class PlanBook:
         """Plans that an earlier graph has left; else what is recorded now, and left for later ones."""
         ways = [each.name for each in self._ways(match)]
         depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
-        name = digest(match.rule, *depends) if self._shelf else None
-        if self._shelf is None or name is None:
+        name = digest(match.rule, *depends) if self._texts else None
+        if self._texts is None or name is None:
             return self._record_all(match, captures, kept)
-        text = self._shelf.get(name)
+        text = self._texts.get(name)
         if text is not None:
             return plans_of(text, self._fakes)
         raised = len(self.failures)
         plans = self._record_all(match, captures, kept)
         text = text_of(plans)
         if text is not None and len(self.failures) == raised:
-            self._shelf.put(name, text)
+            self._texts.put(name, text)
         return plans
 
     def _record_all(self, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
