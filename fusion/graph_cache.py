@@ -19,14 +19,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion import operators
 from fusion._torch.fakes import FakeTensor, fake_tensor
 from fusion._torch.operators import OpOverload
 from fusion._torch.tensors import map_only
 from fusion._torch.tracing import refill
 from fusion.facts import Facts
 from fusion.language import Library
-from fusion.language.code import is_of_its_module, loaded, names_of
+from fusion.language.code import is_of_its_module, names_of
 from fusion.options import Options
 from fusion.origin import inherit
 from fusion.outcome import Outcome
@@ -173,7 +172,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
 
     Graphs that are dumped are searched, so that there is something to see.
     """
-    graphs = text_cache("graphs", f"{operators.ensure()} {loaded(library)}", options, MOST)
+    graphs = text_cache("graphs", library, options, MOST)
     mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
     if graphs is None or mode is None or options.dump_dir or not all(map(is_of_its_module, library.rules)):
         return None

@@ -26,7 +26,6 @@ from fusion.facts import Facts
 from fusion.failures import stage
 from fusion.graph.overlay import Held
 from fusion.language import Library, Refused, Rule
-from fusion.language.code import loaded
 from fusion.options import Options
 from fusion.outcome import Outcome, counted, live_calls, tally, together
 from fusion.recording import Fakes
@@ -152,7 +151,7 @@ class _Search:
             found = match(graph, on, self.options.unsafe)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
-            plans = text_cache("plans", f"{operators.ensure()} {loaded(self.library)}", self.options)
+            plans = text_cache("plans", self.library, self.options)
             planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times, plans)
             candidates = planner.candidates(found.matches)
             if plans is not None:

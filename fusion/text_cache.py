@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from fusion import operators
+from fusion.language import Library
+from fusion.language.code import loaded
 from fusion.options import Options
 
 log = logging.getLogger("fusion")
@@ -103,11 +106,11 @@ def _clear(where: Path) -> None:
             each.unlink()
 
 
-def text_cache(kind: str, code: str, options: Options, most: int = 0) -> TextCache | None:
+def text_cache(kind: str, library: Library, options: Options, most: int = 0) -> TextCache | None:
     """What of this kind is kept for this state of the code; None where nothing is to be."""
     if options.plan_cache == "off":
         return None
-    versions = sha256(f"{torch.__version__} {code}".encode()).hexdigest()[:16]
+    versions = sha256(f"{torch.__version__} {operators.ensure()} {loaded(library)}".encode()).hexdigest()[:16]
     return _text_cache(f"{kind}-{versions}", folder() if options.plan_cache == "disk" else None, most)
 
 
