@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 
-from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Term
-from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped, Scaled
+from fusion.language.meanings import Meaning
+from fusion.language.steps import Cast, Scaled
+from fusion.language.terms import Apply, Capture, Parameter, Term
+from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped
 
 
 class Vocabulary:
@@ -75,10 +76,6 @@ class Vocabulary:
     def gelu(self, x: Term, approximate: Any) -> Term:
         """x · Φ(x), of which the parameter takes how Φ is computed: "none" or "tanh"."""
         return Apply((x,), ("gelu",), (approximate,))
-
-    def part(self, x: Term, number: int, of: int) -> Term:
-        """The `number`-th of `of` equal runs of the last dim."""
-        return Lanes((x,), start=Fraction(number, of), stop=Fraction(number + 1, of))
 
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:
         """Lanes start … stop of the last dim, numbers or parameters."""

@@ -22,7 +22,6 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.recording import Fakes
-from fusion.stages.plan import kept
 from fusion.stages.plan import recorded as recorded_plans
 from fusion.testing import capture
 from fusion.text_cache import TextCache
@@ -94,9 +93,9 @@ def test_a_rule_that_its_file_does_not_tell_is_never_kept():
             return p.exp(x)
 
     known = next(rule for rule in installed().rules if rule.name == "rms_norm")
-    assert kept.digest(known, "x") is not None
-    assert kept.digest(Local(), "x") is None
-    assert kept.digest(known, object()) is None
+    assert recorded_plans.digest(known, "x") is not None
+    assert recorded_plans.digest(Local(), "x") is None
+    assert recorded_plans.digest(known, object()) is None
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def test_what_is_told_by_no_file_and_what_failed_is_planned_again(rule: Rule, re
 def test_symbolic_sizes_have_no_text():
     source = capture(block, inputs(), dynamic=True).graph.graph
     vals = [node.meta["val"] for node in source.nodes if isinstance(node.meta.get("val"), Tensor)]
-    assert kept.text_of({"sizes": vals[:1]}) is None  # type: ignore[arg-type]
+    assert recorded_plans.text_of({"sizes": vals[:1]}) is None  # type: ignore[arg-type]
 
 
 def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
@@ -161,7 +160,7 @@ def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: py
 def test_what_is_written_tells_kinds_apart():
     known = installed().rules[0]
     same = [1, 1.0, True, "1", None, (1,), [1], {"1": 1}, torch.float32, "torch.float32", float("inf"), -0.0, 0.0, int]
-    assert len({kept.digest(known, each) for each in same}) == len(same)
+    assert len({recorded_plans.digest(known, each) for each in same}) == len(same)
 
 
 @pytest.mark.parametrize("broken", [b"no database", b""])
