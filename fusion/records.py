@@ -193,6 +193,8 @@ class Prepared:
 
 LEAST_BENEFIT = 1e-6
 """Microseconds: less is the rounding of sums, and the pass would replace a node by its like for ever."""
+TIE = 0.25
+"""Microseconds below which two covers cost the same: the cost model knows no better."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch.fx as fx
 
 from fusion.graph import Graph
-from fusion.records import LEAST_BENEFIT, Candidate
+from fusion.records import LEAST_BENEFIT, TIE, Candidate
 
 if TYPE_CHECKING:
     import networkx as nx  # half a second to import: only where a model is fused
 
 Overlaps = Mapping[int, Set[int]]
 """For every option those that it excludes."""
-TIE = 0.25  # microseconds below which two covers cost the same: the cost model knows no better
 EXACT = 4096  # parts of one group that are solved exactly; those that are left are covered greedily
 
 

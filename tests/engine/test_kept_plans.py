@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fusion import pipeline
 from fusion.language import Library, Rule, lowering, pattern, tensor
 from fusion.library import installed
 from fusion.options import Options
@@ -200,7 +199,7 @@ def test_many_may_write_at_once(tmp_path: Path):
 def test_another_state_of_the_code_has_a_file_of_its_own(empty: Path, monkeypatch: pytest.MonkeyPatch):
     source = capture(block, inputs()).graph.graph
     fused(source, "disk")
-    monkeypatch.setattr(pipeline, "loaded", lambda library: "changed")
+    monkeypatch.setattr(text_cache, "loaded", lambda library: "changed")
     fused(source, "disk")
     assert len(list(empty.glob("plans-*.sqlite"))) == 2
 
