@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from fusion import text_cache
 from fusion.language import Library, Rule, lowering, pattern, tensor
 from fusion.library import installed
 from fusion.options import Options

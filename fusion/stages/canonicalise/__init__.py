@@ -26,7 +26,16 @@ from fusion.weights import derived
 
 __all__ = ["canonicalise"]
 
-for _family in ("contractions", "groups", "lists", "reductions", "sdpa", "shapes", "writes"):  # for their translators
+for _family in (
+    "buffers",
+    "contractions",
+    "groups",
+    "lists",
+    "reductions",
+    "sdpa",
+    "shapes",
+    "writes",
+):  # for their translators
     import_module(f"{__name__}.{_family}")
 
 
