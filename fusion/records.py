@@ -105,11 +105,6 @@ class Match:
         return self.form if self.pattern.varies else ""
 
     @property
-    def choices(self) -> Mapping[str, Any]:
-        """What `variants` of its form chose."""
-        return self.pattern.choices
-
-    @property
     def node(self) -> fx.Node:
         """The first root: the node by which this match is named."""
         return self.firsts[0]

@@ -87,8 +87,3 @@ def each_variant(name: str, method: Callable[..., Any]) -> Iterator[tuple[str, M
     for chosen in product(*choices.values()):
         said = ", ".join(each.__name__ if is_group(each) else str(each) for each in chosen)
         yield f"{name}[{said}]" if chosen else name, dict(zip(choices, chosen, strict=True))
-
-
-def said(method: Callable[..., Any], what: str, unsaid: Any) -> Any:
-    """What a decorator says of a method."""
-    return getattr(method, f"fusion_{what}", unsaid)

@@ -14,10 +14,10 @@ from fusion.language.terms import Bindings, Capture, Context, Parameter, Product
 
 @dataclass(frozen=True, eq=False)
 class Above(Term):
-    """A term above which one step, of the canonical op `step`, may stand."""
+    """A term above which one step, of the canonical op `step`, may stand; "" for steps that are seen in any op."""
 
     inner: Term
-    step: ClassVar[str]
+    step: ClassVar[str] = ""
 
     def below(self) -> tuple[Any, ...]:
         """What is below the step."""
@@ -26,9 +26,10 @@ class Above(Term):
     def heads(self) -> frozenset[str]:
         """The step, or what is below."""
         inner = self.inner.heads()
-        return inner | {self.step} if inner else inner
+        return inner | {self.step} if inner and self.step else frozenset()
 
-    def _inner_follows(self, bound: Bindings) -> bool:
+    def follows(self, bound: Bindings) -> bool:
+        """Whether what is below does, or is bound."""
         return self.inner in bound or self.inner.follows(bound)
 
 
@@ -53,7 +54,6 @@ class Cast(Above):
         """As much as what is cast."""
         return self.inner.rank
 
-    follows = Above._inner_follows
     parts = Above.below
 
     def heads(self) -> frozenset[str]:
@@ -90,7 +90,6 @@ class Scaled(Above):
 
     factor: Parameter
     step = "scale"
-    follows = Above._inner_follows
     parts = Above.below
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:

@@ -56,15 +56,12 @@ class Reshaped(Above):
 
 @dataclass(frozen=True, eq=False)
 class Permuted(Above):
-    """A value that is `inner` with its dims in another order, whatever that has become."""
+    """A value that is `inner` with its dims in another order, whatever that has become.
+
+    Of dims of size 1 an order is a shape, and it is taken through what joins or adds.
+    """
 
     order: tuple[int, ...]
-    step = "permute"
-    follows = Above._inner_follows
-
-    def heads(self) -> frozenset[str]:
-        """Any: of dims of size 1 an order is a shape, and it is taken through what joins or adds."""
-        return frozenset()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.rank == len(self.order):
@@ -74,14 +71,10 @@ class Permuted(Above):
 
 @dataclass(frozen=True, eq=False)
 class Packed(Above):
-    """A value [B, S, ..] that is `inner`, or `inner` of tokens without their sequences [T, ..]."""
+    """A value [B, S, ..] that is `inner`, or `inner` of tokens without their sequences [T, ..].
 
-    step = "reshape"
-    follows = Above._inner_follows
-
-    def heads(self) -> frozenset[str]:
-        """Any: what joins or adds takes the shape as its own."""
-        return frozenset()
+    What joins or adds takes the shape as its own.
+    """
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         yield from self.inner.match(value, bound, cx)
@@ -108,7 +101,6 @@ class Repeated(Above):
 
     times: int
     step = "reshape"
-    follows = Above._inner_follows
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         once = _once(cx.graph.algebra, value, self.times)

@@ -17,12 +17,8 @@ from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, P
 class Vocabulary:
     """The `p` of a pattern: functions that build terms. Unknown names are semantic ops (`p.rms_norm(x=...)`)."""
 
-    def mean(self, x: Term, dim: int = -1) -> Term:
-        """Average over one dim, which stays with size 1."""
-        return Apply((x,), ("mean",), (dim,))
-
-    def mean_over(self, x: Term, dims: Any) -> Term:
-        """Average over the dims that the parameter takes."""
+    def mean(self, x: Term, dims: Any = -1) -> Term:
+        """Average over one dim, or over those that the parameter takes; they stay with size 1."""
         return Apply((x,), ("mean",), (dims,))
 
     def power(self, x: Term, exponent: Any) -> Term:

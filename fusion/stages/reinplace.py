@@ -86,9 +86,7 @@ def _closing_copies(source: fx.Graph) -> list[fx.Node]:
 
 def _functional(node: fx.Node) -> Operator | None:
     """The operator of a call that the pass added, if it has an in-place form."""
-    if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
-        return None
-    operator = operator_of(node.target)
+    operator = operator_of(node.target) if "fusion" in node.meta else None
     return operator if operator is not None and operator.in_place else None
 
 

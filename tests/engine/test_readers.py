@@ -26,7 +26,7 @@ OTHER_MEANINGS = {
     ("vocabulary.py", "gelu"),
     ("cost.py", "linear"),  # an operator of aten
     ("hf.py", "attention"),  # an argument of transformers
-    ("shapes.py", "write"),  # canonical ops of values
+    ("buffers.py", "write"),  # canonical ops of values
     ("writes.py", "write"),
 }
 ENGINE = Path(fusion.__file__).parent

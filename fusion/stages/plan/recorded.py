@@ -84,7 +84,7 @@ class PlanBook:
 
     def _ways(self, match: Match) -> list[Lowering]:
         """The lowerings that are for what the form chose; of those, if any, that can run."""
-        ways = [each for each in match.rule.lowerings() if each.suits(match.choices)]
+        ways = [each for each in match.rule.lowerings() if each.suits(match.pattern.choices)]
         return [each for each in ways if not each.operator or self._runs(OPERATORS[each.operator])] or ways
 
     def _runs(self, operator: Operator) -> bool:
