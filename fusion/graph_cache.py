@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.fx as fx
 
 from fusion._torch.fakes import FakeTensor, fake_tensor
 from fusion._torch.operators import OpOverload
-from fusion._torch.tensors import map_only
+from fusion._torch.tensors import held_by, map_only
 from fusion._torch.tracing import refill
 from fusion.facts import Facts
 from fusion.language import Library
@@ -177,7 +176,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
     if graphs is None or mode is None or options.dump_dir or not all(map(is_of_its_module, library.rules)):
         return None
     try:
-        told = [_told_of(node, source) for node in source.nodes]
+        told = [_told_of(node) for node in source.nodes]
     except UnwrittenError:
         return None
     known = [
@@ -199,10 +198,10 @@ def _nodes(source: fx.Graph) -> dict[fx.Node, Before]:
     }
 
 
-def _told_of(node: fx.Node, source: fx.Graph) -> str:
+def _told_of(node: fx.Node) -> str:
     """All of a node that the search looks at."""
     if node.op == "get_attr":
-        held: Any = attrgetter(str(node.target))(source.owning_module)
+        held = held_by(node)
         if not isinstance(held, torch.Tensor) or held.numel() > SMALL or isinstance(held, FakeTensor):
             raise UnwrittenError
         return f"{node.name} {_look(held)} {held.tolist()}"

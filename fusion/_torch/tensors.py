@@ -62,6 +62,14 @@ _MOST_NUMBERS = 256
 _NUMBERS = frozenset({torch.int32, torch.int64, torch.float32})
 
 
+def held_by(node: fx.Node) -> Any:
+    """What a `get_attr` node reads; None where the graph has no module, or the module no such attribute."""
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
     """The numbers of a small tensor that the code itself writes down; else None.
 
@@ -71,9 +79,7 @@ def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
     """
     if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
         return None
-    found: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        found = getattr(found, part, None)
+    found = held_by(node)
     if isinstance(found, FakeTensor):
         found = found.constant
     if not isinstance(found, torch.Tensor) or found.is_complex():

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.fx as fx
 
-from fusion.cost import call_cost, is_launch, node_cost, node_surplus
+from fusion.cost import is_launch, node_cost, node_surplus
 from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value
@@ -270,11 +270,8 @@ def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
     """What each kernel costs that builds a value from its arguments."""
     built = fakes.recipe(value)
     ran = Run(built.steps, built.inputs)
-    return tuple(
-        call_cost(step.target, ran.operands(step).values(), step.result, target, ran.flops(step), -ran.unread(step))
-        for step in ran.steps
-        if ran.is_kernel(step)
-    )
+    kernels = filter(ran.is_kernel, ran.steps)
+    return tuple(ran.cost(step, target, ran.operands(step).values(), step.result) for step in kernels)
 
 
 def _standing(candidate: Candidate) -> int:

@@ -17,7 +17,6 @@ import torch
 import torch.fx as fx
 
 from fusion._torch.tensors import count
-from fusion.cost import call_cost
 from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, but_ones, dims_of, lie_alike, unviewed
@@ -206,8 +205,7 @@ class PlanBook:
             if caches and all(origin & owned or not origin for origin in written.values()):
                 moved = [each for one, each in operands.items() if one not in caches]
                 result = None
-            work = ran.flops(step), -ran.unread(step)
-            costs.append((call_cost(step.target, moved, result, self._targets[0], *work), names))
+            costs.append((ran.cost(step, self._targets[0], moved, result), names))
         return tuple(costs)
 
     def _limits(self, ran: Run, prepared: frozenset[str]) -> dict[str, str]:

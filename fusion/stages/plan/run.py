@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from fusion._torch.tensors import leaves, map_only
-from fusion.cost import aten_flops, is_data, is_view
+from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.operators import operator_of
 from fusion.records import Input, Output, Step
+from fusion.target import Target
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Run:
         """Bytes of what a step is given that it does not read."""
         operator = operator_of(step.target)
         return 0.0 if operator is None or operator.unread is None else operator.left(*self.arguments(step))
+
+    def cost(self, step: Step, machine: Target, moved: Iterable[Any], result: Any) -> float:
+        """Predicted microseconds of a step that moves these tensors and its result."""
+        return call_cost(step.target, moved, result, machine, self.flops(step), -self.unread(step))
 
 
 def _references(step: Step) -> list[Input | Output]:
