@@ -110,6 +110,16 @@ class Match:
         return self.firsts[0]
 
     @property
+    def makers(self) -> tuple[fx.Node, ...]:
+        """All nodes that compute a result."""
+        return tuple(node for makers in self.roots for node in makers)
+
+    @property
+    def unheld(self) -> frozenset[Value]:
+        """The results that no node computes: only other matches read them."""
+        return frozenset(result for result, makers in zip(self.results, self.roots, strict=True) if not makers)
+
+    @property
     def firsts(self) -> list[fx.Node]:
         """For each result that nodes compute, the first of them."""
         return [makers[0] for makers in self.roots if makers]

@@ -32,7 +32,7 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
     node that a limit has refused, the best is told.
     """
     gone = {node for candidate in chosen for node in candidate.dying}
-    made = {node: each for each in chosen for makers in each.match.roots for node in makers}
+    made = {node: each for each in chosen for node in each.match.makers}
     uses = {rule.name: rule.uses() for rule in rules}
     best: dict[fx.Node, float] = {}
     for each in refusals:

@@ -145,7 +145,7 @@ class Correspondence:
         """Whether, between its results and what it reads, there is what a layer reads of the one before it."""
         read = self._read_by(made)
         values = {held[each] for each in read if each in held}
-        waiting = [each for makers in made.candidate.match.roots for each in makers]
+        waiting = list(made.candidate.match.makers)
         seen = set(waiting)
         while waiting:
             node = waiting.pop()
@@ -169,7 +169,7 @@ class Correspondence:
             if node in self._origins.part:
                 found.add(node)
             elif node in self.owner:
-                found.update(each for makers in self.owner[node].match.roots for each in makers)
+                found.update(self.owner[node].match.makers)
             else:
                 waiting += node.all_input_nodes
         return found

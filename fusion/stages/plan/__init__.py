@@ -71,7 +71,7 @@ class Planner:
         """
         plans = {match: self._attempt(match, partial(self._book.of, match), {}) for match in matches}
         legal = (match for match, ways in plans.items() if self._is_legal(ways))
-        replaceable = frozenset(node for match in legal for makers in match.roots for node in makers)
+        replaceable = frozenset(node for match in legal for node in match.makers)
         self._needless = cache(Needless(self.graph, replaceable).of)
         shared = Sharing(self.graph, plans, self._to_build, self._times)
         offers = {
@@ -79,9 +79,8 @@ class Planner:
         }
         found: list[Candidate] = []
         for match in matches:
-            made = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
-            if made:
-                offers[match] = self._beside(offers[match], made, offers, shared)
+            if match.unheld:
+                offers[match] = self._beside(offers[match], match.unheld, offers, shared)
             best = self._best(match, plans[match], offers[match])
             found.extend(() if best is None else (best,))
         return [*found, *together.pairs(found, self._beside_another)]
@@ -117,7 +116,7 @@ class Planner:
     def _beside(
         self,
         offers: Sequence[Candidate],
-        made: set[Value],
+        made: frozenset[Value],
         others: Mapping[Match, Sequence[Candidate]],
         shared: Sharing,
     ) -> list[Candidate]:
@@ -191,8 +190,7 @@ class Planner:
     ) -> Candidate:
         """What a match saves if it is run in one way; beside another, what both save more than the other alone."""
         members = ((match, plan), *(((needs.match, needs.plan),) if needs else ()))
-        given = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
-        read = {value for of, each in members for value in each.tensors(of).values()} - given
+        read = {value for of, each in members for value in each.tensors(of).values()} - match.unheld
         alone, built_alone = (needs.dying, needs.built) if needs else (frozenset[fx.Node](), ())
         dying, built = self._dying([of for of, _ in members], frozenset(read)) | alone, self._to_build(read)
         beside = self._dying_together(match, lowering, plan, shared) - dying
@@ -240,7 +238,7 @@ class Planner:
 
     def _dying(self, matches: Sequence[Match], read: frozenset[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
-        return self._needless(tuple(node for match in matches for makers in match.roots for node in makers), read)
+        return self._needless(tuple(node for match in matches for node in match.makers), read)
 
     def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
         """Values that a plan reads, and arguments of theirs, that no node holds: each behind its arguments."""
