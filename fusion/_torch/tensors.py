@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 

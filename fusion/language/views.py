@@ -117,7 +117,7 @@ class PerToken(Term):
 
     inner: Term
     of: Term
-    heads_first: Any
+    heads_first: Any = None
 
     def below(self) -> tuple[Any, ...]:
         """The table."""

@@ -17,6 +17,13 @@ from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, P
 class Vocabulary:
     """The `p` of a pattern: functions that build terms. Unknown names are semantic ops (`p.rms_norm(x=...)`)."""
 
+    in_order = Permuted
+    maybe_packed = Packed
+    maybe_repeated = Repeated
+    maybe_scaled = Scaled
+    per_token = PerToken
+    reshaped = Reshaped
+
     def mean(self, x: Term, dims: Any = -1) -> Term:
         """Average over one dim, or over those that the parameter takes; they stay with size 1."""
         return Apply((x,), ("mean",), (dims,))
@@ -61,10 +68,6 @@ class Vocabulary:
         """x · a number that the parameter takes."""
         return Apply((x,), ("scale",), (factor,))
 
-    def maybe_scaled(self, x: Term, factor: Any) -> Term:
-        """`x`, or `x` times a number; the parameter takes the number, or 1."""
-        return Scaled(x, factor)
-
     def shift(self, x: Term, offset: Any) -> Term:
         """x + a number that the parameter takes."""
         return Apply((x,), ("shift",), (offset,))
@@ -81,10 +84,6 @@ class Vocabulary:
         """Tensors one behind the other along the last dim."""
         return Joined(parts)
 
-    def reshaped(self, x: Term) -> Term:
-        """`x`, or its elements in the same order with other dims."""
-        return Reshaped(x)
-
     def permuted(self, x: Term, order: tuple[int, ...]) -> Term:
         """`x` with its dims in another order."""
         return Apply((x,), ("permute",), order)
@@ -97,25 +96,9 @@ class Vocabulary:
         """Heads [B, N, S, D] that are `x` where this attribute is True, else `x` [B, S, N, D] with heads put first."""
         return HeadsFirst(x, told=told)
 
-    def maybe_packed(self, x: Term) -> Term:
-        """`x` [B, S, ..], or `x` of tokens without their sequences [T, ..] as [B, S, ..]."""
-        return Packed(x)
-
-    def in_order(self, x: Term, order: tuple[int, ...]) -> Term:
-        """`x` with its dims in this order, which of dims of size 1 is a shape."""
-        return Permuted(x, order)
-
-    def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
-        """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""
-        return PerToken(table, of, heads_first)
-
     def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
         """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
         return Apply(args, (names,) if isinstance(names, str) else names, None)
-
-    def maybe_repeated(self, x: Term, times: int) -> Term:
-        """`x`, or each lane of `x` so many times over; `x` is what is repeated wherever that is seen."""
-        return Repeated(x, times)
 
     def maybe_cast(self, x: Term, to: torch.dtype | Capture | Parameter) -> Term:
         """`x`, or `x` cast to exactly this dtype (or the dtype of this capture, or what this attribute is)."""
