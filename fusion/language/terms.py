@@ -161,9 +161,7 @@ class Operation(Term):
         """Its arguments."""
         return self.args
 
-    def parts(self) -> tuple[Term, ...]:
-        """Its arguments."""
-        return self.args
+    parts = below
 
     def heads(self) -> frozenset[str]:
         """Its own ops."""
