@@ -196,7 +196,7 @@ class Planner:
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         each_call = [
-            (cost, shared.count(match, call))
+            (cost, shared.count(call))
             for (cost, names), call in zip(plan.costs, shared.calls_of(match, lowering, plan), strict=True)
             if not self._are_prepared(names, match)
         ]

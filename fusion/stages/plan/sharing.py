@@ -62,8 +62,8 @@ class Sharing:
             self.readers[value] += self._times_of(node, [value])
         self.calls = {call: tuple(sharers.values()) for call, sharers in calling.items()}
 
-    def count(self, match: Match, call: Call) -> int:
-        """How many matches share a call of one of them."""
+    def count(self, call: Call) -> int:
+        """How many matches share a call."""
         read = [value for _, value in call.read if isinstance(value, Value)]
         return sum(self._times_of(match.node, read) for match, _ in self.calls[call])
 
