@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from fusion._torch.operators import higher_order
+from fusion._torch.tensors import held_by
 
 ENTERED = frozenset({"cond", "hints_wrapper", "invoke_subgraph", "map_impl", "scan", "strict_mode", "while_loop"})
 """Operators whose bodies are ordinary graphs. What others run means something else: code for each element of a kernel,
@@ -45,13 +44,12 @@ class Body:
 
 def bodies(source: fx.Graph) -> Iterator[Body]:
     """Each graph that a call of `source` runs, as often as it is called."""
-    module: Any = source.owning_module
     for node in source.nodes:
         if node.op != "call_function" or not higher_order(node.target):
             continue
         for held in node.all_input_nodes:
             if held.op == "get_attr" and not isinstance(held.meta.get("val"), torch.Tensor):
-                code = attrgetter(str(held.target))(module) if module is not None else None
+                code = held_by(held)
                 if code is None or isinstance(code, fx.GraphModule):
                     yield Body(node, str(held.target), code)
 

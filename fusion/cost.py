@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.operators import OpOverload, schema_of, short_name
 from fusion._torch.tensors import count, hint, leaves
 from fusion.mutation import is_write, reserves
 from fusion.target import Target
@@ -37,7 +37,7 @@ def is_view(target: Any) -> bool:
     """Whether a call only gives another shape or name to memory that exists (or reserves memory)."""
     if target is operator.getitem or reserves(target):
         return True
-    return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1].rstrip("_") in _VIEWS
+    return short_name(target).rstrip("_") in _VIEWS
 
 
 def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -100,11 +100,6 @@ def node_surplus(node: fx.Node, machine: Target) -> float:
     return (_COMPOSITES.get(schema_of(target).name, 1) - 1) * machine.launch if _computes(target) else 0.0
 
 
-def _attends(target: Any) -> bool:
-    """Whether a call is attention of PyTorch's own."""
-    return isinstance(target, OpOverload) and "scaled_dot_product" in schema_of(target).name
-
-
 def node_cost(node: fx.Node, machine: Target) -> float:
     """Predicted microseconds of one launch of a user's graph."""
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
@@ -123,9 +118,7 @@ _LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "_int_mm": 0, "ad
 @cache
 def _computes(target: Any) -> bool:
     """Whether a call is a product or an attention of PyTorch's own, whose arithmetic counts."""
-    if not isinstance(target, OpOverload):
-        return False
-    name = schema_of(target).name.split("::")[-1]
+    name = short_name(target)
     return name in _LEFT or name == "einsum" or "scaled_dot_product" in name
 
 
@@ -134,7 +127,7 @@ def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not _computes(target) or not isinstance(result, torch.Tensor):
         return 0.0
-    name = schema_of(target).name.split("::")[-1]
+    name = short_name(target)
     if name in _LEFT:
         left = args[_LEFT[name]]
         work = 2.0 * count(result) * hint(left.shape[-1])
@@ -149,7 +142,7 @@ def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
 
 def _scores_moved(target: Any, args: Sequence[Any]) -> int:
     """Bytes of the scores of PyTorch's own attention: two products, a mask and a softmax hand them on in memory."""
-    if not _attends(target):
+    if "scaled_dot_product" not in short_name(target):
         return 0
     query, key = args[:2]
     return 6 * count(query) // hint(query.shape[-1]) * hint(key.shape[-2]) * query.element_size()

@@ -13,27 +13,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from fusion import operators
 from fusion._torch.fakes import FakeTensor, fake_tensor
 from fusion._torch.operators import OpOverload
-from fusion._torch.tensors import map_only
+from fusion._torch.tensors import held_by, map_only
 from fusion._torch.tracing import refill
 from fusion.facts import Facts
 from fusion.language import Library
-from fusion.language.code import is_of_its_module, loaded, names_of
+from fusion.language.code import is_of_its_module, names_of
 from fusion.options import Options
 from fusion.origin import inherit
 from fusion.outcome import Outcome
 from fusion.records import Output, Prepared
-from fusion.shelf import Shelf, shelf
 from fusion.stages.verify import contract, verify
 from fusion.target import Target
+from fusion.text_cache import TextCache, text_cache
 from fusion.texts import Maker, UnwrittenError, read, written
 
 log = logging.getLogger("fusion")
@@ -81,7 +79,7 @@ class Entry:
     facts: Facts
     before: dict[fx.Node, Before]
     make: Maker
-    graphs: Shelf
+    graphs: TextCache
 
     def replayed(self, original: fx.Graph) -> Outcome | None:
         """Rewrite the graph as an equal one was; None, and the graph as it came, where that is not kept.
@@ -173,12 +171,12 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
 
     Graphs that are dumped are searched, so that there is something to see.
     """
-    graphs = shelf("graphs", f"{operators.ensure()} {loaded(library)}", options, MOST)
+    graphs = text_cache("graphs", library, options, MOST)
     mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
     if graphs is None or mode is None or options.dump_dir or not all(map(is_of_its_module, library.rules)):
         return None
     try:
-        told = [_told_of(node, source) for node in source.nodes]
+        told = [_told_of(node) for node in source.nodes]
     except UnwrittenError:
         return None
     known = [
@@ -200,10 +198,10 @@ def _nodes(source: fx.Graph) -> dict[fx.Node, Before]:
     }
 
 
-def _told_of(node: fx.Node, source: fx.Graph) -> str:
+def _told_of(node: fx.Node) -> str:
     """All of a node that the search looks at."""
     if node.op == "get_attr":
-        held: Any = attrgetter(str(node.target))(source.owning_module)
+        held = held_by(node)
         if not isinstance(held, torch.Tensor) or held.numel() > SMALL or isinstance(held, FakeTensor):
             raise UnwrittenError
         return f"{node.name} {_look(held)} {held.tolist()}"

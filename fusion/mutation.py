@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.operators import OpOverload, schema_of, short_name
 from fusion._torch.tensors import count, leaves
 
 _RESERVING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
@@ -19,7 +19,7 @@ _UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema doe
 
 def reserves(target: Any) -> bool:
     """Whether each call of an operator gives memory of its own, with nothing defined in it."""
-    return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1] in _RESERVING
+    return short_name(target) in _RESERVING
 
 
 def is_write(node: fx.Node) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,14 +13,12 @@ from fusion import operators
 from fusion.errors import StageError
 from fusion.failures import warn
 from fusion.language import Library, Rule
-from fusion.language.code import fingerprint
+from fusion.language.code import loaded, names_of
 from fusion.library import library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.routes import vendor
 from fusion.target import Target
-
-_loaded = cache(fingerprint)  # what runs is what was loaded, whatever becomes of the files
 
 
 class FusionPass:
@@ -65,7 +62,8 @@ class FusionPass:
     def uuid(self) -> str:
         """A key for caches of compiled graphs: all code that decides, target, options and versions."""
         content = [
-            _loaded(self.library),
+            names_of(self.library),
+            loaded(self.library),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),
             str(operators.ensure()),

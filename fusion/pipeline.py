@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -25,13 +25,12 @@ from fusion.errors import Failure, StageError
 from fusion.facts import Facts
 from fusion.failures import stage
 from fusion.graph.overlay import Held
-from fusion.language import Library, Refused, Rule
-from fusion.language.code import loaded
+from fusion.language import Library
 from fusion.options import Options
 from fusion.outcome import Outcome, counted, live_calls, tally, together
 from fusion.recording import Fakes
-from fusion.records import LEAST_BENEFIT, Candidate, Refusal, Rewritten
-from fusion.shelf import shelf
+from fusion.records import Candidate, Refusal, Rewritten
+from fusion.refusals import useless, worth_telling
 from fusion.stack import roomy
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.host_reads import read_on_host
@@ -42,9 +41,10 @@ from fusion.stages.prepare import prepare
 from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
-from fusion.stages.select import TIE, select
+from fusion.stages.select import select
 from fusion.stages.verify import contract, verify
 from fusion.target import Target
+from fusion.text_cache import text_cache
 
 log = logging.getLogger("fusion")
 NOT_ENTERED = "the code inside is not entered: it stays a graph of its own, as it came"
@@ -152,7 +152,7 @@ class _Search:
             found = match(graph, on, self.options.unsafe)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
-            plans = shelf("plans", f"{operators.ensure()} {loaded(self.library)}", self.options)
+            plans = text_cache("plans", self.library, self.options)
             planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times, plans)
             candidates = planner.candidates(found.matches)
             if plans is not None:
@@ -160,8 +160,8 @@ class _Search:
         with stage("select"):
             chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
         with stage("report"):
-            refused = [*found.refusals, *planner.refusals, *_useless(candidates, frozenset(chosen))]
-            refusals = _worth_telling(refused, chosen, found.sound)
+            refused = [*found.refusals, *planner.refusals, *useless(candidates, frozenset(chosen))]
+            refusals = worth_telling(refused, chosen, found.sound)
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
         failures = (*unread, *found.failures, *planner.failures)
@@ -255,57 +255,3 @@ def plan_lower(options: Options, target: Target) -> str:
     if options.plan_lower and options.plan_lower != "auto":
         return "eager" if options.plan_lower == "inductor" and target.is_npu else options.plan_lower
     return "torchair" if target.is_npu else options.lower
-
-
-def _useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Refusal]:
-    """The matches that the target could run otherwise, but slower, or no faster, if by more than another call."""
-    slower = "by {lowering} it would take about {lost:.1f} us more, not less"
-    alike = "by {lowering} it would take about as long"
-    refused: list[Refusal] = []
-    for each in candidates:
-        saved = each.benefit - each.surplus
-        is_one_for_one = len(each.dying) == 1 and not each.launches
-        if saved < -LEAST_BENEFIT and not is_one_for_one and each not in chosen:
-            cause = Refused(slower if saved < -TIE else alike, {"lowering": each.lowering, "lost": -saved})
-            refused.append(Refusal(each.match.rule.name, cause, each.match.node))
-    return refused
-
-
-def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
-    """Without those inside something that was fused after all, unless a better fusion was refused there.
-
-    What a rule takes in one of its variants may be less than it would have taken in another. Of several fusions of one
-    node that a limit has refused, the best is told.
-    """
-    gone = {node for candidate in chosen for node in candidate.dying}
-    made = {node: each for each in chosen for makers in each.match.roots for node in makers}
-    uses = {rule.name: rule.uses() for rule in rules}
-    best: dict[fx.Node, float] = {}
-    for each in refusals:
-        best[each.node] = max(each.benefit, best.get(each.node, each.benefit))
-
-    def larger(each: Refusal) -> bool:
-        if (by := made.get(each.node)) is None:
-            return False
-        if by.match.rule.name == each.rule:
-            return each.variant not in ("", by.match.variant) or bool(each.target)
-        whole = by.match.rule.name in uses.get(each.rule, ()) or each.rule in by.match.rule.within()
-        return each.benefit > by.benefit or whole
-
-    told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
-    told = [each for each in told if each.miss or each.benefit == best[each.node] or each.node in made]
-    unique = {(each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in told}
-    return list(unique.values())
-
-
-def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:
-    """Without what limits say of nodes of which a reader says more, or in its words."""
-    misses = {node: each for each in refusals if each.miss for node in (each.about, each.node) if node}
-    told: list[Refusal] = []
-    for each in refusals:
-        said = misses.get(each.node) if each.target else each
-        if said is None or (said is each and not (each.miss and each.miss.limited)):
-            told.append(each)
-        elif each.target and said.miss and said.miss.limited:
-            told.append(replace(each, cause=said.cause, blamed=said.blamed))
-    return told

@@ -57,8 +57,8 @@ class Recorder(FakesMode):
         for item, tensor in enumerate(result if several else (result,)):
             if isinstance(tensor, torch.Tensor):
                 self._names.setdefault(id(tensor), Output(number, item if several else None))
-        named = {name: self._named(each) for name, each in named.items()}
-        self.steps.append(Step(func, tuple(map(self._named, _completed(func, args))), named, result))
+        given, named = map_only(torch.Tensor, self.name, (_completed(func, args), named))
+        self.steps.append(Step(func, given, named, result))
         return result
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -70,11 +70,6 @@ class Recorder(FakesMode):
         if not schema_of(func).is_mutable:
             self._ran[call] = (args, kwargs), result
         return result
-
-    def _named(self, argument: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
-            return self.name(argument)
-        return type(argument)(map(self._named, argument)) if isinstance(argument, (list, tuple)) else argument
 
     def name(self, tensor: torch.Tensor) -> Input | Output:
         """The reference of a tensor that went in or came out.

@@ -105,14 +105,19 @@ class Match:
         return self.form if self.pattern.varies else ""
 
     @property
-    def choices(self) -> Mapping[str, Any]:
-        """What `variants` of its form chose."""
-        return self.pattern.choices
-
-    @property
     def node(self) -> fx.Node:
         """The first root: the node by which this match is named."""
         return self.firsts[0]
+
+    @property
+    def makers(self) -> tuple[fx.Node, ...]:
+        """All nodes that compute a result."""
+        return tuple(node for makers in self.roots for node in makers)
+
+    @property
+    def unheld(self) -> frozenset[Value]:
+        """The results that no node computes: only other matches read them."""
+        return frozenset(result for result, makers in zip(self.results, self.roots, strict=True) if not makers)
 
     @property
     def firsts(self) -> list[fx.Node]:
@@ -193,6 +198,8 @@ class Prepared:
 
 LEAST_BENEFIT = 1e-6
 """Microseconds: less is the rounding of sums, and the pass would replace a node by its like for ever."""
+TIE = 0.25
+"""Microseconds below which two covers cost the same: the cost model knows no better."""
 
 
 @dataclass(frozen=True, eq=False)

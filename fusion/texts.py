@@ -116,8 +116,6 @@ def frozen(argument: Any) -> Hashable:
     if kind in _THEMSELVES:
         return kind, argument
     match argument:
-        case int() | str() | fx.Node() | None:
-            return type(argument), argument
         case torch.Tensor():
             return dims_of(argument.shape), dims_of(argument.stride()), argument.dtype, argument.device
         case list() | tuple():

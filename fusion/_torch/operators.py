@@ -43,6 +43,11 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def short_name(target: Any) -> str:
+    """The name of an operator without namespace and overload, such as "mm"; "" for any other target of a call."""
+    return schema_of(target).name.split("::")[-1] if isinstance(target, OpOverload) else ""
+
+
 def has_kernel(operator: str, device: str) -> bool:
     """Whether an operator (`npu::npu_rms_norm`) has a kernel of its own for a dispatch key such as "CPU".
 

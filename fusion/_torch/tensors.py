@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -62,6 +59,14 @@ _MOST_NUMBERS = 256
 _NUMBERS = frozenset({torch.int32, torch.int64, torch.float32})
 
 
+def held_by(node: fx.Node) -> Any:
+    """What a `get_attr` node reads; None where the graph has no module, or the module no such attribute."""
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
     """The numbers of a small tensor that the code itself writes down; else None.
 
@@ -71,9 +76,7 @@ def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
     """
     if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
         return None
-    found: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        found = getattr(found, part, None)
+    found = held_by(node)
     if isinstance(found, FakeTensor):
         found = found.constant
     if not isinstance(found, torch.Tensor) or found.is_complex():

@@ -40,6 +40,17 @@ class Extent:
             return True
         return False if is_nonnegative(low - 1) else ("le", expression)
 
+    def compared(self, op: str, difference: Affine) -> Formula:
+        """`difference op 0`, for op in "le", "lt", "eq", "ne"."""
+        match op:
+            case "le":
+                return self.below_one(difference)
+            case "lt":
+                return self.below_one(difference.plus(1))
+            case _:
+                equal = difference.constant == 0 if not difference.terms else ("eq", difference)
+                return equal if op == "eq" else negation(equal)
+
     def implies(self, formula: Formula, other: Formula) -> bool:
         """Whether it is proven that `other` holds wherever `formula` does."""
         if other is True or formula is False or formula == other:

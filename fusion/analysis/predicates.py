@@ -23,7 +23,7 @@ from fusion.analysis.constant_folding import COMPARE, Folder, band
 from fusion.analysis.dtypes import is_integer
 from fusion.analysis.elements import lists_all
 from fusion.analysis.extents import Extent
-from fusion.analysis.few_numbers import merged, of_truth
+from fusion.analysis.few_numbers import logarithm, merged, of_truth, zero_at
 from fusion.analysis.intervals import is_exact
 from fusion.graph import Value, but_ones
 from fusion.graph.proof import must, proof, proven
@@ -227,16 +227,6 @@ class Positions(Extent):
         low, high = ahead.times(-1).plus(found[0]), ahead.plus(-found[1])
         return conjunction(self.below_one(low), self.below_one(high))
 
-    def _compared(self, op: str, difference: Affine) -> Formula:
-        match op:
-            case "le":
-                return self.below_one(difference)
-            case "lt":
-                return self.below_one(difference.plus(1))
-            case _:
-                equal = difference.constant == 0 if not difference.terms else ("eq", difference)
-                return equal if op == "eq" else negation(equal)
-
     def _compared_values(self, x: Value, at: Sequence[Affine]) -> Formula:
         """Whole numbers, or tensors of a few numbers each, as in `mask == 0`."""
         pairs = self._pairs(x, at)
@@ -245,7 +235,7 @@ class Positions(Extent):
         if not all(map(is_integer, x.args)):
             return ("is", Leaf(x, tuple(at)))
         below, above = (self.affine(each, spread(each, x, at)) for each in x.args)
-        return self._compared(x.attrs[0], below + above.times(-1))
+        return self.compared(x.attrs[0], below + above.times(-1))
 
     # constants -------------------------------------------------------------------------------------------------
 
@@ -301,7 +291,7 @@ class Positions(Extent):
         if x.op == "cast":
             return merged(inner, x.dtype)
         if x.op == "log":
-            return merged([(_log(value), formula) for value, formula in inner], x.dtype)
+            return merged([(logarithm(value), formula) for value, formula in inner], x.dtype)
         change, how = int(x.attrs[0]) if is_integer(x) else x.attrs[0], mul if x.op == "scale" else add
         return merged([(how(value, change), formula) for value, formula in inner], x.dtype)
 
@@ -314,25 +304,7 @@ class Positions(Extent):
     @proof
     def _chosen(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         condition = self.truth(x.args[0], spread(x.args[0], x, at))
-        zero = _zero_at(x)
+        zero = zero_at(x)
         yes, no = [{0.0: True} if each is zero else self.constants(each, spread(each, x, at)) for each in x.args[1:]]
         sides = ((condition, proven(yes)), (negation(condition), proven(no)))
         return merged([(value, conjunction(here, f)) for here, side in sides for value, f in side.items()], x.dtype)
-
-
-def _zero_at(choice: Value) -> Value | None:
-    """The side of a choice that is 0 wherever it is taken, as in where(bool(m), v, m) and where(m == 0, m, v)."""
-    condition, yes, no = choice.args
-    test = condition.arg if condition.op == "not" else condition
-    if test.op == "compare" and test.attrs[0] in ("eq", "ne"):
-        asked = next((x for x, y in (test.args, test.args[::-1]) if y.op == "full" and y.attrs == (0,)), None)
-    else:
-        asked = test.arg if test.op == "cast" else None
-    if asked is None:
-        return None
-    side = yes if (test.attrs == ("eq",)) != (test is not condition) else no
-    return side if side.below("expand") is asked.below("expand") else None
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan

@@ -8,12 +8,11 @@ What lies between moves elements, joins pieces or chooses among them: rounding c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.fx as fx
 
-from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.operators import short_name
 from fusion.cost import is_view
 from fusion.graph import Graph, Value
 from fusion.graph.algebra import widens
@@ -52,7 +51,7 @@ class RoundedLater:
         return self._known[node]
 
     def _by(self, user: fx.Node, node: fx.Node) -> Dtypes:
-        name, have, given = _name(user.target), _dtype(user), _dtype(node)
+        name, have, given = short_name(user.target), _dtype(user), _dtype(node)
         over = name == "copy" and user.args[1] is not node  # whatever was there before
         if over or name in _SHAPED or isinstance(user.meta.get("val"), torch.SymInt):
             return frozenset()
@@ -61,11 +60,6 @@ class RoundedLater:
         adds_up = name == "index_put" and any(each is True for each in (*user.args[3:], *user.kwargs.values()))
         moves = name in _MOVING | _CAST or is_view(user.target)
         return self._read(user) if moves and have is given and not adds_up else frozenset({None})
-
-
-def _name(target: Any) -> str:
-    """What a call is named without its namespace and overload; "" where it is no operator."""
-    return schema_of(target).name.split("::")[-1] if isinstance(target, OpOverload) else ""
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

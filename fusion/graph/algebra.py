@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
 
-from fusion.graph.dims import Dim, broadcast, but_ones
+from fusion.graph import identities, reshapes
+from fusion.graph.dims import Dim, alike_behind, broadcast, but_ones
 from fusion.graph.signs import is_nonnegative
 from fusion.graph.value import Value
 
@@ -63,59 +63,14 @@ class Algebra:
             return self.reshape(x.arg, shape)
         if x.op in ("power", "scale", "shift", "cast"):
             return self.make(x.op, (self.reshape(x.arg, shape),), x.attrs, shape, x.dtype)
-        if x.op == "permute" and x.arg.op == "reshape" and (order := _opened_order(x, shape)) is not None:
+        if x.op == "permute" and x.arg.op == "reshape" and (order := reshapes.opened_order(x, shape)) is not None:
             return self.reshape(self.permute(x.arg.arg, order), shape)
         if x.op == "mean" and x.attrs == (-1,) and shape and shape[-1] == 1:
             return self.mean(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), (-1,))
         if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
             _, *bounds = x.attrs
             return self.cut(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds)
-        if x.op == "slice":
-            found = self._below_cut(x, shape) or self._rejoined_split(x, shape) or self._without_last(x, shape)
-        else:
-            found = self._below_cat(x, shape) if x.op == "cat" else None
-        return found or self.make("reshape", (x,), (), shape, x.dtype)
-
-    def _below_cut(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
-        """Dims of size 1 come or go before others are cut; None where more changes, or one of size 1 is cut."""
-        axis, *bounds = cut.attrs
-        if cut.shape[axis] == 1 or but_ones(shape) != but_ones(cut.shape):
-            return None
-        place = [n for n, size in enumerate(shape) if size != 1][len(but_ones(cut.shape[:axis]))]
-        opened = self.reshape(cut.arg, (*shape[:place], cut.arg.shape[axis], *shape[place + 1 :]))
-        return self.cut(opened, place, *bounds)
-
-    def _without_last(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
-        """Of what was cut before a last dim of size 1, which goes first; None where it stays."""
-        if cut.shape[-1:] != (1,) or shape[-1:] == (1,):
-            return None
-        squeezed = self._below_cut(cut, cut.shape[:-1])
-        return None if squeezed is None else self.reshape(squeezed, shape)
-
-    def _below_cat(self, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
-        """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""
-        axis = joined.attrs[0]
-        before = but_ones(joined.shape[:axis])
-        place = next((p for p in range(len(shape) + 1) if but_ones(shape[:p]) == before), None)
-        if place is None:
-            return None
-        while shape[place : place + 1] == (1,) and shape[place:] != joined.shape[axis:]:
-            place += 1
-        if place == axis and shape[:place] == joined.shape[:axis]:
-            return None
-        pieces = [self.reshape(each, (*shape[:place], *each.shape[axis:])) for each in joined.args]
-        return self.reshape(self.cat(pieces, place), shape)
-
-    def _rejoined_split(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
-        """Entries of the outer part of a dim that was split in two, joined again: a slice of that dim itself."""
-        axis, start, stop, _ = cut.attrs
-        if cut.arg.op != "reshape":
-            return None
-        whole, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
-        split = (*whole.shape[:axis], cut.arg.shape[axis], *inner, *whole.shape[axis + 1 :])
-        if stop - start != 1 or cut.arg.shape != split or not inner or not isinstance(inner[0], int):
-            return None
-        return self.reshape(self.cut(whole, axis, start * inner[0], stop * inner[0]), shape)
+        return reshapes.below_parts(self, x, shape) or self.make("reshape", (x,), (), shape, x.dtype)
 
     def seen_as(self, x: Value, view: Value) -> Value:
         """`x` as `view`, which is a reshape, a permute or an expand, sees its own argument."""
@@ -135,7 +90,7 @@ class Algebra:
         if kept == sorted(kept):
             return self.reshape(x, shape)
         if x.op == "reshape" and but_ones(x.shape) == but_ones(x.arg.shape):
-            moved = self._permute_below(x, kept)
+            moved = reshapes.permute_below(self, x, kept)
             return self.reshape(moved, shape)
         if any(shape[place] == 1 != x.shape[place] for place in range(x.rank)):
             squeezed = self.reshape(x, but_ones(x.shape))
@@ -143,20 +98,12 @@ class Algebra:
         if x.op == "slice":
             cut, *bounds = x.attrs
             return self.cut(self.permute(x.arg, order), order.index(cut), *bounds)
-        same = _alike_behind(x.shape, x.arg.shape) if x.op == "reshape" else 0
+        same = alike_behind(x.shape, x.arg.shape) if x.op == "reshape" else 0
         if order[: x.rank - same] == tuple(range(x.rank - same)):
             more = x.arg.rank - x.rank
             below = (*range(x.arg.rank - same), *(axis + more for axis in order[x.rank - same :]))
             return self.reshape(self.permute(x.arg, below), shape)
         return self.make("permute", (x,), order, shape, x.dtype)
-
-    def _permute_below(self, opened: Value, kept: Sequence[int]) -> Value:
-        """The dims other than 1 in the order `kept`, in the value to which `opened` has given dims of size 1."""
-        places = [axis for axis, size in enumerate(opened.shape) if size != 1]
-        below = [axis for axis, size in enumerate(opened.arg.shape) if size != 1]
-        wanted = iter(below[places.index(axis)] for axis in kept)
-        order = [next(wanted) if size != 1 else axis for axis, size in enumerate(opened.arg.shape)]
-        return self.permute(opened.arg, order)
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value | None:
         """Every `step`-th entry of [start, stop) along `axis`; None where a symbolic size leaves the bounds open."""
@@ -189,7 +136,7 @@ class Algebra:
         if x.op == "permute" and x.arg.op == "cat" and x.arg.attrs == (x.attrs[axis],) and start < stop:
             return self.permute(self.cut(x.arg, x.attrs[axis], start, stop, step), x.attrs)
         if x.op == "cat" and x.attrs[0] == axis:
-            pieces = self._pieces(x, axis, start, stop)
+            pieces = reshapes.pieces_within(x, axis, start, stop)
             if len(pieces) == 1:
                 return self.cut(pieces[0][0], axis, start - pieces[0][1], stop - pieces[0][1], step)
             if step == 1 and pieces:
@@ -199,18 +146,6 @@ class Algebra:
         stop = start + (len(range(start, stop, step)) - 1) * step + 1 if start < stop else start
         shape = (*x.shape[:axis], len(range(start, stop, step)), *x.shape[axis + 1 :])
         return self.make("slice", (x,), (axis, start, stop, step), shape, x.dtype)
-
-    @staticmethod
-    def _pieces(cat: Value, axis: int, start: int, stop: int) -> list[tuple[Value, int]]:
-        """What of a joined value lies in [start, stop), each piece with its place."""
-        found: list[tuple[Value, int]] = []
-        offset = 0
-        for piece in cat.args:
-            size = int(piece.shape[axis])
-            if offset < stop and start < offset + size:
-                found.append((piece, offset))
-            offset += size
-        return found
 
     def expand(self, x: Value, shape: Sequence[Dim]) -> Value:
         """Repeat dims of size 1 (and new leading dims) to `shape`."""
@@ -228,7 +163,7 @@ class Algebra:
             flat.extend(piece.args if piece.op == "cat" and piece.attrs[0] == axis else (piece,))
         joined: list[Value] = []
         for piece in flat:
-            whole = self._rejoin(joined[-1], piece, axis) if joined else None
+            whole = reshapes.rejoined(self, joined[-1], piece, axis) if joined else None
             if whole is None:
                 joined.append(piece)
             else:
@@ -238,14 +173,6 @@ class Algebra:
         size = sum((piece.shape[axis] for piece in joined), start=0)
         shape = (*joined[0].shape[:axis], size, *joined[0].shape[axis + 1 :])
         return self.make("cat", joined, (axis,), shape, joined[0].dtype)
-
-    def _rejoin(self, left: Value, right: Value, axis: int) -> Value | None:
-        if not (left.op == right.op == "slice" and left.arg is right.arg and left.attrs[0] == right.attrs[0] == axis):
-            return None
-        _, start, stop, step = left.attrs
-        if step != 1 or right.attrs[3] != 1 or right.attrs[1] != stop:
-            return None
-        return self.cut(left.arg, axis, start, right.attrs[2])
 
     # elements --------------------------------------------------------------------------------------------------
 
@@ -282,8 +209,9 @@ class Algebra:
         if x is y:
             return self.power(x, 2)
         x, y = _unexpanded(x, y)
-        softmax = self._softmax(x, y) or self._softmax(y, x)
-        return softmax or self._commuted("mul", *(self._normalised(x, y) or self._normalised(y, x) or (x, y)))
+        softmax = identities.softmax(self, x, y) or identities.softmax(self, y, x)
+        normalised = identities.normalised(self, x, y) or identities.normalised(self, y, x)
+        return softmax or self._commuted("mul", *(normalised or (x, y)))
 
     def _commuted(self, op: str, x: Value, y: Value) -> Value | None:
         if x.id > y.id:
@@ -291,65 +219,19 @@ class Algebra:
         shape = broadcast(x.shape, y.shape)
         return None if shape is None else self.make(op, (x, y), (), shape, x.dtype)
 
-    def _softmax(self, numerator: Value, inverse: Value) -> Value | None:
-        """exp(x) / Σ exp(x) over one dim: NaN in a row of -inf, or of numbers so low that each exp(x) is 0."""
-        total = inverse.arg if inverse.op == "scale" else inverse
-        if numerator.op != "exp" or total.op != "power" or total.arg.op != "mean" or total.arg.arg is not numerator:
-            return None
-        axes = total.arg.attrs
-        summed = self.sum(numerator, axes)
-        if len(axes) != 1 or summed is None or inverse is not self.power(summed, -1):
-            return None
-        return self.make("softmax", (numerator.arg,), (axes[0], "nan", False), numerator.shape, numerator.dtype)
-
-    def _normalised(self, x: Value, root: Value) -> tuple[Value, Value] | None:
-        """x = z · s beside (mean(z²) · s² + eps)^e, which is (mean(x²) + eps)^e: the factor stays inside."""
-        if x.op != "scale" or root.op != "power" or root.arg.op != "shift" or root.arg.arg.op != "scale":
-            return None
-        average, factor = root.arg.arg.arg, root.arg.arg.attrs[0]
-        if average.op != "mean" or average.arg.op != "power" or average.arg.attrs != (2.0,):
-            return None
-        if average.arg.arg is not x.arg or not math.isclose(factor, x.attrs[0] ** 2, rel_tol=1e-12):
-            return None
-        whole = self.make("power", (x,), (2.0,), x.shape, x.dtype)
-        return x, self.power(self.shift(self.mean(whole, average.attrs), *root.arg.attrs), *root.attrs)
-
     def add(self, x: Value, y: Value) -> Value | None:
         """x + y, in either order; x + x·w with one weight per channel becomes x · (1 + w)."""
         if x is y:
             return self.scale(x, 2)
         x, y = _unexpanded(x, y)
-        gain = self._gain(x, y) or self._gain(y, x)
+        gain = identities.gain(self, x, y) or identities.gain(self, y, x)
         if gain is not None:
             return self.mul(*gain)
-        spread = self._variance(x, y) or self._variance(y, x) or self._second_moment(x, y) or self._second_moment(y, x)
-        return spread or self._commuted("add", x, y)
-
-    def _variance(self, squares: Value, other: Value) -> Value | None:
-        """mean(x²) - mean(x)² is the mean of (x - mean(x))²."""
-        if other.op != "scale" or other.attrs != (-1.0,) or other.arg.op != "power" or other.arg.attrs != (2.0,):
-            return None
-        average = other.arg.arg
-        if average.op != "mean" or squares is not self.mean(self.power(average.arg, 2), average.attrs):
-            return None
-        centred = self.add(average.arg, self.scale(average, -1))
-        return centred and self.mean(self.power(centred, 2), average.attrs)
-
-    def _second_moment(self, spread: Value, other: Value) -> Value | None:
-        """mean((x - mean(x))²) + mean(x)² is mean(x²)."""
-        average = other.arg if other.op == "power" and other.attrs == (2.0,) else other
-        if other.op != "power" or average.op != "mean" or spread.op != "mean":
-            return None
-        centred = self.add(average.arg, self.scale(average, -1))
-        alike = centred is not None and spread is self.mean(self.power(centred, 2), average.attrs)
-        return self.mean(self.power(average.arg, 2), average.attrs) if alike else None
-
-    def _gain(self, x: Value, product: Value) -> tuple[Value, Value] | None:
-        if product.op != "mul" or x not in product.args:
-            return None
-        weight = product.args[1] if product.args[0] is x else product.args[0]
-        per_channel = all(size == 1 for size in weight.shape[:-1])
-        return (x, self.shift(weight, 1)) if per_channel else None
+        orders = ((x, y), (y, x))
+        found = (
+            identity(self, *each) for identity in (identities.variance, identities.second_moment) for each in orders
+        )
+        return next(filter(None, found), None) or self._commuted("add", x, y)
 
     def power(self, x: Value, exponent: float) -> Value:
         """x ** exponent, for real exponents; nested powers join where the sign of x cannot matter."""
@@ -408,12 +290,6 @@ def _joins(step: Value, number: float) -> bool:
     return abs(number) < LONGEST
 
 
-def _alike_behind(shape: Sequence[Dim], other: Sequence[Dim]) -> int:
-    """How many dims are the same, counted from the last one."""
-    pairs = zip(reversed(shape), reversed(other), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
     """Two operands without the repetition that broadcasting does as well."""
     shape = broadcast(x.shape, y.shape)
@@ -422,31 +298,3 @@ def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
     if y.op == "expand" and broadcast(x.shape, y.arg.shape) == shape:
         y = y.arg
     return x, y
-
-
-def _opened_order(turned: Value, shape: tuple[Dim, ...]) -> list[int] | None:
-    """The order in which dims stand that are joined, turned, and opened again to `shape`; None where they stay joined.
-
-    Some of the dims of `shape` may be joined from several that stand beside each other. Dims of one entry or none are
-    in no order.
-    """
-    below = turned.arg.arg.shape
-    groups = None if 0 in below or 1 in below else _joined(below, turned.arg.shape)
-    if groups is None:
-        return None
-    order = [axis for group in turned.attrs for axis in groups[group]]
-    opened = _joined(tuple(below[axis] for axis in order), shape)
-    return order if opened is not None and len(opened) > len(groups) else None
-
-
-def _joined(dims: tuple[Dim, ...], shape: tuple[Dim, ...]) -> list[range] | None:
-    """Which dims beside each other each dim of `shape` is joined from; None where one is made otherwise."""
-    groups: list[range] = []
-    for size in shape:
-        start = groups[-1].stop if groups else 0
-        stops = range(start + 1, len(dims) + 1)
-        stop = next((each for each in stops if math.prod(dims[start:each]) == size), None)
-        if stop is None:
-            return None
-        groups.append(range(start, stop))
-    return groups if groups and groups[-1].stop == len(dims) else None

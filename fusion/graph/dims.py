@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +87,25 @@ def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:
 def but_ones(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     """Return a shape without its dims of size 1."""
     return tuple(size for size in shape if size != 1)
+
+
+def alike_behind(shape: Sequence[Dim], other: Sequence[Dim]) -> int:
+    """How many dims are the same, counted from the last one."""
+    pairs = zip(reversed(shape), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def joined_from(dims: tuple[Dim, ...], shape: tuple[Dim, ...]) -> list[range] | None:
+    """Which dims beside each other each dim of `shape` is joined from; None where one is made otherwise."""
+    groups: list[range] = []
+    for size in shape:
+        start = groups[-1].stop if groups else 0
+        stops = range(start + 1, len(dims) + 1)
+        stop = next((each for each in stops if math.prod(dims[start:each]) == size), None)
+        if stop is None:
+            return None
+        groups.append(range(start, stop))
+    return groups if groups and groups[-1].stop == len(dims) else None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

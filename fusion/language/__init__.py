@@ -3,9 +3,10 @@
 from fusion.language.forms import Pattern, captured
 from fusion.language.groups import Group, attribute, scalar, tensor
 from fusion.language.marks import calls, lookalike, lowering, pattern, refused_on, variants
-from fusion.language.reader import Library, Reader, Word, ordered, reader, word
+from fusion.language.meanings import relied
+from fusion.language.reader import Library, Reader, Word, levels, ordered, reader, word
 from fusion.language.rule import Example, Lowering, Refused, Rule, call, require
-from fusion.language.terms import Bindings, Capture, Term, relied
+from fusion.language.terms import Bindings, Capture, Term
 
 __all__ = [
     "Bindings",
@@ -24,6 +25,7 @@ __all__ = [
     "call",
     "calls",
     "captured",
+    "levels",
     "lookalike",
     "lowering",
     "ordered",

@@ -13,14 +13,6 @@ from fusion.language.reader import Library
 from fusion.language.rule import Rule
 
 
-def fingerprint(library: Library) -> str:
-    """What tells one state of the code from another: every file of this package and of those that a library is from.
-
-    With it goes the names of the rules and readers, which options may leave out.
-    """
-    return f"{names_of(library)} {code_of(library)}"
-
-
 def names_of(library: Library) -> str:
     """The names of its rules and readers."""
     return " ".join(sorted([*(rule.name for rule in library.rules), *(each.name for each in library.readers)]))

@@ -11,7 +11,8 @@ from typing import Any
 from fusion.errors import RuleError
 from fusion.language.groups import Attribute, Tensor, is_group
 from fusion.language.marks import each_variant, marked
-from fusion.language.terms import Capture, Meaning, Parameter, Term
+from fusion.language.meanings import Meaning
+from fusion.language.terms import Capture, Parameter, Term
 from fusion.language.vocabulary import Vocabulary
 
 

@@ -11,10 +11,20 @@ from fusion.language.groups import is_group
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+def _marking(**marks: Any) -> Callable[[Method], Method]:
+    """A decorator that leaves these on a method."""
+
+    def mark(method: Method) -> Method:
+        for name, each in marks.items():
+            setattr(method, f"fusion_{name}", each)
+        return method
+
+    return mark
+
+
 def pattern(method: Method) -> Method:
     """Mark a method as one written form: `def form(self, p, x=tensor("*B D"), eps=scalar())` returns its result(s)."""
-    method.fusion_role = "pattern"  # type: ignore[attr-defined]
-    return method
+    return _marking(role="pattern")(method)
 
 
 def lookalike(reason: str, apart: tuple[str, ...] = ()) -> Callable[[Method], Method]:
@@ -22,19 +32,12 @@ def lookalike(reason: str, apart: tuple[str, ...] = ()) -> Callable[[Method], Me
 
     `reason` may name its captures in braces; the captures in `apart` must be different values.
     """
-
-    def mark(method: Method) -> Method:
-        method.fusion_role = "lookalike"  # type: ignore[attr-defined]
-        method.fusion_reason, method.fusion_apart = reason, apart  # type: ignore[attr-defined]
-        return method
-
-    return mark
+    return _marking(role="lookalike", reason=reason, apart=apart)
 
 
 def lowering(method: Method) -> Method:
     """Mark a method as one way to run the rule: plain torch and `torch.ops.npu` calls on the captured tensors."""
-    method.fusion_role = "lowering"  # type: ignore[attr-defined]
-    return method
+    return _marking(role="lowering")(method)
 
 
 def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
@@ -44,12 +47,7 @@ def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
     matched for itself; guards and lowerings may ask for what was chosen. A choice may be a kind of `Group`. A lowering
     with a variant of the same name as one of the form is for that choice alone.
     """
-
-    def mark(method: Method) -> Method:
-        method.fusion_variants = choices  # type: ignore[attr-defined]
-        return method
-
-    return mark
+    return _marking(variants=choices)
 
 
 def calls(operator: str) -> Callable[[Method], Method]:
@@ -57,20 +55,14 @@ def calls(operator: str) -> Callable[[Method], Method]:
 
     `operator` may name what `variants` chose in braces.
     """
-
-    def mark(method: Method) -> Method:
-        method.fusion_calls = operator  # type: ignore[attr-defined]
-        return method
-
-    return mark
+    return _marking(calls=operator)
 
 
 def refused_on(chip: str, because: str) -> Callable[[Method], Method]:
     """Mark a lowering that does not give on a chip what the rule means, and why."""
 
     def mark(method: Method) -> Method:
-        method.fusion_refused = {**getattr(method, "fusion_refused", {}), chip: because}  # type: ignore[attr-defined]
-        return method
+        return _marking(refused={**getattr(method, "fusion_refused", {}), chip: because})(method)
 
     return mark
 
@@ -87,8 +79,3 @@ def each_variant(name: str, method: Callable[..., Any]) -> Iterator[tuple[str, M
     for chosen in product(*choices.values()):
         said = ", ".join(each.__name__ if is_group(each) else str(each) for each in chosen)
         yield f"{name}[{said}]" if chosen else name, dict(zip(choices, chosen, strict=True))
-
-
-def said(method: Callable[..., Any], what: str, unsaid: Any) -> Any:
-    """What a decorator says of a method."""
-    return getattr(method, f"fusion_{what}", unsaid)

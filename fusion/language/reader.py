@@ -142,6 +142,23 @@ def ordered(readers: Sequence[Reader]) -> list[Reader]:
     return done
 
 
+def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
+    """Rules so that each comes after those whose readings it uses, by name where neither uses the other.
+
+    Raises:
+        RuleError: they use each other in a circle.
+    """
+    left, found = list(rules), list[list[Rule]]()
+    while left:
+        names = {rule.name for rule in left}
+        ready = [rule for rule in left if names.isdisjoint(rule.uses())]
+        if not ready:
+            raise RuleError(f"loading rules: they use each other in a circle: {sorted(names)}")
+        found.append(sorted(ready, key=lambda rule: rule.name))
+        left = [rule for rule in left if rule not in ready]
+    return found
+
+
 def _require_unique(kind: str, names: Sequence[str]) -> None:
     twice = sorted({each for each in names if names.count(each) > 1})
     if twice:

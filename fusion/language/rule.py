@@ -13,7 +13,7 @@ import torch
 
 from fusion.language.forms import Pattern, traced
 from fusion.language.groups import is_group
-from fusion.language.marks import each_variant, marked, said
+from fusion.language.marks import each_variant, marked
 
 
 class Refused(Exception):  # noqa: N818 - a decision, not an error
@@ -149,7 +149,13 @@ class Rule:
 @cache
 def _lowerings(kind: type[Rule]) -> tuple[Lowering, ...]:
     return tuple(
-        Lowering(label, name, chosen, said(method, "calls", "").format(**chosen), said(method, "refused", {}))
+        Lowering(
+            label,
+            name,
+            chosen,
+            getattr(method, "fusion_calls", "").format(**chosen),
+            getattr(method, "fusion_refused", {}),
+        )
         for name, method in marked(kind, "lowering")
         for label, chosen in each_variant(name, method)
     )

@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, ClassVar, Protocol
-
-import torch
+from typing import Any, Protocol
 
 from fusion.graph import Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 
-Bindings = Mapping[Any, Any]  # term → value; "D" → size of a named dim; RELIES → names of inputs
-RELIES = "inputs of which something is assumed"
-
-
-def relied(bound: Bindings) -> frozenset[str]:
-    """The inputs of which something was assumed where these bindings were read."""
-    return bound.get(RELIES, frozenset())
+Bindings = Mapping[Any, Any]
+"""Term → value; "D" → size of a named dim; `RELIES` of meanings → names of inputs."""
 
 
 class Context(Protocol):
@@ -59,6 +52,10 @@ class Term:
         """Whether this term is computed from a term that is bound already."""
         return False
 
+    def flattened(self) -> Iterator[list[Term]]:
+        """The factors that it can have where it stands in a product."""
+        yield [self]
+
     def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         """Every way in which `value` can be this term, given what is bound already."""
         if self in bound:
@@ -78,7 +75,7 @@ class Term:
         return self * other
 
     def __add__(self, other: Term | float) -> Term:
-        if isinstance(other, Tensorial):
+        if isinstance(other, Term):
             return Sum((self, other))
         return Apply((self,), ("shift",), (other,))
 
@@ -86,12 +83,8 @@ class Term:
         return Sum((self, Apply((other,), ("scale",), (-1.0,))))
 
 
-class Tensorial(Term):
-    """A term that stands for a tensor."""
-
-
 @dataclass(frozen=True, eq=False)
-class Capture(Tensorial):
+class Capture(Term):
     """A tensor that the rule takes: named dims, `*B` for any number of leading ones.
 
     A meaning may lack an optional one. One that is not needed is None to lowerings where nothing gives its value.
@@ -158,7 +151,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Operation(Tensorial):
+class Operation(Term):
     """What one of the canonical ops `ops` gives for its arguments."""
 
     args: tuple[Term, ...]
@@ -168,9 +161,7 @@ class Operation(Tensorial):
         """Its arguments."""
         return self.args
 
-    def parts(self) -> tuple[Term, ...]:
-        """Its arguments."""
-        return self.args
+    parts = below
 
     def heads(self) -> frozenset[str]:
         """Its own ops."""
@@ -233,72 +224,6 @@ class Sum(Operation):
 
 
 @dataclass(frozen=True, eq=False)
-class Above(Tensorial):
-    """A term above which one step, of the canonical op `step`, may stand."""
-
-    inner: Term
-    step: ClassVar[str]
-
-    def below(self) -> tuple[Any, ...]:
-        """What is below the step."""
-        return (self.inner,)
-
-    def heads(self) -> frozenset[str]:
-        """The step, or what is below."""
-        inner = self.inner.heads()
-        return inner | {self.step} if inner else inner
-
-    def _inner_follows(self, bound: Bindings) -> bool:
-        return self.inner in bound or self.inner.follows(bound)
-
-
-@dataclass(frozen=True, eq=False)
-class Cast(Above):
-    """A cast that may be there or not. Its dtype is pinned, so that a cast of the user's own is never swallowed.
-
-    Attributes:
-        inner: what is cast.
-        dtype: the dtype to which it is cast if it is, or the capture whose dtype that is, or the attribute that it is.
-        always: whether the result must have that dtype, with or without a cast.
-        seen: whether there must be a cast.
-    """
-
-    dtype: torch.dtype | Capture | Parameter
-    always: bool
-    seen: bool = False
-    step = "cast"
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        """As much as what is cast."""
-        return self.inner.rank
-
-    follows = Above._inner_follows
-    parts = Above.below
-
-    def heads(self) -> frozenset[str]:
-        """As of any step, or its own alone."""
-        return frozenset({self.step}) if self.seen else super().heads()
-
-    def pinned(self, bound: Bindings) -> torch.dtype | None:
-        """The dtype, once known."""
-        if isinstance(self.dtype, torch.dtype):
-            return self.dtype
-        return bound[self.dtype].dtype if isinstance(self.dtype, Capture) else bound[self.dtype]
-
-    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        if value.op == "cast":
-            for found in self.inner.match(value.arg, bound, cx):
-                if value.dtype == self.pinned(found):
-                    yield found
-        if self.seen:
-            return
-        for found in self.inner.match(value, bound, cx):
-            if not self.always or value.dtype == self.pinned(found):
-                yield found
-
-
-@dataclass(frozen=True, eq=False)
 class Product(Operation):
     """A product of any association and order; the last capture without a value takes all factors that are left."""
 
@@ -308,25 +233,19 @@ class Product(Operation):
         if value.op != "mul":
             return
         factors = _factors(value)
-        for terms in self._flattened:
+        for terms in self._in_order:
             yield from _assign(terms, factors, bound, cx)
 
-    @cached_property
-    def _flattened(self) -> list[list[Term]]:
-        """The factors that it can have, in the order in which they are looked for."""
-        return [sorted(terms, key=lambda term: term.rank) for terms in _flat(self)]
-
-
-def _flat(term: Term) -> Iterator[list[Term]]:
-    """The factors that a product can have: an optional cast in the middle keeps its product whole, or vanishes."""
-    if isinstance(term, Product):
-        for left in _flat(term.args[0]):
-            for right in _flat(term.args[1]):
+    def flattened(self) -> Iterator[list[Term]]:
+        """Those of both sides."""
+        for left in self.args[0].flattened():
+            for right in self.args[1].flattened():
                 yield left + right
-        return
-    yield [term]
-    if isinstance(term, Cast) and isinstance(term.inner, Product):
-        yield from _flat(term.inner)
+
+    @cached_property
+    def _in_order(self) -> list[list[Term]]:
+        """The factors that it can have, in the order in which they are looked for."""
+        return [sorted(terms, key=lambda term: term.rank) for terms in self.flattened()]
 
 
 def _factors(value: Value) -> list[Value]:
@@ -366,54 +285,3 @@ def _without(factors: list[Value], taken: Value) -> list[Value] | None:
 @proof
 def _multiply(factors: Sequence[Value], cx: Context) -> Value:
     return reduce(lambda x, y: proven(cx.graph.algebra.mul(x, y)), factors)
-
-
-@dataclass(frozen=True, eq=False)
-class Meaning(Tensorial):
-    """A value that already reads as a semantic op, such as rms_norm, with what it is applied to."""
-
-    op: str
-    captures: Mapping[str, Any]
-
-    def below(self) -> tuple[Any, ...]:
-        """Its parts."""
-        return tuple(self.captures.values())
-
-    def heads(self) -> frozenset[str]:
-        """Any op: found by its reading."""
-        return frozenset((f"reading:{self.op}",))
-
-    def follows(self, bound: Bindings) -> bool:
-        """Whether something below what it is applied to is bound already; to share a table is not to follow."""
-        return any(_holds(each, bound) for each in self.captures.values() if not isinstance(each, Capture))
-
-    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        for reading in cx.readings(value, self.op):
-            if not reading.captures.keys() <= self.captures.keys():
-                continue  # a gain, a mask or a bias that the pattern does not speak of may not get lost
-            relies = {RELIES: relied(bound) | reading.relies} if reading.relies else {}
-            yield from self._take(list(self.captures.items()), reading, {**bound, **relies}, cx)
-
-    def _take(
-        self, wanted: Sequence[tuple[str, Any]], reading: Reading, bound: Bindings, cx: Context
-    ) -> Iterator[Bindings]:
-        if not wanted:
-            yield bound
-            return
-        (name, term), rest = wanted[0], wanted[1:]
-        have = reading.captures.get(name)
-        if have is None and isinstance(term, Capture) and term.optional:
-            if bound.get(term) is None:  # bound to nothing, so that no other meaning can have it
-                yield from self._take(rest, reading, {**bound, term: None}, cx)
-        elif isinstance(term, Term) and isinstance(have, Value):
-            for found in term.match(have, bound, cx):
-                yield from self._take(rest, reading, found, cx)
-        elif not isinstance(term, Term):
-            known = attributes((term,), (have,), bound)
-            if known is not None:
-                yield from self._take(rest, reading, known, cx)
-
-
-def _holds(term: Any, bound: Bindings) -> bool:
-    """Whether a term, or one below it, is bound."""
-    return isinstance(term, Term) and (term in bound or any(_holds(each, bound) for each in term.below()))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, chain, pairwise, product
 from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Graph, Value
-from fusion.language.terms import Above, Bindings, Context, Operation, Parameter, Tensorial, Term, attributes, matched
+from fusion.language.steps import Above
+from fusion.language.terms import Bindings, Context, Operation, Term, attributes, matched
 
 
 @dataclass(frozen=True, eq=False)
 class Lanes(Operation):
-    """Lanes start … stop of the last dim; each bound is a number, a `Fraction` of the dim, or a `Parameter`."""
+    """Lanes start … stop of the last dim; each bound is a number or a `Parameter`."""
 
     ops: tuple[str, ...] = ("slice",)
     start: Any = 0
@@ -24,9 +24,7 @@ class Lanes(Operation):
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op != "slice" or value.attrs[0] != value.rank - 1 or value.attrs[3] != 1:
             return
-        size = value.arg.shape[-1]
-        wanted = [each * size if isinstance(each, Fraction) else each for each in (self.start, self.stop)]
-        known = attributes(wanted, value.attrs[1:3], bound)
+        known = attributes((self.start, self.stop), value.attrs[1:3], bound)
         if known is not None:
             yield from self.args[0].match(value.arg, known, cx)
 
@@ -46,22 +44,6 @@ class Joined(Operation):
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Above):
-    """A value that is `inner` times a number, which the parameter takes; 1 where it is `inner` itself."""
-
-    factor: Parameter
-    step = "scale"
-    follows = Above._inner_follows
-    parts = Above.below
-
-    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        forms = ((value.arg, value.attrs[0]), (value, 1.0)) if value.op == "scale" else ((value, 1.0),)
-        for each, factor in forms:
-            if self.factor.takes(factor, bound):
-                yield from self.inner.match(each, {**bound, self.factor: factor}, cx)
-
-
-@dataclass(frozen=True, eq=False)
 class Reshaped(Above):
     """A value that is `inner`, or its elements in the same order with other dims."""
 
@@ -74,15 +56,12 @@ class Reshaped(Above):
 
 @dataclass(frozen=True, eq=False)
 class Permuted(Above):
-    """A value that is `inner` with its dims in another order, whatever that has become."""
+    """A value that is `inner` with its dims in another order, whatever that has become.
+
+    Of dims of size 1 an order is a shape, and it is taken through what joins or adds.
+    """
 
     order: tuple[int, ...]
-    step = "permute"
-    follows = Above._inner_follows
-
-    def heads(self) -> frozenset[str]:
-        """Any: of dims of size 1 an order is a shape, and it is taken through what joins or adds."""
-        return frozenset()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.rank == len(self.order):
@@ -92,14 +71,10 @@ class Permuted(Above):
 
 @dataclass(frozen=True, eq=False)
 class Packed(Above):
-    """A value [B, S, ..] that is `inner`, or `inner` of tokens without their sequences [T, ..]."""
+    """A value [B, S, ..] that is `inner`, or `inner` of tokens without their sequences [T, ..].
 
-    step = "reshape"
-    follows = Above._inner_follows
-
-    def heads(self) -> frozenset[str]:
-        """Any: what joins or adds takes the shape as its own."""
-        return frozenset()
+    What joins or adds takes the shape as its own.
+    """
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         yield from self.inner.match(value, bound, cx)
@@ -126,7 +101,6 @@ class Repeated(Above):
 
     times: int
     step = "reshape"
-    follows = Above._inner_follows
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         once = _once(cx.graph.algebra, value, self.times)
@@ -134,7 +108,7 @@ class Repeated(Above):
 
 
 @dataclass(frozen=True, eq=False)
-class PerToken(Tensorial):
+class PerToken(Term):
     """A table that `of` is multiplied by, taken as [B or 1, S or 1, D].
 
     `of`, which is bound before, is [B, S, D], [S, D] or has heads before or behind S: `heads_first` says where, itself
@@ -143,7 +117,7 @@ class PerToken(Tensorial):
 
     inner: Term
     of: Term
-    heads_first: Any
+    heads_first: Any = None
 
     def below(self) -> tuple[Any, ...]:
         """The table."""

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 
-from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Term
-from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped, Scaled
+from fusion.language.meanings import Meaning
+from fusion.language.steps import Cast, Scaled
+from fusion.language.terms import Apply, Capture, Parameter, Term
+from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped
 
 
 class Vocabulary:
     """The `p` of a pattern: functions that build terms. Unknown names are semantic ops (`p.rms_norm(x=...)`)."""
 
-    def mean(self, x: Term, dim: int = -1) -> Term:
-        """Average over one dim, which stays with size 1."""
-        return Apply((x,), ("mean",), (dim,))
+    in_order = Permuted
+    maybe_packed = Packed
+    maybe_repeated = Repeated
+    maybe_scaled = Scaled
+    per_token = PerToken
+    reshaped = Reshaped
 
-    def mean_over(self, x: Term, dims: Any) -> Term:
-        """Average over the dims that the parameter takes."""
+    def mean(self, x: Term, dims: Any = -1) -> Term:
+        """Average over one dim, or over those that the parameter takes; they stay with size 1."""
         return Apply((x,), ("mean",), (dims,))
 
     def power(self, x: Term, exponent: Any) -> Term:
@@ -64,10 +68,6 @@ class Vocabulary:
         """x · a number that the parameter takes."""
         return Apply((x,), ("scale",), (factor,))
 
-    def maybe_scaled(self, x: Term, factor: Any) -> Term:
-        """`x`, or `x` times a number; the parameter takes the number, or 1."""
-        return Scaled(x, factor)
-
     def shift(self, x: Term, offset: Any) -> Term:
         """x + a number that the parameter takes."""
         return Apply((x,), ("shift",), (offset,))
@@ -76,10 +76,6 @@ class Vocabulary:
         """x · Φ(x), of which the parameter takes how Φ is computed: "none" or "tanh"."""
         return Apply((x,), ("gelu",), (approximate,))
 
-    def part(self, x: Term, number: int, of: int) -> Term:
-        """The `number`-th of `of` equal runs of the last dim."""
-        return Lanes((x,), start=Fraction(number, of), stop=Fraction(number + 1, of))
-
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:
         """Lanes start … stop of the last dim, numbers or parameters."""
         return Lanes((x,), start=start, stop=stop)
@@ -87,10 +83,6 @@ class Vocabulary:
     def joined(self, *parts: Term) -> Term:
         """Tensors one behind the other along the last dim."""
         return Joined(parts)
-
-    def reshaped(self, x: Term) -> Term:
-        """`x`, or its elements in the same order with other dims."""
-        return Reshaped(x)
 
     def permuted(self, x: Term, order: tuple[int, ...]) -> Term:
         """`x` with its dims in another order."""
@@ -104,25 +96,9 @@ class Vocabulary:
         """Heads [B, N, S, D] that are `x` where this attribute is True, else `x` [B, S, N, D] with heads put first."""
         return HeadsFirst(x, told=told)
 
-    def maybe_packed(self, x: Term) -> Term:
-        """`x` [B, S, ..], or `x` of tokens without their sequences [T, ..] as [B, S, ..]."""
-        return Packed(x)
-
-    def in_order(self, x: Term, order: tuple[int, ...]) -> Term:
-        """`x` with its dims in this order, which of dims of size 1 is a shape."""
-        return Permuted(x, order)
-
-    def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
-        """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""
-        return PerToken(table, of, heads_first)
-
     def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
         """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
         return Apply(args, (names,) if isinstance(names, str) else names, None)
-
-    def maybe_repeated(self, x: Term, times: int) -> Term:
-        """`x`, or each lane of `x` so many times over; `x` is what is repeated wherever that is seen."""
-        return Repeated(x, times)
 
     def maybe_cast(self, x: Term, to: torch.dtype | Capture | Parameter) -> Term:
         """`x`, or `x` cast to exactly this dtype (or the dtype of this capture, or what this attribute is)."""

@@ -43,8 +43,10 @@ OPERATORS: Mapping[str, Operator] = _declared(sys.modules[__package__ or ""])
 """Qualified name -> operator, for every `Operator` that a module of this package declares."""
 
 
-def operator_of(target: OpOverload) -> Operator | None:
+def operator_of(target: Any) -> Operator | None:
     """The operator that a call to `target` is of, overload included; None for what the pass does not emit."""
+    if not isinstance(target, OpOverload):
+        return None
     schema = schema_of(target)
     return OPERATORS.get(f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name)
 

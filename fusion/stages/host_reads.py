@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.operators import OpOverload
 from fusion.operators import LOWERINGS, Operator, operator_of
 from fusion.origin import inherit
 
@@ -22,7 +21,7 @@ def read_on_host(source: fx.Graph, lowering: str) -> int:
     """Copy to the host what the pass's calls read there under `lowering`; return how many copies were made."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(source.nodes):
-        operator = operator_of(node.target) if "fusion" in node.meta and isinstance(node.target, OpOverload) else None
+        operator = operator_of(node.target) if "fusion" in node.meta else None
         if operator is None or lowering not in LOWERINGS or lowering in operator.lowerings:
             continue
         for name in sorted(operator.on_host):

@@ -16,7 +16,7 @@ import torch.fx as fx
 from fusion.errors import Failure, RuleError
 from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Miss, Reading, Value
-from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied, require
+from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, levels, relied, require
 from fusion.records import Match, Refusal
 
 
@@ -35,26 +35,6 @@ class Found:
     refusals: list[Refusal] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     sound: Sequence[Rule] = ()
-
-
-def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
-    """Order rules so that each comes after those whose readings it uses.
-
-    Raises:
-        RuleError: two rules have one name, a semantic op is provided by no rule, or rules use each other in a circle.
-    """
-    import networkx as nx  # half a second to import: only where a model is fused
-
-    by_name = {rule.name: rule for rule in rules}
-    if len(by_name) != len(rules):
-        raise RuleError(f"loading rules: a name occurs twice among {sorted(rule.name for rule in rules)}; rename one")
-    order: nx.DiGraph[str] = nx.DiGraph()
-    order.add_nodes_from(by_name)
-    for rule in rules:
-        order.add_edges_from((used, rule.name) for used in rule.uses() if used in by_name)
-    if not nx.is_directed_acyclic_graph(order):
-        raise RuleError(f"loading rules: they use each other in a circle: {nx.find_cycle(order)}")
-    return [[by_name[name] for name in sorted(level)] for level in nx.topological_generations(order)]
 
 
 def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset()) -> Found:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import getitem
 from typing import Any
 
 import torch
@@ -75,20 +77,15 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
 def _closing_copies(source: fx.Graph) -> list[fx.Node]:
     """The `copy_` nodes over inputs with which the graph ends, one per input."""
     found: dict[Any, fx.Node] = {}
-    for node in reversed(source.nodes):
-        if node.op == "output":
-            continue
-        if node.target is not aten.copy_.default:
-            break
+    nodes = (node for node in reversed(source.nodes) if node.op != "output")
+    for node in takewhile(lambda each: each.target is aten.copy_.default, nodes):
         found.setdefault(node.args[0], node)
     return [node for place, node in found.items() if isinstance(place, fx.Node) and place.op == "placeholder"][::-1]
 
 
 def _functional(node: fx.Node) -> Operator | None:
     """The operator of a call that the pass added, if it has an in-place form."""
-    if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
-        return None
-    operator = operator_of(node.target)
+    operator = operator_of(node.target) if "fusion" in node.meta else None
     return operator if operator is not None and operator.in_place else None
 
 
@@ -141,7 +138,7 @@ def _fills(node: fx.Node) -> bool:
 
 def _call(value: fx.Node) -> fx.Node:
     """The call whose result, or one of whose results, a node is."""
-    source = value.args[0] if getattr(value.target, "__name__", "") == "getitem" else value
+    source = value.args[0] if value.target is getitem else value
     return source if isinstance(source, fx.Node) else value
 
 
@@ -255,7 +252,7 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
     operator = _functional(node)
     assert operator is not None
     places = _written(node)
-    changed = dict(zip(places, caches, strict=True)) if caches else {}
+    changed = dict(zip(places, caches or places, strict=True))
     form = OPERATORS[operator.in_place]
     with node.graph.inserting_before(node):
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: changed.get(each, each))
@@ -270,16 +267,11 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
         new.meta["val"] = vals[0] if returned == 1 else vals or None
         for item in list(node.users):
             number: Any = item.args[1]
-            if number < before and returned == 1:  # which an operator gives by itself
-                item.replace_all_uses_with(new)
-                node.graph.erase_node(item)
-                continue
-            if number < before:
+            if number < before and returned > 1:
                 item.replace_input_with(node, new)
                 continue
-            cache: Any = places[number - before]
-            kept: Any = changed.get(cache, cache)
-            item.replace_all_uses_with(kept)
+            # one result alone is no item of several
+            item.replace_all_uses_with(new if number < before else changed[places[number - before]])
             node.graph.erase_node(item)
     node.graph.erase_node(node)
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch.fx as fx
 
 from fusion.graph import Graph
-from fusion.records import LEAST_BENEFIT, Candidate
+from fusion.records import LEAST_BENEFIT, TIE, Candidate
 
 if TYPE_CHECKING:
     import networkx as nx  # half a second to import: only where a model is fused
 
 Overlaps = Mapping[int, Set[int]]
 """For every option those that it excludes."""
-TIE = 0.25  # microseconds below which two covers cost the same: the cost model knows no better
 EXACT = 4096  # parts of one group that are solved exactly; those that are left are covered greedily
 
 
@@ -63,7 +62,7 @@ def _option(candidate: Candidate) -> _Option:
     members = (candidate,) if candidate.needs is None else (candidate.needs, candidate)
     return _Option(
         members,
-        frozenset(node for each in members for makers in each.match.roots for node in makers),
+        frozenset(node for each in members for node in each.match.makers),
         frozenset[fx.Node]().union(*(each.dying for each in members)),
         sum(each.benefit for each in members),
     )
@@ -93,7 +92,7 @@ def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
 def _interleaved(chosen: Sequence[Candidate], graph: Graph) -> list[tuple[int, int]]:
     """Pairs of candidates with several results that overlap in the order of the graph: only they can be a circle."""
     spans = {
-        number: sorted(graph.order[node] for makers in each.match.roots for node in makers)
+        number: sorted(graph.order[node] for node in each.match.makers)
         for number, each in enumerate(chosen)
         if len(each.match.roots) > 1
     }

@@ -12,10 +12,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fusion._torch.operators import OpOverload, schema_of
 from fusion._torch.tensors import shares_memory, tree_leaves
 from fusion.language import Example, Rule
 from fusion.library import examples
+from fusion.mutation import is_write
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.outcome import live_calls
@@ -85,10 +85,9 @@ def _holds_the_same_whole_numbers(number: int, exact: Tensor, same: Tensor, old:
 def emits_valid_calls(t: Trial) -> None:
     """Every new call fits its operator's schema, and really gives the shape and dtype that its node says."""
     for node in t.fused.graph.nodes:
-        if "fusion" in node.meta and isinstance(node.target, OpOverload):
-            operator = operator_of(node.target)
-            if operator is not None:
-                operator.bind(node.args, node.kwargs)
+        operator = operator_of(node.target) if "fusion" in node.meta else None
+        if operator is not None:
+            operator.bind(node.args, node.kwargs)
     t.fused.graph.lint()
     _Checked(t.fused).run(*t.inputs())
 
@@ -188,7 +187,7 @@ class _Checked(fx.Interpreter):
 
     def _check_memory(self, n: fx.Node, results: Sequence[Any]) -> None:
         """What a fused operator gives is memory of its own, but what its schema says it writes."""
-        if not isinstance(n.target, OpOverload) or operator_of(n.target) is None or schema_of(n.target).is_mutable:
+        if operator_of(n.target) is None or is_write(n):
             return
         given = [each for each in map(self.env.get, n.all_input_nodes) if isinstance(each, Tensor)]
         tensors = [each for each in (*given, *results) if isinstance(each, Tensor) and each.numel()]

@@ -91,7 +91,7 @@ class RMSNorm(Rule):
     )
     def other_root(self, p, x=tensor("*B D"), eps=scalar(), dims=attribute(), exponent=attribute(), root=attribute()):
         """(mean(xᵃ) + eps)ᵇ."""
-        return p.power(p.mean_over(p.power(x, exponent), dims) + eps, root)
+        return p.power(p.mean(p.power(x, exponent), dims) + eps, root)
 
     @lookalike("the squares are summed, not averaged: their mean has a factor {factor} under the root")
     def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):

@@ -212,10 +212,6 @@ def of_whole_numbers(q, k, v, bias):
     return (scores_of(q, k) + bias).softmax(-1) @ v
 
 
-def wider_than_queries(q, k, v, bias):
-    return (scores_of(q, k).float() + bias.float() / 3).softmax(-1).to(q.dtype) @ v
-
-
 def behind_the_softmax(q, k, v, bias):
     return (scores_of(q, k).softmax(-1) + bias) @ v
 

@@ -649,7 +649,6 @@ def refused(form, reason="", **more):
     return Entry(form, "", reason, **more)
 
 
-NOT_PROVEN = "not proven to be a mask"
 LENGTHS = torch.tensor([0, 4])
 
 LOOKALIKES = (

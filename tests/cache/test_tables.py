@@ -129,7 +129,6 @@ def test_keys_whose_number_changes_are_left_alone():
 
 
 FIVE = torch.tensor([3, 6, 1, 5, 0])
-COLUMNS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]])
 ODD: dict[str, tuple[Any, ...]] = {
     "no index": (lambda x, t: torch.cat((x, t)), numbers(24, 8), numbers(1, 8), 1, 25),
     "another dim": (lambda x, t: x[:, t], numbers(SIZE, BLOCKS, WIDTH), TABLE),

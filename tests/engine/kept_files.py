@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fusion import shelf
+from fusion import text_cache
 
 from .graphs import norm
 
@@ -24,4 +24,4 @@ def inputs(rows: int = 3) -> tuple[Tensor, ...]:
 
 def later() -> None:
     """Forget what is in memory, as a process that ends does."""
-    shelf._shelf.cache_clear()
+    text_cache._text_cache.cache_clear()

@@ -79,7 +79,7 @@ class Scores(Rule):
     def written(self, p, x=tensor("*B D"), a=tensor("D"), b=tensor("D"), dims=attribute()):
         """The products' sum, and its mean."""
         s = p.maybe_cast(x * a, to=torch.float32) + p.maybe_cast(x * b, to=torch.float32)
-        return s, p.mean_over(s, dims)
+        return s, p.mean(s, dims)
 
     @lookalike("the two factors are the same", apart=("x", "a"))
     def same(self, p, x=tensor("*B D"), a=tensor("D")):

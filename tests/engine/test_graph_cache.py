@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.functional import silu
 
-from fusion import graph_cache, shelf
+from fusion import graph_cache, text_cache
 from fusion._torch.fakes import FakeTensorMode
 from fusion.backend import FusionBackend
 from fusion.errors import Failure
@@ -183,11 +183,11 @@ def test_a_text_of_no_use_is_done_without(broken: str, empty: Path, caplog: pyte
 
 def test_a_file_keeps_the_latest(tmp_path: Path):
     file = tmp_path / "graphs-own.sqlite"
-    own = shelf.Shelf(file, most=3)
+    own = text_cache.TextCache(file, most=3)
     for number in (1, 2, 3, 1, 4):
         own.put(str(number), f"text {number}")
         own.save()
-    other = shelf.Shelf(file, most=3)
+    other = text_cache.TextCache(file, most=3)
     assert [other.get(str(number)) for number in range(1, 5)] == ["text 1", None, "text 3", "text 4"]
 
 
@@ -232,7 +232,7 @@ def test_what_a_graph_holds_is_told_where_it_is_numbers(held: Any):
     root.held = held
     fx.GraphModule(root, graph)
     with pytest.raises(UnwrittenError):
-        graph_cache._told_of(node, graph)
+        graph_cache._told_of(node)
 
 
 def test_calls_of_functions_and_what_is_no_call_are_not_told():

@@ -16,16 +16,15 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fusion import pipeline
+from fusion import text_cache
 from fusion.language import Library, Rule, lowering, pattern, tensor
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.recording import Fakes
-from fusion.shelf import Shelf
-from fusion.stages.plan import kept
 from fusion.stages.plan import recorded as recorded_plans
 from fusion.testing import capture
+from fusion.text_cache import TextCache
 
 from .kept_files import block, inputs, later
 
@@ -94,9 +93,9 @@ def test_a_rule_that_its_file_does_not_tell_is_never_kept():
             return p.exp(x)
 
     known = next(rule for rule in installed().rules if rule.name == "rms_norm")
-    assert kept.digest(known, "x") is not None
-    assert kept.digest(Local(), "x") is None
-    assert kept.digest(known, object()) is None
+    assert recorded_plans.digest(known, "x") is not None
+    assert recorded_plans.digest(Local(), "x") is None
+    assert recorded_plans.digest(known, object()) is None
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def test_what_is_told_by_no_file_and_what_failed_is_planned_again(rule: Rule, re
 def test_symbolic_sizes_have_no_text():
     source = capture(block, inputs(), dynamic=True).graph.graph
     vals = [node.meta["val"] for node in source.nodes if isinstance(node.meta.get("val"), Tensor)]
-    assert kept.text_of({"sizes": vals[:1]}) is None  # type: ignore[arg-type]
+    assert recorded_plans.text_of({"sizes": vals[:1]}) is None  # type: ignore[arg-type]
 
 
 def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
@@ -153,7 +152,7 @@ def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: py
         assert fused(source, "memory") == fused(source, "off")
         assert recorded
     texts: list[str | None] = []
-    monkeypatch.setattr(Shelf, "put", lambda self, digest, text: texts.append(text))
+    monkeypatch.setattr(TextCache, "put", lambda self, digest, text: texts.append(text))
     fused(source, "memory", target="host")
     assert None not in texts
 
@@ -161,7 +160,7 @@ def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: py
 def test_what_is_written_tells_kinds_apart():
     known = installed().rules[0]
     same = [1, 1.0, True, "1", None, (1,), [1], {"1": 1}, torch.float32, "torch.float32", float("inf"), -0.0, 0.0, int]
-    assert len({kept.digest(known, each) for each in same}) == len(same)
+    assert len({recorded_plans.digest(known, each) for each in same}) == len(same)
 
 
 @pytest.mark.parametrize("broken", [b"no database", b""])
@@ -181,19 +180,19 @@ def test_a_folder_that_cannot_be_made_is_done_without(empty: Path):
 
 
 def test_many_may_write_at_once(tmp_path: Path):
-    shelves = [Shelf(tmp_path / "plans.sqlite") for _ in range(8)]
+    caches = [TextCache(tmp_path / "plans.sqlite") for _ in range(8)]
 
     def write(number: int) -> None:
         for row in range(20):
-            shelves[number].put(f"{row % 2 * number}-{row}", "{}")
-            shelves[number].save()
+            caches[number].put(f"{row % 2 * number}-{row}", "{}")
+            caches[number].save()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
-    for each in shelves:  # what waited for longer than a write may
+    for each in caches:  # what waited for longer than a write may
         each.save()
     expected = {f"{row % 2 * number}-{row}" for number in range(8) for row in range(20)}
-    assert Shelf(tmp_path / "plans.sqlite").texts.keys() == expected
+    assert TextCache(tmp_path / "plans.sqlite").texts.keys() == expected
     with sqlite3.connect(tmp_path / "plans.sqlite") as rows:
         assert rows.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -201,7 +200,7 @@ def test_many_may_write_at_once(tmp_path: Path):
 def test_another_state_of_the_code_has_a_file_of_its_own(empty: Path, monkeypatch: pytest.MonkeyPatch):
     source = capture(block, inputs()).graph.graph
     fused(source, "disk")
-    monkeypatch.setattr(pipeline, "loaded", lambda library: "changed")
+    monkeypatch.setattr(text_cache, "loaded", lambda library: "changed")
     fused(source, "disk")
     assert len(list(empty.glob("plans-*.sqlite"))) == 2
 
@@ -212,7 +211,7 @@ def test_files_that_none_has_read_for_a_month_are_removed(tmp_path: Path):
         each.touch()
         os.utime(each, (time.time() - days * 24 * 3600,) * 2)
     own = tmp_path / "plans-own.sqlite"
-    Shelf(own)
+    TextCache(own)
     assert sorted(tmp_path.iterdir()) == sorted([*files[1:], own])
     assert time.time() - own.stat().st_mtime < 3600
 

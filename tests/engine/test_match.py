@@ -11,8 +11,8 @@ import torch
 from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
 from fusion.errors import RuleError
 from fusion.graph import Miss, Reading, Readings
-from fusion.language import captured
-from fusion.stages.match import _Search, levels, match
+from fusion.language import captured, levels
+from fusion.stages.match import _Search, match
 
 from .graphs import norm, numbers, read_graph, rotate, said, traced
 from .rules import DoubleExp, Scores, WrongNorm
@@ -201,8 +201,6 @@ def test_levels_follow_from_what_rules_use():
     }  # fmt: skip
     with pytest.raises(RuleError, match="circle"):
         levels([Below(), Circle()])
-    with pytest.raises(RuleError, match="occurs twice"):
-        levels([DoubleExp(), DoubleExp()])
 
 
 def test_what_a_pattern_takes_must_be_declared():

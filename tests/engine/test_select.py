@@ -21,7 +21,8 @@ def select(candidates: list[Any], fuel: int | None = None, graph: Any = GRAPH) -
 
 
 def _match(roots: tuple[tuple[Any, ...], ...]) -> Any:
-    return SimpleNamespace(roots=roots, firsts=[makers[0] for makers in roots if makers])
+    firsts = [makers[0] for makers in roots if makers]
+    return SimpleNamespace(roots=roots, firsts=firsts, makers=[node for makers in roots for node in makers])
 
 
 def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) -> Any:
@@ -31,7 +32,7 @@ def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) ->
 
 
 def overlap(left: Any, right: Any) -> bool:
-    roots = [{node for makers in each.match.roots for node in makers} for each in (left, right)]
+    roots = [set(each.match.makers) for each in (left, right)]
     return bool(roots[0] & right.dying or roots[1] & left.dying)
 
 

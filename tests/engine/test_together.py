@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 def candidate(*dying: fx.Node, needs: Any = None) -> Any:
     """A rewrite of the first of these nodes, with which the others go."""
-    return SimpleNamespace(dying=frozenset(dying), needs=needs, match=SimpleNamespace(roots=((dying[0],),)))
+    return SimpleNamespace(dying=frozenset(dying), needs=needs, match=SimpleNamespace(makers=dying[:1]))
 
 
 def readers() -> tuple[fx.Node, fx.Node]:

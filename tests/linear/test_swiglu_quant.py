@@ -82,7 +82,7 @@ def run(form: Any, args: tuple[Tensor, ...], level: Any = "composite", lower: st
     assert not outcome.failures, outcome.failures
     gm.recompile()
     further = [each.module(*(named[name] for name in each.sources)) for each in outcome.prepared]
-    found = (operator_of(node.target) for node in gm.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+    found = (operator_of(node.target) for node in gm.graph.nodes)
     return plain[0], gm(*captured.inputs, *further)[0], dict(Counter(each.short for each in found if each)), outcome
 
 

@@ -24,7 +24,7 @@ PLACES = (
     "fusion/stages",
     "fusion/graph",
     "fusion/graph_cache.py",
-    "fusion/shelf.py",
+    "fusion/text_cache.py",
     "fusion/assumptions.py",
     "fusion/mutation.py",
     "fusion/operators/visibility.py",

@@ -155,12 +155,6 @@ def shared_by_two(x, weight, scale):
     return tuple(int_mm(q, tokens, each, scale).to(x.dtype) for each in (weight, weight.flip(0)))
 
 
-def wide_result_cast_twice(x, weight, scale):
-    q, tokens = divided(x)
-    y = int_mm(q, tokens, weight, torch.ones_like(scale))
-    return (y.to(torch.bfloat16).float() * scale).to(x.dtype)
-
-
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion.library import installed
-from fusion.operators import Operator, operator_of
+from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import capture
@@ -61,12 +61,8 @@ def run(
 
 def operators(gm: fx.GraphModule) -> dict[str, int]:
     """The fused operators of a graph, but that of the router."""
-    found = Counter(operator.name for node in gm.graph.nodes if (operator := _operator(node)) is not None)
+    found = Counter(operator.name for node in gm.graph.nodes if (operator := operator_of(node.target)) is not None)
     return {name: count for name, count in found.items() if "gating" not in name}
-
-
-def _operator(node: fx.Node) -> Operator | None:
-    return operator_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
 
 
 def distance(x: Tensor, y: Tensor) -> float:

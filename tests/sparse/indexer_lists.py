@@ -89,10 +89,6 @@ def narrow(q, k, w):
     return by_matmul(q, k, w).topk(K, dim=-1).indices.to(torch.int32)
 
 
-def flattened(q, k, w):
-    return by_einsum(q, k, w).topk(K, -1).indices.flatten(1) * 2
-
-
 def of_tokens(q, k, w):
     """Heads first, as the reference functions of kernels have it."""
     scores = torch.einsum("mhd,nd->hmn", q.float(), k.float())
@@ -282,9 +278,3 @@ LOOKALIKES: dict[Form, str] = {
     the_others: _OTHERS, never: _OTHERS, by_places: _OTHERS, of_a_length_and_more: _FEW, by_other_scores: _OTHERS,
     of_the_next: _OTHERS, of_two_lengths: _FEW,
 }  # fmt: skip
-
-
-def gathered_too_many(q, k, w, query, kv):
-    """One more key than those before the query is seen, if it is listed."""
-    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
-    return attend(query, kv, places, places <= torch.arange(q.shape[1])[:, None] + 1)

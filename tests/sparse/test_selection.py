@@ -354,10 +354,6 @@ def nothing(status: Tensor, new: Tensor, ids: Tensor) -> None:
     pass
 
 
-def smallest(scores: Tensor, count: int) -> Tensor:
-    return scores.topk(count, dim=-1, largest=False).indices
-
-
 def some_missing(scores: Tensor, count: int) -> Tensor:
     best = scores.topk(count, dim=-1)
     return torch.where(best.values > 0, best.indices, 0)

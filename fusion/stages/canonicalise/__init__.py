@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -26,7 +27,16 @@ from fusion.weights import derived
 
 __all__ = ["canonicalise"]
 
-for _family in ("contractions", "groups", "lists", "reductions", "sdpa", "shapes", "writes"):  # for their translators
+for _family in (
+    "buffers",
+    "contractions",
+    "groups",
+    "lists",
+    "reductions",
+    "sdpa",
+    "shapes",
+    "writes",
+):  # for their translators
     import_module(f"{__name__}.{_family}")
 
 
@@ -115,7 +125,7 @@ class _Walk:
 
     def _call(self, node: fx.Node) -> Held | None:
         val = node.meta.get("val")
-        if getattr(node.target, "__name__", "") == "getitem":
+        if node.target is operator.getitem:
             held = self.held.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
             known = held[node.args[1]] if isinstance(held, tuple) and isinstance(node.args[1], int) else None
             return known if known is not None else self._opaque(node, val)

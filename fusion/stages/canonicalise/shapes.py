@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fusion.graph import Algebra, Value, inner_writes, parts
+from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
-from fusion.graph.logic import constant, number
+from fusion.graph.logic import constant
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
@@ -67,13 +67,13 @@ def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, shape: Sequ
     is none, nor is every second row, which are fewer than stand between start and end.
     """
     size, length = x.shape[axis], shape[axis]
-    first = _first(size, length, start, end)
+    first = first_of(size, length, start, end)
     if first is None:
         return None
     return a.narrow(x, axis, first, length)
 
 
-def _first(size: Any, length: Any, start: Any, end: Any) -> Any:
+def first_of(size: Any, length: Any, start: Any, end: Any) -> Any:
     """Where `length` neighbours of `size` begin; None where some may be cut off, or `start` may count from the end."""
     if start == -length:  # so many are there: they are the last
         return size - length
@@ -142,7 +142,7 @@ def _cat(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Transl
 @arranges("aten.stack.default", any_rank=True)
 def _stack(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
     dim %= len(out.shape)
-    return a.cat([_opened(a, each, dim) for each in tensors], dim)
+    return a.cat([opened(a, each, dim) for each in tensors], dim)
 
 
 @arranges("aten.repeat_interleave.self_int")
@@ -153,11 +153,11 @@ def _repeat_interleave(
     if dim is None:
         x, dim = a.reshape(x, (math.prod(x.shape),)), 0
     behind = dim % x.rank + 1
-    wide = a.expand(_opened(a, x, behind), (*x.shape[:behind], repeats, *x.shape[behind:]))
+    wide = a.expand(opened(a, x, behind), (*x.shape[:behind], repeats, *x.shape[behind:]))
     return a.reshape(wide, out.shape)
 
 
-def _opened(a: Algebra, x: Value, place: int) -> Value:
+def opened(a: Algebra, x: Value, place: int) -> Value:
     """`x` with one more dim, of size 1."""
     return a.reshape(x, (*x.shape[:place], 1, *x.shape[place:]))
 
@@ -233,101 +233,3 @@ translations(
     },
     of_complex="parts",
 )
-
-
-@arranges("aten.slice_scatter.default")
-def _slice_scatter(
-    a: Algebra, out: Out, x: Value, source: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> Translated:
-    """A buffer filled slice by slice: values keep the slices; where they cover the buffer it is their join."""
-    must(source.dtype == x.dtype)  # else what is written is cast on its way
-    size = out.shape[dim]
-    start, end = 0 if start is None else start, MAX_STOP if end is None else end
-    if not all(isinstance(each, int) for each in (size, start, end)):
-        return _placed(a, x, source, dim % x.rank, start, end)
-    start, stop, step = slice(start, end, step).indices(int(size))
-    if len(range(start, stop, step)) == size:
-        return source
-    if step == 1:
-        return sliced(a, x, source, dim % x.rank, start, stop)
-    written = a.make("slice_scatter", (x, source), (dim % x.rank, start, stop, step), out.shape, out.dtype)
-    return _covered(a, written) or written
-
-
-def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any) -> Value | None:
-    """A slice where sizes are symbolic; with as many rows as `end` - `start` says, neither was cut off."""
-    size = x.shape[axis]
-    if source.shape[axis] == size:
-        return source
-    found = _first(size, source.shape[axis], start, end)
-    if found is not None:
-        part = a.narrow(x, axis, found, source.shape[axis])
-        changed = parts.whole(a, x, part, source, axis, found)
-        if changed is not None:
-            return changed
-    if end - start != source.shape[axis]:
-        return None
-    first = a.narrow(x, 0, 0, source.shape[0]) if (axis, start) == (0, 0) else None
-    first = _first_sequences(a, x, source, first)
-    if first is not None:
-        return first
-    place = number(a, start, x)
-    known = isinstance(start, int) and start >= 0
-    place = place if known else a.make("wrap", (place,), (size,), (), place.dtype)
-    return a.make("write", (x, source, place), (axis,), x.shape, x.dtype)
-
-
-def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:
-    """`x` with `source` at [start, stop) along `axis`, a known place; a join of pieces stays one."""
-    size = int(x.shape[axis])
-    if stop - start == size:
-        return source
-    first = _first_sequences(a, x, source, a.slice(x, 0, 0, stop))
-    if first is not None:
-        return first
-    changed = parts.whole(a, x, a.cut(x, axis, start, stop), source, axis, start)
-    changed = changed or inner_writes.within(a, x, source, axis, start, stop)
-    if changed is not None:
-        return changed
-    before = [proven(a.slice(x, axis, 0, start))] if start else []
-    after = [proven(a.slice(x, axis, stop, size))] if stop < size else []
-    if x.op == "cat" and not any(each.op == "slice" and each.arg is x for each in (*before, *after)):
-        return a.cat([*before, source, *after], axis)
-    written = a.make("slice_scatter", (x, source), (axis, start, stop, 1), x.shape, x.dtype)
-    return _covered(a, written) or written
-
-
-def _first_sequences(a: Algebra, x: Value, source: Value, first: Value | None) -> Value | None:
-    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for; `first` is x[:b]."""
-    if source.op not in ("write", "slice_scatter") or source.arg is not first:
-        return None
-    axis, placed = source.attrs[0], source.op == "slice_scatter"
-    if axis == 0 or (placed and source.attrs[3] != 1):
-        return None
-    start = number(a, source.attrs[1], x) if placed else source.args[2]
-    return a.make("write", (x, source.args[1], start), (axis,), x.shape, x.dtype)
-
-
-def _covered(a: Algebra, last: Value) -> Value | None:
-    """The join of the slices of a chain of `slice_scatter` that leaves nothing of its buffer, oldest write below."""
-    axis, _, _, stride = last.attrs
-    size = int(last.shape[axis])
-    writes: dict[int, Value] = {}
-    lanes: set[int] = set()
-    value = last
-    while value.op == "slice_scatter" and value.attrs[0] == axis and value.attrs[3] == stride:
-        _, start, stop, _ = value.attrs
-        here = set(range(start, stop, stride))
-        if here & lanes:
-            return None
-        writes[start] = value.args[1]
-        lanes |= here
-        value = value.arg
-    if len(lanes) < size:
-        return None
-    pieces = [writes[start] for start in sorted(writes)]
-    if stride == 1:
-        return a.cat(pieces, axis)
-    if size % stride or sorted(writes) != list(range(stride)):
-        return None
-    return a.reshape(a.cat([_opened(a, each, axis + 1) for each in pieces], axis + 1), last.shape)

@@ -23,7 +23,7 @@ from fusion.graph import Algebra, Dim, Value, but_ones, unviewed
 from fusion.graph.dims import INDEX_DTYPES, broadcast
 from fusion.graph.logic import number
 from fusion.graph.proof import must, proof, proven
-from fusion.stages.canonicalise import groups, lists, logic, shapes
+from fusion.stages.canonicalise import buffers, groups, lists, logic, shapes
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 # translators -------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, ind
     must(isinstance(index, int) and isinstance(x.shape[axis], int) and x.shape[axis] and source.dtype == x.dtype)
     index %= int(x.shape[axis])
     rows = a.reshape(source, (*source.shape[:axis], 1, *source.shape[axis:]))
-    return shapes.sliced(a, x, rows, axis, index, index + 1)
+    return buffers.sliced(a, x, rows, axis, index, index + 1)
 
 
 def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, wraps: bool) -> Value | None:
@@ -220,4 +220,4 @@ def _known(a: Algebra, cache: Value, rows: Value, first: int, axis: int, wraps: 
         return None
     if wraps and first < 0:
         first += size
-    return shapes.sliced(a, cache, rows, axis, first, first + length) if 0 <= first <= size - length else None
+    return buffers.sliced(a, cache, rows, axis, first, first + length) if 0 <= first <= size - length else None

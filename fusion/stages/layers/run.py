@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
+from fusion._torch.tensors import held_by
 from fusion.facts import Facts
 from fusion.mutation import closing_writes, outputs
 from fusion.texts import frozen
@@ -209,9 +210,7 @@ def _numbers(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 def _constant(node: fx.Node) -> Hashable:
     """What an attribute is: small constants by their numbers, everything else by its name."""
-    found: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        found = getattr(found, name, None)
+    found = held_by(node)
     if type(found) is torch.Tensor and not found.is_meta and found.numel() <= _SMALL:  # a fake one holds no numbers
         return found.dtype, tuple(found.shape), repr(found.tolist())
     return node.target

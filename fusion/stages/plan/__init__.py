@@ -7,43 +7,35 @@ one plan.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from operator import sub
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.fx as fx
 
-from fusion.cost import call_cost, is_launch, node_cost, node_surplus
+from fusion.cost import is_launch, node_cost, node_surplus
 from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value
 from fusion.language import Refused
-from fusion.mutation import memory_of
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Match, Plan, Refusal
-from fusion.shelf import Shelf
 from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.fit import mismatch
-from fusion.stages.plan.kept import Plans
-from fusion.stages.plan.recorded import PlanBook, Run
+from fusion.stages.plan.needless import Needless
+from fusion.stages.plan.recorded import PlanBook, Plans
+from fusion.stages.plan.run import Run
+from fusion.stages.plan.sharing import Sharing
 from fusion.target import Target
+from fusion.text_cache import TextCache
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _Sharing:
-    """How many matches would read a value that must be built; and which would make the same call, with their plans."""
-
-    readers: Mapping[Value, int]
-    calls: Mapping[_Call, Sequence[tuple[Match, Plan]]]
 
 
 class Planner:
@@ -58,20 +50,19 @@ class Planner:
         elsewhere: Sequence[Target] = (),
         options: Options = Options(),
         times: Mapping[fx.Node, int] = MappingProxyType({}),
-        shelf: Shelf | None = None,
+        texts: TextCache | None = None,
     ) -> None:
         self.graph, self.fakes, self.target, self._times = graph, fakes, target, times
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
-        self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, shelf)
+        self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, texts)
         self._launches = cache(is_launch)
         self._cost = cache(partial(_cost, self._launches, target))
         self._surplus = cache(partial(node_surplus, machine=target))
-        self._calls = cache(_calls)
         self._kernels = cache(partial(_kernels, fakes, target))
         self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
-        self._needless = _Needless(graph, frozenset()).of
+        self._needless = Needless(graph, frozenset()).of
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`.
@@ -80,17 +71,16 @@ class Planner:
         """
         plans = {match: self._attempt(match, partial(self._book.of, match), {}) for match in matches}
         legal = (match for match, ways in plans.items() if self._is_legal(ways))
-        replaceable = frozenset(node for match in legal for makers in match.roots for node in makers)
-        self._needless = cache(_Needless(self.graph, replaceable).of)
-        shared = self._sharing(plans)
+        replaceable = frozenset(node for match in legal for node in match.makers)
+        self._needless = cache(Needless(self.graph, replaceable).of)
+        shared = Sharing(self.graph, plans, self._to_build, self._times)
         offers = {
             match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in plans
         }
         found: list[Candidate] = []
         for match in matches:
-            made = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
-            if made:
-                offers[match] = self._beside(offers[match], made, offers, shared)
+            if match.unheld:
+                offers[match] = self._beside(offers[match], match.unheld, offers, shared)
             best = self._best(match, plans[match], offers[match])
             found.extend(() if best is None else (best,))
         return [*found, *together.pairs(found, self._beside_another)]
@@ -118,23 +108,7 @@ class Planner:
             self.refusals.append(Refusal(match.rule.name, raised("plan", error), match.node))
             return otherwise
 
-    def _sharing(self, plans: Mapping[Match, Plans]) -> _Sharing:
-        """What several matches would build or call together."""
-        building: set[tuple[fx.Node, Value]] = set()
-        calling: dict[_Call, dict[fx.Node, tuple[Match, Plan]]] = {}
-        for match, found in plans.items():
-            for name, plan in found.items():
-                if not isinstance(plan, Plan):
-                    continue
-                building.update((match.node, value) for value in self._to_build(plan.tensors(match).values()))
-                for call in self._calls(match, name, plan):
-                    calling.setdefault(call, {})[match.node] = match, plan
-        readers = Counter[Value]()
-        for node, value in building:
-            readers[value] += self._times_of(node, [value])
-        return _Sharing(readers, {call: tuple(sharers.values()) for call, sharers in calling.items()})
-
-    def _offers(self, match: Match, plans: Plans, shared: _Sharing) -> list[Candidate]:
+    def _offers(self, match: Match, plans: Plans, shared: Sharing) -> list[Candidate]:
         return [
             self._offer(match, lowering, plan, shared) for lowering, plan in plans.items() if isinstance(plan, Plan)
         ]
@@ -142,9 +116,9 @@ class Planner:
     def _beside(
         self,
         offers: Sequence[Candidate],
-        made: set[Value],
+        made: frozenset[Value],
         others: Mapping[Match, Sequence[Candidate]],
-        shared: _Sharing,
+        shared: Sharing,
     ) -> list[Candidate]:
         """Each offer with the best other match that reads one of the values `made`, which else it would build.
 
@@ -211,20 +185,19 @@ class Planner:
         match: Match,
         lowering: str,
         plan: Plan,
-        shared: _Sharing,
+        shared: Sharing,
         needs: Candidate | None = None,
     ) -> Candidate:
         """What a match saves if it is run in one way; beside another, what both save more than the other alone."""
         members = ((match, plan), *(((needs.match, needs.plan),) if needs else ()))
-        given = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
-        read = {value for of, each in members for value in each.tensors(of).values()} - given
+        read = {value for of, each in members for value in each.tensors(of).values()} - match.unheld
         alone, built_alone = (needs.dying, needs.built) if needs else (frozenset[fx.Node](), ())
         dying, built = self._dying([of for of, _ in members], frozenset(read)) | alone, self._to_build(read)
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         each_call = [
-            (cost, self._count(shared, call))
-            for (cost, names), call in zip(plan.costs, self._calls(match, lowering, plan), strict=True)
+            (cost, shared.count(call))
+            for (cost, names), call in zip(plan.costs, shared.calls_of(match, lowering, plan), strict=True)
             if not self._are_prepared(names, match)
         ]
         running = sum(cost / sharers for cost, sharers in each_call)
@@ -236,25 +209,13 @@ class Planner:
         surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
         return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, surplus, needs)
 
-    def _count(self, shared: _Sharing, call: _Call) -> int:
-        """How many matches share a call."""
-        read = [value for _, value in call.read if isinstance(value, Value)]
-        return sum(self._times_of(match.node, read) for match, _ in shared.calls[call])
-
-    def _times_of(self, node: fx.Node, read: Iterable[Value]) -> int:
-        """How many of the nodes that `node` stands for read the same values."""
-        if node not in self._times:
-            return 1
-        own = (self._times.get(each, 1) for value in read for each in self.graph.reads(value))
-        return max(self._times[node] // max(own, default=1), 1)
-
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
         return math.fsum(map(self._cost, nodes))  # the same in whatever order
 
-    def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: _Sharing) -> frozenset[fx.Node]:
+    def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: Sharing) -> frozenset[fx.Node]:
         """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
-        calls = tuple(call for call in self._calls(match, lowering, plan) if len(shared.calls[call]) > 1)
+        calls = tuple(call for call in shared.calls_of(match, lowering, plan) if len(shared.calls[call]) > 1)
         if calls not in self._together:  # the same for all that share them
             self._together[calls] = self._dying_of(dict(sharer for call in calls for sharer in shared.calls[call]))
         return self._together[calls]
@@ -265,7 +226,7 @@ class Planner:
         alone = (self._dying([each], frozenset(of.tensors(each).values())) for each, of in sharers.items())
         return self._dying(list(sharers), read) - frozenset[fx.Node]().union(*alone)
 
-    def _built(self, built: Sequence[Value], shared: _Sharing) -> tuple[float, float]:
+    def _built(self, built: Sequence[Value], shared: Sharing) -> tuple[float, float]:
         """What it costs to build values for one of those that read them, and by how many launches."""
         kernels = {value: self._kernels(value) for value in built if not self._book.is_prepared(value)}
         cost = math.fsum(sum(costs) / shared.readers[value] for value, costs in kernels.items())
@@ -277,7 +238,7 @@ class Planner:
 
     def _dying(self, matches: Sequence[Match], read: frozenset[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
-        return self._needless(tuple(node for match in matches for makers in match.roots for node in makers), read)
+        return self._needless(tuple(node for match in matches for node in match.makers), read)
 
     def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
         """Values that a plan reads, and arguments of theirs, that no node holds: each behind its arguments."""
@@ -291,58 +252,6 @@ class Planner:
                 waiting.append((value, True))
                 waiting.extend((arg, False) for arg in reversed(self.graph.recipe(value).args))
         return tuple(found)
-
-
-class _Given(NamedTuple):
-    """The nodes that give a value, their memory, all nodes that hold it with theirs, and copies that could go too."""
-
-    nodes: Sequence[fx.Node]
-    memory: Collection[fx.Node]
-    places: Sequence[tuple[fx.Node, fx.Node]]
-    copies: Collection[fx.Node]
-
-
-class _Needless:
-    """What nothing needs any more once nodes are replaced; `replaceable` are those that some plan replaces."""
-
-    def __init__(self, graph: Graph, replaceable: frozenset[fx.Node]) -> None:
-        self._graph, self._replaceable = graph, replaceable
-        self._known: dict[Value, _Given] = {}
-
-    def of(self, roots: Sequence[fx.Node], read: Collection[Value]) -> frozenset[fx.Node]:
-        """These roots and the nodes below that only they need, without what gives the values `read`."""
-        kept = self._kept(read)
-        dying: set[fx.Node] = set(roots)
-        waiting = [source for root in roots for source in root.all_input_nodes]
-        while waiting:
-            node = waiting.pop()
-            if node in dying or node in kept or node.op != "call_function":
-                continue
-            if all(user in dying for user in node.users):
-                dying.add(node)
-                waiting.extend(node.all_input_nodes)
-        return frozenset(dying)
-
-    def _kept(self, read: Collection[Value]) -> set[fx.Node]:
-        """What gives these values: nodes, other views of their memory, and copies that could be replaced as well.
-
-        Copies go with the value, as that of a write into a slice.
-        """
-        given = [self._given(value) for value in read]
-        memory = {each for one in given for each in one.memory}
-        kept = {node for one in given for node in (*one.nodes, *one.copies)}
-        kept.update(node for one in given for node, lies in one.places if lies in memory)
-        return kept
-
-    def _given(self, value: Value) -> _Given:
-        if value not in self._known:
-            graph, nodes = self._graph, self._graph.reads(value)
-            places = [(node, memory_of(node)) for node in graph.places.get(value, ())]
-            held = (graph.held[node] for node in nodes)
-            alike = (node for each in held if isinstance(each, Value) for node in graph.places[each])
-            copies = self._replaceable.intersection(alike)
-            self._known[value] = _Given(nodes, set(map(memory_of, nodes)), places, copies)
-        return self._known[value]
 
 
 def _cost(is_launch: Callable[[fx.Node], bool], target: Target, node: fx.Node) -> float:
@@ -359,30 +268,8 @@ def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
     """What each kernel costs that builds a value from its arguments."""
     built = fakes.recipe(value)
     ran = Run(built.steps, built.inputs)
-    return tuple(
-        call_cost(step.target, ran.operands(step).values(), step.result, target, ran.flops(step), -ran.unread(step))
-        for step in ran.steps
-        if ran.is_kernel(step)
-    )
-
-
-class _Call(NamedTuple):
-    """A step of a plan and what it depends on: matches for which that is the same share one call.
-
-    The same step of another variant may be another call.
-    """
-
-    rule: str
-    variant: str
-    lowering: str
-    number: int
-    read: frozenset[tuple[str, Any]]
-
-
-def _calls(match: Match, lowering: str, plan: Plan) -> tuple[_Call, ...]:
-    """The steps of a plan that cost."""
-    read = (frozenset((name, match.captures[name]) for name in names) for _, names in plan.costs)
-    return tuple(_Call(match.rule.name, match.variant, lowering, number, each) for number, each in enumerate(read))
+    kernels = filter(ran.is_kernel, ran.steps)
+    return tuple(ran.cost(step, target, ran.operands(step).values(), step.result) for step in kernels)
 
 
 def _standing(candidate: Candidate) -> int:

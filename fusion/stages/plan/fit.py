@@ -28,7 +28,7 @@ def mismatch(match: Match, plan: Plan) -> Refused | None:
 
 def lie_as_indices(match: Match) -> bool:
     """Whether results of a match may lie otherwise than their fakes say."""
-    return any(_lies_as_its_indices(node) for makers in match.roots for node in makers)
+    return any(map(_lies_as_its_indices, match.makers))
 
 
 def _lies_as_its_indices(node: fx.Node) -> bool:

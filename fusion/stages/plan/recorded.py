@@ -1,31 +1,39 @@
-"""Plans: what the lowerings of a rule run on inputs of one signature, recorded once on fake tensors."""
+"""Plans: what the lowerings of a rule run on inputs of one signature, recorded once on fake tensors.
+
+They are kept as JSON for later graphs, under a digest of all that they depend on: the rule, how its inputs look, the
+targets and some options. A symbolic size belongs to one graph: such plans are never kept.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
+from hashlib import sha256
 from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from fusion._torch.tensors import count, leaves, map_only
-from fusion.cost import aten_flops, call_cost, is_data, is_view
+from fusion._torch.tensors import count
 from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, but_ones, dims_of, lie_alike, unviewed
-from fusion.language import Lowering, Refused
+from fusion.language import Lowering, Refused, Rule
+from fusion.language.code import is_of_its_module
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import Input, Match, Output, Plan, Step
-from fusion.shelf import Shelf
+from fusion.records import Input, Match, Plan, Step
 from fusion.stages.plan.fit import lie_as_indices, mismatch
-from fusion.stages.plan.kept import Plans, digest, plans_of, text_of
+from fusion.stages.plan.run import Run
 from fusion.target import Target
-from fusion.texts import frozen
+from fusion.text_cache import TextCache
+from fusion.texts import UnwrittenError, frozen, read, written
+
+Plans = Mapping[str, Plan | Refused]
+"""By the name of each lowering what it runs, or why it cannot."""
 
 
 class _Kept(NamedTuple):
@@ -45,9 +53,9 @@ class PlanBook:
         targets: Sequence[Target],
         plan_lower: str,
         options: Options,
-        shelf: Shelf | None,
+        texts: TextCache | None,
     ) -> None:
-        self._graph, self._fakes, self._targets, self._shelf = graph, fakes, targets, shelf
+        self._graph, self._fakes, self._targets, self._texts = graph, fakes, targets, texts
         self._plan_lower, self._disabled = plan_lower, options.disable
         self._host_reads = options.lengths == "host"
         self.failures: list[Failure] = []
@@ -75,7 +83,7 @@ class PlanBook:
 
     def _ways(self, match: Match) -> list[Lowering]:
         """The lowerings that are for what the form chose; of those, if any, that can run."""
-        ways = [each for each in match.rule.lowerings() if each.suits(match.choices)]
+        ways = [each for each in match.rule.lowerings() if each.suits(match.pattern.choices)]
         return [each for each in ways if not each.operator or self._runs(OPERATORS[each.operator])] or ways
 
     def _runs(self, operator: Operator) -> bool:
@@ -91,17 +99,17 @@ class PlanBook:
         """Plans that an earlier graph has left; else what is recorded now, and left for later ones."""
         ways = [each.name for each in self._ways(match)]
         depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
-        name = digest(match.rule, *depends) if self._shelf else None
-        if self._shelf is None or name is None:
+        name = digest(match.rule, *depends) if self._texts else None
+        if self._texts is None or name is None:
             return self._record_all(match, captures, kept)
-        text = self._shelf.get(name)
+        text = self._texts.get(name)
         if text is not None:
             return plans_of(text, self._fakes)
         raised = len(self.failures)
         plans = self._record_all(match, captures, kept)
         text = text_of(plans)
         if text is not None and len(self.failures) == raised:
-            self._shelf.put(name, text)
+            self._texts.put(name, text)
         return plans
 
     def _record_all(self, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
@@ -197,8 +205,7 @@ class PlanBook:
             if caches and all(origin & owned or not origin for origin in written.values()):
                 moved = [each for one, each in operands.items() if one not in caches]
                 result = None
-            work = ran.flops(step), -ran.unread(step)
-            costs.append((call_cost(step.target, moved, result, self._targets[0], *work), names))
+            costs.append((ran.cost(step, self._targets[0], moved, result), names))
         return tuple(costs)
 
     def _limits(self, ran: Run, prepared: frozenset[str]) -> dict[str, str]:
@@ -247,71 +254,6 @@ def _is_prepared(graph: Graph, value: Value) -> bool:
     return all(isinstance(size, int) for size in value.shape) and graph.is_fixed(value)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What was run on these inputs."""
-
-    steps: Sequence[Step]
-    inputs: Mapping[str, torch.Tensor]
-
-    @cached_property
-    def sources(self) -> Sequence[frozenset[str]]:
-        """For each step, the inputs that it depends on."""
-        found: list[frozenset[str]] = []
-        for step in self.steps:
-            read = (_names(each, found) for each in _references(step))
-            found.append(frozenset[str]().union(*read))
-        return found
-
-    @property
-    def used(self) -> frozenset[str]:
-        """The inputs that some step reads."""
-        return frozenset[str]().union(*self.sources)
-
-    def origin(self, reference: Input | Output) -> frozenset[str]:
-        """The inputs on which an argument depends."""
-        return _names(reference, self.sources)
-
-    def lookup(self, reference: Input | Output) -> Any:
-        """The fake tensor that an argument stands for."""
-        if isinstance(reference, Input):
-            return self.inputs[reference.name]
-        result = self.steps[reference.step].result
-        return result if reference.item is None else result[reference.item]
-
-    def operands(self, step: Step) -> dict[Input | Output, Any]:
-        """The tensors that a step reads, each once."""
-        return {each: self.lookup(each) for each in _references(step)}
-
-    def is_kernel(self, step: Step) -> bool:
-        """Whether a step makes or reads data by more than a view; arithmetic on positions is bookkeeping."""
-        return not is_view(step.target) and is_data((step.result, [*self.operands(step).values()]))
-
-    def arguments(self, step: Step) -> tuple[Any, Any]:
-        """What a step is called with."""
-        return map_only((Input, Output), self.lookup, (step.args, step.kwargs))
-
-    def flops(self, step: Step) -> float:
-        """The arithmetic of a step."""
-        operator = operator_of(step.target)
-        if operator is None:
-            return aten_flops(step.target, self.arguments(step)[0], step.result)
-        return 0.0 if operator.flops is None else operator.work(*self.arguments(step))
-
-    def unread(self, step: Step) -> float:
-        """Bytes of what a step is given that it does not read."""
-        operator = operator_of(step.target)
-        return 0.0 if operator is None or operator.unread is None else operator.left(*self.arguments(step))
-
-
-def _references(step: Step) -> list[Input | Output]:
-    return [each for each in leaves(step.args, step.kwargs) if isinstance(each, Input | Output)]
-
-
-def _names(reference: Input | Output, sources: Sequence[frozenset[str]]) -> frozenset[str]:
-    return frozenset((reference.name,)) if isinstance(reference, Input) else sources[reference.step]
-
-
 def _overwritten(step: Step) -> list[Any]:
     """The arguments of a step that its in-place form writes into."""
     operator = operator_of(step.target)
@@ -324,3 +266,27 @@ def _overwritten(step: Step) -> list[Any]:
 def _seen(value: Value) -> tuple[Value, ...]:
     """What a value is a reshape of."""
     return value.args if value.op == "reshape" else ()
+
+
+def digest(rule: Rule, *parts: Any) -> str | None:
+    """What tells plans apart beside the versions; None where no text can."""
+    if not is_of_its_module(rule):
+        return None
+    try:
+        told = json.dumps([type(rule).__module__, type(rule).__qualname__, written(parts)])
+    except UnwrittenError:
+        return None
+    return sha256(told.encode()).hexdigest()
+
+
+def text_of(plans: Plans) -> str | None:
+    """Plans as JSON; None where they hold what cannot be written."""
+    try:
+        return json.dumps({name: written(each) for name, each in plans.items()})
+    except UnwrittenError:
+        return None
+
+
+def plans_of(text: str, fakes: Fakes) -> Plans:
+    """The plans that a text tells, with fakes of this graph."""
+    return {name: read(each, fakes.made) for name, each in json.loads(text).items()}

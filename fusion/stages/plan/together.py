@@ -58,4 +58,4 @@ def _covering(node: fx.Node, numbers: Sequence[int], alone: Sequence[Candidate])
 def _overlap(one: Candidate, other: Candidate) -> bool:
     """Whether one replaces a node that the other replaces or needs no more."""
     pairs = ((one, other), (other, one))
-    return any(node in of.dying for by, of in pairs for makers in by.match.roots for node in makers)
+    return any(not of.dying.isdisjoint(by.match.makers) for by, of in pairs)

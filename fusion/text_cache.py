@@ -1,4 +1,4 @@
-"""A shelf: texts that are kept by their digests, for later graphs of this process and in a file for later processes.
+"""Texts that are kept by their digests, for later graphs of this process and in a file for later processes.
 
 What is kept depends on each line of the engine and the library: one file holds what one state of the code has made.
 """
@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from fusion import operators
+from fusion.language import Library
+from fusion.language.code import loaded
 from fusion.options import Options
 
 log = logging.getLogger("fusion")
@@ -32,7 +35,7 @@ def folder() -> Path:
 
 
 @dataclass
-class Shelf:
+class TextCache:
     """Texts by their digests, in memory and in a file; any number of processes may use one file.
 
     A file that cannot be read or written is done without.
@@ -103,14 +106,14 @@ def _clear(where: Path) -> None:
             each.unlink()
 
 
-def shelf(kind: str, code: str, options: Options, most: int = 0) -> Shelf | None:
+def text_cache(kind: str, library: Library, options: Options, most: int = 0) -> TextCache | None:
     """What of this kind is kept for this state of the code; None where nothing is to be."""
     if options.plan_cache == "off":
         return None
-    versions = sha256(f"{torch.__version__} {code}".encode()).hexdigest()[:16]
-    return _shelf(f"{kind}-{versions}", folder() if options.plan_cache == "disk" else None, most)
+    versions = sha256(f"{torch.__version__} {operators.ensure()} {loaded(library)}".encode()).hexdigest()[:16]
+    return _text_cache(f"{kind}-{versions}", folder() if options.plan_cache == "disk" else None, most)
 
 
 @cache
-def _shelf(name: str, where: Path | None, most: int) -> Shelf:
-    return Shelf(where and where / f"{name}.sqlite", most)
+def _text_cache(name: str, where: Path | None, most: int) -> TextCache:
+    return TextCache(where and where / f"{name}.sqlite", most)

@@ -1,0 +1,69 @@
+"""Identities: products and sums that are written as something else than what they mean, with operands in one order."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fusion.graph.value import Value
+
+if TYPE_CHECKING:
+    from fusion.graph.algebra import Algebra
+
+
+def softmax(a: Algebra, numerator: Value, inverse: Value) -> Value | None:
+    """exp(x) / Σ exp(x) over one dim: NaN in a row of -inf, or of numbers so low that each exp(x) is 0."""
+    total = inverse.arg if inverse.op == "scale" else inverse
+    if numerator.op != "exp" or total.op != "power" or total.arg.op != "mean" or total.arg.arg is not numerator:
+        return None
+    axes = total.arg.attrs
+    summed = a.sum(numerator, axes)
+    if len(axes) != 1 or summed is None or inverse is not a.power(summed, -1):
+        return None
+    return a.make("softmax", (numerator.arg,), (axes[0], "nan", False), numerator.shape, numerator.dtype)
+
+
+def normalised(a: Algebra, x: Value, root: Value) -> tuple[Value, Value] | None:
+    """x = z · s beside (mean(z²) · s² + eps)^e, which is (mean(x²) + eps)^e: the factor stays inside."""
+    if x.op != "scale" or root.op != "power" or root.arg.op != "shift" or root.arg.arg.op != "scale":
+        return None
+    average, factor = root.arg.arg.arg, root.arg.arg.attrs[0]
+    if average.op != "mean" or average.arg.op != "power" or average.arg.attrs != (2.0,):
+        return None
+    if average.arg.arg is not x.arg or not math.isclose(factor, x.attrs[0] ** 2, rel_tol=1e-12):
+        return None
+    whole = a.make("power", (x,), (2.0,), x.shape, x.dtype)
+    return x, a.power(a.shift(a.mean(whole, average.attrs), *root.arg.attrs), *root.attrs)
+
+
+def variance(a: Algebra, squares: Value, other: Value) -> Value | None:
+    """mean(x²) - mean(x)² is the mean of (x - mean(x))²."""
+    if other.op != "scale" or other.attrs != (-1.0,) or other.arg.op != "power" or other.arg.attrs != (2.0,):
+        return None
+    average = other.arg.arg
+    if average.op != "mean" or squares is not a.mean(a.power(average.arg, 2), average.attrs):
+        return None
+    return _about(a, average)
+
+
+def second_moment(a: Algebra, spread: Value, other: Value) -> Value | None:
+    """mean((x - mean(x))²) + mean(x)² is mean(x²)."""
+    if (other.op, other.attrs) != ("power", (2.0,)) or other.arg.op != "mean" or spread.op != "mean":
+        return None
+    average = other.arg
+    return a.mean(a.power(average.arg, 2), average.attrs) if spread is _about(a, average) else None
+
+
+def _about(a: Algebra, average: Value) -> Value | None:
+    """mean((x - average)²) of the x that it is the average of."""
+    centred = a.add(average.arg, a.scale(average, -1))
+    return centred and a.mean(a.power(centred, 2), average.attrs)
+
+
+def gain(a: Algebra, x: Value, product: Value) -> tuple[Value, Value] | None:
+    """x + x·w with one weight for each channel is x · (1 + w)."""
+    if product.op != "mul" or x not in product.args:
+        return None
+    weight = product.args[1] if product.args[0] is x else product.args[0]
+    per_channel = all(size == 1 for size in weight.shape[:-1])
+    return (x, a.shift(weight, 1)) if per_channel else None

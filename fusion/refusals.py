@@ -1,0 +1,65 @@
+"""Which refusals are told: none inside of what was fused after all, and of several the one that says most."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch.fx as fx
+
+from fusion.language import Refused, Rule
+from fusion.records import LEAST_BENEFIT, TIE, Candidate, Refusal
+
+
+def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Refusal]:
+    """The matches that the target could run otherwise, but slower, or no faster, if by more than another call."""
+    slower = "by {lowering} it would take about {lost:.1f} us more, not less"
+    alike = "by {lowering} it would take about as long"
+    refused: list[Refusal] = []
+    for each in candidates:
+        saved = each.benefit - each.surplus
+        is_one_for_one = len(each.dying) == 1 and not each.launches
+        if saved < -LEAST_BENEFIT and not is_one_for_one and each not in chosen:
+            cause = Refused(slower if saved < -TIE else alike, {"lowering": each.lowering, "lost": -saved})
+            refused.append(Refusal(each.match.rule.name, cause, each.match.node))
+    return refused
+
+
+def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
+    """Without those inside something that was fused after all, unless a better fusion was refused there.
+
+    What a rule takes in one of its variants may be less than it would have taken in another. Of several fusions of one
+    node that a limit has refused, the best is told.
+    """
+    gone = {node for candidate in chosen for node in candidate.dying}
+    made = {node: each for each in chosen for node in each.match.makers}
+    uses = {rule.name: rule.uses() for rule in rules}
+    best: dict[fx.Node, float] = {}
+    for each in refusals:
+        best[each.node] = max(each.benefit, best.get(each.node, each.benefit))
+
+    def larger(each: Refusal) -> bool:
+        if (by := made.get(each.node)) is None:
+            return False
+        if by.match.rule.name == each.rule:
+            return each.variant not in ("", by.match.variant) or bool(each.target)
+        whole = by.match.rule.name in uses.get(each.rule, ()) or each.rule in by.match.rule.within()
+        return each.benefit > by.benefit or whole
+
+    told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
+    told = [each for each in told if each.miss or each.benefit == best[each.node] or each.node in made]
+    unique = {(each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in told}
+    return list(unique.values())
+
+
+def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:
+    """Without what limits say of nodes of which a reader says more, or in its words."""
+    misses = {node: each for each in refusals if each.miss for node in (each.about, each.node) if node}
+    told: list[Refusal] = []
+    for each in refusals:
+        said = misses.get(each.node) if each.target else each
+        if said is None or (said is each and not (each.miss and each.miss.limited)):
+            told.append(each)
+        elif each.target and said.miss and said.miss.limited:
+            told.append(replace(each, cause=said.cause, blamed=said.blamed))
+    return told

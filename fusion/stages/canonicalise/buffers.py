@@ -1,0 +1,110 @@
+"""Buffers that are filled slice by slice: values keep the slices, and where they cover the buffer it is their join."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusion.graph import Algebra, Value, inner_writes, parts
+from fusion.graph.algebra import MAX_STOP
+from fusion.graph.logic import number
+from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise.shapes import arranges, first_of, opened
+from fusion.stages.canonicalise.translate import Out, Translated
+
+
+@arranges("aten.slice_scatter.default")
+def _slice_scatter(
+    a: Algebra, out: Out, x: Value, source: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Translated:
+    """A buffer filled slice by slice: values keep the slices; where they cover the buffer it is their join."""
+    must(source.dtype == x.dtype)  # else what is written is cast on its way
+    size = out.shape[dim]
+    start, end = 0 if start is None else start, MAX_STOP if end is None else end
+    if not all(isinstance(each, int) for each in (size, start, end)):
+        return _placed(a, x, source, dim % x.rank, start, end)
+    start, stop, step = slice(start, end, step).indices(int(size))
+    if len(range(start, stop, step)) == size:
+        return source
+    if step == 1:
+        return sliced(a, x, source, dim % x.rank, start, stop)
+    written = a.make("slice_scatter", (x, source), (dim % x.rank, start, stop, step), out.shape, out.dtype)
+    return _covered(a, written) or written
+
+
+def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any) -> Value | None:
+    """A slice where sizes are symbolic; with as many rows as `end` - `start` says, neither was cut off."""
+    size = x.shape[axis]
+    if source.shape[axis] == size:
+        return source
+    found = first_of(size, source.shape[axis], start, end)
+    if found is not None:
+        part = a.narrow(x, axis, found, source.shape[axis])
+        changed = parts.whole(a, x, part, source, axis, found)
+        if changed is not None:
+            return changed
+    if end - start != source.shape[axis]:
+        return None
+    first = a.narrow(x, 0, 0, source.shape[0]) if (axis, start) == (0, 0) else None
+    first = _first_sequences(a, x, source, first)
+    if first is not None:
+        return first
+    place = number(a, start, x)
+    known = isinstance(start, int) and start >= 0
+    place = place if known else a.make("wrap", (place,), (size,), (), place.dtype)
+    return a.make("write", (x, source, place), (axis,), x.shape, x.dtype)
+
+
+def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:
+    """`x` with `source` at [start, stop) along `axis`, a known place; a join of pieces stays one."""
+    size = int(x.shape[axis])
+    if stop - start == size:
+        return source
+    first = _first_sequences(a, x, source, a.slice(x, 0, 0, stop))
+    if first is not None:
+        return first
+    changed = parts.whole(a, x, a.cut(x, axis, start, stop), source, axis, start)
+    changed = changed or inner_writes.within(a, x, source, axis, start, stop)
+    if changed is not None:
+        return changed
+    before = [proven(a.slice(x, axis, 0, start))] if start else []
+    after = [proven(a.slice(x, axis, stop, size))] if stop < size else []
+    if x.op == "cat" and not any(each.op == "slice" and each.arg is x for each in (*before, *after)):
+        return a.cat([*before, source, *after], axis)
+    written = a.make("slice_scatter", (x, source), (axis, start, stop, 1), x.shape, x.dtype)
+    return _covered(a, written) or written
+
+
+def _first_sequences(a: Algebra, x: Value, source: Value, first: Value | None) -> Value | None:
+    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for; `first` is x[:b]."""
+    if source.op not in ("write", "slice_scatter") or source.arg is not first:
+        return None
+    axis, placed = source.attrs[0], source.op == "slice_scatter"
+    if axis == 0 or (placed and source.attrs[3] != 1):
+        return None
+    start = number(a, source.attrs[1], x) if placed else source.args[2]
+    return a.make("write", (x, source.args[1], start), (axis,), x.shape, x.dtype)
+
+
+def _covered(a: Algebra, last: Value) -> Value | None:
+    """The join of the slices of a chain of `slice_scatter` that leaves nothing of its buffer, oldest write below."""
+    axis, _, _, stride = last.attrs
+    size = int(last.shape[axis])
+    writes: dict[int, Value] = {}
+    lanes: set[int] = set()
+    value = last
+    while value.op == "slice_scatter" and value.attrs[0] == axis and value.attrs[3] == stride:
+        _, start, stop, _ = value.attrs
+        here = set(range(start, stop, stride))
+        if here & lanes:
+            return None
+        writes[start] = value.args[1]
+        lanes |= here
+        value = value.arg
+    if len(lanes) < size:
+        return None
+    pieces = [writes[start] for start in sorted(writes)]
+    if stride == 1:
+        return a.cat(pieces, axis)
+    if size % stride or sorted(writes) != list(range(stride)):
+        return None
+    return a.reshape(a.cat([opened(a, each, axis + 1) for each in pieces], axis + 1), last.shape)
