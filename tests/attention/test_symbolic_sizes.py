@@ -104,12 +104,43 @@ def of_both(size: int) -> tuple[Tensor, ...]:
     return *marked(1, numbers(2, size, 3 * N * D)), *marked(2, *(numbers(2, N, size + 4, D, seed=n) for n in (1, 2)))
 
 
+POSITIONS: dict[str, Callable[[int], Tensor]] = {
+    "from the first": lambda s: torch.arange(s)[None],
+    "from another": lambda s: torch.arange(s).add(40)[None].expand(2, -1),
+    "begun anew": lambda s: (torch.arange(s) % 3)[None],
+    "every second": lambda s: torch.arange(0, 2 * s, 2)[None],
+    "backwards": lambda s: torch.arange(s)[None].flip(-1),
+}
+
+
+class Packed(torch.nn.Module):
+    """Documents [B, N, S, D] behind each other, told by where positions do not go on by one, as in transformers."""
+
+    def __init__(self, positions: str, before: int = 1) -> None:
+        super().__init__()
+        self.positions, self.before = POSITIONS[positions], before
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = self.positions(q.shape[2])
+        number = (torch.diff(at, prepend=at[:, :1] - self.before, dim=-1) != 1).cumsum(-1)
+        seen = (number[:, :, None] == number[:, None]) & torch.ones(at.shape[-1], at.shape[-1]).tril().bool()
+        return (q @ k.mT * D**-0.5).masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
+
+
+def of_prompt(size: int) -> tuple[Tensor, ...]:
+    return marked(2, *(numbers(2, N, size, D, seed=seed) for seed in range(3)))
+
+
+ONE_DOCUMENT = [Packed("from the first"), Packed("from another")]
+DOCUMENTS = [Packed("begun anew"), Packed("every second"), Packed("backwards"), Packed("from the first", 2)]
+
 FUSED = [(positions_first, of_sequences), (behind_others, of_keys), (behind_others, of_queries)]
 UNDER = [(Behind(order), of_both) for order in ORDERS]
+PACKED = [(each, of_prompt) for each in (*ONE_DOCUMENT, *DOCUMENTS)]
 OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
 
 
-@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER[:1], *UNDER[-3:], *OTHERS])
+@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER[:1], *UNDER[-3:], *PACKED, *OTHERS])
 def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[..., Tensor], given: Given):
     with one_graph(form) as compiled:
         for size in (3, 2, 9):
@@ -122,6 +153,12 @@ def test_it_becomes_what_it_does_with_sizes_that_are_known(form: Callable[..., T
     assert known == symbolic
     ((_, mode, _),) = known
     assert mode == 3 or form not in [each for each, _ in UNDER[: len(MASKS)]]
+
+
+@pytest.mark.parametrize("form", [*ONE_DOCUMENT, *DOCUMENTS])
+def test_positions_that_go_on_by_one_are_one_document_of_any_length(form: Callable[..., Tensor]):
+    ((_, mode, _),) = becomes(form, of_prompt(7), None)
+    assert (mode == 2) == (form in ONE_DOCUMENT)
 
 
 def becomes(form: Callable[..., Tensor], inputs: tuple[Tensor, ...], dynamic: bool | None) -> list[tuple[Any, ...]]:
