@@ -71,6 +71,17 @@ def of_queries(queries: int) -> tuple[Tensor, ...]:
     return marked(2, *(numbers(2, N, queries + more, D, seed=more) for more in (0, 7, 7)))
 
 
+def up_to_a_position(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    """One query [B, N, 1, D] of each sequence in a cache of any length, as a step of decoding reads it."""
+    seen = torch.arange(k.shape[2]) <= at[:, None, None, None]
+    return (q @ k.mT * D**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def of_cache(keys: int) -> tuple[Tensor, ...]:
+    k, v = marked(2, *(numbers(2, N, keys + 2, D, seed=seed) for seed in range(2)))
+    return numbers(2, N, 1, D, seed=2), k, v, torch.tensor([keys, 1])
+
+
 MASKS: dict[str, Callable[[int, int], Tensor]] = {
     "offset": lambda s, t: torch.arange(t) <= torch.arange(s)[:, None] + (t - s),
     "taken": lambda s, t: torch.arange(t) - (t - s) <= torch.arange(s)[:, None],
@@ -135,12 +146,13 @@ ONE_DOCUMENT = [Packed("from the first"), Packed("from another")]
 DOCUMENTS = [Packed("begun anew"), Packed("every second"), Packed("backwards"), Packed("from the first", 2)]
 
 FUSED = [(positions_first, of_sequences), (behind_others, of_keys), (behind_others, of_queries)]
+CACHED = [(up_to_a_position, of_cache)]
 UNDER = [(Behind(order), of_both) for order in ORDERS]
 PACKED = [(each, of_prompt) for each in (*ONE_DOCUMENT, *DOCUMENTS)]
 OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
 
 
-@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER[:1], *UNDER[-3:], *PACKED, *OTHERS])
+@pytest.mark.parametrize(("form", "given"), [*FUSED, *CACHED, *UNDER[:1], *UNDER[-3:], *PACKED, *OTHERS])
 def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[..., Tensor], given: Given):
     with one_graph(form) as compiled:
         for size in (3, 2, 9):
@@ -153,6 +165,13 @@ def test_it_becomes_what_it_does_with_sizes_that_are_known(form: Callable[..., T
     assert known == symbolic
     ((_, mode, _),) = known
     assert mode == 3 or form not in [each for each, _ in UNDER[: len(MASKS)]]
+
+
+def test_a_position_in_a_cache_of_any_length_is_a_length():
+    known, symbolic = (becomes(up_to_a_position, of_cache(6), dynamic) for dynamic in (False, None))
+    assert known == symbolic
+    ((operator, *_),) = symbolic
+    assert "tensor_lengths" in str(operator)
 
 
 @pytest.mark.parametrize("form", [*ONE_DOCUMENT, *DOCUMENTS])
