@@ -145,8 +145,36 @@ def of_prompt(size: int) -> tuple[Tensor, ...]:
 ONE_DOCUMENT = [Packed("from the first"), Packed("from another")]
 DOCUMENTS = [Packed("begun anew"), Packed("every second"), Packed("backwards"), Packed("from the first", 2)]
 
+class Sloped(torch.nn.Module):
+    """Queries [B, N, S, D] with slopes (ALiBi) beside an order: repeated for each sequence as in BLOOM, or of distances
+    that are counted in floats as in OLMo.
+    """
+
+    def __init__(self, repeated: bool, steep: float = 1.0) -> None:
+        super().__init__()
+        self.repeated, self.steep = repeated, steep
+
+    def bias(self, b: int, s: int) -> Tensor:
+        slopes = 0.5 ** torch.arange(1, N + 1) * self.steep
+        if self.repeated:
+            return (slopes[:, None, None] * torch.arange(s)).repeat(b, 1, 1).view(b, N, 1, s)
+        at = torch.arange(1 - s, 1, dtype=torch.float)
+        return (at - at[:, None]).abs().mul(-1) * slopes.view(1, N, 1, 1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, _, s, _ = q.shape
+        bias = self.bias(b, s) * self.steep + torch.full((s, s), torch.finfo(q.dtype).min).triu(1)
+        return (q @ k.mT * D**-0.5 + bias).softmax(-1) @ v
+
+
+def of_sequences_and_tokens(size: int) -> tuple[Tensor, ...]:
+    return marked(0, *marked(2, *(numbers(size + 1, N, size, D, seed=seed) for seed in range(3))))
+
+
+SLOPED = [(Sloped(repeated), of_sequences_and_tokens) for repeated in (True, False)]
+
 FUSED = [(positions_first, of_sequences), (behind_others, of_keys), (behind_others, of_queries)]
-CACHED = [(up_to_a_position, of_cache)]
+CACHED = [*SLOPED, (up_to_a_position, of_cache)]
 UNDER = [(Behind(order), of_both) for order in ORDERS]
 PACKED = [(each, of_prompt) for each in (*ONE_DOCUMENT, *DOCUMENTS)]
 OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
@@ -172,6 +200,14 @@ def test_a_position_in_a_cache_of_any_length_is_a_length():
     assert known == symbolic
     ((operator, *_),) = symbolic
     assert "tensor_lengths" in str(operator)
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_slopes_are_a_bias_of_any_number_of_tokens(repeated: bool):
+    assert becomes(Sloped(repeated), of_sequences_and_tokens(5), None)
+    steep = trial_of(capture(Sloped(repeated, 1e35), of_sequences_and_tokens(5), dynamic=None)).outcome
+    assert not steep.chosen
+    assert any("may hide keys" in each.reason for each in steep.refusals)
 
 
 @pytest.mark.parametrize("form", [*ONE_DOCUMENT, *DOCUMENTS])

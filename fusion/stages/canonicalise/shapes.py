@@ -164,11 +164,14 @@ def _opened(a: Algebra, x: Value, place: int) -> Value:
 
 @arranges("aten.repeat.default")
 def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translated:
-    must(all(isinstance(count, int) for count in repeats))
     x = a.reshape(x, (1,) * (len(repeats) - x.rank) + x.shape)
     for axis, count in enumerate(repeats):
-        if count > 1 and x.shape[axis] != 1:
-            x = a.cat([x] * count, axis)
+        if isinstance(count, int):
+            x = a.cat([x] * count, axis) if count > 1 and x.shape[axis] != 1 else x
+        elif x.shape[axis] != 1:
+            before, size, behind = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+            opened = a.reshape(x, (*before, 1, size, *behind))
+            x = a.reshape(a.expand(opened, (*before, count, size, *behind)), (*before, count * size, *behind))
     return a.expand(x, out.shape)
 
 
