@@ -227,6 +227,8 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return not abs(x.attrs[0]) < most
         case "scale" | "shift" if not abs(x.attrs[0]) < most:
             return True
+        case "clip" | "clamp" if all(abs(each) < most for each in x.attrs):
+            return False
         case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
             return False
         case "cast":  # what the dtype does not hold is infinite

@@ -154,7 +154,7 @@ def _cumsum(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Tran
     return a.make("cumsum", (a.cast(x, out.dtype),), (dim % x.rank,), x.shape, out.dtype)
 
 
-@translates("aten.index.Tensor")
+@translates("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
     """x[i, j, …] for whole numbers, with the places of the indices as attribute; see `_gather` for x[own, …, j]."""
     given = [(place, each) for place, each in enumerate(indices) if each is not None]
