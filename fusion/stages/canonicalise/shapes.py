@@ -188,10 +188,12 @@ def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value:
 
 @arranges("aten.constant_pad_nd.default", "aten.pad.default")
 def _pad(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], *how: Any) -> Translated:
-    """Numbers beside those of a mask that no input gives, from the last dim on."""
+    """Numbers beside those of a tensor, from the last dim on; joined to them where it is a mask that no input gives."""
     mode, fill, *_ = (*how, None) if how and isinstance(how[0], str) else ("constant", *how, None)
     must(mode == "constant" and all(isinstance(each, int) and each >= 0 for each in sizes))
-    must(isinstance(fill or 0, (int, float)) and _is_constant(x))
+    must(isinstance(fill or 0, (int, float)))
+    if not _is_constant(x):
+        return a.make("pad", (x,), (tuple(sizes), fill or 0), out.shape, out.dtype)
     for place, count in enumerate(sizes):
         if count:
             axis = x.rank - 1 - place // 2
