@@ -145,6 +145,7 @@ def of_prompt(size: int) -> tuple[Tensor, ...]:
 ONE_DOCUMENT = [Packed("from the first"), Packed("from another")]
 DOCUMENTS = [Packed("begun anew"), Packed("every second"), Packed("backwards"), Packed("from the first", 2)]
 
+
 class Sloped(torch.nn.Module):
     """Queries [B, N, S, D] with slopes (ALiBi) beside an order: repeated for each sequence as in BLOOM, or of distances
     that are counted in floats as in OLMo.
