@@ -43,7 +43,7 @@ def _arange(a: Algebra, out: Out, start: Any, step: Any = 1) -> Translated:
     if not isinstance(step, int):
         return None
     if is_symbolic(start):
-        must(out.dtype in (torch.int64, torch.float32, torch.float64))  # in which positions are what they are in int64
+        must(start.is_integer and out.dtype in (torch.int64, torch.float32, torch.float64))  # which hold positions
         counted = moved(a, a.make("arange", (), (0, step), out.shape, torch.int64), start)
         return a.cast(proven(counted), out.dtype)
     return a.make("arange", (), (start, step), out.shape, out.dtype) if isinstance(start, int) else None
