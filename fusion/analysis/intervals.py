@@ -80,7 +80,7 @@ def _computed(x: Value) -> Range | None:
         case "ascending_index":
             size = x.shape[x.attrs[0]]
             return 0, size - 1 if isinstance(size, int) else _LARGEST
-        case "reshape" | "expand" | "permute" | "slice" | "index" | "take" | "ascending":
+        case "reshape" | "expand" | "permute" | "slice" | "narrow" | "index" | "take" | "ascending":
             return _lies(x.arg)
         case "cast":
             return _lies(x.arg) if is_integer(x.arg) or x.arg.dtype is torch.bool else None
@@ -103,9 +103,9 @@ def _of_arithmetic(x: Value) -> Range | None:
         case "add":
             (low, high), (least, most) = map(_lies, x.args)
             return low + least, high + most
-        case "where":
-            (low, high), (least, most) = map(_lies, x.args[1:])
-            return min(low, least), max(high, most)
+        case "where" | "cat":
+            lows, highs = zip(*map(_lies, x.args[1:] if x.op == "where" else x.args), strict=True)
+            return min(lows), max(highs)
         case "floor_divide":
             low, high = _lies(x.arg)
             return low // x.attrs[0], high // x.attrs[0]

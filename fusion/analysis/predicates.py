@@ -92,6 +92,10 @@ class Positions(Extent):
                 return left + right
             case "cast" if is_integer(x.arg):
                 return self.affine(x.arg, at)
+            case "cast" if x.arg.dtype is torch.bool and isinstance(holds := self.truth(x.arg, at), bool):
+                return number(int(holds))
+            case "cat" if (one := self._run_on(x, at)) is not None:
+                return one
             case "cumsum" if not (each := self.affine(x.arg, at)).terms:  # of what is the same at every position
                 return at[x.attrs[0]].plus(1).times(each.constant)
             case _:
@@ -151,6 +155,19 @@ class Positions(Extent):
             found.append((piece, (*at[:axis], moved, *at[axis + 1 :])))
             self.lengths.add(piece.shape[axis])
             start += piece.shape[axis]
+        return found
+
+    @proof
+    def _run_on(self, x: Value, at: Sequence[Affine]) -> Affine | None:
+        """Whole numbers that are joined and go on as one expression: those of the first piece of several rows."""
+        axis, pieces = x.attrs[0], self._pieces(x, at)
+        sizes = [piece.shape[axis] for piece, _ in pieces]
+        starts = [0, *accumulate(sizes)]
+        long = proven(next((place for place, size in enumerate(sizes) if size != 1), None))
+        found = self.affine(*pieces[long])
+        for place, each in enumerate(pieces):
+            there = (*at[:axis], number(starts[place] - starts[long]), *at[axis + 1 :])
+            must(self.affine(*each) == (found if sizes[place] != 1 else self.affine(pieces[long][0], there)))
         return found
 
     def _of_pieces(self, formulas: Sequence[Formula], x: Value, at: Sequence[Affine]) -> Formula:

@@ -45,6 +45,11 @@ def _wrap(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.where(x < 0, x + end, x)
 
 
+def _at_most(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    end: Any = sizes(value.attrs[0])
+    return x.clamp(0, end)
+
+
 def _filled(value: Value, sizes: Sizes, condition: Tensor, *rest: Tensor) -> Tensor:
     number, *other = value.attrs
     return torch.where(condition, number, *(rest or other)).to(value.dtype)
@@ -107,7 +112,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "remainder": lambda value, sizes, x: x.remainder(value.attrs[0]),
         "clamp": lambda value, sizes, x: x.clamp(*(each if math.isfinite(each) else None for each in value.attrs)),
         "parts": lambda value, sizes, z: torch.view_as_real(z).movedim(-1, 0),
-        "at_most": lambda value, sizes, x: x.clamp(0, value.attrs[0]),
+        "at_most": _at_most,
         "count": lambda value, sizes, x: x.sum(-1),
         "below": lambda value, sizes, x: x < value.attrs[0],
         "not": lambda value, sizes, x: x.logical_not(),

@@ -123,7 +123,7 @@ class Masks:
             return {**found, "kv_len": seen.constant} if within else {}
         inside = queries == 1 or not moving or high in self.begins or all(map(is_counted, high.terms))
         length = per_sequence(self.a, seen, batch) if inside else None
-        if length is None or not isinstance(keys, int):
+        if length is None:
             return {}
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
         return {**found, "kv_lens": at_most}

@@ -227,6 +227,8 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return not abs(x.attrs[0]) < most
         case "scale" | "shift" if not abs(x.attrs[0]) < most:
             return True
+        case "clip" | "clamp" if all(abs(each) < most for each in x.attrs):
+            return False
         case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
             return False
         case "cast":  # what the dtype does not hold is infinite
@@ -236,6 +238,8 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return any(_may_hold(most, each, weights) for each in keyed)
         case "index" | "take":
             return _may_hold(most, x.arg, weights)
+        case "pad":  # as relative positions are where their scores are shifted
+            return not abs(x.attrs[1]) < most or _may_hold(most, x.arg, weights)
         case "where":
             return any(_may_hold(most, each, weights) for each in x.args[1:])
         case _:

@@ -12,6 +12,7 @@ from fusion.analysis.affine import Affine, Formula, Leaf, negation
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
+from fusion.graph.logic import constant
 
 i64, f32, b8 = torch.int64, torch.float32, torch.bool
 
@@ -89,3 +90,13 @@ def test_entries_that_two_indices_name_are_followed_no_further():
     table = a.make("full", (), (0.0,), (2, 2), f32)
     entry = a.make("index", (table, given(a, "i", i64), given(a, "j", i64)), (0,), (4, 3), f32)
     assert places.constants(entry, places.origin) is None
+
+
+@pytest.mark.parametrize(("first", "goes_on"), [(-1, True), (0, False)])
+def test_numbers_that_are_joined_are_one_expression_where_they_go_on(first: int, goes_on: bool):
+    a, places = Algebra(), Positions((5,), Folder())
+    counted = a.make("arange", (), (0, 1), (4,), i64)
+    joined = a.make("cat", (constant(a, first, (1,)), counted), (0,), (5,), i64)
+    one = places.affine(joined, places.origin)
+    assert (one == places.axis(0).plus(-1)) == goes_on
+    assert goes_on or one == alone(joined, places)

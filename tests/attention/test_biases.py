@@ -87,6 +87,16 @@ def rows(table: Tensor, given: Tensor, places: Tensor) -> Tensor:
     return table[places]
 
 
+def between(table: Tensor) -> Tensor:
+    """A table for another size, as vision models scale theirs (BEiT)."""
+    return F.interpolate(table[None, None], (S, S), mode="bilinear")[0, 0]
+
+
+def shifted(scores: Tensor, fill: float) -> Tensor:
+    """Scores [S, S] of relative positions, each row one further than the one before (Transformer-XL, conformers)."""
+    return F.pad(scores, (1, 0), value=fill).view(S + 1, S)[1:]
+
+
 MADE: dict[str, tuple[Callable[..., Tensor], torch.dtype, bool]] = {
     "rows of a table": (rows, torch.bfloat16, False),
     "rows of a narrow table": (rows, torch.float16, False),
@@ -96,6 +106,13 @@ MADE: dict[str, tuple[Callable[..., Tensor], torch.dtype, bool]] = {
     "products that may be too large": (lambda t, x, n: t[:S] * x[:, :1], torch.float16, True),
     "a choice": (lambda t, x, n: torch.where(x > 0, t[:S], 0.5), torch.bfloat16, False),
     "a choice of what is given": (lambda t, x, n: torch.where(n > 0, x, t[:S]), torch.bfloat16, True),
+    "rows between those of a table": (lambda t, x, n: between(t), torch.bfloat16, False),
+    "rows between those that are given": (lambda t, x, n: between(x[:8]), torch.bfloat16, True),
+    "shifted by a row, as relative positions are": (lambda t, x, n: shifted(t[:S], 0.0), torch.bfloat16, False),
+    "what is given, shifted": (lambda t, x, n: shifted(x, 0.0), torch.bfloat16, True),
+    "shifted beside -inf": (lambda t, x, n: shifted(t[:S], -torch.inf), torch.bfloat16, True),
+    "what is given, clamped": (lambda t, x, n: x.clamp(-5, 5), torch.bfloat16, False),
+    "what is given, clamped from below": (lambda t, x, n: x.clamp(min=-5), torch.bfloat16, True),
     "a cast of finite numbers": (lambda t, x, n: x.float().sigmoid().to(t.dtype), torch.bfloat16, False),
     "numbers beyond those of a byte": (
         lambda t, x, n: (x.sigmoid() * -1e5).to(torch.float8_e5m2).to(t.dtype),

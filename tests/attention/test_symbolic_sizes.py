@@ -71,6 +71,17 @@ def of_queries(queries: int) -> tuple[Tensor, ...]:
     return marked(2, *(numbers(2, N, queries + more, D, seed=more) for more in (0, 7, 7)))
 
 
+def up_to_a_position(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    """One query [B, N, 1, D] of each sequence in a cache of any length, as a step of decoding reads it."""
+    seen = torch.arange(k.shape[2]) <= at[:, None, None, None]
+    return (q @ k.mT * D**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def of_cache(keys: int) -> tuple[Tensor, ...]:
+    k, v = marked(2, *(numbers(2, N, keys + 2, D, seed=seed) for seed in range(2)))
+    return numbers(2, N, 1, D, seed=2), k, v, torch.tensor([keys, 1])
+
+
 MASKS: dict[str, Callable[[int, int], Tensor]] = {
     "offset": lambda s, t: torch.arange(t) <= torch.arange(s)[:, None] + (t - s),
     "taken": lambda s, t: torch.arange(t) - (t - s) <= torch.arange(s)[:, None],
@@ -104,12 +115,73 @@ def of_both(size: int) -> tuple[Tensor, ...]:
     return *marked(1, numbers(2, size, 3 * N * D)), *marked(2, *(numbers(2, N, size + 4, D, seed=n) for n in (1, 2)))
 
 
+POSITIONS: dict[str, Callable[[int], Tensor]] = {
+    "from the first": lambda s: torch.arange(s)[None],
+    "from another": lambda s: torch.arange(s).add(40)[None].expand(2, -1),
+    "begun anew": lambda s: (torch.arange(s) % 3)[None],
+    "every second": lambda s: torch.arange(0, 2 * s, 2)[None],
+    "backwards": lambda s: torch.arange(s)[None].flip(-1),
+}
+
+
+class Packed(torch.nn.Module):
+    """Documents [B, N, S, D] behind each other, told by where positions do not go on by one, as in transformers."""
+
+    def __init__(self, positions: str, before: int = 1) -> None:
+        super().__init__()
+        self.positions, self.before = POSITIONS[positions], before
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = self.positions(q.shape[2])
+        number = (torch.diff(at, prepend=at[:, :1] - self.before, dim=-1) != 1).cumsum(-1)
+        seen = (number[:, :, None] == number[:, None]) & torch.ones(at.shape[-1], at.shape[-1]).tril().bool()
+        return (q @ k.mT * D**-0.5).masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
+
+
+def of_prompt(size: int) -> tuple[Tensor, ...]:
+    return marked(2, *(numbers(2, N, size, D, seed=seed) for seed in range(3)))
+
+
+ONE_DOCUMENT = [Packed("from the first"), Packed("from another")]
+DOCUMENTS = [Packed("begun anew"), Packed("every second"), Packed("backwards"), Packed("from the first", 2)]
+
+
+class Sloped(torch.nn.Module):
+    """Queries [B, N, S, D] with slopes (ALiBi) beside an order: repeated for each sequence as in BLOOM, or of distances
+    that are counted in floats as in OLMo.
+    """
+
+    def __init__(self, repeated: bool, steep: float = 1.0) -> None:
+        super().__init__()
+        self.repeated, self.steep = repeated, steep
+
+    def bias(self, b: int, s: int) -> Tensor:
+        slopes = 0.5 ** torch.arange(1, N + 1) * self.steep
+        if self.repeated:
+            return (slopes[:, None, None] * torch.arange(s)).repeat(b, 1, 1).view(b, N, 1, s)
+        at = torch.arange(1 - s, 1, dtype=torch.float)
+        return (at - at[:, None]).abs().mul(-1) * slopes.view(1, N, 1, 1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, _, s, _ = q.shape
+        bias = self.bias(b, s) * self.steep + torch.full((s, s), torch.finfo(q.dtype).min).triu(1)
+        return (q @ k.mT * D**-0.5 + bias).softmax(-1) @ v
+
+
+def of_sequences_and_tokens(size: int) -> tuple[Tensor, ...]:
+    return marked(0, *marked(2, *(numbers(size + 1, N, size, D, seed=seed) for seed in range(3))))
+
+
+SLOPED = [(Sloped(repeated), of_sequences_and_tokens) for repeated in (True, False)]
+
 FUSED = [(positions_first, of_sequences), (behind_others, of_keys), (behind_others, of_queries)]
+CACHED = [*SLOPED, (up_to_a_position, of_cache)]
 UNDER = [(Behind(order), of_both) for order in ORDERS]
+PACKED = [(each, of_prompt) for each in (*ONE_DOCUMENT, *DOCUMENTS)]
 OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
 
 
-@pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER[:1], *UNDER[-3:], *OTHERS])
+@pytest.mark.parametrize(("form", "given"), [*FUSED, *CACHED, *UNDER[:1], *UNDER[-3:], *PACKED, *OTHERS])
 def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[..., Tensor], given: Given):
     with one_graph(form) as compiled:
         for size in (3, 2, 9):
@@ -122,6 +194,27 @@ def test_it_becomes_what_it_does_with_sizes_that_are_known(form: Callable[..., T
     assert known == symbolic
     ((_, mode, _),) = known
     assert mode == 3 or form not in [each for each, _ in UNDER[: len(MASKS)]]
+
+
+def test_a_position_in_a_cache_of_any_length_is_a_length():
+    known, symbolic = (becomes(up_to_a_position, of_cache(6), dynamic) for dynamic in (False, None))
+    assert known == symbolic
+    ((operator, *_),) = symbolic
+    assert "tensor_lengths" in str(operator)
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_slopes_are_a_bias_of_any_number_of_tokens(repeated: bool):
+    assert becomes(Sloped(repeated), of_sequences_and_tokens(5), None)
+    steep = trial_of(capture(Sloped(repeated, 1e35), of_sequences_and_tokens(5), dynamic=None)).outcome
+    assert not steep.chosen
+    assert any("may hide keys" in each.reason for each in steep.refusals)
+
+
+@pytest.mark.parametrize("form", [*ONE_DOCUMENT, *DOCUMENTS])
+def test_positions_that_go_on_by_one_are_one_document_of_any_length(form: Callable[..., Tensor]):
+    ((_, mode, _),) = becomes(form, of_prompt(7), None)
+    assert (mode == 2) == (form in ONE_DOCUMENT)
 
 
 def becomes(form: Callable[..., Tensor], inputs: tuple[Tensor, ...], dynamic: bool | None) -> list[tuple[Any, ...]]:

@@ -294,3 +294,21 @@ def test_greedy_tokens_are_the_same():
         torch._dynamo.reset()
         of.model.forward = torch.compile(of.model.forward, backend="cann_fusion", options={"target": "host"})
         assert torch.equal(of.model.generate(prompt, **arguments), plain)
+
+
+def test_a_prompt_of_any_length_keeps_indexer_and_sparse_attention():
+    """No length is known, nor which positions are given: the model asks whether they go on by one."""
+    of = built("DeepseekV32")
+    step = of.step("prefill", tokens=40)
+    for axis in range(2):
+        torch._dynamo.mark_dynamic(step["input_ids"], axis)
+    captured = capture(of.model, (), dynamic=None, **step)
+    fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    options = Options(target=TARGET, lower="eager", plan_lower="eager")
+    outcome = fuse_graph(fused.graph, installed(), options, captured.facts)
+    fused.recompile()
+    left = Counter(str(node.target) for node in fused.graph.nodes)
+    assert {name: left[name.replace("::", ".") + ".default"] for name in SPARSE} == SPARSE, outcome.refusals
+    assert not [name for name in GONE if name in " ".join(left)], left
+    errors = differences(Trial(installed(), captured, fused, outcome))
+    assert max(errors) < 1e-12, errors

@@ -43,8 +43,9 @@ def _arange(a: Algebra, out: Out, start: Any, step: Any = 1) -> Translated:
     if not isinstance(step, int):
         return None
     if is_symbolic(start):
-        must(out.dtype is torch.int64)
-        return moved(a, a.make("arange", (), (0, step), out.shape, out.dtype), start)
+        must(start.is_integer and out.dtype in (torch.int64, torch.float32, torch.float64))  # which hold positions
+        counted = moved(a, a.make("arange", (), (0, step), out.shape, torch.int64), start)
+        return a.cast(proven(counted), out.dtype)
     return a.make("arange", (), (start, step), out.shape, out.dtype) if isinstance(start, int) else None
 
 
@@ -153,7 +154,7 @@ def _cumsum(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Tran
     return a.make("cumsum", (a.cast(x, out.dtype),), (dim % x.rank,), x.shape, out.dtype)
 
 
-@translates("aten.index.Tensor")
+@translates("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
     """x[i, j, …] for whole numbers, with the places of the indices as attribute; see `_gather` for x[own, …, j]."""
     given = [(place, each) for place, each in enumerate(indices) if each is not None]

@@ -164,11 +164,14 @@ def opened(a: Algebra, x: Value, place: int) -> Value:
 
 @arranges("aten.repeat.default")
 def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translated:
-    must(all(isinstance(count, int) for count in repeats))
     x = a.reshape(x, (1,) * (len(repeats) - x.rank) + x.shape)
     for axis, count in enumerate(repeats):
-        if count > 1 and x.shape[axis] != 1:
-            x = a.cat([x] * count, axis)
+        if isinstance(count, int):
+            x = a.cat([x] * count, axis) if count > 1 and x.shape[axis] != 1 else x
+        elif x.shape[axis] != 1:
+            before, size, behind = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+            opened = a.reshape(x, (*before, 1, size, *behind))
+            x = a.reshape(a.expand(opened, (*before, count, size, *behind)), (*before, count * size, *behind))
     return a.expand(x, out.shape)
 
 
@@ -185,10 +188,12 @@ def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value:
 
 @arranges("aten.constant_pad_nd.default", "aten.pad.default")
 def _pad(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], *how: Any) -> Translated:
-    """Numbers beside those of a mask that no input gives, from the last dim on."""
+    """Numbers beside those of a tensor, from the last dim on; joined to them where it is a mask that no input gives."""
     mode, fill, *_ = (*how, None) if how and isinstance(how[0], str) else ("constant", *how, None)
     must(mode == "constant" and all(isinstance(each, int) and each >= 0 for each in sizes))
-    must(isinstance(fill or 0, (int, float)) and _is_constant(x))
+    must(isinstance(fill or 0, (int, float)))
+    if not _is_constant(x):
+        return a.make("pad", (x,), (tuple(sizes), fill or 0), out.shape, out.dtype)
     for place, count in enumerate(sizes):
         if count:
             axis = x.rank - 1 - place // 2
