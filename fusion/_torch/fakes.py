@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -141,6 +142,21 @@ class SizeAskedError(Exception):
 
 
 @contextmanager
+def _unwarned() -> Generator[None, None, None]:
+    """What is asked in vain is a refusal here, of which torch warns as of a failure."""
+
+    def told(record: logging.LogRecord) -> bool:
+        return not record.msg.startswith("failed during evaluate_expr")
+
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    logger.addFilter(told)
+    try:
+        yield
+    finally:
+        logger.removeFilter(told)
+
+
+@contextmanager
 def without_guards(mode: Any) -> Generator[None, None, None]:
     """What is run in a fake mode decides nothing by the sizes of the call that is traced.
 
@@ -153,7 +169,7 @@ def without_guards(mode: Any) -> Generator[None, None, None]:
     """
     env = getattr(mode, "shape_env", None)
     try:
-        with nullcontext() if env is None else env.error_on_new_guards():
+        with nullcontext() if env is None else env.error_on_new_guards(), _unwarned():
             yield
     except RuntimeError as error:
         asked = _GUARD.search(str(error))
