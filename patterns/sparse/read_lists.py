@@ -17,9 +17,12 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import Empty, Masks, Term, unseen
+from patterns.attention.mask_terms import hides_below
+from patterns.attention.masks import Masks, Term
+from patterns.sparse.listed import grows
 from patterns.sparse.read import Indexed, indexed
 from patterns.sparse.read_scores import NOT_A_SUM
+from patterns.sparse.score_tests import asks_for_hidden
 from patterns.sparse.words import INDEXER_LIST
 
 _FEW = (
@@ -109,15 +112,26 @@ def _hides(assumed: Assumed, written: Value, places: Value, found: Indexed) -> b
     number_of = fill.below("expand", "reshape", "cast")
     if (number_of.op, number_of.attrs) != ("full", (-1,)):
         return False
-    if _is_lowest(condition, places, found.masks, how):
+    if asks_for_hidden(condition, places, found.masks, how == "drop"):
         return True
     rows = (*(1,) * max(0, 2 - written.rank), *written.shape)
     own = assumed.masks(rows, (Term(how, a.reshape(a.expand(condition, written.shape), rows), fill=-math.inf),), _SIZES)
     listed = own.positions.affine(a.reshape(places, rows), own.positions.origin)
     there = own.visible()
-    wanted = _for_places(found, own, listed)
     keys = found.masks.sizes[3]
-    return wanted is not None and _rest(there, listed, keys) == _rest(wanted, listed, keys)
+    wanted = _for_places(found, own, listed)
+    if wanted is not None and _rest(there, listed, keys) == _rest(wanted, listed, keys):
+        return True
+    entry = own.positions.axis(len(own.positions.shape) - 1)
+    counted = _for_places(found, own, entry) if _are_counted(assumed, places, found) else None
+    return counted is not None and set(conjuncts(there)) == set(conjuncts(counted))
+
+
+def _are_counted(assumed: Assumed, places: Value, found: Indexed) -> bool:
+    """Whether entry e of a list names a hidden key just where key e is hidden: best first, of keys up to a last one."""
+    last, masks = len(found.masks.positions.shape) - 1, found.masks
+    first_ones = all(grows(each, last) for each in conjuncts(found.seen))
+    return first_ones and assumed.sorted_by_scores(places) and all(hides_below(masks.positions, t) for t in masks.terms)
 
 
 _SIZES: Any = (1, 1, 1, 1)
@@ -140,30 +154,3 @@ def _for_places(found: Indexed, own: Masks, listed: Affine) -> Formula | None:
         axes[0] = own.positions.axis(0)
     same = own.positions.shape[last - 2] == found.masks.positions.shape[rank - 2]
     return moved(found.seen, axes) if same else None
-
-
-def _is_lowest(condition: Value, places: Value, masks: Masks, how: str) -> bool:
-    """Whether a condition asks for the scores of places that are -inf, which scores of hidden keys are."""
-    if unseen(masks.positions, masks.terms, Empty("only infinite", None)) != "only infinite":
-        return False
-    below = condition.below("reshape", "expand")
-    if below.op == "not":
-        below, how = below.arg.below("reshape", "expand"), "keep" if how == "drop" else "drop"
-    if below.op != "compare":
-        return False
-    (op,), sides = below.attrs, [each.below("reshape", "cast") for each in below.args]
-    bound = [each.op == "full" and each.attrs == (-math.inf,) for each in sides]
-    scores = [_are_scores(each, places) for each in sides]
-    equal = (op == "eq" and how == "drop") or (op == "ne" and how == "keep")
-    above = op == "lt" and how == "keep"
-    below_or_equal = op == "le" and how == "drop"
-    if above:
-        return bound[0] and scores[1]
-    if below_or_equal:
-        return scores[0] and bound[1]
-    return equal and ((bound[0] and scores[1]) or (scores[0] and bound[1]))
-
-
-def _are_scores(x: Value, places: Value) -> bool:
-    """Whether these are the scores of places, as `topk` gives them."""
-    return x.op == "largest" and x.args == places.args and x.attrs == places.attrs

@@ -150,6 +150,25 @@ def marked_by_length(q, k, w, lengths):
     return places.masked_fill(places >= lengths[:, None, None], -1)
 
 
+def marked_where_not_finite(q, k, w):
+    best, places = hidden(by_einsum(q, k, w)).topk(K, -1)
+    return places.where(best.isfinite(), -1)
+
+
+def marked_at_the_least(q, k, w):
+    """What hides a key is a number of the dtype."""
+    scores = by_matmul(q, k, w)
+    least = torch.finfo(scores.dtype).min
+    best, places = scores.masked_fill(later(scores), least).topk(K, -1)
+    return torch.where(best > least / 2, places, -1)
+
+
+def marked_by_rank(q, k, w):
+    """Hidden keys are the last ones of a list."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return places.masked_fill(torch.arange(K) > torch.arange(q.shape[1])[:, None], -1)
+
+
 def last_of_several(q, k, w):
     """Queries that stand behind so many keys that each sees enough."""
     scores = by_einsum(q[:, : K + 1], k, w[:, : K + 1])
@@ -160,6 +179,12 @@ def last_of_several(q, k, w):
 def gathered(q, k, w, lengths, query, kv):
     places = marked_by_length(q, k, w, lengths)
     return attend(query, kv, places, places >= 0)
+
+
+def gathered_by_rank(q, k, w, lengths, query, kv):
+    """As many of the best as there are keys."""
+    scores = by_einsum(q, k, w).masked_fill(torch.arange(k.shape[1]) >= lengths[:, None, None], -math.inf)
+    return attend(query, kv, scores.topk(K, -1).indices, torch.arange(K) < lengths[:, None, None])
 
 
 def gathered_and_returned(q, k, w, lengths, query, kv):
@@ -186,11 +211,12 @@ Form = Callable[..., Any]
 RETURNED: dict[Form, Callable[[int], Inputs]] = {
     returned: step, narrow: prompt, as_many_as_there_are: step, sorted_first: step, marked_by_scores: prompt,
     kept_by_scores: prompt, marked_by_places: prompt, marked_by_the_mask: prompt, marked_by_length: with_lengths,
-    last_of_several: prompt, of_tokens: packed, of_tokens_by_a_product: packed,
+    last_of_several: prompt, of_tokens: packed, of_tokens_by_a_product: packed, marked_where_not_finite: prompt,
+    marked_at_the_least: prompt, marked_by_rank: prompt,
 }  # fmt: skip
 GATHERED: dict[Form, Callable[[int], Inputs]] = {
     gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,
-    gathered_and_lowered: attended_with_none,
+    gathered_and_lowered: attended_with_none, gathered_by_rank: attended,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ stand, torch leaves open as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 from fusion.analysis.dtypes import common, held_number, holds
 from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
@@ -122,6 +124,10 @@ def _isnan(a: Algebra, x: Value) -> Value:
     return a.make("isnan", (x,), (), x.shape, torch.bool)
 
 
+def _is_infinite(number: float, a: Algebra, out: Out, x: Value) -> Translated:
+    return compare(a, "eq", x, constant(a, number, (), x.dtype)) if is_float(x) else None
+
+
 @translates("aten.nan_to_num.default")
 def _nan_to_num(a: Algebra, out: Out, x: Value, nan: Any = None, *args: Any) -> Translated:
     """Of a softmax, which is infinite nowhere."""
@@ -215,6 +221,8 @@ translations(
     {
         "aten.embedding.default": lambda a, out, rows, places, *args: index(a, out, rows, (places,)),
         "aten.isnan.default": lambda a, out, x: _isnan(a, x),
+        "aten.isinf.default": lambda a, out, x: _is_infinite(math.inf, a, out, a.unary("abs", x)),
+        "aten.isneginf.default": partial(_is_infinite, -math.inf),
         "aten.masked_fill.Scalar aten.masked_fill.Tensor": lambda a, out, x, mask, fill: _where(a, out, mask, fill, x),
         "aten.triu.default": partial(_triangle, True),
         "aten.tril.default": partial(_triangle, False),
