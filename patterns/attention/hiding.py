@@ -43,10 +43,11 @@ def negated(a: Algebra, mask: Value) -> Value:
 
 
 def list_in(mask: Value) -> Value | None:
-    """Where a list says True that a mask is made of, by logic and in another arrangement; None where there is none."""
-    return next((x for x in mask.sources(lambda x: x.args if x.op in _OF_LOGIC else ()) if x.op == "chosen"), None)
+    """Where a list says True that a mask is made of, or how often, in another arrangement; None where there is none."""
+    return next((x for x in mask.sources(lambda x: x.args if x.op in _OF_LOGIC else ()) if x.op in _OF_LISTS), None)
 
 
+_OF_LISTS = ("chosen", "counts")
 _OF_LOGIC = (
     "not", "and", "or", "where", "compare", "below", "cast", "slice", "reshape", "expand", "permute", "repeat",
 )  # fmt: skip

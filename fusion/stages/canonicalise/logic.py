@@ -29,8 +29,9 @@ from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
-from fusion.graph.logic import compare, constant, moved, number, pointwise, positions, softmax, where
+from fusion.graph.logic import compare, constant, moved, negated, number, pointwise, positions, softmax, where
 from fusion.graph.proof import must, proof, proven
+from fusion.stages.canonicalise import lists
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 
@@ -85,7 +86,8 @@ def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> 
     dtype = common(x, y)
     other = y if isinstance(y, Value) else _held(a, y, (), dtype)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
-    return compare(a, op, right, left) if swap else compare(a, op, left, right)
+    left, right = (right, left) if swap else (left, right)
+    return lists.named(a, op, left, right) or compare(a, op, left, right)
 
 
 def _connective(op: str, a: Algebra, out: Out, x: Any, y: Any) -> Translated:
@@ -113,11 +115,6 @@ translations(
 @translates("aten.bitwise_not.default", "aten.logical_not.default")
 def _not(a: Algebra, out: Out, x: Value) -> Translated:
     return negated(a, a.cast(x, torch.bool))
-
-
-def negated(a: Algebra, x: Value) -> Value:
-    """Where booleans are not true."""
-    return x.arg if x.op == "not" else proven(pointwise(a, "not", (x,), (), torch.bool))
 
 
 def _isnan(a: Algebra, x: Value) -> Value:
