@@ -40,7 +40,7 @@ def _chosen_of(
         return None
     rows, size = [place for place in range(len(shape)) if place not in (axis, *along)], shape[along[0]]
     entries = a.permute(places, (*along, *rows, axis))
-    whole = uncast(a.reshape(entries, entries.shape[1:]))
+    whole = named_by(a.reshape(entries, entries.shape[1:]))
     wanted = (1, *(shape[place] for place in (*rows, axis)))
     if entries.shape != wanted or (distinct and not (whole.op == "largest_index" and _lies_within(whole, size))):
         return None
@@ -49,6 +49,12 @@ def _chosen_of(
         return None
     order = sorted(range(len(shape)), key=[*rows, *along, axis].__getitem__)
     return a.permute(a.reshape(chosen, (*chosen.shape, 1)), order)
+
+
+def named_by(places: Value) -> Value:
+    """A list that names the same as `places`: before casts that keep its entries, and before each row was sorted."""
+    found = uncast(places)
+    return named_by(found.arg) if found.op == "ascending" and found.attrs[0] == found.rank - 1 else found
 
 
 def of_entries(a: Algebra, places: Value, size: Any) -> Value | None:

@@ -222,6 +222,8 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
             return _SCALED
         case "add" | "where" if found.terms and z.shape != found.shape:
             return MOVED
+        case "add" if all(map(_is_scores, z.args)):  # head by head
+            return found
         case "add" | "where":
             scores = next(filter(_is_scores, z.args[-2:]), z.args[-1])
             term = mask_on(z, scores)
@@ -254,4 +256,4 @@ def _is_scores(z: Value) -> bool:
     """Whether a sum over heads stands below."""
     total = z.below("scale", "cast", "reshape", "permute")
     inner = total.args if total.op == "mul" else total.args[-2:] if total.op in ("add", "where") else ()
-    return total.op in ("matmul", "mean") or any(map(_is_scores, inner))
+    return total.op in ("matmul", "mean", "relu") or any(map(_is_scores, inner))

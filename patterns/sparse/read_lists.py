@@ -45,6 +45,9 @@ def indexer_lists(graph: Graph) -> Iterator[Found]:
             captures |= {"places": places, "ends": "indexer"}
             yield places, found
             yield root, Reading("listed_attention", captures, attention.relies | found.relies)
+        chosen = None if places is None else _places(places.below("reshape", "cast"))
+        if chosen is not None and indexed(assumed, chosen) == NOT_A_SUM:
+            yield chosen, Miss("indexer_topk", NOT_A_SUM)
     lists = [each for each in graph.places if each.dtype in INDEX_DTYPES]
     written = {_places(each) for each in lists if each.op == "where"}
     for value in lists:

@@ -83,9 +83,14 @@ def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple
     if total.op == "mean" and total.attrs in ((-2,), (-3,)):
         order = (0, 1, 2, 3) if total.attrs == (-2,) else (0, 2, 1, 3)
         yield from ((None, each, order) for each in ([total.arg] if total.arg.rank == 4 else _both(a, total.arg)))
+    if total.op == "relu" and total.rank == 3:  # of a single head
+        yield None, a.reshape(total, (*total.shape[:2], 1, total.shape[2])), (0, 1, 2, 3)
     if total.op != "matmul":
         return
     x, y = swapped(a, total.arg), total.args[1]
+    for each in _both(a, x) if y.rank == 2 and x.rank > 2 else ():  # weights that all queries have in common
+        each = a.permute(each, (0, 3, 2, 1)) if each.shape[-1] == 1 else each  # the keys of one query stand before it
+        yield a.expand(a.reshape(y, (1, 1, *y.shape)), (*each.shape[:2], *y.shape)), each, (0, 1, 2, 3)
     opened = [(x, y)] if y.rank == 4 else zip(_both(a, x), _both(a, y), strict=True)
     for both in opened:
         for weights, products in (both, both[::-1]):

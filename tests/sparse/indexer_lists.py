@@ -150,6 +150,16 @@ def marked_by_length(q, k, w, lengths):
     return places.masked_fill(places >= lengths[:, None, None], -1)
 
 
+def with_weights_of_all(q, k, w):
+    """One weight of each head, for all queries."""
+    products = torch.einsum("bshd,btd->bhst", q, k).relu()
+    return torch.einsum("bhst,h->bst", products, w[0, 0]).topk(K, -1).indices
+
+
+def of_one_head(q, k, w):
+    return (q[:, :, 0] @ k.mT).relu().float().topk(K, -1).indices
+
+
 def marked_where_not_finite(q, k, w):
     best, places = hidden(by_einsum(q, k, w)).topk(K, -1)
     return places.where(best.isfinite(), -1)
@@ -212,7 +222,7 @@ RETURNED: dict[Form, Callable[[int], Inputs]] = {
     returned: step, narrow: prompt, as_many_as_there_are: step, sorted_first: step, marked_by_scores: prompt,
     kept_by_scores: prompt, marked_by_places: prompt, marked_by_the_mask: prompt, marked_by_length: with_lengths,
     last_of_several: prompt, of_tokens: packed, of_tokens_by_a_product: packed, marked_where_not_finite: prompt,
-    marked_at_the_least: prompt, marked_by_rank: prompt,
+    marked_at_the_least: prompt, marked_by_rank: prompt, with_weights_of_all: step, of_one_head: prompt,
 }  # fmt: skip
 GATHERED: dict[Form, Callable[[int], Inputs]] = {
     gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,

@@ -16,7 +16,7 @@ import torch
 
 from fusion.analysis.constant_folding import COMPARE
 from fusion.analysis.intervals import uncast
-from fusion.analysis.lists import listed
+from fusion.analysis.lists import listed, named_by
 from fusion.graph import Algebra, Value, unviewed
 from fusion.graph.logic import constant, negated, where
 from fusion.graph.proof import must, proof, proven
@@ -34,7 +34,7 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
     rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1]
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
         return None
-    own = uncast(places)
+    own = named_by(places)
     if own.op == "expand" and own.arg.shape[-1] == own.shape[-1]:  # one list for all of several rows
         own = own.arg
     chosen = a.make("chosen", (own,), (), (*own.shape[:-1], x.shape[-1]), torch.bool)
@@ -57,7 +57,9 @@ def counted(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Va
     if not (rows and ones and x.rank > 1 and dim % x.rank == x.rank - 1 and _holds_all(x.dtype, places.shape[-1])):
         return None
     truths = constant(a, True, (), torch.bool) if numbers.op == "full" else numbers.arg
-    return a.make("counts", (uncast(places), truths), (), x.shape, x.dtype)
+    return a.make(
+        "counts", (named_by(places) if numbers.op == "full" else uncast(places), truths), (), x.shape, x.dtype
+    )
 
 
 def _holds_all(dtype: torch.dtype | None, count: Any) -> bool:
@@ -68,7 +70,7 @@ def _holds_all(dtype: torch.dtype | None, count: Any) -> bool:
 
 
 @proof
-def named(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
+def any_named(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
     """Where entries of a list name a position at all, if that is what a comparison of their counts says."""
     counts, number = (x, y) if y.op == "full" else (y, x)
     must(number.op == "full" and number.shape in ((), counts.shape))

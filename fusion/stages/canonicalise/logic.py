@@ -87,7 +87,7 @@ def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> 
     other = y if isinstance(y, Value) else _held(a, y, (), dtype)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
     left, right = (right, left) if swap else (left, right)
-    return lists.named(a, op, left, right) or compare(a, op, left, right)
+    return lists.any_named(a, op, left, right) or compare(a, op, left, right)
 
 
 def _connective(op: str, a: Algebra, out: Out, x: Any, y: Any) -> Translated:

@@ -32,7 +32,7 @@ def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translat
 @arranges("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
 def _cast(a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Translated:
     unproven = device is not None and not x.rank  # a number may come from another device
-    named = lists.named(a, "ne", x, constant(a, 0, (), x.dtype)) if out.dtype is torch.bool else None
+    named = lists.any_named(a, "ne", x, constant(a, 0, (), x.dtype)) if out.dtype is torch.bool else None
     return None if unproven else named or a.cast(x, out.dtype)
 
 
