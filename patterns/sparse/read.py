@@ -18,7 +18,7 @@ from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.elements import lists_all
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
-from patterns.attention.hiding import list_in
+from patterns.attention.hiding import list_in, names_keys
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
 from patterns.sparse.fixed_keys import list_of, split
 from patterns.sparse.looked_up import looked_up
@@ -90,7 +90,7 @@ def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
     found = list_in(mask)
     if found is None:
         return {}
-    return {found.arg: _miss(_MORE if found.shape[-1] == keys else _BLOCKS)}
+    return {found.arg: _miss(_MORE if names_keys(found, keys) else _BLOCKS)}
 
 
 def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
