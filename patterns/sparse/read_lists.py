@@ -12,7 +12,7 @@ from typing import Any
 
 from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, moved, number
-from fusion.analysis.intervals import uncast
+from fusion.analysis.intervals import is_exact, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
 from fusion.graph.logic import constant, where
@@ -40,16 +40,16 @@ def indexer_lists(graph: Graph) -> Iterator[Found]:
         said = attention.captures
         places = _shown(a, said["places"], said.get("hidden"))
         found = None if places is None or said["fully_masked_row"] == "mean" else listed(assumed, places)
-        if places is not None and isinstance(found, Reading):
+        if places is not None and isinstance(found, Reading) and "offset" not in found.captures:
             captures = {name: each for name, each in said.items() if name != "hidden"}
             captures |= {"places": places, "ends": "indexer"}
             yield places, found
             yield root, Reading("listed_attention", captures, attention.relies | found.relies)
         chosen = None if places is None else _places(places.below("reshape", "cast"))
-        if chosen is not None and indexed(assumed, chosen) == NOT_A_SUM:
-            yield chosen, Miss("indexer_topk", NOT_A_SUM)
+        if chosen is not None and indexed(assumed, chosen[0]) == NOT_A_SUM:
+            yield chosen[0], Miss("indexer_topk", NOT_A_SUM)
     lists = [each for each in graph.places if each.dtype in INDEX_DTYPES]
-    written = {_places(each) for each in lists if each.op == "where"}
+    written = {found[0] for each in lists if each.op == "where" and (found := _places(each))}
     for value in lists:
         found = listed(assumed, value)
         if isinstance(found, Reading):
@@ -66,9 +66,10 @@ def _shown(a: Algebra, places: Value, hidden: Value | None) -> Value | None:
 def listed(assumed: Assumed, value: Value) -> Reading | str | None:
     """`value` as what an indexer lists; why it is no such list; None if it is not like one."""
     written = value.below("reshape", "cast")
-    places = _places(written)
-    if places is None or uncast(value, "reshape") is not uncast(written):
+    chosen = _places(written)
+    if chosen is None or uncast(value, "reshape") is not uncast(written):
         return None
+    places, offset = chosen
     found = indexed(assumed, places)
     if isinstance(found, str):
         return None if found == NOT_A_SUM else found
@@ -81,19 +82,23 @@ def listed(assumed: Assumed, value: Value) -> Reading | str | None:
         same = _all_see(found.masks, found.seen, places.attrs[0])
     if not same:
         return _OTHERS if written.op == "where" else _FEW
-    return Reading(
-        "indexer_list",
-        {**found.captures, "dtype": value.dtype, "entries": value.shape[-1]},
-        found.masks.positions.names(),
-    )
+    said = {**found.captures, "dtype": value.dtype, "entries": value.shape[-1]}
+    return Reading("indexer_list", said | ({"offset": offset} if offset else {}), found.masks.positions.names())
 
 
-def _places(written: Value) -> Value | None:
-    """The places that a list consists of, below what is written over some of them."""
+def _places(written: Value) -> tuple[Value, int] | None:
+    """The places that a list consists of, below what is written over some of them, and what is added to the others."""
     sides = written.args[1:] if written.op == "where" else (written,)
-    others = [uncast(each, "reshape") for each in sides]
-    found = next((each for each in others if each.op == "largest_index"), None)
-    return found if found is not None and math.prod(found.shape) == math.prod(written.shape) else None
+    others = [_unmoved(each) if written.op == "where" else (uncast(each, "reshape"), 0) for each in sides]
+    found = next((each for each in others if each[0].op == "largest_index"), None)
+    return found if found is not None and math.prod(found[0].shape) == math.prod(written.shape) else None
+
+
+def _unmoved(x: Value) -> tuple[Value, int]:
+    """Places before a number that is not negative is added to them, and that number."""
+    x = uncast(x, "reshape")
+    moved = x.op == "shift" and x.attrs[0] > 0 and is_exact(x)
+    return (uncast(x.arg, "reshape"), int(x.attrs[0])) if moved else (x, 0)
 
 
 def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
@@ -111,7 +116,7 @@ def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
 def _hides(assumed: Assumed, written: Value, places: Value, found: Indexed) -> bool:
     """Whether -1 is written over the places of hidden keys, and of these alone."""
     a, (condition, yes, no) = assumed.algebra, written.args
-    how, fill = ("drop", yes) if uncast(no, "reshape") is places else ("keep", no)
+    how, fill = ("drop", yes) if _unmoved(no)[0] is places else ("keep", no)
     number_of = fill.below("expand", "reshape", "cast")
     if (number_of.op, number_of.attrs) != ("full", (-1,)):
         return False
