@@ -31,6 +31,7 @@ _NEGATIVE = (
     "operator multiplies behind it"
 )
 _UNSCALED = "int8 keys have no scale of each row alone, as the operator reads one"
+_VIEWS = ("scale", "cast", "reshape", "permute", "expand")
 _WRAPS = "products of int8 are summed in {dtype}, where they wrap round"
 _SUMS = frozenset({torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -83,7 +84,8 @@ def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple
     if total.op == "mean" and total.attrs in ((-2,), (-3,)):
         order = (0, 1, 2, 3) if total.attrs == (-2,) else (0, 2, 1, 3)
         yield from ((None, each, order) for each in ([total.arg] if total.arg.rank == 4 else _both(a, total.arg)))
-    if total.op == "relu" and total.rank == 3:  # of a single head
+    factors = total.arg.below(*_VIEWS).args if total.op == "relu" and total.rank == 3 else ()
+    if factors and all(each.below(*_VIEWS).op != "relu" for each in factors):  # of a single head, and no sum of others
         yield None, a.reshape(total, (*total.shape[:2], 1, total.shape[2])), (0, 1, 2, 3)
     if total.op != "matmul":
         return
