@@ -61,7 +61,6 @@ def parts(
     """Query [B, S, N, D], key [B, T, D], weights [B, S, N] and, of int8, their scales; why a sum is none of them.
 
     Without weights all heads count alike.
-
     `behind` are the scales of keys [B, S, 1, T], some of them 1, that the sum is multiplied by. With `positions_first`
     the sum is [S, B, .., T].
     """
