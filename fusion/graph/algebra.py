@@ -177,8 +177,8 @@ class Algebra:
     # elements --------------------------------------------------------------------------------------------------
 
     def cast(self, x: Value, dtype: torch.dtype | None) -> Value:
-        """Convert elements; widening before another cast is dropped, because it loses nothing."""
-        while x.op == "cast" and widens(x.arg.dtype, x.dtype):
+        """Convert elements; widening before another cast loses nothing, nor do truths in between: both are dropped."""
+        while x.op == "cast" and (widens(x.arg.dtype, x.dtype) or {x.arg.dtype, dtype} == {torch.bool}):
             x = x.arg
         if x.op == "expand":
             return self.expand(self.cast(x.arg, dtype), x.shape)

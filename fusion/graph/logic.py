@@ -10,6 +10,7 @@ import torch
 
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.dims import is_symbolic
+from fusion.graph.proof import proven
 
 i64 = torch.int64
 
@@ -62,6 +63,11 @@ def _is_never(condition: Value) -> bool:
 def either(a: Algebra, x: Value, y: Value) -> Value | None:
     """Where x or y holds."""
     return pointwise(a, "or", (x, y), (), torch.bool)
+
+
+def negated(a: Algebra, x: Value) -> Value:
+    """Where booleans are not true."""
+    return x.arg if x.op == "not" else proven(pointwise(a, "not", (x,), (), torch.bool))
 
 
 def pointwise(

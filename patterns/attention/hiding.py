@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,10 +44,17 @@ def negated(a: Algebra, mask: Value) -> Value:
 
 
 def list_in(mask: Value) -> Value | None:
-    """Where a list says True that a mask is made of, by logic and in another arrangement; None where there is none."""
-    return next((x for x in mask.sources(lambda x: x.args if x.op in _OF_LOGIC else ()) if x.op == "chosen"), None)
+    """Where a list says True that a mask is made of, or how often, in another arrangement; None where there is none."""
+    return next((x for x in mask.sources(lambda x: x.args if x.op in _OF_LOGIC else ()) if x.op in _OF_LISTS), None)
 
 
+def names_keys(listed: Value, keys: Any) -> bool:
+    """Whether a list in a mask is one of so many keys, and perhaps what is none; else it is of blocks of them."""
+    size = listed.shape[-1]
+    return size == keys or (isinstance(size, int) and isinstance(keys, int) and size > keys)
+
+
+_OF_LISTS = ("chosen", "counts")
 _OF_LOGIC = (
     "not", "and", "or", "where", "compare", "below", "cast", "slice", "reshape", "expand", "permute", "repeat",
 )  # fmt: skip

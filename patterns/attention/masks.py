@@ -19,7 +19,7 @@ from fusion.graph import Algebra, Value
 from fusion.graph.logic import either
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 from patterns.attention.granted import granted
-from patterns.attention.hiding import list_in
+from patterns.attention.hiding import list_in, names_keys
 from patterns.attention.mask_terms import (
     LOST,
     Empty,
@@ -164,7 +164,7 @@ class Masks:
         found = list_in(self.terms[-1].mask)
         if found is None:
             return "the mask differs from head to head"
-        return _OF_LISTS.format(what="keys" if found.shape[-1] == self.sizes[3] else "blocks of keys")
+        return _OF_LISTS.format(what="keys" if names_keys(found, self.sizes[3]) else "blocks of keys")
 
     def _lists_some(self, bounds: Limits) -> bool:
         """Whether each query sees a key of a list, or a first or last one, beside the bounds, if it sees some there."""

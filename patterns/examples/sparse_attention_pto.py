@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, relu, scaled_dot_product_attention
 
 from fusion import Example
-from patterns.examples.caches import viewed
+from patterns.examples.caches import in_nz, of_nz, of_pages, viewed
 from patterns.examples.inputs import fixed, in_dtype, normal, tables
 from patterns.examples.latent_model import norm, times, turned
 
@@ -21,7 +21,10 @@ Tables = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes, and the last position of every sequence, of so many queries; pages are taken in any order."""
+    """Sizes, and the last position of every sequence, of so many queries; pages are taken in any order.
+
+    `nz` are the numbers of the caches that lie in blocks of NZ.
+    """
 
     queries: int = 1
     positions: tuple[int, ...] = (2099, 6)
@@ -36,6 +39,7 @@ class Setting:
     di: int = 16
     size: int = 128
     pages: int = 17
+    nz: tuple[int, ...] = ()
     made: Callable[..., Tensor] = normal
 
     @property
@@ -50,7 +54,9 @@ class Setting:
         table = torch.randperm(blocks, generator=torch.Generator().manual_seed(3)).view(batch, self.pages)
         new = at[:, None] - self.queries + 1 + torch.arange(self.queries)
         slots = (table.gather(1, new // self.size) * self.size + new % self.size).flatten()
-        caches = (self.made(20 + n, blocks, self.size, 1, width) for n, width in enumerate((self.c, self.dr, self.di)))
+        widths = enumerate((self.c, self.dr, self.di))
+        rows = [(n, (width // 16, self.size, 16) if n in self.nz else (self.size, 1, width)) for n, width in widths]
+        caches = (self.made(20 + n, blocks, *shape) for n, shape in rows)
         shapes = (
             (self.hcq, self.he), (self.n * (self.d + self.dr), self.hcq), (self.c + self.dr, self.he),
             (self.n * (self.d + self.e), self.c), (self.m * self.di, self.hcq), (self.di, self.he), (self.m, self.he),
@@ -116,9 +122,10 @@ class Model:
         key = layer_norm(linear(x, ik), (s.di,), gain_k, beta_k, self.eps_of_keys)
         latent = times(norm(latent, gain, self.eps_of_latent), self.factor)
         rows = (latent, turned(turning, *of_token), self.rotate(key, of_token))
-        for cache, row in zip(caches, rows, strict=True):
-            self.write(cache, row.flatten(0, -2), slots)
-        latent, k_rope, keys = (cache[table].reshape(len(at), s.keys, -1) for cache in caches)
+        for number, (cache, row) in enumerate(zip(caches, rows, strict=True)):
+            (in_nz if number in s.nz else self.write)(cache, row.flatten(0, -2), slots)
+        gathered = ((of_nz if n in s.nz else of_pages)(cache, table) for n, cache in enumerate(caches))
+        latent, k_rope, keys = gathered
         query = self.rotate(linear(low, iq).unflatten(-1, (s.m, -1)), of_heads)
         scores = relu(self._products(query.float(), keys.float()))
         scores = torch.einsum("...mt,...m->...t", scores, self.of_heads(x, iw).float())
@@ -202,6 +209,12 @@ def one_more(keys: Tensor, at: Tensor) -> Tensor:
     return keys <= at - 1 + torch.arange(2)[:, None]
 
 
+def in_blocks(name: str, *nz: int) -> Example:
+    """Some of the caches in blocks of NZ."""
+    setting = replace(SETTING, c=32, dr=32, di=64, nz=nz)
+    return Example(name, Model(setting), setting, "not in blocks of NZ")
+
+
 EXAMPLES = (
     example("keys and values of all heads"),
     example("absorbed", absorbs=True, of_heads=scaled),
@@ -225,5 +238,8 @@ EXAMPLES = (
         "two queries of which the second sees one key more", Model(replace(SETTING, queries=2), seen=one_more),
         replace(SETTING, queries=2), "is not proven to stand within the pages",
     ),
+    in_blocks("pages of a latent in NZ", 0, 1),
+    in_blocks("pages of the indexer's keys in NZ", 2),
+    in_blocks("all pages in NZ", 0, 1, 2),
 )  # fmt: skip
 TRIED = {"sparse_attention_pto": EXAMPLES}

@@ -30,9 +30,9 @@ class IndexerTopk(Rule):
 
     @pattern
     @variants(indexer=INDEXERS)
-    def listed(self, p, indexer, seen: Any = Seen, dtype=attribute(), entries=attribute()):
+    def listed(self, p, indexer, seen: Any = Seen, dtype=attribute(), entries=attribute(), offset=attribute()):
         """A list that other code reads."""
-        return p.indexer_list(dtype=dtype, entries=entries, **indexer.said(p), **seen.seen())
+        return p.indexer_list(dtype=dtype, entries=entries, offset=offset, **indexer.said(p), **seen.seen())
 
     def guard(self, indexer: Any):
         """How it reads pages."""
@@ -40,9 +40,10 @@ class IndexerTopk(Rule):
 
     @lowering
     @refused_on("ascend950", "the operator lists keys in no order there, the model the best first")
-    def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any) -> Tensor:
+    def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any, offset: Any) -> Tensor:
         """The operator, of whose list [B, S, 1, K] there may be fewer entries where there are fewer keys."""
         places = indexer.found(seen)
         if not isinstance(entries, int):
             places = places[..., : indexer.key.shape[1]]
-        return places.squeeze(2).to(dtype)
+        places = places.squeeze(2).to(dtype)
+        return torch.where(places < 0, places, places + offset) if offset else places

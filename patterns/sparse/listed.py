@@ -93,7 +93,7 @@ class Entries:
     def is_tail(self) -> bool:
         """Whether hidden entries stand behind those that are seen, by the number of the entry alone."""
         last = len(self.masks.positions.shape) - 1
-        return all(_grows(each, last) for each in self.parts)
+        return all(grows(each, last) for each in self.parts)
 
 
 def _rest(part: Formula, number: Affine, sign: int, bound: Any) -> bool:
@@ -104,7 +104,7 @@ def _rest(part: Formula, number: Affine, sign: int, bound: Any) -> bool:
     return not left.terms and isinstance(left.constant, int) and left.constant >= bound
 
 
-def _grows(part: Formula, axis: int) -> bool:
+def grows(part: Formula, axis: int) -> bool:
     """Whether a part of a formula holds up to some position along an axis."""
     if isinstance(part, bool) or part[0] != "le" or not part[1].terms.get(axis, 0) > 0:
         return False

@@ -18,7 +18,7 @@ from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.elements import lists_all
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
-from patterns.attention.hiding import list_in
+from patterns.attention.hiding import list_in, names_keys
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
 from patterns.sparse.fixed_keys import list_of, split
 from patterns.sparse.looked_up import looked_up
@@ -90,7 +90,7 @@ def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
     found = list_in(mask)
     if found is None:
         return {}
-    return {found.arg: _miss(_MORE if found.shape[-1] == keys else _BLOCKS)}
+    return {found.arg: _miss(_MORE if names_keys(found, keys) else _BLOCKS)}
 
 
 def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
@@ -222,6 +222,8 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
             return _SCALED
         case "add" | "where" if found.terms and z.shape != found.shape:
             return MOVED
+        case "add" if all(map(_is_scores, z.args)):  # head by head
+            return found
         case "add" | "where":
             scores = next(filter(_is_scores, z.args[-2:]), z.args[-1])
             term = mask_on(z, scores)
@@ -254,4 +256,4 @@ def _is_scores(z: Value) -> bool:
     """Whether a sum over heads stands below."""
     total = z.below("scale", "cast", "reshape", "permute")
     inner = total.args if total.op == "mul" else total.args[-2:] if total.op in ("add", "where") else ()
-    return total.op in ("matmul", "mean") or any(map(_is_scores, inner))
+    return total.op in ("matmul", "mean", "relu") or any(map(_is_scores, inner))

@@ -12,14 +12,17 @@ from typing import Any
 
 from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, moved, number
-from fusion.analysis.intervals import uncast
+from fusion.analysis.intervals import is_exact, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import Empty, Masks, Term, unseen
+from patterns.attention.mask_terms import hides_below
+from patterns.attention.masks import Masks, Term
+from patterns.sparse.listed import grows
 from patterns.sparse.read import Indexed, indexed
 from patterns.sparse.read_scores import NOT_A_SUM
+from patterns.sparse.score_tests import asks_for_hidden
 from patterns.sparse.words import INDEXER_LIST
 
 _FEW = (
@@ -37,13 +40,16 @@ def indexer_lists(graph: Graph) -> Iterator[Found]:
         said = attention.captures
         places = _shown(a, said["places"], said.get("hidden"))
         found = None if places is None or said["fully_masked_row"] == "mean" else listed(assumed, places)
-        if places is not None and isinstance(found, Reading):
+        if places is not None and isinstance(found, Reading) and "offset" not in found.captures:
             captures = {name: each for name, each in said.items() if name != "hidden"}
             captures |= {"places": places, "ends": "indexer"}
             yield places, found
             yield root, Reading("listed_attention", captures, attention.relies | found.relies)
+        chosen = None if places is None else _places(places.below("reshape", "cast"))
+        if chosen is not None and indexed(assumed, chosen[0]) == NOT_A_SUM:
+            yield chosen[0], Miss("indexer_topk", NOT_A_SUM)
     lists = [each for each in graph.places if each.dtype in INDEX_DTYPES]
-    written = {_places(each) for each in lists if each.op == "where"}
+    written = {found[0] for each in lists if each.op == "where" and (found := _places(each))}
     for value in lists:
         found = listed(assumed, value)
         if isinstance(found, Reading):
@@ -60,9 +66,10 @@ def _shown(a: Algebra, places: Value, hidden: Value | None) -> Value | None:
 def listed(assumed: Assumed, value: Value) -> Reading | str | None:
     """`value` as what an indexer lists; why it is no such list; None if it is not like one."""
     written = value.below("reshape", "cast")
-    places = _places(written)
-    if places is None or uncast(value, "reshape") is not uncast(written):
+    chosen = _places(written)
+    if chosen is None or uncast(value, "reshape") is not uncast(written):
         return None
+    places, offset = chosen
     found = indexed(assumed, places)
     if isinstance(found, str):
         return None if found == NOT_A_SUM else found
@@ -75,19 +82,23 @@ def listed(assumed: Assumed, value: Value) -> Reading | str | None:
         same = _all_see(found.masks, found.seen, places.attrs[0])
     if not same:
         return _OTHERS if written.op == "where" else _FEW
-    return Reading(
-        "indexer_list",
-        {**found.captures, "dtype": value.dtype, "entries": value.shape[-1]},
-        found.masks.positions.names(),
-    )
+    said = {**found.captures, "dtype": value.dtype, "entries": value.shape[-1]}
+    return Reading("indexer_list", said | ({"offset": offset} if offset else {}), found.masks.positions.names())
 
 
-def _places(written: Value) -> Value | None:
-    """The places that a list consists of, below what is written over some of them."""
+def _places(written: Value) -> tuple[Value, int] | None:
+    """The places that a list consists of, below what is written over some of them, and what is added to the others."""
     sides = written.args[1:] if written.op == "where" else (written,)
-    others = [uncast(each, "reshape") for each in sides]
-    found = next((each for each in others if each.op == "largest_index"), None)
-    return found if found is not None and math.prod(found.shape) == math.prod(written.shape) else None
+    others = [_unmoved(each) if written.op == "where" else (uncast(each, "reshape"), 0) for each in sides]
+    found = next((each for each in others if each[0].op == "largest_index"), None)
+    return found if found is not None and math.prod(found[0].shape) == math.prod(written.shape) else None
+
+
+def _unmoved(x: Value) -> tuple[Value, int]:
+    """Places before a number that is not negative is added to them, and that number."""
+    x = uncast(x, "reshape")
+    moved = x.op == "shift" and x.attrs[0] > 0 and is_exact(x)
+    return (uncast(x.arg, "reshape"), int(x.attrs[0])) if moved else (x, 0)
 
 
 def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
@@ -105,19 +116,30 @@ def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
 def _hides(assumed: Assumed, written: Value, places: Value, found: Indexed) -> bool:
     """Whether -1 is written over the places of hidden keys, and of these alone."""
     a, (condition, yes, no) = assumed.algebra, written.args
-    how, fill = ("drop", yes) if uncast(no, "reshape") is places else ("keep", no)
+    how, fill = ("drop", yes) if _unmoved(no)[0] is places else ("keep", no)
     number_of = fill.below("expand", "reshape", "cast")
     if (number_of.op, number_of.attrs) != ("full", (-1,)):
         return False
-    if _is_lowest(condition, places, found.masks, how):
+    if asks_for_hidden(condition, places, found.masks, how == "drop"):
         return True
     rows = (*(1,) * max(0, 2 - written.rank), *written.shape)
     own = assumed.masks(rows, (Term(how, a.reshape(a.expand(condition, written.shape), rows), fill=-math.inf),), _SIZES)
     listed = own.positions.affine(a.reshape(places, rows), own.positions.origin)
     there = own.visible()
-    wanted = _for_places(found, own, listed)
     keys = found.masks.sizes[3]
-    return wanted is not None and _rest(there, listed, keys) == _rest(wanted, listed, keys)
+    wanted = _for_places(found, own, listed)
+    if wanted is not None and _rest(there, listed, keys) == _rest(wanted, listed, keys):
+        return True
+    entry = own.positions.axis(len(own.positions.shape) - 1)
+    counted = _for_places(found, own, entry) if _are_counted(assumed, places, found) else None
+    return counted is not None and set(conjuncts(there)) == set(conjuncts(counted))
+
+
+def _are_counted(assumed: Assumed, places: Value, found: Indexed) -> bool:
+    """Whether entry e of a list names a hidden key just where key e is hidden: best first, of keys up to a last one."""
+    last, masks = len(found.masks.positions.shape) - 1, found.masks
+    first_ones = all(grows(each, last) for each in conjuncts(found.seen))
+    return first_ones and assumed.sorted_by_scores(places) and all(hides_below(masks.positions, t) for t in masks.terms)
 
 
 _SIZES: Any = (1, 1, 1, 1)
@@ -140,30 +162,3 @@ def _for_places(found: Indexed, own: Masks, listed: Affine) -> Formula | None:
         axes[0] = own.positions.axis(0)
     same = own.positions.shape[last - 2] == found.masks.positions.shape[rank - 2]
     return moved(found.seen, axes) if same else None
-
-
-def _is_lowest(condition: Value, places: Value, masks: Masks, how: str) -> bool:
-    """Whether a condition asks for the scores of places that are -inf, which scores of hidden keys are."""
-    if unseen(masks.positions, masks.terms, Empty("only infinite", None)) != "only infinite":
-        return False
-    below = condition.below("reshape", "expand")
-    if below.op == "not":
-        below, how = below.arg.below("reshape", "expand"), "keep" if how == "drop" else "drop"
-    if below.op != "compare":
-        return False
-    (op,), sides = below.attrs, [each.below("reshape", "cast") for each in below.args]
-    bound = [each.op == "full" and each.attrs == (-math.inf,) for each in sides]
-    scores = [_are_scores(each, places) for each in sides]
-    equal = (op == "eq" and how == "drop") or (op == "ne" and how == "keep")
-    above = op == "lt" and how == "keep"
-    below_or_equal = op == "le" and how == "drop"
-    if above:
-        return bound[0] and scores[1]
-    if below_or_equal:
-        return scores[0] and bound[1]
-    return equal and ((bound[0] and scores[1]) or (scores[0] and bound[1]))
-
-
-def _are_scores(x: Value, places: Value) -> bool:
-    """Whether these are the scores of places, as `topk` gives them."""
-    return x.op == "largest" and x.args == places.args and x.attrs == places.attrs

@@ -31,6 +31,7 @@ _NEGATIVE = (
     "operator multiplies behind it"
 )
 _UNSCALED = "int8 keys have no scale of each row alone, as the operator reads one"
+_VIEWS = ("scale", "cast", "reshape", "permute", "expand")
 _WRAPS = "products of int8 are summed in {dtype}, where they wrap round"
 _SUMS = frozenset({torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -60,7 +61,6 @@ def parts(
     """Query [B, S, N, D], key [B, T, D], weights [B, S, N] and, of int8, their scales; why a sum is none of them.
 
     Without weights all heads count alike.
-
     `behind` are the scales of keys [B, S, 1, T], some of them 1, that the sum is multiplied by. With `positions_first`
     the sum is [S, B, .., T].
     """
@@ -83,9 +83,15 @@ def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple
     if total.op == "mean" and total.attrs in ((-2,), (-3,)):
         order = (0, 1, 2, 3) if total.attrs == (-2,) else (0, 2, 1, 3)
         yield from ((None, each, order) for each in ([total.arg] if total.arg.rank == 4 else _both(a, total.arg)))
+    factors = total.arg.below(*_VIEWS).args if total.op == "relu" and total.rank == 3 else ()
+    if factors and all(each.below(*_VIEWS).op != "relu" for each in factors):  # of a single head, and no sum of others
+        yield None, a.reshape(total, (*total.shape[:2], 1, total.shape[2])), (0, 1, 2, 3)
     if total.op != "matmul":
         return
     x, y = swapped(a, total.arg), total.args[1]
+    for each in _both(a, x) if y.rank == 2 and x.rank > 2 else ():  # weights that all queries have in common
+        each = a.permute(each, (0, 3, 2, 1)) if each.shape[-1] == 1 else each  # the keys of one query stand before it
+        yield a.expand(a.reshape(y, (1, 1, *y.shape)), (*each.shape[:2], *y.shape)), each, (0, 1, 2, 3)
     opened = [(x, y)] if y.rank == 4 else zip(_both(a, x), _both(a, y), strict=True)
     for both in opened:
         for weights, products in (both, both[::-1]):

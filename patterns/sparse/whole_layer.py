@@ -34,7 +34,7 @@ from patterns.quant.schemes import FloatLayers
 from patterns.sparse.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 from patterns.sparse.indexer import PagedIndexer
 from patterns.sparse.listing import Listing
-from patterns.sparse.pages import LatentPages
+from patterns.sparse.pages import LatentPages, of_rows
 from patterns.sparse.sparse_attention import VALUES
 
 LISTED, EPSILON = 2048, 1e-5
@@ -50,6 +50,7 @@ class IndexKeys(RotatedLanes):
     beta: Any = tensor("Di")
     eps: Any = scalar()
     cache: Any = tensor("*I")
+    nz_block: Any = attribute()
     is_parameter_only: Any = attribute()
 
     def written(self, p, x, lanes, tables, like, slots):
@@ -57,7 +58,7 @@ class IndexKeys(RotatedLanes):
         layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
         key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
         rows = self.term(p, p.reshaped(key), lanes, tables, like, None)
-        return p.write_pages(cache=self.cache, rows=p.reshaped(rows), slots=slots, nz_block=None)
+        return p.write_pages(cache=self.cache, rows=p.reshaped(rows), slots=slots, nz_block=self.nz_block)
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,25 @@ class IndexQueries(RotatedLanes):
 
 @dataclass(frozen=True)
 class OneTable(Group):
-    """The block table by which the model gathers rows from all three caches, as a latent only so many first ones."""
+    """The block table by which the model gathers rows from all three caches, as a latent only so many first ones.
+
+    `layout` is how the pages of a latent lie, `index_layout` how those of the indexer's keys do.
+    """
 
     block_table: Any = tensor("B P")
     size: Any = attribute()
+    layout: Any = attribute()
+    index_layout: Any = attribute()
     first_rows: Any = attribute()
 
     def terms(self, p, kv, kr) -> LatentPages:
         """A latent and its rotated lanes."""
-        how = (self.block_table, self.size, "BSND")
+        how = (self.block_table, self.size, self.layout)
         return LatentPages(p.whatever("*F"), p.whatever("*G"), kv, kr, *how, *how)
 
     def indexer(self, p, query, weights, count, written) -> PagedIndexer:
         """An indexer of keys that are gathered so."""
-        how = dict(block_table=self.block_table, size=self.size, layout="BSND")
+        how = dict(block_table=self.block_table, size=self.size, layout=self.index_layout)
         return PagedIndexer(query, p.whatever("B T Di"), weights, count, None, None, written, **how)
 
 
@@ -170,6 +176,7 @@ class SparseAttentionPto(Rule):
     def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):
         """What the operator has compiled in, and how the tokens, the weights and the caches are laid out."""
         projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
+        of_rows(attended.table.layout, attended.table.index_layout)
         latent, rope = row.widths
         own = (latent + rope) ** -0.5
         said = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"

@@ -56,6 +56,7 @@ INDEXER_LIST = word(
     "what a lightning indexer lists for each query, best first, and -1 behind it where a query sees fewer keys [.., K]",
     **_SCORED, **_SEEN, **_INT8, dtype="of the list",
     entries="how many keys are listed, as many as there are where these are fewer than K",
+    offset="a number that is added to the keys, absent for 0",
 )  # fmt: skip
 
 _LISTED = {

@@ -146,6 +146,41 @@ def marked_by_length(q, k, w, lengths):
     return places.masked_fill(places >= lengths[:, None, None], -1)
 
 
+def with_weights_of_all(q, k, w):
+    """One weight of each head, for all queries."""
+    products = torch.einsum("bshd,btd->bhst", q, k).relu()
+    return torch.einsum("bhst,h->bst", products, w[0, 0]).topk(K, -1).indices
+
+
+def of_one_head(q, k, w):
+    return (q[:, :, 0] @ k.mT).relu().float().topk(K, -1).indices
+
+
+def marked_where_not_finite(q, k, w):
+    best, places = hidden(by_einsum(q, k, w)).topk(K, -1)
+    return places.where(best.isfinite(), -1)
+
+
+def marked_at_the_least(q, k, w):
+    """What hides a key is a number of the dtype."""
+    scores = by_matmul(q, k, w)
+    least = torch.finfo(scores.dtype).min
+    best, places = scores.masked_fill(later(scores), least).topk(K, -1)
+    return torch.where(best > least / 2, places, -1)
+
+
+def marked_by_rank(q, k, w):
+    """Hidden keys are the last ones of a list."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return places.masked_fill(torch.arange(K) > torch.arange(q.shape[1])[:, None], -1)
+
+
+def behind_a_window(q, k, w):
+    """DeepSeek-V4: such keys stand behind others, and hidden ones are -1 all the same."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return torch.where(places > torch.arange(q.shape[1])[:, None], -1, places + 8).int()
+
+
 def last_of_several(q, k, w):
     """Queries that stand behind so many keys that each sees enough."""
     scores = by_einsum(q[:, : K + 1], k, w[:, : K + 1])
@@ -156,6 +191,19 @@ def last_of_several(q, k, w):
 def gathered(q, k, w, lengths, query, kv):
     places = marked_by_length(q, k, w, lengths)
     return attend(query, kv, places, places >= 0)
+
+
+def gathered_behind_a_window(q, k, w, query, kv):
+    """The rows of a list that is moved are gathered by it."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    moved = torch.where(places > torch.arange(q.shape[1])[:, None], -1, places + 8)
+    return attend(query, torch.cat((kv[:, -8:], kv), 1), moved, moved >= 0)
+
+
+def gathered_by_rank(q, k, w, lengths, query, kv):
+    """As many of the best as there are keys."""
+    scores = by_einsum(q, k, w).masked_fill(torch.arange(k.shape[1]) >= lengths[:, None, None], -math.inf)
+    return attend(query, kv, scores.topk(K, -1).indices, torch.arange(K) < lengths[:, None, None])
 
 
 def gathered_and_returned(q, k, w, lengths, query, kv):
@@ -182,11 +230,14 @@ Form = Callable[..., Any]
 RETURNED: dict[Form, Callable[[int], Inputs]] = {
     returned: step, narrow: prompt, as_many_as_there_are: step, sorted_first: step, marked_by_scores: prompt,
     kept_by_scores: prompt, marked_by_places: prompt, marked_by_the_mask: prompt, marked_by_length: with_lengths,
-    last_of_several: prompt, of_tokens: packed, of_tokens_by_a_product: packed,
+    last_of_several: prompt, of_tokens: packed, of_tokens_by_a_product: packed, marked_where_not_finite: prompt,
+    marked_at_the_least: prompt, marked_by_rank: prompt, with_weights_of_all: step, of_one_head: prompt,
+    behind_a_window: prompt,
 }  # fmt: skip
 GATHERED: dict[Form, Callable[[int], Inputs]] = {
     gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,
-    gathered_and_lowered: attended_with_none,
+    gathered_and_lowered: attended_with_none, gathered_by_rank: attended,
+    gathered_behind_a_window: attended_in_line,
 }  # fmt: skip
 
 
@@ -242,6 +293,18 @@ def never(q, k, w):
     return places.masked_fill(best == -math.inf, -1)
 
 
+def moved_to_none(q, k, w):
+    """A number is taken away, by which a key may be -1."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return torch.where(places > torch.arange(q.shape[1])[:, None], -1, places - 1)
+
+
+def moved_after_it_was_asked(q, k, w):
+    """Which keys are seen is asked of places of other keys."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return torch.where(places + 8 > torch.arange(q.shape[1])[:, None], -1, places + 8)
+
+
 def by_places(q, k, w):
     """-1 where a place is infinite, which none is."""
     places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
@@ -276,5 +339,5 @@ _FEW, _OTHERS = "fewer keys than are listed", "-1 is not written over the places
 LOOKALIKES: dict[Form, str] = {
     raw: _FEW, of_a_length: _FEW, last_of_too_few: _FEW, itself_too: _OTHERS, some_of_them: _OTHERS, zeros: _OTHERS,
     the_others: _OTHERS, never: _OTHERS, by_places: _OTHERS, of_a_length_and_more: _FEW, by_other_scores: _OTHERS,
-    of_the_next: _OTHERS, of_two_lengths: _FEW,
+    of_the_next: _OTHERS, of_two_lengths: _FEW, moved_to_none: _FEW, moved_after_it_was_asked: _OTHERS,
 }  # fmt: skip

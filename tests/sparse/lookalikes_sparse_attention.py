@@ -35,6 +35,11 @@ def without_relu(q, k, w):
     return ((q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).sum(2)
 
 
+def head_by_head(q, k, w):
+    """The same sum, of a product of each head."""
+    return sum(w[:, :, n, None] * F.relu(q[:, :, n] @ k.mT) for n in range(HEADS))
+
+
 def other_rectifier(q, k, w):
     return (F.gelu(q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).sum(2)
 
@@ -309,6 +314,7 @@ LOOKALIKES = (
     entry("turned_products", score=turned_products, indexer=0, reason=SUM),
     entry("turned_weights", score=turned_weights, indexer=0, reason=SIGN),
     entry("without_relu", score=without_relu, indexer=0, reason=SUM),
+    entry("head_by_head", ("chunk",), score=head_by_head, indexer=0, reason=SUM),
     entry("other_rectifier", score=other_rectifier, indexer=0, reason=SUM),
     entry("leaky", score=leaky, indexer=0, reason=SUM),
     entry("clamped_above_zero", score=clamped_above_zero, indexer=0, reason=SUM),

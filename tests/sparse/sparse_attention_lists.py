@@ -139,6 +139,10 @@ def sorted_pairs(scores, seen):
     return torch.sort(scores.masked_fill(~seen, -math.inf), dim=-1, descending=True)[1][..., : count(scores)]
 
 
+def in_the_order_of_keys(scores, seen):
+    return scores.masked_fill(~seen, -math.inf).topk(count(scores), dim=-1, sorted=False).indices.sort(-1).values
+
+
 # masks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +291,7 @@ SPELLINGS = (
     entry("narrow_places", choose=narrow_places, hide=hidden_then_lowest),
     entry("sorted_places", choose=sorted_places),
     entry("sorted_pairs", choose=sorted_pairs),
+    entry("in_the_order_of_keys", choose=in_the_order_of_keys),
     entry("filled", hide=filled),
     entry("hidden_then_lowest", hide=hidden_then_lowest),
     entry("infinity_scattered", hide=infinity_scattered),

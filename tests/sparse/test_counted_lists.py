@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot as one_hot_rows
 
 from fusion import Example
 from fusion.library import installed
@@ -97,9 +98,54 @@ def counted_or_first(places, count, last):
     return (before_the_keys(places, count, last) & (last >= keys())) | (keys() < 2)
 
 
+def compared(places, count, last):
+    """An entry that is no key is equal to none."""
+    return (tailed(places, count).unsqueeze(-1) == keys()).any(-2)
+
+
+def compared_with_each(places, count, last):
+    return (keys()[:, None] == tailed(places, count).to(torch.int32)[..., None, :]).any(dim=-1) & (last >= keys())
+
+
+def further_than_the_last(places, count, last):
+    """There are keys of other sequences behind them."""
+    return ((tailed(places, count) + Z.t // 2).unsqueeze(-1) == keys()).any(-2)
+
+
+def equal_ones(places, count, last):
+    return (tailed(places, count).unsqueeze(-1) == keys()).sum(-2) > 0
+
+
+def equal_ones_as_truths(places, count, last):
+    return (tailed(places, count).unsqueeze(-1) == keys()).sum(-2, dtype=torch.int32).bool()
+
+
+def one_hot(places, count, last):
+    return (one_hot_rows(places, Z.t).sum(-2) >= 1) & (last >= keys())
+
+
+def added_up(places, count, last):
+    """Keys that a list names twice are counted twice."""
+    counts = torch.zeros(Z.b, Z.s, Z.t, dtype=torch.int32)
+    return counts.scatter_add(-1, places, torch.ones_like(places, dtype=torch.int32)) > 0
+
+
+def added_up_as_floats(places, count, last):
+    counts = torch.zeros(Z.b, Z.s, Z.t, dtype=torch.bfloat16)
+    return ~(counts.scatter_add(-1, places, torch.ones(places.shape, dtype=counts.dtype)) < 0.5) & (last >= keys())
+
+
+def added_where_there(places, count, last):
+    """GLM-5-Next: what is there adds one, and what is not adds nothing."""
+    there = torch.arange(places.shape[-1]) < count
+    counts = torch.zeros(Z.b, Z.s, Z.t, dtype=torch.int32)
+    return counts.scatter_add_(-1, tailed(places, count).clamp(0, Z.t - 1), there.to(torch.int32)) > 0
+
+
 SPELLINGS = (
     behind_the_keys, before_the_keys, filled_in, one_key_further, up_to_the_last, or_first, last_or_listed,
-    seen_or_first, first_or_seen, not_later_of_both, counted_or_first,
+    seen_or_first, first_or_seen, not_later_of_both, counted_or_first, compared, compared_with_each,
+    further_than_the_last, equal_ones, equal_ones_as_truths, one_hot, added_up, added_up_as_floats, added_where_there,
 )  # fmt: skip
 
 
@@ -120,8 +166,29 @@ def two_lists(places, count, last):
     return (listed(places) & (last >= keys())) | listed(places.flip(1)) | (keys() < 2)
 
 
+def twice_at_least(places, count, last):
+    counts = torch.zeros(Z.b, Z.s, Z.t, dtype=torch.int32)
+    return counts.scatter_add(-1, places, torch.ones_like(places, dtype=torch.int32)) > 1
+
+
+def once(places, count, last):
+    return (tailed(places, count).unsqueeze(-1) == keys()).sum(-2) == 1
+
+
+def all_equal(places, count, last):
+    """A key is every entry."""
+    return (tailed(places, count).unsqueeze(-1) == keys()).all(-2) | (keys() < 2)
+
+
+def of_the_queries(places, count, last):
+    """Whether any query of a sequence lists a key."""
+    return (places.unsqueeze(-1) == keys()).any(-3).any(-2, keepdim=True).expand(-1, Z.s, -1)
+
+
 MORE = "not proven to be the first or the last ones"
-LOOKALIKES = {seen_or_some: MORE, seen_or_last: MORE, seen_or_middle: MORE, two_lists: MORE}
+OTHERS = (once, all_equal, of_the_queries)
+"""Of which nothing is known, as of any mask."""
+LOOKALIKES = {twice_at_least: MORE, seen_or_some: MORE, seen_or_last: MORE, seen_or_middle: MORE, two_lists: MORE}
 
 
 def tried(shown: Form, level="composite", dtype=torch.bfloat16, low: float = -math.inf, some: float = 0.0) -> Trial:
@@ -150,4 +217,11 @@ def test_such_lists_are_one_list(shown: Form, low: float):
 def test_look_alike_is_refused(shown: Form):
     t = tried(shown)
     refuses(t, LOOKALIKES[shown])
+    means_what_it_says(t)
+
+
+@pytest.mark.parametrize("shown", OTHERS, ids=lambda each: each.__name__)
+def test_other_masks_are_no_lists(shown: Form):
+    t = tried(shown)
+    assert not [each for each in t.outcome.chosen if each.match.rule is RULE]
     means_what_it_says(t)

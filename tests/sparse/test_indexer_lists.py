@@ -59,7 +59,9 @@ def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.
 @pytest.mark.parametrize("form", GATHERED, ids=lambda each: each.__name__)
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
-    own = form in (indexer_lists.gathered_and_returned, indexer_lists.gathered_and_lowered)
+    own = form in (
+        indexer_lists.gathered_and_returned, indexer_lists.gathered_and_lowered, indexer_lists.gathered_behind_a_window,
+    )  # fmt: skip
     assert forms(t) == ["by_gathered_rows[LatentRows]" if own else "by_indexed_rows[Indexer, LatentRows]"]
     means_what_it_says(t)
     emits_valid_calls(t)

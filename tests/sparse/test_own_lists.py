@@ -28,7 +28,7 @@ def said(form: Callable[..., Tensor], sequences: int, *more: Tensor) -> Any:
     shapes = (sequences, S, H, D), (sequences, T, D), (sequences, S, H)
     given = [numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     graph = canonicalise(traced(form, *given, *more).graph)
-    return listed(Assumed(graph.algebra), graph.held[graph.source.output_node().args[0][-1]])
+    return listed(Assumed.of(graph), graph.held[graph.source.output_node().args[0][-1]])
 
 
 def later(by: int = 1) -> Tensor:
@@ -66,7 +66,68 @@ def weights_that_are_rectified(q, k, w):
     return marked(scores.masked_fill(later(), -math.inf).topk(K, -1).indices)
 
 
-SPELLINGS = [(each_sequence, 2), (one_without_its_dim, 1), (scores_without_it, 1), (weights_that_are_rectified, 1)]
+def hidden_by(number: float) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """The best scores, and their places, where those of keys behind the query are another number."""
+    return lambda q, k, w: by_einsum(q, k, w).masked_fill(later(), number).topk(K, -1)
+
+
+lowest, low = hidden_by(torch.finfo(torch.float32).min), hidden_by(-1e9)
+
+
+def finite(q, k, w):
+    scores, places = best(q, k, w)
+    return places.where(scores.isfinite(), -1)
+
+
+def infinite_and_negative(q, k, w):
+    scores, places = best(q, k, w)
+    return places.masked_fill(scores.isinf() & (scores < 0), -1)
+
+
+def negative_infinite(q, k, w):
+    scores, places = best(q, k, w)
+    return torch.where(torch.isneginf(scores), torch.full_like(places, -1), places)
+
+
+def finite_or_not(q, k, w):
+    scores, places = best(q, k, w)
+    return places.masked_fill((~scores.isfinite()) | scores.isnan(), -1)
+
+
+def above_the_least(q, k, w):
+    scores, places = lowest(q, k, w)
+    return torch.where(scores > torch.finfo(scores.dtype).min, places, -1)
+
+
+def below_half_of_the_least(q, k, w):
+    scores, places = lowest(q, k, w)
+    return places.masked_fill(scores <= torch.finfo(scores.dtype).min / 2, -1)
+
+
+def not_far_below(q, k, w):
+    scores, places = low(q, k, w)
+    return torch.where(scores > -1e8, places, -1)
+
+
+def lowered_and_far_below(q, k, w):
+    scores, places = (by_einsum(q, k, w) + later() * -1e9).topk(K, -1)
+    return torch.where(scores > -1e8, places, -1)
+
+
+def by_rank(q, k, w):
+    """The query sees so many keys, which are the first ones of its list."""
+    counted = torch.arange(K) <= torch.arange(S)[:, None]
+    return torch.where(counted, best(q, k, w).indices, -1)
+
+
+ASKED = (
+    finite, infinite_and_negative, negative_infinite, finite_or_not, above_the_least, below_half_of_the_least,
+    not_far_below, lowered_and_far_below, by_rank,
+)  # fmt: skip
+SPELLINGS = [
+    (each_sequence, 2), (one_without_its_dim, 1), (scores_without_it, 1), (weights_that_are_rectified, 1),
+    *((form, 2) for form in ASKED),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "sequences"), SPELLINGS)
@@ -112,6 +173,64 @@ def above_the_lowest_of_others(q, k, w):
 
 def not_above_the_lowest_of_others(q, k, w):
     return best(q, k, w).indices.masked_fill(best(q, k, w, 2).values <= -math.inf, -1)
+
+
+def below_the_least(q, k, w):
+    """Of which there is none, though keys are hidden."""
+    scores, places = lowest(q, k, w)
+    return places.masked_fill(scores < torch.finfo(scores.dtype).min, -1)
+
+
+def below_what_is_added(q, k, w):
+    """A score that is lowered may be above."""
+    scores, places = (by_einsum(q, k, w) + later() * -1e9).topk(K, -1)
+    return places.masked_fill(scores <= -1e9, -1)
+
+
+def below_what_is_scaled(q, k, w):
+    """What is filled in is not what the scores are then."""
+    scores, places = (by_einsum(q, k, w).masked_fill(later(), -1e9) * 1e-3).topk(K, -1)
+    return places.masked_fill(scores <= -1e9, -1)
+
+
+def positive_infinite(q, k, w):
+    scores, places = best(q, k, w)
+    return places.masked_fill(scores.isinf() & (scores > 0), -1)
+
+
+def neither_far_above(q, k, w):
+    """Some score may be so high."""
+    scores, places = best(q, k, w)
+    return torch.where((scores > -math.inf) & (scores < 1e6), places, -1)
+
+
+def in_whole_numbers(q, k, w):
+    """Where a score rounds to 0."""
+    scores, places = lowest(q, k, w)
+    return places.masked_fill(scores.to(torch.int32) == 0, -1)
+
+
+def by_other_rank(q, k, w):
+    return torch.where(torch.arange(K) < torch.arange(S)[:, None], best(q, k, w).indices, -1)
+
+
+def by_rank_in_no_order(q, k, w):
+    scores = by_einsum(q, k, w).masked_fill(later(), -math.inf)
+    counted = torch.arange(K) <= torch.arange(S)[:, None]
+    return torch.where(counted, scores.topk(K, -1, sorted=False).indices, -1)
+
+
+def by_rank_from_a_key_on(q, k, w):
+    """A query sees the keys behind it: these are no first ones."""
+    scores = by_einsum(q, k, w).masked_fill(torch.ones(S, T, dtype=torch.bool).tril(-1), -math.inf)
+    counted = torch.arange(K) >= torch.arange(S)[:, None]
+    return torch.where(counted, scores.topk(K, -1).indices, -1)
+
+
+def by_rank_of_all(q, k, w):
+    """Of scores that nothing hides."""
+    counted = torch.arange(K) <= torch.arange(S)[:, None]
+    return torch.where(counted, by_einsum(q, k, w).topk(K, -1).indices, -1)
 
 
 def where_nothing_is_seen(q, k, w):
@@ -163,7 +282,11 @@ def worst_of_a_router(q, k, w):
 LOOKALIKES: dict[Callable[..., Tensor], tuple[int, str | None]] = {
     by_halves: (1, OTHERS), by_sequences: (S, OTHERS), by_lengths_of_others: (4, OTHERS), above_zero: (1, OTHERS),
     not_above_zero: (1, OTHERS), above_the_lowest_of_others: (1, OTHERS), not_above_the_lowest_of_others: (1, OTHERS),
-    where_nothing_is_seen: (1, OTHERS), within_a_window: (1, FEW), in_bytes: (1, None), best_of_each: (2, None),
+    below_the_least: (1, OTHERS), below_what_is_added: (1, OTHERS), below_what_is_scaled: (1, OTHERS),
+    positive_infinite: (1, OTHERS), neither_far_above: (1, OTHERS), in_whole_numbers: (1, OTHERS),
+    by_other_rank: (1, OTHERS), by_rank_in_no_order: (1, OTHERS), by_rank_of_all: (1, OTHERS),
+    by_rank_from_a_key_on: (1, "not proven to be a causal order"), where_nothing_is_seen: (1, OTHERS),
+    within_a_window: (1, FEW), in_bytes: (1, None), best_of_each: (2, None),
     one_behind_the_other: (2, None), one_query_by_weights_of_many: (1, None), weights_without_a_dim: (1, None),
     keys_of_no_sequence: (D, None), worst_of_a_router: (1, None),
 }  # fmt: skip

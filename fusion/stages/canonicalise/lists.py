@@ -5,6 +5,7 @@ x.scatter(-1, places, values)           → placed(x, places, values)
 zeros.scatter_add(-1, places, ones)     → where(chosen(places), 1, 0)       of places that differ; scatter_reduce of the
                                                                             greatest does so of any
 (places == arange).any(-1)              → chosen(places)                    `fusion.analysis.lists`
+counts > 0                              → chosen(places)                    of counts of entries, all or some of them
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.constant_folding import COMPARE
 from fusion.analysis.intervals import uncast
+from fusion.analysis.lists import listed, named_by
 from fusion.graph import Algebra, Value, unviewed
-from fusion.graph.logic import constant, where
-from fusion.graph.proof import must, proven
+from fusion.graph.logic import constant, negated, where
+from fusion.graph.proof import must, proof, proven
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 
@@ -31,7 +34,7 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
     rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1]
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
         return None
-    own = uncast(places)
+    own = named_by(places)
     if own.op == "expand" and own.arg.shape[-1] == own.shape[-1]:  # one list for all of several rows
         own = own.arg
     chosen = a.make("chosen", (own,), (), (*own.shape[:-1], x.shape[-1]), torch.bool)
@@ -41,9 +44,60 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
 
 
 def counted(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Value | None:
-    """`x` of zeros with a number, of which `numbers` is full, added at the places of rows that name none twice."""
-    zeros = x.op == numbers.op == "full" and x.attrs[0] == 0
-    return marked(a, x, dim, places, numbers) if zeros and uncast(places).op == "largest_index" else None
+    """`x` of zeros with a number, of which `numbers` is full, added at the places of rows that name none twice.
+
+    Of rows that may name some twice, "counts": how often each place is named [.., T], of entries with a 1 alone.
+    """
+    if x.op != "full" or x.attrs[0] != 0:
+        return None
+    if numbers.op == "full" and uncast(places).op == "largest_index":
+        return marked(a, x, dim, places, numbers)
+    rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and numbers.shape == places.shape
+    ones = numbers.attrs == (1,) if numbers.op == "full" else numbers.op == "cast" and numbers.arg.dtype is torch.bool
+    if not (rows and ones and x.rank > 1 and dim % x.rank == x.rank - 1 and _holds_all(x.dtype, places.shape[-1])):
+        return None
+    truths = constant(a, True, (), torch.bool) if numbers.op == "full" else numbers.arg
+    return a.make(
+        "counts", (named_by(places) if numbers.op == "full" else uncast(places), truths), (), x.shape, x.dtype
+    )
+
+
+def _holds_all(dtype: torch.dtype | None, count: Any) -> bool:
+    """Whether no sum of up to so many ones wraps round in a dtype: floats stay where one more would be rounded off."""
+    if dtype is None or dtype is torch.bool or not isinstance(count, int) or count == 0:
+        return False
+    return dtype.is_floating_point or count <= torch.iinfo(dtype).max
+
+
+@proof
+def any_named(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
+    """Where entries of a list name a position at all, if that is what a comparison of their counts says."""
+    counts, number = (x, y) if y.op == "full" else (y, x)
+    must(number.op == "full" and number.shape in ((), counts.shape))
+    count, truth = proven(_any_of(a, counts))
+    bound = number.attrs[0]
+    none, one, all_of_them = (COMPARE[op](*((n, bound) if counts is x else (bound, n))) for n in (0, 1, count))
+    must(one == all_of_them != none and not (op in ("eq", "ne") and 1 < bound < count))
+    return truth if one else negated(a, truth)
+
+
+@proof
+def _any_of(a: Algebra, counts: Value) -> tuple[Any, Value] | None:
+    """How many entries are counted at most, and where there is one."""
+    if counts.op == "counts":
+        places, truths = counts.args
+        size, rows = counts.shape[-1], places.shape[:-1]
+        if truths.op == "full":
+            return places.shape[-1], a.make("chosen", (places,), (), counts.shape, torch.bool)
+        must(isinstance(size, int))
+        shown = proven(where(a, truths, a.shift(places, 1), constant(a, 0, (), places.dtype), places.dtype))
+        wide = a.make("chosen", (shown,), (), (*rows, size + 1), torch.bool)
+        return places.shape[-1], proven(a.slice(wide, len(rows), 1, int(size) + 1))
+    total = (counts.arg if counts.op == "scale" else counts).below("reshape")
+    must(total.op == "mean" and len(total.attrs) == 1 and total.arg.op == "cast" and total.arg.arg.dtype is torch.bool)
+    count = total.arg.shape[total.attrs[0]]
+    must(_holds_all(counts.dtype, count) and count == (counts.attrs[0] if counts.op == "scale" else 1))
+    return count, a.reshape(proven(listed(a, total.arg.arg, total.attrs[0])), counts.shape)
 
 
 @translates("aten.scatter_reduce.two")

@@ -16,6 +16,7 @@ stand, torch leaves open as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,11 +25,13 @@ import torch
 
 from fusion.analysis.dtypes import common, held_number, holds
 from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
-from fusion.graph.logic import compare, constant, moved, number, pointwise, positions, softmax, where
+from fusion.graph.logic import compare, constant, moved, negated, number, pointwise, positions, softmax, where
 from fusion.graph.proof import must, proof, proven
+from fusion.stages.canonicalise import lists
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 
@@ -84,7 +87,8 @@ def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> 
     dtype = common(x, y)
     other = y if isinstance(y, Value) else _held(a, y, (), dtype)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
-    return compare(a, op, right, left) if swap else compare(a, op, left, right)
+    left, right = (right, left) if swap else (left, right)
+    return lists.any_named(a, op, left, right) or compare(a, op, left, right)
 
 
 def _connective(op: str, a: Algebra, out: Out, x: Any, y: Any) -> Translated:
@@ -114,13 +118,12 @@ def _not(a: Algebra, out: Out, x: Value) -> Translated:
     return negated(a, a.cast(x, torch.bool))
 
 
-def negated(a: Algebra, x: Value) -> Value:
-    """Where booleans are not true."""
-    return x.arg if x.op == "not" else proven(pointwise(a, "not", (x,), (), torch.bool))
-
-
 def _isnan(a: Algebra, x: Value) -> Value:
     return a.make("isnan", (x,), (), x.shape, torch.bool)
+
+
+def _is_infinite(number: float, a: Algebra, out: Out, x: Value) -> Translated:
+    return compare(a, "eq", x, constant(a, number, (), x.dtype)) if is_float(x) else None
 
 
 @translates("aten.nan_to_num.default")
@@ -216,6 +219,8 @@ translations(
     {
         "aten.embedding.default": lambda a, out, rows, places, *args: index(a, out, rows, (places,)),
         "aten.isnan.default": lambda a, out, x: _isnan(a, x),
+        "aten.isinf.default": lambda a, out, x: _is_infinite(math.inf, a, out, a.unary("abs", x)),
+        "aten.isneginf.default": partial(_is_infinite, -math.inf),
         "aten.masked_fill.Scalar aten.masked_fill.Tensor": lambda a, out, x, mask, fill: _where(a, out, mask, fill, x),
         "aten.triu.default": partial(_triangle, True),
         "aten.tril.default": partial(_triangle, False),

@@ -13,6 +13,7 @@ from fusion.analysis.lists import listed
 from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Algebra, Value
 from fusion.graph.dims import INDEX_DTYPES
+from fusion.graph.logic import negated
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
@@ -79,15 +80,15 @@ def _aminmax(a: Algebra, out: Out, x: Value, *, dim: int | None = None, keepdim:
 
 @translates("aten.any.dim")
 def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    truths = x.arg if x.op == "cast" and x.arg.dtype is torch.bool else a.cast(x, torch.bool)
+    truths = a.cast(x, torch.bool)
     return a.reshape(listed(a, truths, dim) or a.reduce("any", truths, [dim]), out.shape)
 
 
 @translates("aten.all.dim")
 def _all(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
     """Not any that is not."""
-    others = logic.negated(a, a.cast(x, torch.bool))
-    return logic.negated(a, a.reshape(a.reduce("any", others, [dim]), out.shape))
+    others = negated(a, a.cast(x, torch.bool))
+    return negated(a, a.reshape(a.reduce("any", others, [dim]), out.shape))
 
 
 def _variance(a: Algebra, x: Value, dim: Any, correction: Any) -> tuple[Value, Value]:
