@@ -38,14 +38,14 @@ CHOSEN = {
     "the greatest and where": lambda x, at: F.one_hot(at, G).max(1).values.bool(),
     "any of one_hot": lambda x, at: F.one_hot(at, G).any(1),
     "put": lambda x, at: torch.zeros(T, G, dtype=torch.bool).index_put((line(T)[:, None], at), torch.tensor(True)),
+    "fewer places than may be listed": lambda x, at: (at[..., None] == line(G - 1)).any(1),
+    "entries that are not places": lambda x, at: ((at - 1)[..., None] == line(G)).any(1),
+    "as many entries that are not places": lambda x, at: ((x.topk(G)[1] - 1)[..., None] == line(G)).any(1),
 }
 OTHERS = {
     "all": lambda x, at: (at[:, None, :] == line(G)[:, None]).all(-1),
     "from the second place on": lambda x, at: (at[..., None] == line(1, G + 1)).any(1),
     "every second place": lambda x, at: (at[..., None] == line(0, 2 * G, 2)).any(1),
-    "fewer places than may be listed": lambda x, at: (at[..., None] == line(G - 1)).any(1),
-    "entries that are not places": lambda x, at: ((at - 1)[..., None] == line(G)).any(1),
-    "as many entries that are not places": lambda x, at: ((x.topk(G)[1] - 1)[..., None] == line(G)).any(1),
     "against numbers": lambda x, at: (at[..., None] == at.flatten()[:G].clamp(0, 1)).any(1),
     "less": lambda x, at: (at[..., None] < line(G)).any(1),
     "over the places": lambda x, at: (at[..., None] == line(G)).any(2),

@@ -638,7 +638,7 @@ OF_SIZES = {
     "entry": (lambda x: x[:, :6].select(1, x.shape[0] - 3), "aten.select.int"),
     "pieces": (lambda x: x.split([2, x.shape[0] - 2])[1].cos(), "aten.split_with_sizes.default"),
     "times": (lambda x: x.repeat_interleave(x.shape[0], 0), "aten.repeat_interleave.self_int"),
-    "copies": (lambda x: x.repeat(x.shape[1], 1), "aten.repeat.default"),
+    "copies": (lambda x: x.repeat(x.shape[1], 1), "expand"),
     "what is rolled": (lambda x: x.roll(2, 0), "aten.roll.default"),
     "way": (lambda x: x[:, :6].roll(x.shape[0], 1), "aten.roll.default"),
     "rows": (lambda x: x.index_select(0, torch.arange(3)), "index"),
