@@ -8,7 +8,7 @@ A score that nothing hides is above the numbers by which masks hide one, as ever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,6 +21,8 @@ from patterns.attention.hiding import MASKED
 from patterns.attention.mask_terms import numbers_of
 from patterns.attention.masks import Masks
 
+_ASKED = {"reshape", "expand", "cast", "abs", "isnan", "compare", "not", "and", "or", "mul"}
+
 
 def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) -> bool:
     """Whether a condition on the scores of listed places holds where the key is hidden, and nowhere else.
@@ -31,14 +33,16 @@ def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) 
         masks: all that stand on these.
         hides: whether it is asked for hidden keys; else for those that are seen, and nothing else.
     """
+    steps: dict[Value, None] = {}
     low, dtype = _lowered(places.arg, masks), places.arg.dtype
-    if low is None or dtype is None:
+    if low is None or dtype is None or not _is_made_of(condition, places, steps):
         return False
-    bounds = sorted({*_numbers(condition, places), MASKED / 2, 0.0, torch.finfo(dtype).max})
+    compared = {float(number) for each in steps if each.op == "full" and (number := _number(each)) is not None}
+    bounds = sorted({*compared, MASKED / 2, 0.0, torch.finfo(dtype).max})
     between = [(x + y) / 2 for x, y in pairwise(bounds)]
     seen = [each for each in (*bounds, *between) if MASKED / 2 <= each < math.inf]
     wanted = [(low, hides), (seen, not hides)]
-    return all(_holds(condition, places, each) is truth for numbers, truth in wanted for each in numbers)
+    return all(_holds(condition, steps, places, each) is truth for numbers, truth in wanted for each in numbers)
 
 
 def _lowered(scores: Value, masks: Masks) -> list[float] | None:
@@ -62,24 +66,31 @@ def _lowered(scores: Value, masks: Masks) -> list[float] | None:
     return [max(number * factor, least) for number in found for factor in (0.5, 1.0, 2.0)]
 
 
-def _numbers(x: Value, places: Value) -> Iterator[float]:
-    """All numbers that a condition compares with."""
-    if x.op == "full":
-        number = _number(x)
-        yield from () if number is None else (float(number),)
-    elif not _are_scores(x, places):
-        for each in x.args:
-            yield from _numbers(each, places)
+def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
+    """Whether a condition asks numbers and the scores of places alone; `steps` gets what it is made of, parts first."""
+    if x in steps:
+        return True
+    is_known = _are_scores(x, places) or x.op == "full"
+    if not is_known and not (x.op in _ASKED and all(_is_made_of(each, places, steps) for each in x.args)):
+        return False
+    steps[x] = None
+    return True
 
 
-def _holds(x: Value, places: Value, score: float) -> float | bool | None:
-    """What a condition, or a part of it, gives for one score; None where it depends on something else."""
-    if _are_scores(x, places):
-        return score
-    if x.op == "full":
-        return _number(x)
-    parts = [_holds(each, places, score) for each in x.args]
-    if None in parts or not parts:
+def _holds(condition: Value, steps: Iterable[Value], places: Value, score: float) -> float | bool | None:
+    """What a condition gives for one score; None where that is not known."""
+    found: dict[Value, float | bool | None] = {}
+    for x in steps:
+        if _are_scores(x, places):
+            found[x] = score
+        else:
+            found[x] = _number(x) if x.op == "full" else _given(x, [found[each] for each in x.args])
+    return found[condition]
+
+
+def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | None:
+    """What a step gives of what its parts do."""
+    if None in parts:
         return None
     first, *more = (each for each in parts if each is not None)
     match x.op:
