@@ -57,8 +57,8 @@ def calls(context: int, listed: int, heads: int, device: str) -> dict[str, Calla
     found: dict[str, Callable[[], object]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         query, latent = (torch.randn(1, n, m, LATENT, device=device).to(dtype) for n, m in ((1, heads), (context, 1)))
-        turned, rope = (torch.randn(1, n, m, ROPE, device=device).to(dtype) for n, m in ((1, heads), (context, 1)))
-        given = {"query": query, "key": latent, "value": latent, "query_rope": turned, "key_rope": rope}
+        q_rope, rope = (torch.randn(1, n, m, ROPE, device=device).to(dtype) for n, m in ((1, heads), (context, 1)))
+        given = {"query": query, "key": latent, "value": latent, "query_rope": q_rope, "key_rope": rope}
         name = str(dtype).removeprefix("torch.")
         found[name] = lambda given=given: SPARSE_FLASH_ATTENTION.fallback(**given, **lists)
         found[f"{name}, whole"] = lambda given=given: _whole(**given)
@@ -71,8 +71,8 @@ def calls(context: int, listed: int, heads: int, device: str) -> dict[str, Calla
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, query_rope: Tensor, key_rope: Tensor) -> Tensor:
-    latents, turned = query[0, 0] @ key[0, :, 0].T, query_rope[0, 0] @ key_rope[0, :, 0].T
-    return ((latents + turned) * SCALE).softmax(-1) @ value[0, :, 0]
+    latent, rope = query[0, 0] @ key[0, :, 0].T, query_rope[0, 0] @ key_rope[0, :, 0].T
+    return ((latent + rope) * SCALE).softmax(-1) @ value[0, :, 0]
 
 
 def seconds(call: Callable[[], object], device: str, rounds: int) -> float:

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from fusion._torch.fakes import fake_mode_of
-from fusion._torch.tracing import Boxed, forget_output_strides, functional_graph
+from fusion._torch.functional import functional_graph
+from fusion._torch.tracing import Boxed, forget_output_strides
 from fusion.mutation import memory_of, outputs, shown, written_by
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from fusion._torch.fakes import (
     without_view_tracking,
 )
 from fusion._torch.operators import OpOverload, schema_of
-from fusion._torch.tensors import leaves, map_only
+from fusion._torch.tensors import leaves, map_only, told_apart
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
@@ -196,8 +196,7 @@ class Fakes:
             Refused: a call takes a symbolic size that no node of the graph holds, nor can; or it depends on one what
                 is called.
         """
-        firsts = {id(each): name for name, each in reversed([*inputs.items()])}
-        apart = {name: each if firsts[id(each)] == name else each.detach() for name, each in inputs.items()}
+        apart = dict(zip(inputs, told_apart(inputs.values()), strict=True))
         recorder = Recorder(apart, self._ran)
         try:
             with without_guards(self._mode), self._mode, torch.no_grad(), without_view_tracking(), recorder:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -135,3 +135,12 @@ def count(x: torch.Tensor) -> int:
     """How many elements a tensor has, for the sizes of the example where they are symbolic."""
     found: Any = x.numel()
     return found if type(found) is int else math.prod(map(hint, x.shape))
+
+
+def told_apart(values: Iterable[Any]) -> list[Any]:
+    """The values, those that are there already as tensors of their own, for what knows a tensor by its identity."""
+    seen, found = set[int](), list[Any]()
+    for value in values:
+        found.append(value.detach() if isinstance(value, torch.Tensor) and id(value) in seen else value)
+        seen.add(id(value))
+    return found

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusion._torch.agreed_sizes import agree_on_sizes
 from fusion._torch.fakes import fake_mode_of
 from fusion._torch.operators import COMPOSITES
+from fusion._torch.tensors import told_apart
 
 Boxed = Callable[[list[Any]], Any]
 """A compiled graph as AOT autograd calls it: with one list of inputs, which the callee empties."""
@@ -113,51 +114,7 @@ def trace(
 
     with mode, preserve_node_meta(), torch.no_grad():
         traced = make_fx(run, decomposition_table=dict(decompositions), tracing_mode="real")
-        return traced(*_told_apart(values))
-
-
-def _told_apart(values: Sequence[Any]) -> list[Any]:
-    """The values, those that are there already as tensors of their own: make_fx knows a tensor by its identity."""
-    seen, found = set[int](), list[Any]()
-    for value in values:
-        found.append(value.detach() if isinstance(value, torch.Tensor) and id(value) in seen else value)
-        seen.add(id(value))
-    return found
-
-
-def functional_graph(gm: fx.GraphModule, decompositions: Mapping[OpOverload, Callable[..., Any]]) -> fx.GraphModule:
-    """`gm` without writes but for `copy_` to its inputs at the end, and without what has a decomposition.
-
-    What AOT autograd makes of a graph without gradients whose inputs share no memory; `torch.func.functionalize` would
-    ask for the numbers behind symbolic sizes.
-    Private: `torch._subclasses.functional_tensor`, `torch._functionalize_has_data_mutation`, `torch._sync`,
-    `torch._from_functional_tensor`, `torch._dispatch.python.enable_python_dispatcher`.
-    """
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.functional_tensor import FunctionalTensor, dispatch_functionalize
-
-    private: Any = torch
-    wrapped: list[Any] = []
-
-    def run(*inputs: Any) -> Any:
-        wrapped.extend(inputs)
-        return fx.Interpreter(gm).run(*inputs)
-
-    def written(*inputs: Any) -> Any:
-        results = dispatch_functionalize(run)(*inputs)
-        for given, inside in zip(inputs, wrapped, strict=True):
-            if isinstance(inside, FunctionalTensor) and private._functionalize_has_data_mutation(inside.elem):
-                private._sync(inside)
-                given.copy_(private._from_functional_tensor(inside.elem))
-        return results
-
-    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    mode = fake_mode_of(gm) or FakeTensorMode()
-    with enable_python_dispatcher():
-        traced = trace(written, values, mode, decompositions)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-    return traced
+        return traced(*told_apart(values))
 
 
 def compile_apart(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 
 import fusion
-from fusion._torch.tracing import Boxed, boxed, functional_graph
+from fusion._torch.functional import functional_graph
+from fusion._torch.tracing import Boxed, boxed
 from fusion.routes import host
 from fusion.verification import relative_error
 
