@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -121,11 +121,26 @@ class Operator:
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
         named = calling.named(self.compute) | calling.named(self.outputs) | {*self.copied, *self.dims, *self.dtypes}
         self._require((named | self.overwrites | self.on_host) - known, "arguments", tuple(known))
-        sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
-        for limit in (limit for chip in self.limits for limit in limits_of(self, chip)):
+        self._require(self.empty - self._sizes, "dims", tuple(self._sizes))
+
+    @cached_property
+    def _sizes(self) -> frozenset[str]:
+        """The dims that the arguments have."""
+        return frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
+
+    def limits_on(self, chip: str) -> tuple[Limit, ...]:
+        """What the operator asks for on a chip, or on every machine for `HOST`.
+
+        Raises:
+            OperatorError: a limit is not of the grammar, or speaks of what is not known. That is found when limits are
+                asked, not where they are declared: to parse them all takes a tenth of a second.
+        """
+        found = tuple(Limit(limit) if isinstance(limit, str) else limit for limit in self.limits.get(chip, ()))
+        known = self._sizes | self.arguments.keys()
+        for limit in found:
             spoken = predicates.names(limit.text) | predicates.names(limit.when or "True")
-            self._require(spoken - known - sizes, f"names in the limit {limit.text!r}", tuple(known | sizes))
-        self._require(self.empty - sizes, "dims", tuple(sizes))
+            self._require(spoken - known, f"names in the limit {limit.text!r}", tuple(known))
+        return found
 
     def _require(self, unknown: set[str] | frozenset[str], what: str, known: tuple[str, ...]) -> None:
         if unknown:
@@ -231,9 +246,3 @@ def in_tensors(
     schema = re.sub(rf"SymInt\[\](\??) ({'|'.join(lengths)})\b", r"Tensor\1 \2", schema)
     accepted = {**op.dtypes, **dict.fromkeys(lengths, dtypes)}
     return replace(op, schema=schema, dtypes=accepted, lowerings=lowerings, on_host=frozenset(lengths))
-
-
-@cache
-def limits_of(op: Operator, chip: str) -> tuple[Limit, ...]:
-    """What an operator asks for on a chip, or on every machine for `HOST`."""
-    return tuple(Limit(limit) if isinstance(limit, str) else limit for limit in op.limits.get(chip, ()))

@@ -12,7 +12,7 @@ import torch
 from fusion.errors import OperatorError
 from fusion.operators import dims as named_dims
 from fusion.operators import predicates
-from fusion.operators.contract import CHIPS, HOST, LOWERINGS, Limit, Operator, limits_of
+from fusion.operators.contract import CHIPS, HOST, LOWERINGS, Limit, Operator
 
 _HAS_ELEMENTS = Limit("size > 0")
 
@@ -110,7 +110,7 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
 @cache
 def _asked(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
     """What a call is asked for: on every machine, and on that chip."""
-    every = (*limits_of(op, HOST), *(limits_of(op, chip) if chip != HOST else ()))
+    every = (*op.limits_on(HOST), *(op.limits_on(chip) if chip != HOST else ()))
     return tuple(limit for limit in every if limit.lowering in (None, lowering))
 
 

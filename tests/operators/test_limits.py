@@ -809,7 +809,13 @@ def test_a_symbolic_size_that_is_not_proven_is_a_refusal_that_says_so():
 )
 def test_a_wrong_declaration_is_refused(change: dict, text: str):
     with pytest.raises(OperatorError, match=text.replace("(", r"\(").replace(")", r"\)")):
-        replace(OPERATORS["npu::npu_swiglu"], **change)
+        replace(OPERATORS["npu::npu_swiglu"], **change).limits_on(A2)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_limit_that_is_declared_can_be_read(name: str):
+    for chip in (HOST, *CHIPS):
+        OPERATORS[name].limits_on(chip)
 
 
 def test_an_operator_is_frozen():
