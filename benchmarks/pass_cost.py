@@ -106,7 +106,9 @@ class _Judge(FusionBackend):
     never: int = 0
     with_others: bool = False
 
-    def fuse(self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None) -> GraphReport:
+    def fuse(
+        self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None, told: bool = True
+    ) -> GraphReport:
         """As the backend does, several times."""
         entered = time.process_time()
         found = Figures()

@@ -176,16 +176,19 @@ class FusionBackend:
         if known is not None:
             log.info("fused as an equal graph was")
             return known
-        outcome = self.fuse(gm, facts, original)
+        outcome = self.fuse(gm, facts, original, told=False)
         if entry is not None:
             with stage("graph_cache"), uncollected():
                 entry.keep(outcome)
         return outcome
 
-    def fuse(self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None) -> GraphReport:
+    def fuse(
+        self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None, told: bool = True
+    ) -> GraphReport:
         """Rewrite one functional aten graph in place and report; its code is not made again.
 
-        `original` is a copy of the graph, where there is one.
+        `original` is a copy of the graph, where there is one. Refusals are worked out only where they are `told`: a
+        compilation tells none.
 
         Raises:
             FusionError: the options or a rule cannot be used.
@@ -193,11 +196,11 @@ class FusionBackend:
         """
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
-        outcome = fuse_graph(gm.graph, library_for(self.options, self.rules), self.options, facts, original)
+        outcome = fuse_graph(gm.graph, library_for(self.options, self.rules), self.options, facts, original, told)
         dump("fused", gm.graph)
         machine = Target.resolve(self.options.target)
         report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on)
-        log.info("fused %d places, refused %d", len(report.chosen), len(report.refusals))
+        log.info("fused %d places", len(report.chosen))
         return report
 
     def hand_on(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -74,7 +74,7 @@ class Outcome:
     Attributes:
         facts: what was known of its inputs.
         chosen: the rewrites that were made, in the order of the graph.
-        refusals: what was not done, and why.
+        refusals: what was not done, and why; none where nobody is told.
         before: live calls per module before, with what was rewritten counted where its result belongs.
         assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
         in_place: names of the `copy_` nodes that in-place writes have made needless.

@@ -48,7 +48,7 @@ class FusionPass:
         """
         source = graph.graph if isinstance(graph, fx.GraphModule) else graph
         try:
-            outcome = fuse_graph(source, self.library, self.options)
+            outcome = fuse_graph(source, self.library, self.options, told=False)
         except StageError as error:
             warn([error.failure])
             return

@@ -52,12 +52,17 @@ REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as wel
 
 
 def fuse_graph(
-    source: fx.Graph, library: Library, options: Options, facts: Facts = Facts(), original: fx.Graph | None = None
+    source: fx.Graph,
+    library: Library,
+    options: Options,
+    facts: Facts = Facts(),
+    original: fx.Graph | None = None,
+    told: bool = True,
 ) -> Outcome:
     """Rewrite one functional aten graph in place, with the bodies that its calls run.
 
     Every node outside the chosen matches stays the same object; a body becomes another module. `original` is a copy of
-    the graph, where the caller has one.
+    the graph, where the caller has one. Refusals are worked out only where they are `told`.
 
     A rule that raises is refused where it does so; the others go on.
 
@@ -71,23 +76,22 @@ def fuse_graph(
     kept = copy.deepcopy(source) if original is None else original
     try:
         with uncollected():
-            outcome = roomy(partial(_fused, source, kept, library, options, facts, target))
+            search = _Search(library, options, target, told)
+            outcome = roomy(partial(_fused, source, kept, search, facts))
             with stage("bodies"):
-                return _entered(source, library, options, outcome)
+                return _entered(source, search, outcome)
     except BaseException:
         refill(source, kept)
         raise
 
 
-def _fused(
-    source: fx.Graph, kept: fx.Graph, library: Library, options: Options, facts: Facts, target: Target
-) -> Outcome:
+def _fused(source: fx.Graph, kept: fx.Graph, search: _Search, facts: Facts) -> Outcome:
     calls = live_calls(source)
-    made = _Search(library, options, target).rewritten(source, facts)
+    made = search.rewritten(source, facts)
     with stage("report"):
         before = tally(calls, made.chosen)
     outcome = Outcome(facts, made.chosen, made.refusals, before, failures=_apart(made.failures))
-    return _finished(source, kept, options, target, made, outcome) if made.chosen else outcome
+    return _finished(source, kept, search, made, outcome) if made.chosen else outcome
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,12 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Search:
-    """How graphs are searched: with which rules, for which target."""
+    """How graphs are searched: with which rules, for which target, and whether someone is told what was refused."""
 
     library: Library
     options: Options
     target: Target
+    told: bool
 
     def rewritten(self, source: fx.Graph, facts: Facts, times: Mapping[fx.Node, int] = MappingProxyType({})) -> _Made:
         """Rewrite one graph in place; of equal layers three are searched. `times`: for how many nodes one stands."""
@@ -149,7 +154,7 @@ class _Search:
             graph, unread = read(graph, self.library.readers)
         with stage("match"):
             on = [each for each in self.library.rules if not each.opt_in or each.name in self.options.opt_in]
-            found = match(graph, on, self.options.unsafe)
+            found = match(graph, on, self.options.unsafe, self.told)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
             plans = text_cache("plans", self.library, self.options)
@@ -159,9 +164,11 @@ class _Search:
                 plans.save()
         with stage("select"):
             chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
-        with stage("report"):
-            refused = [*found.refusals, *planner.refusals, *useless(candidates, frozenset(chosen))]
-            refusals = worth_telling(refused, chosen, found.sound)
+        refusals: list[Refusal] = []
+        if self.told:
+            with stage("report"):
+                refused = [*found.refusals, *planner.refusals, *useless(candidates, frozenset(chosen))]
+                refusals = worth_telling(refused, chosen, found.sound)
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
         failures = (*unread, *found.failures, *planner.failures)
@@ -172,10 +179,9 @@ def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:
     return lambda candidate: order[candidate.match.node]
 
 
-def _finished(
-    source: fx.Graph, kept: fx.Graph, options: Options, target: Target, made: _Made, outcome: Outcome
-) -> Outcome:
+def _finished(source: fx.Graph, kept: fx.Graph, search: _Search, made: _Made, outcome: Outcome) -> Outcome:
     """Prepare what comes from Parameters, write in place, and check the graph against a copy of what it was."""
+    options, target = search.options, search.target
     lowering = plan_lower(options, target)
     with stage("verify"):  # sizes that the search has found equal are, in the copy too
         before = contract(kept, outcome.facts.strides)
@@ -202,7 +208,7 @@ def _apart(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return tuple({(each.stage, each.rule, each.error): each for each in reversed(failures)}.values())[::-1]
 
 
-def _entered(source: fx.Graph, library: Library, options: Options, outcome: Outcome) -> Outcome:
+def _entered(source: fx.Graph, search: _Search, outcome: Outcome) -> Outcome:
     """The outcome with that of the bodies that calls run: each is rewritten once, and counted at each call.
 
     The modules that came keep theirs; a body in which a stage fails stays as it came.
@@ -213,25 +219,25 @@ def _entered(source: fx.Graph, library: Library, options: Options, outcome: Outc
         if each.code is None or not each.is_entered:
             continue
         if each.code not in rewritten:
-            left = None if options.fuel is None else max(options.fuel - len(outcome.chosen), 0)
-            rewritten[each.code] = code, inner = _body(each.code, library, replace(options, fuel=left))
+            rewritten[each.code] = code, inner = _body(each.code, search, len(outcome.chosen))
             outcome = _beside(outcome, inner)
         code, inner = rewritten[each.code]
         names[each.name] = code
         waits = outcome.host_reads + inner.host_reads
         outcome = replace(outcome, before=together(outcome.before, inner.before), host_reads=waits)
     left_alone = dict.fromkeys(each.call for each in bodies(source) if not each.is_entered)
-    refused = [Refusal(higher_order(call.target), NOT_ENTERED, call) for call in left_alone]
+    refused = [Refusal(higher_order(call.target), NOT_ENTERED, call) for call in left_alone if search.told]
     for name, code in names.items():
         cast(fx.GraphModule, source.owning_module).add_submodule(name, code)
     return replace(outcome, refusals=(*outcome.refusals, *refused))
 
 
-def _body(code: fx.GraphModule, library: Library, options: Options) -> tuple[fx.GraphModule, Outcome]:
-    """A body rewritten, or as it came."""
-    fresh = fx.GraphModule(code, copy.deepcopy(code.graph))
+def _body(code: fx.GraphModule, search: _Search, used: int) -> tuple[fx.GraphModule, Outcome]:
+    """A body rewritten, or as it came; `used` is how much fuel is gone."""
+    fresh, fuel = fx.GraphModule(code, copy.deepcopy(code.graph)), search.options.fuel
+    options = search.options if fuel is None else replace(search.options, fuel=max(fuel - used, 0))
     try:
-        outcome = fuse_graph(fresh.graph, library, options)
+        outcome = fuse_graph(fresh.graph, search.library, options, told=search.told)
     except StageError as error:
         return code, Outcome(before=counted(code.graph), failures=(error.failure,))
     fresh.recompile()

@@ -37,16 +37,20 @@ class Found:
     sound: Sequence[Rule] = ()
 
 
-def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset()) -> Found:
-    """Match every rule everywhere. `unsafe` names rules whose guard is not asked."""
+def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset(), told: bool = True) -> Found:
+    """Match every rule everywhere; what only looks like one is searched if it is `told`.
+
+    `unsafe` names rules whose guard is not asked.
+    """
     search = _Search(graph, unsafe)
     search.found.sound = [rule for rule in rules if search.attempt(lambda each: each.uses(), rule)]
     for level in levels(search.found.sound):
         for rule in level:
             search.attempt(search.apply, rule)
-    for rule in search.found.sound:
-        search.attempt(search.note_lookalikes, rule)
-    search.note_misses()
+    if told:
+        for rule in search.found.sound:
+            search.attempt(search.note_lookalikes, rule)
+        search.note_misses()
     return search.found
 
 

@@ -44,9 +44,9 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     found: list[fx.Graph] = []
     fuse = FusionBackend.fuse
 
-    def counted(self: FusionBackend, gm: fx.GraphModule, *given: Any) -> Any:
+    def counted(self: FusionBackend, gm: fx.GraphModule, *given: Any, **how: Any) -> Any:
         found.append(gm.graph)
-        return fuse(self, gm, *given)
+        return fuse(self, gm, *given, **how)
 
     monkeypatch.setattr(FusionBackend, "fuse", counted)
     return found

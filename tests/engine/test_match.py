@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
+from fusion import Options, Rule, lookalike, lowering, pattern, require, scalar, tensor
+from fusion.backend import FusionBackend
 from fusion.errors import RuleError
 from fusion.graph import Miss, Reading, Readings
 from fusion.language import captured, levels
@@ -395,6 +396,17 @@ class Product(Near):
 def test_of_look_alikes_of_one_value_the_first_is_told():
     assert reasons(lambda x, y: x.sin() * y, X, Y, rules=(Near(),)) == ["it is no exponential, but a sine"]
     assert reasons(lambda x, y: x * y, X, Y, rules=(Near(),)) == ["it is any product"]
+
+
+def test_look_alikes_are_searched_for_a_report_and_not_for_a_compilation(monkeypatch: pytest.MonkeyPatch):
+    searched: list[str] = []
+    note = _Search.note_lookalikes
+    monkeypatch.setattr(_Search, "note_lookalikes", lambda self, rule: (searched.append(rule.name), note(self, rule)))
+    torch.compiler.reset()
+    torch.compile(lambda x, y: x * y, backend=FusionBackend(Options(target="host", lower="eager"), (Near(),)))(X, Y)
+    assert not searched
+    assert reasons(lambda x, y: x * y, X, Y, rules=(Near(),)) == ["it is any product"]
+    assert searched == ["near"]
 
 
 def test_what_was_recognised_is_not_told_of_with_more_factors():
