@@ -33,12 +33,10 @@ from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.read_gelu import written_gelus
 from patterns.linear.swiglu import Swiglu
-from patterns.linear.swiglu_quant import SwigluQuant
 from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
-from patterns.norm.add_rms_norm_cast import AddRMSNormCast
+from patterns.norm.encoded_norm import EncodedNorm
 from patterns.norm.layer_norm import LayerNorm
-from patterns.norm.norm_quant import NormQuant
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.dynamic_quant import DynamicQuant
 from patterns.quant.quant_matmul import QuantMatmul
@@ -72,13 +70,11 @@ _RULES = (
     RMSNorm(),
     LayerNorm(),
     AddRMSNorm(),
-    AddRMSNormCast(),
     AddLayerNorm(),
-    NormQuant(),
+    EncodedNorm(),
     Rope(),
     RopePair(),
     Swiglu(),
-    SwigluQuant(),
     Gelu(),
     JoinedProjections(),
     HeadProjection(),

@@ -90,4 +90,4 @@ WIDENED = (
 )
 
 
-TRIED = {"add_rms_norm": EXAMPLES, "add_rms_norm_cast": WIDENED}
+TRIED = {"add_rms_norm": EXAMPLES, "encoded_norm": WIDENED}

@@ -49,11 +49,11 @@ SWIGLU = (
     Example("two layers in int8 that are passed in", two_layers, _layers(False), "would cost a copy"),
 )
 EXAMPLES = (
-    Example("two chunks", _then(gated), X),
-    Example("two projections", _then(in_floats), tensors((2, 3, K), weight(1, H, K), weight(2, H, K))),
-    Example("two layers in int8", _then(two_layers), _layers()),
-    Example("of lanes", _then(lambda x: F.silu(x[..., ::2]) * x[..., 1::2]), X, "every second lane"),
-    Example("two layers in int8 that are passed in", _then(two_layers), _layers(False), "would cost a copy"),
+    Example("two chunks, quantised", _then(gated), X),
+    Example("two projections, quantised", _then(in_floats), tensors((2, 3, K), weight(1, H, K), weight(2, H, K))),
+    Example("two layers in int8, quantised", _then(two_layers), _layers()),
+    Example("of lanes, quantised", _then(lambda x: F.silu(x[..., ::2]) * x[..., 1::2]), X, "every second lane"),
+    Example("two layers in int8 that are passed in, quantised", _then(two_layers), _layers(False), "would cost a copy"),
 )
 
-TRIED = {"swiglu": SWIGLU, "swiglu_quant": EXAMPLES}
+TRIED = {"swiglu": (*SWIGLU, *EXAMPLES)}

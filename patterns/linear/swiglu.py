@@ -1,8 +1,10 @@
 """y = silu(a) · b; or y = a · sigmoid(alpha · a) · (b + shift), both bounded  (Shazeer, 2020; gpt-oss, 2025).
 
 *Matches* silu written in any way, of the halves or lanes of a merged projection, or of two projections of one input
-whose weights are Parameters; with bounds of both, or without. *Replaces with* `npu_swiglu` or `npu_clipped_swiglu`;
-two projections become one matmul of the joined weights, in floats or in W8A8, prepared once.
+whose weights are Parameters; with bounds of both, or without; as it is, or quantised for the next layer in W8A8, each
+row with its own scale, where nothing else reads it. *Replaces with* `npu_swiglu`, `npu_clipped_swiglu`, or
+`npu_swiglu_quant`, which quantises what was activated before it would be rounded to 16 bits; two projections become one
+matmul of the joined weights, in floats or in W8A8, prepared once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, scalar, tensor, variants
-from patterns.linear.gates import BOUNDS, SOURCES, Clipped, Merged, Projected, activated
+from patterns.linear.gates import BOUNDS, SOURCES, Clipped, Merged, Projected, Unbounded, activated
+from patterns.quant.results import Plain, TokenScales
 
 f32 = torch.float32
 
@@ -30,10 +33,16 @@ class Swiglu(Rule):
         return F.silu(gate) * up
 
     @pattern
-    @variants(source=SOURCES, bounds=BOUNDS)
-    def gated(self, p, source, bounds):
+    @variants(source=SOURCES, bounds=BOUNDS, result=(Plain,))
+    def gated(self, p, source, bounds, result):
         """Gate first, up second."""
-        return p.as_dtype(activated(p, bounds, source.terms(p), source.like), like=source.like)
+        return result.terms(p, p.as_dtype(activated(p, bounds, source.terms(p), source.like), like=source.like))
+
+    @pattern
+    @variants(source=SOURCES, bounds=(Unbounded,), result=(TokenScales,))
+    def quantised(self, p, source, bounds, result):
+        """The same in int8."""
+        return self.gated(p, source, bounds, result)
 
     @variants(bounds=BOUNDS)
     @lookalike("gate and up are in the wrong order: the operator takes the first half, or lanes, for the gate")
@@ -86,6 +95,14 @@ class Swiglu(Rule):
         source.refuse()
 
     @lowering
-    def npu(self, source: Any, bounds: Any):
+    @variants(result=(Plain,))
+    def npu(self, source: Any, bounds: Any, result: Plain):
         """One operator, behind one matmul where projections are joined."""
         return bounds.run(source.joined(), source.interleaved)
+
+    @lowering
+    @variants(result=(TokenScales,))
+    def by_token(self, source: Any, result: TokenScales):
+        """The same; a scale in 16 bits is cast."""
+        int8, scale = torch.ops.npu.npu_swiglu_quant(source.joined(), activate_left=True, quant_mode=1)
+        return int8, result.restored(scale)

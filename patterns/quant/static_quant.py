@@ -28,7 +28,7 @@ class StaticQuant(Rule):
 
     def within(self) -> frozenset[str]:
         """The norm before it."""
-        return frozenset({"norm_quant"})
+        return frozenset({"encoded_norm"})
 
     @pattern
     def by_channel(

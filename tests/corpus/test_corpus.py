@@ -29,7 +29,7 @@ MINIMUM = {
     "layer_norm": 8,
     "add_rms_norm": 8,
     "add_layer_norm": 8,
-    "norm_quant": 8,
+    "encoded_norm": 8,
     "rope_half": 13,
     "rope_interleaved": 11,
     "rope_interleaved_to_half": 5,

@@ -170,7 +170,7 @@ def _spelling(label: str, block: type[Block], note: str, emitted: tuple[str, ...
         return _meaning(total, gain, bias if biased else 0, weight), kept
 
     expect, name = dict.fromkeys(emitted, 1), f"norm_quant/{label}"
-    return Spelling(name, "norm_quant", make, expect, expected, note, expect_narrow={**expect, QUANT_MATMUL: 1})
+    return Spelling(name, "encoded_norm", make, expect, expected, note, expect_narrow={**expect, QUANT_MATMUL: 1})
 
 
 ALONE = (RMS_NORM_QUANT,)
@@ -234,7 +234,7 @@ def _fused(x, residual, gain, bias, weight, scale, zero):
     return torch.einsum("bsk,nk->bsn", q, weight.double()) * torch.arange(1, N + 1) / 2**12, x + residual
 
 
-_look = partial(look_alike, "norm_quant", forbid=(ADD_RMS_NORM_QUANT, RMS_NORM_QUANT), inputs=_inputs)
+_look = partial(look_alike, "encoded_norm", forbid=(ADD_RMS_NORM_QUANT, RMS_NORM_QUANT), inputs=_inputs)
 LOOKALIKES: tuple[LookAlike, ...] = (
     _look(_form(added_behind), "the zero point is added to rounded numbers", meaning=None),
     _look(_form(cut_off), "numbers are cut off toward zero", meaning=_fused),

@@ -88,4 +88,4 @@ def test_it_is_one_call_with_the_sum_and_the_norm(read: Read, lead: tuple[int, .
 def test_what_is_not_widened_to_float32_is_the_norm_alone(read: Any, dtype: torch.dtype):
     report = fusion.explain(Layer(read, dtype), *inputs(dtype, 2, 3), options={"target": "ascend910_93"})
     assert dict(report.ops) == {ADDED: 1}
-    assert not [each for each in report.refusals if each.rule == "add_rms_norm_cast"]
+    assert not [each for each in report.refusals if each.rule == "encoded_norm"]

@@ -48,7 +48,7 @@ def behind_a_norm(w: Writer) -> None:
     x, residual = w.take(dims), w.take(dims, "r")
     total = w.let(f"{x} + {residual}", "s")
     y = normed(w, total, dims[-1])
-    w.fuses("norm_quant", "add_rms_norm", "rms_norm")
+    w.fuses("encoded_norm", "add_rms_norm", "rms_norm")
     whole, scale = quantised(w, y)
     w.kept += [total, *([whole, scale] if w.maybe() else [product(w, whole, scale, dims[-1], 64, "torch.bfloat16")])]
 

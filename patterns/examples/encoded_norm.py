@@ -122,4 +122,4 @@ STATIC = (
     Example("alone, a bias of another dtype", partial(alone, layer=biased), held(1, bias=other), "adds a bias of"),
 )  # fmt: skip
 
-TRIED = {"norm_quant": (*TOKENS, *under("static", STATIC))}
+TRIED = {"encoded_norm": (*TOKENS, *under("static", STATIC))}

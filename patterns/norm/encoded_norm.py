@@ -1,10 +1,11 @@
-"""n = rms_norm(x) · γ (+ β), perhaps of a sum x = a + b, in int8: what a quantised layer reads.
+"""n = rms_norm(x) · γ (+ β), perhaps of a sum x = a + b, as its readers have it: in int8, or in float32 as well.
 
     of each token     q = round(n / s), s = max|n| / 127        static     q = round(n / s + z) of constants s and z
 
-*Matches* the norm and the quantisation of its rows where nothing else reads the norm, with the residual add before it.
+*Matches* the norm and the quantisation of its rows where nothing else reads the norm, as a quantised layer has it, with
+the residual add before it; and a norm of a sum that is read in float32 too, as a router of experts has it beside them.
 *Replaces with* `npu_add_rms_norm_dynamic_quant`, `npu_add_rms_norm_quant` or `npu_rms_norm_quant`, which quantise the
-norm before it would be rounded to 16 bits.
+norm before it would be rounded to 16 bits, or `npu_add_rms_norm_cast`, which widens the norm that it has rounded.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
 from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.rms_norm import unit_gain
-from patterns.quant.dynamic_quant import DynamicQuant, quantised_rows
+from patterns.quant.dynamic_quant import DynamicQuant
+from patterns.quant.results import TokenScales
 from patterns.quant.scales import exact_scale, scale_of
 
 f32 = torch.float32
@@ -62,17 +64,6 @@ SUMS = (RoundedSum, Float32Sum)
 
 
 @dataclass(frozen=True)
-class TokenScales(Group):
-    """Each token by a scale of its own, which is kept in this dtype."""
-
-    dtype: Any = attribute()
-
-    def quantised(self, p, norm):
-        """Whole numbers and their scale."""
-        return quantised_rows(p, norm, self.dtype)
-
-
-@dataclass(frozen=True)
 class Static(Group):
     """By one scale, or one of each channel, and a zero point; the norm may add a bias."""
 
@@ -82,7 +73,7 @@ class Static(Group):
     shift: Any = scalar()
     bias: Any = tensor("D", optional=True)
 
-    def quantised(self, p, norm):
+    def terms(self, p, norm):
         """Whole numbers."""
         return (p.quantise(x=norm, scheme="static", **vars(self)),)
 
@@ -94,8 +85,17 @@ class Static(Group):
 
 
 @dataclass(frozen=True)
-class NormQuant(Rule):
-    """RMS norm and quantisation in one, perhaps with the residual add before it."""
+class Widened(Group):
+    """As it is, and in float32, there perhaps with other dims."""
+
+    def terms(self, p, norm):
+        """The norm is found in its cast."""
+        return p.cast(p.reshaped(norm), to=f32), norm
+
+
+@dataclass(frozen=True)
+class EncodedNorm(Rule):
+    """RMS norm and what its readers make of it in one, perhaps with the residual add before it."""
 
     def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """The meaning: a and b [*B, D], gamma [D]; returns whole numbers [*B, D], scales [*B, 1], and the sum."""
@@ -103,39 +103,39 @@ class NormQuant(Rule):
         return *DynamicQuant().reference(norm), s
 
     @pattern
-    @variants(of=SUMS, encoding=(TokenScales, Static))
-    def added(self, p, of, encoding, gamma=tensor("D", optional=True), eps=scalar()):
+    @variants(of=SUMS, result=(TokenScales, Static, Widened))
+    def added(self, p, of, result, gamma=tensor("D", optional=True), eps=scalar()):
         """Of a sum."""
         norm, kept = of.terms(p, gamma, eps)
-        return *encoding.quantised(p, norm), *kept
+        return *result.terms(p, norm), *kept
 
     @pattern
-    @variants(of=(Alone,), encoding=(Static,))
-    def alone(self, p, of, encoding, gamma=tensor("D", optional=True), eps=scalar()):
+    @variants(of=(Alone,), result=(Static,))
+    def alone(self, p, of, result, gamma=tensor("D", optional=True), eps=scalar()):
         """Of what is no sum, or of a sum that another norm reads."""
         norm, _ = of.terms(p, gamma, eps)
-        return encoding.quantised(p, norm)
+        return result.terms(p, norm)
 
     @lowering
-    @variants(of=SUMS, encoding=(TokenScales,))
-    def by_token(self, of: RoundedSum, encoding: TokenScales, gamma: Tensor | None, eps: float):
+    @variants(of=SUMS, result=(TokenScales,))
+    def by_token(self, of: RoundedSum, result: TokenScales, gamma: Tensor | None, eps: float):
         """One operator; a scale in 16 bits is cast."""
         y, _, s, scale, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
             *_addends(of), _gain(gamma, of.a), epsilon=eps, output_mask=[True, False]
         )
-        return y, scale.unsqueeze(-1).to(encoding.dtype), s
+        return y, result.restored(scale), s
 
     @lowering
-    @variants(of=SUMS, encoding=(Static,))
-    def static_sum(self, of: RoundedSum, encoding: Static, gamma: Tensor | None, eps: float):
+    @variants(of=SUMS, result=(Static,))
+    def static_sum(self, of: RoundedSum, result: Static, gamma: Tensor | None, eps: float):
         """One operator, that takes a scale and a zero point of each channel: beside bfloat16 in that dtype."""
-        x, bias = of.a, encoding.bias
+        x, bias = of.a, result.bias
         narrow = x.dtype == torch.bfloat16
         if narrow:
-            scale, offset = exact_scale(encoding.scale, encoding.by, x), encoding.offset(x.dtype, x.device)
+            scale, offset = exact_scale(result.scale, result.by, x), result.offset(x.dtype, x.device)
         else:
-            scale = scale_of(encoding.scale, encoding.by, x.device)
-            offset = encoding.offset(torch.int32, x.device)
+            scale = scale_of(result.scale, result.by, x.device)
+            offset = result.offset(torch.int32, x.device)
         lines = [each.expand(x.shape[-1]).contiguous() for each in (scale, offset)]
         y, _, s = torch.ops.npu.npu_add_rms_norm_quant(
             *_addends(of), _gain(gamma, x), *lines, None if bias is None else _exact_bias(bias, x), epsilon=eps
@@ -143,13 +143,20 @@ class NormQuant(Rule):
         return y, s
 
     @lowering
-    @variants(of=(Alone,), encoding=(Static,))
-    def static(self, of: Alone, encoding: Static, gamma: Tensor | None, eps: float):
+    @variants(of=(Alone,), result=(Static,))
+    def static(self, of: Alone, result: Static, gamma: Tensor | None, eps: float):
         """One operator, that takes one scale in the dtype of x, and always a bias."""
         x = of.x
-        bias = torch.zeros_like(unit_gain(x)) if encoding.bias is None else _exact_bias(encoding.bias, x)
-        scale, offset = exact_scale(encoding.scale, encoding.by, x), encoding.offset(torch.int8, x.device)
+        bias = torch.zeros_like(unit_gain(x)) if result.bias is None else _exact_bias(result.bias, x)
+        scale, offset = exact_scale(result.scale, result.by, x), result.offset(torch.int8, x.device)
         return torch.ops.npu.npu_rms_norm_quant(x, _gain(gamma, x), bias, scale, offset, eps)
+
+    @lowering
+    @variants(of=SUMS, result=(Widened,), tokens=("apart", "in one dim"))
+    def widened(self, of: RoundedSum, gamma: Tensor | None, eps: float, tokens: str):
+        """One operator; the tokens of all sequences in one dim [T, D] where a router reads them so."""
+        wide, y, _, s = torch.ops.npu.npu_add_rms_norm_cast(*_addends(of), _gain(gamma, of.a), eps)
+        return wide if tokens == "apart" else wide.flatten(0, -2), y, s
 
 
 def _addends(of: RoundedSum) -> tuple[Tensor, Tensor]:
