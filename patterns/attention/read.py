@@ -20,7 +20,7 @@ from fusion.analysis.row_layout import arranged, uncast
 from fusion.graph import Found, Graph, Miss, Reading, Value
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
-from patterns.attention.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven
+from patterns.attention.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven, weights_kept
 from patterns.attention.divided_late import Finish, stripped
 from patterns.attention.frames import Attended, Frame, per_head
 from patterns.attention.joined_heads import of_all_heads
@@ -93,8 +93,9 @@ def attentions(graph: Graph) -> Iterator[Found]:
             yield value, outcome
             continue
         yield from outcome.items()
-        wide = kept_wide(graph, value, outcome.get(value))
-        yield from () if wide is None else ((value, wide),)
+        for kept in (kept_wide, weights_kept):
+            said = kept(graph, value, outcome.get(value))
+            yield from () if said is None else ((value, said),)
 
 
 def _named(value: Value, whole: Value, outcome: Outcome | Miss | None) -> Iterator[Found]:
