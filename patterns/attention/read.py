@@ -292,7 +292,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
 def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) -> tuple[Any, Any]:
     """What is said of the masks, and of the bias beside them, {} without one; each a reason where it cannot be said."""
     floor = of.scores.floor
-    mask = found.masks.spec(of.empty, of.scores.sink is not None, bool(found.biases), floor)
+    mask = found.masks.spec(of.empty, of.scores.sink is not None, bool(found.biases), found.over, floor)
     if isinstance(mask, str) or not found.biases:
         return mask, {}
     in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))

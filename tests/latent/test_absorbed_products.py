@@ -78,7 +78,11 @@ class Model(nn.Module):
     """Attention with heads of 128 lanes over a latent of 512; `weigh` makes weights of scores."""
 
     def __init__(
-        self, heads: int = 16, weigh: Callable[..., Tensor] | None = None, together: bool = False, flattened: bool = False
+        self,
+        heads: int = 16,
+        weigh: Callable[..., Tensor] | None = None,
+        together: bool = False,
+        flattened: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.weigh, self.flattened = heads, weigh, flattened
