@@ -26,13 +26,15 @@ def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> l
 
 
 def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
-    """Without those inside something that was fused after all, unless a better fusion was refused there.
+    """Without those inside something that was fused after all, unless a better fusion was refused there, or a larger
+    one of which that is a part.
 
     What a rule takes in one of its variants may be less than it would have taken in another. Of several fusions of one
     node that a limit has refused, the best is told.
     """
     gone = {node for candidate in chosen for node in candidate.dying}
     made = {node: each for each in chosen for node in each.match.makers}
+    holders = {node: each for each in chosen for node in each.dying}
     uses = {rule.name: rule.uses() for rule in rules}
     best: dict[fx.Node, float] = {}
     for each in refusals:
@@ -40,7 +42,7 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
 
     def larger(each: Refusal) -> bool:
         if (by := made.get(each.node)) is None:
-            return False
+            return each.rule in holders[each.node].match.rule.within()
         if by.match.rule.name == each.rule:
             return each.variant not in ("", by.match.variant) or bool(each.target)
         whole = by.match.rule.name in uses.get(each.rule, ()) or each.rule in by.match.rule.within()

@@ -37,6 +37,7 @@ class Miss:
         at: values to blame for it, the likeliest first: the line of the first that a node computes is told.
         of: what it is said of, where several values look like one thing: it is told once.
         limited: the value does read so, and this is why a limit of an operator refuses it.
+        useless: the value does read so, and this is why a rewrite of it may save nothing.
     """
 
     rule: str
@@ -44,6 +45,7 @@ class Miss:
     at: tuple[Value, ...] = ()
     of: Value | None = None
     limited: bool = False
+    useless: bool = False
 
 
 Found = tuple[Value, Reading | Miss]

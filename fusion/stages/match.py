@@ -297,5 +297,5 @@ class _Search:
     def note_misses(self) -> None:
         """Say why what looked to a reader like something is nothing of the kind."""
         for value, miss in self.graph.readings.missed():
-            if miss.limited or not self.readings(value, miss.rule):
+            if miss.limited or miss.useless or not self.readings(value, miss.rule):
                 self._refuse(miss.rule, miss.reason, value, miss=miss)

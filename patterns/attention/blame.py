@@ -14,10 +14,12 @@ from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Graph, Miss, Reading, Value, dims_of
+from patterns.attention.divided_late import stripped
 
 RULE = "softmax_attention"
 _BIAS = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
 _ASSUME = " (of a mask that is passed in, the option assume says it)"
+_KEPT = "the weights are read by more than the product with values: they are computed in any case"
 TRUTHS = (
     "a mask is added to the scores that is computed from numbers which are passed in, and not known to be 0 or 1, as "
     "booleans are"
@@ -45,6 +47,26 @@ def kept_wide(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss
         "operator gives its results in their dtype"
     )
     return Miss(RULE, reason, _casts(graph, operands[0]), root, limited=True)
+
+
+def weights_kept(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
+    """What it means that something else than the product with values reads the weights; None where nothing does."""
+    if not isinstance(reading, Reading) or reading.op != RULE:
+        return None
+    product = stripped(root)[0]
+    softmax = product.arg.below(*_VIEWS, "cast")
+    waiting, seen = list(graph.places.get(softmax, ())), set[fx.Node]()
+    if softmax.op != "softmax" or product.op != "matmul":
+        return None
+    while waiting:
+        for user in waiting.pop().users:
+            held = graph.held.get(user)
+            if isinstance(held, Value) and held.below(*_VIEWS, "cast") is softmax:
+                waiting.extend({user} - seen)
+                seen.add(user)
+            elif not any(user is node or graph.depends(node, user) for node in graph.places[root]):
+                return Miss(RULE, _KEPT, (softmax,), root, useless=True)
+    return None
 
 
 def left_whole(node: fx.Node) -> str:

@@ -124,13 +124,13 @@ def hides_below(positions: Positions, term: Term) -> bool:
 
 
 def unseen(
-    positions: Positions, terms: Sequence[Term], softmax: Empty, biased: bool = False, floor: float = -math.inf
+    positions: Positions, terms: Sequence[Term], softmax: Empty, over: bool = False, floor: float = -math.inf
 ) -> str:
     """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
 
     "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered,
     unless nothing is subtracted from them. One that swallows scores is what they become, until the same replaces them.
-    Scores below `floor` are raised to it behind the masks.
+    Scores below `floor` are raised to it behind the masks; a bias may be added `over` what a mask has replaced.
     """
     numbers = {max(number, floor) for number in numbers_of(positions, terms)}
     finite = [number for number in numbers if number != -torch.inf]
@@ -140,7 +140,7 @@ def unseen(
         return ""
     *outer, innermost = (each.how for each in terms)
     replaced = "add" not in outer and (innermost != "add" or max(finite) <= LOST)
-    swallows = not biased or max(finite) <= LOST  # a bias may be added after it
+    swallows = not over or max(finite) <= LOST
     alone = floor == max(finite) and max(finite) <= LOST
     return "mean" if (alone or (replaced and swallows)) and len(numbers) == 1 else ""
 

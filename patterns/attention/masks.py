@@ -128,13 +128,16 @@ class Masks:
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
         return {**found, "kv_lens": at_most}
 
-    def spec(self, empty: Empty, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
+    def spec(
+        self, empty: Empty, sunk: bool, biased: bool = False, over: bool = False, floor: float = -math.inf
+    ) -> dict[str, Any] | str:
         """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:
             empty: what the softmax makes of a row without a key.
             sunk: whether there is a sink, which takes all of a query that sees no key.
             biased: whether something else is added to the scores.
+            over: whether it is added to scores that a mask has replaced.
             floor: the number to which lower scores are raised behind the masks.
         """
         found: dict[str, Any] = {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
@@ -145,7 +148,7 @@ class Masks:
             return found | (self._explicit() if self.positions.lists_all else {})
         bounds = self.limits(formula)
         some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
-        alike = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased, floor)
+        alike = "zero" if some or sunk else unseen(self.positions, self.terms, empty, over, floor)
         levels = {} if alike or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
             return NOT_LOST + (_OF_PADDING if self.positions.relied else "")

@@ -20,7 +20,7 @@ from fusion.analysis.row_layout import arranged, uncast
 from fusion.graph import Found, Graph, Miss, Reading, Value
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
-from patterns.attention.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven
+from patterns.attention.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven, weights_kept
 from patterns.attention.divided_late import Finish, stripped
 from patterns.attention.frames import Attended, Frame, per_head
 from patterns.attention.joined_heads import of_all_heads
@@ -93,8 +93,9 @@ def attentions(graph: Graph) -> Iterator[Found]:
             yield value, outcome
             continue
         yield from outcome.items()
-        wide = kept_wide(graph, value, outcome.get(value))
-        yield from () if wide is None else ((value, wide),)
+        for kept in (kept_wide, weights_kept):
+            said = kept(graph, value, outcome.get(value))
+            yield from () if said is None else ((value, said),)
 
 
 def _named(value: Value, whole: Value, outcome: Outcome | Miss | None) -> Iterator[Found]:
@@ -291,7 +292,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
 def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) -> tuple[Any, Any]:
     """What is said of the masks, and of the bias beside them, {} without one; each a reason where it cannot be said."""
     floor = of.scores.floor
-    mask = found.masks.spec(of.empty, of.scores.sink is not None, bool(found.biases), floor)
+    mask = found.masks.spec(of.empty, of.scores.sink is not None, bool(found.biases), found.over, floor)
     if isinstance(mask, str) or not found.biases:
         return mask, {}
     in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))

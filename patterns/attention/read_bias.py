@@ -40,10 +40,14 @@ GUARDED = (
 
 @dataclass(frozen=True)
 class Parted:
-    """Masks of the scores, and what else is added to them, each with the place of the term that it came from."""
+    """Masks of the scores, and what else is added to them, each with the place of the term that it came from.
+
+    `over` says whether some of that is added to scores that a mask has replaced before.
+    """
 
     masks: Masks
     biases: tuple[tuple[int, Term], ...]
+    over: bool = False
 
 
 def parted(masks: Masks) -> Parted:
@@ -59,7 +63,9 @@ def parted(masks: Masks) -> Parted:
         hiding += masking
         rest = [each for each in pieces if each not in masking]
         biases += ((place, each) for each in (rest if masking or len(rest) < 2 else [term]))
-    return Parted(replace(masks, terms=tuple(hiding)), tuple(biases))
+    replacing = max((place for place, each in enumerate(masks.terms) if each.how != "add"), default=-1)
+    over = any(place < replacing for place, _ in biases)  # terms stand outermost first
+    return Parted(replace(masks, terms=tuple(hiding)), tuple(biases), over)
 
 
 def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:

@@ -60,9 +60,13 @@ class Product:
     dtype: Any
 
 
-@reader(gives=(LATENT_SCORES, LATENT_CONTEXT, LATENT_SDPA), needs=("latent_keys", "rotation"))
+@reader(gives=(LATENT_SCORES, LATENT_CONTEXT, LATENT_SDPA), needs=("latent_keys", "rotation", "softmax_attention"))
 def latent_products(graph: Graph) -> Iterator[Found]:
-    """Every product of queries with such keys, and of weights with such values."""
+    """Every product of queries with such keys, and of weights with such values.
+
+    One that a node of its own scales is read there as well where the whole is no attention: its factor goes with it.
+    """
+    attended = {each.captures["k"].below("reshape") for _, each in graph.readings.all("softmax_attention")}
     for value in list(graph.places):
         if not is_float(value):
             continue
@@ -71,13 +75,13 @@ def latent_products(graph: Graph) -> Iterator[Found]:
             yield from (_whole(graph, value, called) or {}).items()
             continue
         found = _product_in(graph, value)
-        if found is not None:
+        if found is not None and (value.op != "scale" or _keys_of(graph.algebra, found) not in attended):
             yield from (_scores(graph, value, found) or _context(graph, value, found) or {}).items()
 
 
 @proof
 def _product_in(graph: Graph, value: Value) -> Product | None:
-    """The product of heads that only `value` holds; None where another node holds it, or the steps have no names."""
+    """The product of heads that `value` holds, alone but for a factor; None where the steps have no names."""
     a = graph.algebra
     z, number = value, 1.0
     steps: list[Step] = []
@@ -97,7 +101,7 @@ def _product_in(graph: Graph, value: Value) -> Product | None:
             case _:
                 return None
         z = z.arg
-        must(z not in graph.places)
+        must(value.op == "scale" or z not in graph.places)
     x, y = z.args
     must(2 < z.rank <= 4 and y.shape[:-2] == x.shape[:-2] == z.shape[:-2])
     heads = x.shape[-3]
@@ -108,6 +112,11 @@ def _product_in(graph: Graph, value: Value) -> Product | None:
     view = proven(named([*opened, *steps], {shape[2]: "S", shape[0]: "B"}))
     x, y = (a.reshape(each, (*lead, *each.shape[-2:])) for each in (x, y))
     return Product(x, y, number, view, z.dtype)
+
+
+def _keys_of(a: Algebra, of: Product) -> Value:
+    """The right side of a product of queries and keys, before its rows are split among sequences and heads."""
+    return swapped(a, of.y).below("reshape")
 
 
 @proof

@@ -131,3 +131,30 @@ def test_a_bias_is_guarded_if_it_may_be_infinite(name: str):
     readings = read_graph(captured.graph.graph, captured.facts).readings
     ((_, reading),) = readings.all("softmax_attention")
     assert ("empty_bias" in reading.captures) == infinite
+
+
+FILLED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "behind the bias": (lambda s, b, m: (s + b).masked_fill(m, -1e4), True),
+    "chosen behind the bias": (lambda s, b, m: torch.where(m, -1e9, s + b), True),
+    "before the bias": (lambda s, b, m: s.masked_fill(m, -1e4) + b, False),
+    "before the bias and behind it": (lambda s, b, m: (s.masked_fill(m, -1e4) + b).masked_fill(m.roll(1), -1e4), False),
+    "between two of them": (lambda s, b, m: (s + b).masked_fill(m, -1e4) + b * 2, False),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("level", testing.LEVELS)
+def test_a_number_that_replaces_scores_behind_a_bias_leaves_a_query_without_keys_their_mean(name: str, level):
+    filled, known = FILLED[name]
+    hidden = torch.zeros(B, 1, S, S, dtype=torch.bool)
+    hidden[1:], hidden[0, :, 2], hidden[0, :, 3, 5:] = True, True, True
+
+    def form(q: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
+        return filled(q @ q.mT / 4, bias.clamp(-5, 5), hidden).softmax(-1) @ q
+
+    made = torch.Generator().manual_seed(0)
+    q, bias = (torch.randn(B, N, S, width, generator=made).bfloat16() for width in (16, S))
+    t = testing.trial_of(capture(form, (q, bias, hidden), level), A3)
+    assert [each.match.rule.name for each in t.outcome.chosen] == (["attention"] if known else [])
+    assert known or any("lowered least" in each.reason for each in t.outcome.refusals)
+    testing.means_what_it_says(t)

@@ -341,3 +341,33 @@ def test_attention_that_would_take_as_long_is_told():
     report = explained(sunk)
     assert told(report)[0][0] == "by packed[Structured, 2] it would take about as long"
     assert not report.ops
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = torch.softmax(q @ k.mT / 8, -1)
+    return weights @ v, weights
+
+
+COMPUTED = "the weights are read by more than the product with values: they are computed in any case"
+
+
+@pytest.mark.parametrize("read", [lambda w: w, lambda w: w.float().mean(1), lambda w: w.flatten(0, 1)[0]])
+def test_weights_that_are_read_besides_are_to_blame(read: Callable[[Tensor], Tensor]):
+    def form(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        y, weights = weighed(*qkv)
+        return y, read(weights)
+
+    report = explained(form)
+    assert not report.matches
+    assert one(report) == (COMPUTED, "weights = torch.softmax(q @ k.mT / 8, -1)")
+
+
+def test_weights_of_one_product_that_only_other_views_read_are_not():
+    def form(*qkv: Tensor) -> Tensor:
+        y, weights = weighed(*qkv)
+        weights.flatten(0, 1)
+        return y
+
+    report = explained(form)
+    assert [each.rule for each in report.matches] == ["attention"]
+    assert told(report) == []

@@ -77,9 +77,15 @@ A3 = "ascend910_93"
 class Model(nn.Module):
     """Attention with heads of 128 lanes over a latent of 512; `weigh` makes weights of scores."""
 
-    def __init__(self, heads: int = 16, weigh: Callable[..., Tensor] | None = None, together: bool = False) -> None:
+    def __init__(
+        self,
+        heads: int = 16,
+        weigh: Callable[..., Tensor] | None = None,
+        together: bool = False,
+        flattened: bool = False,
+    ) -> None:
         super().__init__()
-        self.heads, self.weigh = heads, weigh
+        self.heads, self.weigh, self.flattened = heads, weigh, flattened
         shapes = [(heads * 256, 512)] if together else [(heads * 128, 512)] * 2
         self.up = nn.ParameterList(torch.zeros(*each, dtype=torch.bfloat16) for each in shapes)
 
@@ -88,7 +94,8 @@ class Model(nn.Module):
         k, v = of_heads if len(of_heads) == 2 else of_heads[0].split(128, -1)
         if self.weigh is None:
             return F.scaled_dot_product_attention(q, k, v)
-        return self.weigh(q @ k.transpose(2, 3) * 0.1, bias) @ v
+        weights = self.weigh(q @ k.transpose(2, 3) * 0.1, bias)
+        return torch.einsum("bnst,bnte->bsne", weights, v).flatten(2) if self.flattened else weights @ v
 
 
 def biased(scores: Tensor, bias: Tensor) -> Tensor:
@@ -130,10 +137,18 @@ def test_a_prompt_is_expanded():
     assert "attention" in rules(explained(Model(), queries=512))
 
 
-def test_why_the_whole_is_no_attention_is_told_beside_its_products():
-    report = explained(Model(weigh=capped))
+@pytest.mark.parametrize("flattened", [False, True])
+def test_why_the_whole_is_no_attention_is_told_beside_its_products(flattened: bool):
+    report = explained(Model(weigh=capped, flattened=flattened))
     assert rules(report) == ["absorbed_products"] * 2
     assert any("capped softly by tanh" in each.reason for each in report.refusals if each.rule == "softmax_attention")
+
+
+def test_the_factor_of_scores_goes_with_their_product():
+    report = explained(Model(weigh=capped, together=True))
+    assert rules(report) == ["absorbed_products"] * 2
+    # before: the layer, both products, three factors, tanh, softmax; after: heads by W_UK and W_UV, the queries' factor
+    assert report.launches == (8, 8)
 
 
 def test_behind_a_bias_products_cost_less_than_attention_to_expanded_keys():
@@ -151,7 +166,7 @@ def test_a_layer_of_keys_and_values_goes_with_both_products_though_neither_alone
 def test_several_queries_of_a_prompt_keep_what_the_model_computes():
     assert rules(explained(Model(weigh=biased), queries=512)) == ["joined_projections", "attention"]
     report = explained(Model(weigh=capped), queries=512)
-    assert "absorbed_products" not in rules(report)
+    assert rules(report) == ["absorbed_products"]  # of the scores, two of whose factors go with their product
     assert any("more, not less" in each.reason for each in report.refusals if each.rule == "absorbed_products")
 
 

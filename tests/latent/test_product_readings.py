@@ -99,9 +99,22 @@ def test_rows_from_the_first_on_are_some_of_a_latent():
     assert found.captures["rows"] == 5
 
 
-def test_a_product_is_read_where_a_node_holds_it_and_not_again_behind_a_factor():
-    [found] = read(lambda *x: scores(*x) * 0.1, Q, LATENT, WEIGHT)
-    assert (found.op, found.captures["scale"], found.captures["output_view"]) == ("latent_scores", 1, ())
+def test_a_product_is_read_where_a_node_holds_it_and_again_behind_a_factor():
+    found = read(lambda *x: scores(*x) * 0.1, Q, LATENT, WEIGHT)
+    assert [each.op for each in found] == ["latent_scores"] * 2
+    assert [each.captures["scale"] for each in found] == [1, 0.1]
+    assert [each.captures["output_view"] for each in found] == [(), ()]
+
+
+@pytest.mark.parametrize(("cap", "scales"), [(False, [1]), (True, [1, 0.1])])
+def test_a_factor_goes_with_the_product_where_the_whole_is_no_attention(cap: bool, scales: list[float]):
+    def form(q: Tensor, c: Tensor, *up: Tensor) -> Tensor:
+        k, v = (heads(c, each) for each in up)
+        x = q @ k.mT * 0.1
+        return torch.softmax(torch.tanh(x) if cap else x, -1) @ v
+
+    found = read(form, Q, LATENT, WEIGHT, WEIGHT)
+    assert [each.captures["scale"] for each in found if each.op == "latent_scores"] == scales
 
 
 @pytest.mark.parametrize("batch", [1, 2])
