@@ -259,8 +259,9 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
         new = node.graph.call_function(form.overload(), args, kwargs)
     new.meta = dict(node.meta)
     if isinstance(node.meta["val"], torch.Tensor):
-        new.meta["val"] = fake_like(node.meta["val"])
-        node.replace_all_uses_with(new)
+        returned = bool(schema_of(form.overload()).returns)
+        new.meta["val"] = fake_like(node.meta["val"]) if returned else None
+        node.replace_all_uses_with(new if returned else changed[places[0]])
     else:
         before, returned = _beside(operator), len(schema_of(form.overload()).returns)
         vals = tuple(node.meta["val"][:returned])

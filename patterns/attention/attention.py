@@ -5,7 +5,8 @@ heads, masks that are added, chosen or filled in, windows, sinks; over rows, or 
 table names; alone, or with the log-sum-exp of its scores, by which it is merged with attention over other keys.
 *Replaces with* `npu_fused_infer_attention_score_v2`, told in words what the mask lets through where that is proven,
 else shown the mask; with its first version where the second is left out, with `npu_incre_flash_attention` and
-`npu_prompt_flash_attention` where both are; or with `npu_fusion_attention` for encoders.
+`npu_prompt_flash_attention` where both are, or `_npu_paged_attention` of atb; or with `npu_fusion_attention` for
+encoders.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from patterns.attention import calls
 from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
 from patterns.attention.encodings import Floats, Int8
+from patterns.attention.pages import Pages
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES, NumberedSegments, PagedSegments, Rows, Segments
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
@@ -140,11 +142,20 @@ class Attention(SoftmaxAttention):
         return calls.viewed(calls.beside_sink(y, lse, sink), result.view)
 
     @lowering
+    @variants(source=(Pages,), seen=(Structured,))
+    def by_atb(self, q, encoding, source, result, seen, bias, sink, scale):
+        """One query of each sequence over pages, of the transformer library, which reads the lengths on the host."""
+        encoding.refuse_int8("of the transformer library")
+        bias.refuse("the operator of the transformer library takes no bias")
+        require(sink is None and not result.lse, "the operator of the transformer library gives attention alone")
+        return result.restored(source.by_atb(q, seen, scale), q, seen)
+
+    @lowering
     @variants(seen=(Unmasked,))
     def encoder(self, q, encoding, source, result, seen, bias, sink, scale):
         """Every query sees every key."""
         seen.refuse_others()
-        encoding.refuse_encoder()
+        encoding.refuse_int8("for encoders")
         bias.refuse("the operator for encoders adds a bias before it multiplies by the scale")
         require(q.shape[2] != 1, "not a whole sequence attends to itself")
         require(sink is None and not result.lse, "the operator for encoders takes no sink and gives no log-sum-exp")

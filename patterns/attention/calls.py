@@ -213,6 +213,17 @@ def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return y.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
+def by_atb(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Any, scale: float) -> Tensor:
+    """One query [B, N, 1, D] of each sequence over pages [Block, Size, M, D], of which a row without keys gives 0."""
+    require(q.shape[2] == 1, "the operator of the transformer library is for one query of each sequence")
+    rows, heads = q.squeeze(2), (k.shape[2], q.shape[1])
+    if not isinstance(lengths, Tensor):
+        lengths = torch.full((q.shape[0],), lengths[0], device=q.device)
+    out = torch.zeros(rows.shape, dtype=q.dtype, device=q.device)  # the kernel leaves such a row as it is
+    attended = torch.ops.atb._npu_paged_attention.functional
+    return attended(rows, k, v, *heads, scale, table, lengths.int(), out).unsqueeze(2)
+
+
 def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """y · exp(lse) / (exp(lse) + exp(sink)): y [B, N, S, E], lse [B, N, S, 1], sink [N]."""
     share = torch.sigmoid(lse - sink.to(lse.dtype).reshape(-1, 1, 1))

@@ -40,8 +40,8 @@ class Floats(Group):
         """Refuse pages in other blocks of NZ."""
         source.refuse_blocks(pages.NZ, pages.NZ)
 
-    def refuse_encoder(self) -> None:
-        """The operator for encoders reads them."""
+    def refuse_int8(self, operator: str) -> None:
+        """Every operator reads them."""
 
     def told(self, call: Call, q: Tensor, source: Any) -> Call:
         """The call with what the operator is told of the numbers of a source."""
@@ -81,9 +81,9 @@ class Int8(Floats):
         require(not self.shifted or (sink is None and not result.lse), "the offset of int8 keys does not cancel")
         source.refuse_blocks(pages.NZ_INT8, pages.NZ_INT8)
 
-    def refuse_encoder(self) -> None:
-        """It does not."""
-        require(False, "the operator for encoders reads no int8")
+    def refuse_int8(self, operator: str) -> None:
+        """Some do not."""
+        require(False, "the operator {operator} reads no int8", operator=operator)
 
     def told(self, call: Call, q: Tensor, source: Any) -> Call:
         """As of floats."""

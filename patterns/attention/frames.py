@@ -2,7 +2,7 @@
 
 [B, N, S]    [B, M, G, S]              as they stand
 [S]    [N, S]    [M, G, S]             without a batch, where keys are repeated for heads or a sink is given to each
-[B, N]    [B, M, G]                    one query of each head, without a dim for it
+[B, N]    [B, M, G]    [M, G]          one query of each head, without a dim for it
 [B · N, S]                             heads of all sequences in one dim
 """
 
@@ -15,11 +15,12 @@ from typing import Any
 
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.repetition import unrepeated
-from fusion.analysis.row_layout import Arrangement, Dims, arrangement, carried, once
+from fusion.analysis.row_layout import Arrangement, Dims, arranged, arrangement, carried, once
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
 from patterns.attention.mask_terms import Term
+from patterns.attention.row_heads import in_groups
 from patterns.attention.scores import Scores
 from patterns.attention.weights import Weights
 
@@ -72,9 +73,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class Attended:
-    """What the rows of scores are read from: keys, values, and how both products are arranged."""
+    """What the rows of scores are read from: queries, keys, values, and how both products are arranged."""
 
     a: Algebra
+    queries: Value
     keys: Value
     values: Value
     to: Arrangement
@@ -84,9 +86,13 @@ class Attended:
     def by(cls, a: Algebra, scores: Scores, product: Value, weights: Weights) -> Attended | None:
         """Of the products of queries and keys, and of weights and values."""
         assert scores.product is not None
-        to = arrangement(scores.product.shape[:-1], scores.steps)
+        rows, queries = scores.product.shape[:-1], scores.product.arg
+        to = arrangement(rows, scores.steps)
         keys = swapped(a, scores.product.args[1])
-        return None if to is None else cls(a, keys, _of_lanes(a, product.args[1], keys), to, weights.rows)
+        if to is None:
+            return None
+        queries = arranged(a, a.expand(queries, (*rows, queries.shape[-1])), scores.steps)
+        return cls(a, queries, keys, _of_lanes(a, product.args[1], keys), to, weights.rows)
 
     def frames(self, shape: Sequence[Any], sunk: bool) -> Iterator[Frame]:
         """The ways to read rows of this shape, the likeliest first."""
@@ -94,6 +100,8 @@ class Attended:
         if len(shape) == 1:
             yield plain.unbatched(2)
             return
+        if len(shape) in (2, 3) and self.queries.shape[:-1] == tuple(shape) and in_groups(self.queries):
+            yield plain.of_one_query().unbatched(3 - len(shape))
         if len(shape) == 2:
             opened = self._opened(plain)
             yield from () if opened is None else (opened,)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.analysis.row_layout import arranged, narrowed
+from fusion.analysis.row_layout import narrowed
 from fusion.graph import Algebra, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
 from patterns.attention.divided_late import Finish
@@ -45,9 +45,7 @@ Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
 
 def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
     """Those of rows of a frame; or why they are none."""
-    a, scores, product = assumed.algebra, of.scores, of.scores.product
-    assert product is not None
-    q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)
+    a, scores, q = assumed.algebra, of.scores, attended.queries
     if q.shape[:-1] != of.weights.softmax.shape[:-1]:
         return SEVERAL
     k, v = attended.keys_and_values(frame)

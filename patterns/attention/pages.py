@@ -98,6 +98,16 @@ class Pages(Group):
         y = seen.restored(y, last)
         return y.transpose(1, 2) if last else y, lse
 
+    def by_atb(self, q: Tensor, seen: Any, scale: float) -> Tensor:
+        """One query of each sequence, by the operator of the transformer library."""
+        require(self.layout == "BSND", "the operator of the transformer library reads whole rows of all heads")
+        require(seen.window is None, "the operator of the transformer library sees all keys of a context")
+        heads, keys = self.first.shape[1:3]
+        k, v = (each.unflatten(-1, (heads, -1)) for each in self.read(q.shape[0], heads))
+        (q,), seen = self.posed((q,), seen, keys)
+        lengths, _ = seen.asked(self, q, keys)
+        return seen.restored(calls.by_atb(q, k, v, self.block_table.int(), lengths, scale))
+
     def packed(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
         """One sequence after the other."""
         heads, keys = self.first.shape[1:3]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusion import reader
-from fusion.analysis.row_layout import arranged, uncast
+from fusion.analysis.row_layout import uncast
 from fusion.graph import Found, Graph, Miss, Reading, Value
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
@@ -185,8 +185,7 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     k, v = attended.keys_and_values(attended.plain(shape))
     if k is None or v is None:
         return None
-    rows = scores.product.shape[:-1]
-    q = arranged(a, a.expand(scores.product.arg, (*rows, scores.product.arg.shape[-1])), scores.steps)
+    q = attended.queries
     masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
     steps = view_steps(weights, v.shape[-1], finish)
     rounded = assumed.rounded(root)

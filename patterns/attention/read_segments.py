@@ -9,24 +9,24 @@ keys lie in pages of its own, it is one call over the pages (a serving engine's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
 from fusion import reader
+from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from fusion.graph.proof import must, proof, proven
+from patterns.attention.segment_orders import ROWS, in_one_window, kind_of
 from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
 
 Results = Mapping[Value, tuple[Value, Reading]]
 """What attention gives, and how it is read, by what computes it."""
 
 _VIEWS = ("permute", "reshape")
-_ROWS = 2
-"""The dim of queries [B, N, S, D]."""
 _ALIKE = ("scale", "window", "sink", "fully_masked_row")
 _OWN = ("count", "levels", "kv_len", "kv_lens", "bias")
 _SAID = {"q", "k", "v", "mask", "mask_kind", "output_view", *_ALIKE, *_OWN}
@@ -39,7 +39,8 @@ def segmented_attentions(graph: Graph) -> Iterator[Found]:
     found = graph.readings.all("softmax_attention")
     results = {_made_by(value): (value, reading) for value, reading in found}
     for value in graph.places if len(results) > 1 else ():
-        read = segmented(graph.algebra, results, value) if value.op == "cat" and len(value.args) > 1 else None
+        joined = value.op == "cat" and len(value.args) > 1
+        read = segmented(graph.algebra, graph.shared(Folder), results, value) if joined else None
         if read is not None:
             yield value, read
 
@@ -57,7 +58,7 @@ def paged_segments(graph: Graph) -> Iterator[Found]:
 @proof
 def _in_pages(graph: Graph, rows: Value) -> Reading | None:
     """Joined rows by the pages of all, and the rows of one block table."""
-    must(rows.op == "cat" and rows.attrs == (_ROWS,))
+    must(rows.op == "cat" and rows.attrs == (ROWS,))
     parts = [proven(graph.readings.one(each, "paged_rows")).captures for each in rows.args]
     same = {name: parts[0][name] for name in ("pages", "size", "layout")}
     must(all(part[name] == each for part in parts for name, each in same.items()))
@@ -89,10 +90,12 @@ def _table(a: Algebra, tables: Sequence[Value], blocks: Any) -> Value:
 
 
 @proof
-def segmented(a: Algebra, results: Results, joined: Value) -> Reading | None:
+def segmented(a: Algebra, folder: Folder, results: Results, joined: Value) -> Reading | None:
     """The segments of which a value joins the results, each with what it attends to."""
     parts = [proven(_part(a, results, each)) for each in joined.args]
-    first, every = parts[0].reading.captures, [each.reading.captures for each in parts]
+    every = [each.reading.captures for each in parts]
+    every = in_one_window(folder, every)
+    first = every[0]
     must(all(each.keys() <= _SAID for each in every))
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
     must(all(each.get(name) is None for each in every for name in _OWN))
@@ -102,7 +105,7 @@ def segmented(a: Algebra, results: Results, joined: Value) -> Reading | None:
     must(steps.to == joined.attrs[0] and all(each.seen is steps.applied(a, each.plain) for each in parts))
     whole = {name: _joined(a, [each[name] for each in every]) for name in ("q", "k", "v")}
     captures = {name: first[name] for name in _ALIKE if name in first} | whole
-    captures |= {"mask_kind": proven(_kind(every)), "kv_len": None, "ends": ends, "key_ends": key_ends}
+    captures |= {"mask_kind": proven(kind_of(every)), "kv_len": None, "ends": ends, "key_ends": key_ends}
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
     return Reading("segmented_attention", captures | {"output_view": steps.of(ends[-1])}, relied)
 
@@ -125,8 +128,10 @@ def _part(a: Algebra, results: Results, value: Value) -> _Part | None:
         must(value.op in _VIEWS)
         views.append(value)
         value = value.arg
+    rows, reading = reading.captures["q"].shape[:ROWS], proven(_of_one(a, reading))
     q, v = reading.captures["q"], reading.captures["v"]
-    plain = seen = a.make("attended", (result,), (), (*q.shape[:3], v.shape[3]), result.dtype)
+    plain = a.make("attended", (result,), (), (*q.shape[:3], v.shape[3]), result.dtype)
+    seen = a.reshape(plain, (*rows, *plain.shape[ROWS:]))
     for op, how in reading.captures["output_view"]:
         must(op in _VIEWS and not any(isinstance(each, str) for each in how))
         seen = a.permute(seen, how) if op == "permute" else a.reshape(seen, how)
@@ -136,32 +141,20 @@ def _part(a: Algebra, results: Results, value: Value) -> _Part | None:
     return _Part(reading, plain, seen)
 
 
+@proof
+def _of_one(a: Algebra, attention: Reading) -> Reading | None:
+    """Attention of the heads of all sequences as of those of one, each with its own keys."""
+    said = attention.captures
+    must(said["q"].shape[0] == 1 or said.get("sink") is None)
+    heads = {name: (1, prod(said[name].shape[:ROWS]), *said[name].shape[ROWS:]) for name in ("q", "k", "v")}
+    must(said["q"].shape[0] == said["k"].shape[0] == said["v"].shape[0])
+    folded = {name: a.reshape(said[name], shape) for name, shape in heads.items()}
+    return replace(attention, captures={**said, **folded})
+
+
 def _made_by(value: Value) -> Value:
     """What computes a value, without views and casts: a cast of a reshape is a reshape of a cast."""
     return value.below(*_VIEWS, "cast")
-
-
-def _kind(every: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is seen in every segment; None where that differs, or a query may see nothing.
-
-    The operator counts orders from the last key, which is that of a query alone.
-    """
-    sizes = [(each["q"].shape[_ROWS], each["k"].shape[_ROWS]) for each in every]
-    alone = "causal_lower_right" if every[0]["window"] is not None else "none"
-    kinds = {each["mask_kind"] for each, size in zip(every, sizes, strict=True) if not _is_last(each, size)} or {alone}
-    told = {
-        "none": True,
-        "causal_lower_right": all(queries <= keys for queries, keys in sizes),
-        "causal_upper_left": all(queries == keys for queries, keys in sizes),
-    }
-    kind = kinds.pop()
-    return kind if not kinds and told.get(kind, False) else None
-
-
-def _is_last(part: Mapping[str, Any], size: tuple[Any, Any]) -> bool:
-    """Whether there is one query, which stands at the last key; masks of data may hide that one too."""
-    orders = ("none", "causal_lower_right", *(("causal_upper_left",) if size == (1, 1) else ()))
-    return size[0] == 1 and part["mask_kind"] in orders
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:
@@ -169,26 +162,26 @@ def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:
 
     The parts must be such that they can be joined: of as many heads and lanes, in one dtype.
     """
-    sizes: list[Any] = [each.shape[_ROWS] for each in parts]
-    rows = {(*each.shape[:_ROWS], *each.shape[_ROWS + 1 :], each.dtype) for each in parts}
+    sizes: list[Any] = [each.shape[ROWS] for each in parts]
+    rows = {(*each.shape[:ROWS], *each.shape[ROWS + 1 :], each.dtype) for each in parts}
     packed = len(rows) == 1 and all(each.rank == 4 and each.shape[0] == 1 for each in parts)
     return tuple(accumulate(sizes)) if packed and all(isinstance(each, int) and each for each in sizes) else None
 
 
 def _joined(a: Algebra, parts: Sequence[Value]) -> Value:
     """Parts [1, N, S, D] one behind the other: what they are cut from, or joined anew."""
-    return _uncut(a, parts) or a.cat(parts, _ROWS)
+    return _uncut(a, parts) or a.cat(parts, ROWS)
 
 
 def _uncut(a: Algebra, parts: Sequence[Value]) -> Value | None:
     """What parts are cut from, each where the one before it ends."""
-    sizes: list[Any] = [each.shape[_ROWS] for each in parts]
+    sizes: list[Any] = [each.shape[ROWS] for each in parts]
     ends = list(accumulate(sizes))
     for part, before in zip(parts, (0, *ends), strict=False):
         found = _whole(a, part)
         start = -1 if found is None else found[1] - before
         if found and start >= 0 and all(map(partial(_is_cut, a, found[0]), (start + end for end in ends), parts)):
-            return a.cut(found[0], _ROWS, start, start + ends[-1])
+            return a.cut(found[0], ROWS, start, start + ends[-1])
     return None
 
 
@@ -199,7 +192,7 @@ def _whole(a: Algebra, part: Value) -> tuple[Value, int] | None:
     cut = part.below("reshape")
     must(cut.op == "slice")
     axis, start = cut.attrs[:2]
-    if cut is part and axis == _ROWS:
+    if cut is part and axis == ROWS:
         return cut.arg, start
     must(rows == cut.shape[axis] == 1)
     tokens = a.permute(cut.arg, (axis, *(each for each in range(cut.rank) if each != axis)))
@@ -210,8 +203,8 @@ def _whole(a: Algebra, part: Value) -> tuple[Value, int] | None:
 
 def _is_cut(a: Algebra, whole: Value, end: int, part: Value) -> bool:
     """Whether a part is the rows before `end` of what it is cut from; one row is cut before it was turned as well."""
-    size: Any = part.shape[_ROWS]
-    axis = _ROWS
+    size: Any = part.shape[ROWS]
+    axis = ROWS
     if a.cut(whole, axis, end - size, end) is part:
         return True
     while size == 1 and whole.op in _VIEWS:
@@ -240,7 +233,7 @@ class _Steps:
 
     def applied(self, a: Algebra, plain: Value) -> Value:
         """What they make of a tensor."""
-        for op, how in self.of(plain.shape[_ROWS]):
+        for op, how in self.of(plain.shape[ROWS]):
             plain = a.permute(plain, how) if op == "permute" else a.reshape(plain, how)
         return plain
 
@@ -248,15 +241,15 @@ class _Steps:
 @proof
 def _steps(turned: Sequence[tuple[Value, Value]], axis: int) -> _Steps | None:
     """The steps from tensors to how they are seen, by the first with more rows than one; None where rows are joined."""
-    plain, seen = next((both for both in turned if both[0].shape[_ROWS] != 1), turned[0])
+    plain, seen = next((both for both in turned if both[0].shape[ROWS] != 1), turned[0])
     views = [seen]
     while views[-1] is not plain:
         must(views[-1].op in _VIEWS)
         views.append(views[-1].arg)
     views.reverse()
-    if plain.shape[_ROWS] == 1:
+    if plain.shape[ROWS] == 1:
         return _each_row(views, axis)
-    to, steps = _ROWS, list[tuple[str, tuple[Any, ...]]]()
+    to, steps = ROWS, list[tuple[str, tuple[Any, ...]]]()
     for below, view in pairwise(views):
         if view.op == "permute":
             to = view.attrs.index(to)

@@ -1,4 +1,7 @@
-"""Attention of one query of each head over keys that all heads share, where heads have stood in the place of queries.
+"""Attention of one query of each head over keys that heads share, where heads have stood in the place of queries.
+
+Scores [B, M, G, T] are those of M heads with G queries, or of groups of G heads with one: of the latter where a row of
+queries [M · G · D] is opened to them, as one token is projected.
 
 Scores [B, N, T] may be those of one head with N queries, or of N heads with one query. They are read as the latter
 where a part of the queries is a product of N matrices, one for each row: heads differ in their weights, queries do not;
@@ -7,6 +10,7 @@ or where the values are lanes of the keys, which are a latent then: that is atte
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
@@ -33,7 +37,38 @@ def told_apart(a: Algebra, attention: Reading) -> Reading:
 
 
 MOST = 128
-"""The most heads that attention over a latent is known to have."""
+"""The most heads that attention is known to have."""
+
+
+def in_groups(q: Value) -> bool:
+    """Whether the last dims before the lanes of queries [.., M, G, D] are heads, opened from one dim."""
+    shared, group = q.shape[-3:-1]
+    if not all(isinstance(each, int) for each in (shared, group)) or not 1 < group <= shared * group <= MOST:
+        return False
+    return _is_opened(q, q.rank - 3)
+
+
+def _is_opened(x: Value, axis: int) -> bool:
+    """Whether a dim and the one behind it were one, as far as one can look back."""
+    while x.op == "cast" or x.op in _BY_LANES:
+        alike = (each for each in x.args if each.shape[:-1] == x.shape[:-1])
+        below = next(alike, None)
+        if below is None:
+            return False
+        x = below
+    if x.op != "reshape":
+        return False
+    two, before = x.shape[axis : axis + 2], prod(x.shape[:axis])
+    for place, size in enumerate(x.arg.shape):
+        if prod(x.arg.shape[:place]) == before and size != 1:
+            if x.arg.shape[place : place + 2] == two:
+                return _is_opened(x.arg, place)
+            return isinstance(size, int) and size % prod(two) == 0
+    return False
+
+
+_BY_LANES = ("scale", "mul", "add", "cat", "slice")
+"""Ops on lanes, beside each other."""
 
 
 def _is_latent(a: Algebra, k: Value, v: Value, heads: Any) -> bool:

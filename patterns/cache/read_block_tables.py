@@ -260,7 +260,9 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
     if found.pages.rank > 3 and found.pages.shape[-2] == size and width % line == 0:
         lines = a.reshape(found.gathered, (batch, many, heads, width // line, size, line))
         lines = a.reshape(a.permute(lines, (0, 2, 1, 4, 3, 5)), (batch, heads, room, width))
-        forms.append(("NZ", found.pages, lines))
+        of_rows = a.reshape(found.gathered, (batch, many, heads * width // line, size, line))
+        of_rows = a.reshape(a.permute(of_rows, (0, 1, 3, 2, 4)), (batch, room, heads, width))
+        forms += [("NZ", found.pages, lines), ("NZ", found.pages, a.permute(of_rows, (0, 2, 1, 3)))]
     for layout, pages, each in forms:
         cut = a.slice(a.reshape(each, (batch, heads, room, width)), 2, 0, keys)
         if cut is not None:

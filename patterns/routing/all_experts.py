@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fusion.analysis.intervals import uncast
+from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.routing.expert_rows import Rows
@@ -93,11 +95,11 @@ def _by_columns(a: Algebra, inner: Value) -> Chosen:
 
 def columns(a: Algebra, inner: Value, factor: float) -> Columns | None:
     """Of what, and by which weights of all experts, a value is the sum."""
-    return _of_loop(inner) if inner.op == "add" and factor == 1 else _of_stack(a, inner, factor)
+    return _of_loop(a, inner) if inner.op == "add" and factor == 1 else _of_stack(a, inner, factor)
 
 
 @proof
-def _of_loop(inner: Value) -> Columns:
+def _of_loop(a: Algebra, inner: Value) -> Columns:
     """One product is added after the other."""
     found: dict[int, Value] = {}
     weights: set[Value] = set()
@@ -105,16 +107,57 @@ def _of_loop(inner: Value) -> Columns:
         product = plain(term)
         must(product.op == "mul")
         x, y = product.args
-        cut, given = (x, y) if plain(x).op == "slice" and x.shape[-1] == 1 else (y, x)
-        column = plain(cut)
-        must(column.op == "slice" and column.attrs[0] == column.rank - 1 and column.shape[-1] == 1)
-        must(given.shape == product.shape and column.attrs[1] not in found)
-        found[column.attrs[1]] = _unrounded(given)
-        weights.add(column.arg)
+        of_x = _column(a, x)
+        (number, all_weights), given = (of_x, y) if of_x is not None else (proven(_column(a, y)), x)
+        must(given.shape == product.shape and number not in found)
+        found[number] = _unrounded(given)
+        weights.add(all_weights)
     must(len(weights) == 1)
     (whole,) = weights
     must(sorted(found) == list(range(len(found))) and whole.shape[-1] == len(found) > 1)
     return Columns(whole, tuple(found[number] for number in range(len(found))))
+
+
+def _column(a: Algebra, x: Value) -> tuple[int, Value] | None:
+    """The number of an expert and the weights of all [.., E], of which [.., 1] is that of the expert."""
+    if x.shape[-1] != 1:
+        return None
+    column = plain(x)
+    if column.op == "slice":
+        whole = column.attrs[0] == column.rank - 1 and column.shape[-1] == 1
+        return (column.attrs[1], column.arg) if whole else None
+    return _listed(a, column)
+
+
+@proof
+def _listed(a: Algebra, column: Value) -> tuple[int, Value]:
+    """The same of Σ_c w[:, c] (e(c) = e): weights that are put among zeros at the places of the list."""
+    mean, count = unscaled(column)
+    mean = plain(mean)
+    must(mean.op == "mean" and mean.attrs == (-1,) and mean.arg.shape[-1] == count)
+    weights, chosen = proven(_where_listed(plain(mean.arg)))
+    must((chosen.op, chosen.attrs) == ("compare", ("eq",)))
+    listed, number = chosen.args if chosen.args[1].op == "full" else chosen.args[::-1]
+    places = uncast(listed, "reshape")
+    must(
+        number.op == "full"
+        and float(number.attrs[0]).is_integer()
+        and places.op == "largest_index"
+        and weights.shape == listed.shape == places.shape
+    )
+    shape = (*places.shape[:-1], places.arg.shape[-1])
+    zeros = a.make("full", (), (0,), shape, weights.dtype)
+    return int(number.attrs[0]), a.make("placed", (zeros, places, weights), (), shape, weights.dtype)
+
+
+def _where_listed(parts: Value) -> tuple[Value, Value] | None:
+    """Weights [.., K], and where they count."""
+    if parts.op == "where" and (parts.args[2].op, parts.args[2].attrs) == ("full", (0,)):
+        return parts.args[1], parts.args[0]
+    if parts.op != "mul":
+        return None
+    weights, chosen = parts.args if parts.args[1].below("cast").op == "compare" else parts.args[::-1]
+    return weights, chosen.below("cast")
 
 
 def _unrounded(x: Value) -> Value:

@@ -90,6 +90,47 @@ def test_the_older_operators_give_the_same(function: Any, args: tuple[Tensor, ..
     assert errors[0] <= 1.5 * errors[1] + 1e-6
 
 
+ATB = "atb::_npu_paged_attention"
+EVERY = frozenset({*OFF, "npu_incre_flash_attention", "npu_fusion_attention"})
+
+
+def filled_by_hand(q: Tensor, k: Tensor, v: Tensor, table: Tensor, length: Tensor) -> Tensor:
+    """Grouped heads by einsum, of a sequence without keys NaN."""
+    k, v = (each[table].flatten(1, 2) for each in (k, v))
+    scores = torch.einsum("bmgd,btmd->bmgt", q.reshape(2, 2, 2, -1), k) * 0.1
+    hidden = torch.arange(k.shape[1]) >= length[:, None]
+    weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("bmgt,btmd->bmgd", weights, v).reshape(q.shape)
+
+
+@pytest.mark.parametrize("length", [LENGTHS, torch.tensor([0, 200])])
+@pytest.mark.parametrize("function", [paged, filled_by_hand])
+@pytest.mark.parametrize("chip", ["ascend910b", "ascend910_93"])
+def test_one_query_over_pages_is_that_of_the_transformer_library(function: Any, length: Tensor, chip: str):
+    """Rows of no key are 0 or NaN, as the model has them."""
+    torch.compiler.reset()
+    args = (inputs(1, 8)[0], *PAGES, TABLE, length)
+    options = {"target": chip, "lower": "eager", "plan_lower": "eager", "lengths": "host", "disable": EVERY}
+    report = fusion.explain(function, *args, options=options)
+    assert dict(report.ops) == {ATB: 1}
+    wide = function(*(each.double() if each.is_floating_point() else each for each in args))
+    plain = function(*args)
+    with torch.no_grad():
+        fused = torch.compile(function, backend="cann_fusion", options=options)(*args)
+    assert torch.equal(fused.isnan(), plain.isnan())
+    errors = [(each.double() - wide).nan_to_num().square().mean().sqrt() for each in (fused, plain)]
+    assert errors[0] <= 1.5 * errors[1] + 1e-6
+
+
+@pytest.mark.parametrize("options", [{"lower": "torchair"}, {"lower": "eager", "lengths": "auto"}])
+def test_the_transformer_library_reads_lengths_on_the_host(options: dict[str, str]):
+    """Which nothing does for torchair, and nothing unasked."""
+    torch.compiler.reset()
+    args = (inputs(1, 8)[0], *PAGES, TABLE, LENGTHS)
+    report = fusion.explain(paged, *args, options={"target": "ascend910_93", "disable": EVERY, **options})
+    assert ATB not in report.ops
+
+
 @pytest.mark.parametrize(
     ("function", "args", "chip"),
     [

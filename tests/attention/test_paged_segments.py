@@ -21,6 +21,8 @@ N, M, D, SIZE, BLOCKS, ROW = 4, 2, 128, 16, 12, 4
 CHUNKS, KEYS = (4, 7, 3), (20, 40, 33)
 STEPS = (1, 1, 1)
 MIXED = (1, 5, 1)
+PROMPT = (4, 40, 1)
+"""A chunk, a prompt without a cache, and a step."""
 LOOKUP = [[7, 2, 0, 0], [3, 9, 11, 0], [1, 8, 5, 10]]
 
 
@@ -73,6 +75,10 @@ FORMS: dict[str, tuple[Form, list[Tensor], tuple[int, ...]]] = {
     "chunks": (reference, given(CHUNKS), CHUNKS),
     "steps": (partial(reference, queries=STEPS), given(STEPS), STEPS),
     "steps and a chunk": (partial(reference, queries=MIXED), given(MIXED), MIXED),
+    "a prompt beside them": (partial(reference, queries=PROMPT), given(PROMPT), PROMPT),
+    "a prompt beside them, in a window": (partial(reference, queries=PROMPT, window=9), given(PROMPT), PROMPT),
+    "steps in a window": (partial(reference, queries=STEPS, window=25), given(STEPS), STEPS),
+    "a short prompt in a window": (partial(reference, queries=(20, 5, 1), window=25), given((20, 5, 1)), (20, 5, 1)),
     "within a window": (partial(reference, window=9), given(CHUNKS), CHUNKS),
     "heads first": (heads_first, given(CHUNKS, torch.bfloat16, M, SIZE, D), CHUNKS),
     "steps, heads first": (
@@ -96,6 +102,38 @@ def test_they_are_one_call_over_the_pages(name: str, level: Level):
     assert call.kwargs["actual_seq_qlen"] == list(accumulate(queries))
     assert call.kwargs["block_table"] is not None
     assert not [each for each in t.fused.graph.nodes if each.target is torch.ops.aten.index.Tensor]
+
+
+def causal_from_the_first(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
+    """The chunk sees the first keys, as no other sequence does."""
+    outs = []
+    for number, (start, end) in enumerate(between(PROMPT)):
+        k, v = (each[lookup[number].long()].view(-1, M, D)[: KEYS[number]] for each in (keys, values))
+        if number:
+            outs.append(weighed(q[start:end], k, v))
+            continue
+        k, v, own = (each.transpose(0, 1) for each in (k, v, q[start:end]))
+        outs.append(F.scaled_dot_product_attention(own, k, v, is_causal=True, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def without_order(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
+    """A step that sees the last keys beside queries of a few keys, all of which they see."""
+    outs = []
+    for number, (start, end) in enumerate(between((4, 3, 1))):
+        k, v = (each[lookup[number].long()].view(-1, M, D)[: (5, 7, 33)[number]] for each in (keys, values))
+        k, v, own = (each.transpose(0, 1) for each in (k, v, q[start:end]))
+        seen = torch.arange(k.shape[1]) > 33 - 10 if number == 2 else None
+        outs.append(F.scaled_dot_product_attention(own, k, v, seen, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize(("form", "queries"), [(causal_from_the_first, PROMPT), (without_order, (4, 3, 1))])
+def test_other_orders_are_no_part_of_them(form: Form, queries: tuple[int, ...]):
+    t = tried(form, given(queries))
+    assert not t.outcome.failures
+    testing.means_what_it_says(t)
+    assert lowerings(t) != ["packed"]
 
 
 def out_of_order(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:

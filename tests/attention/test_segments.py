@@ -62,8 +62,35 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(outs, dim=2)
 
 
+def unbatched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads in the place of sequences (a vision tower)."""
+    parts = zip(*(each.transpose(0, 1).split(LENGTHS, 1) for each in (q, k, v)), strict=True)
+    return torch.cat([sdpa(*each) for each in parts], dim=1).transpose(0, 1).reshape(T, -1)
+
+
+def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each result into its rows of a buffer (a serving engine's backend in plain torch)."""
+    out, begin = torch.empty_like(q), 0
+    for end in accumulate(LENGTHS):
+        parts = [each[begin:end].movedim(0, 1) for each in (q, k, v)]
+        out[begin:end] = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).movedim(1, 0)
+        begin = end
+    return out
+
+
+def in_a_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As many sequences as there are pairs of heads, all in the same segments."""
+    q, k, v = (each.unflatten(1, (2, -1)).permute(1, 2, 0, 3) for each in (q, k, v))
+    parts = zip(*(each.split(LENGTHS, 2) for each in (q, k, v)), strict=True)
+    out = torch.cat([sdpa(*each) for each in parts], dim=2)
+    return out.permute(2, 0, 1, 3).reshape(T, -1)
+
+
 FORMS: dict[str, tuple[Form, dict[str, int]]] = {
     "split": (split, {}),
+    "without a batch": (unbatched, dict(shared=N)),
+    "without a batch, written": (written, {}),
+    "in a batch": (in_a_batch, {}),
     "causal": (lambda q, k, v: split(q, k, v, is_causal=True), {}),
     "other lengths of keys": (lambda q, k, v: split(q, k, v, (4, 5, 7)), dict(keys=16)),
     "turned": (turned, {}),

@@ -15,6 +15,7 @@ from tests.operators import attention_cases as attention
 from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
+from tests.operators import paged_atb_cases as paged_atb
 from tests.operators import prolog_quant_cases, pypto_cases, selection_cases
 from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
@@ -340,6 +341,7 @@ CASES = (
         for label, call in attention.INCRE
         if call.lengths != (None, None)
     ),
+    *(Case(name, label, call) for name in paged_atb.NAMES for label, call in paged_atb.CALLS),
     *(Case("npu_prompt_flash_attention", label, attention.prompt(call)) for label, call in attention.PROMPT),
     Case("npu_moe_gating_top_k_softmax_v2", "softmax first", _gating(7, 16, k=3)),
     Case("npu_moe_gating_top_k_softmax_v2", "top-k first", _gating(7, 16, k=3, renorm=1)),

@@ -12,6 +12,7 @@ from tests.operators import attention_references as attention
 from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
+from tests.operators import paged_atb_cases as paged_atb
 from tests.operators import prolog_quant_references, pypto_cases, selection_cases
 from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
@@ -248,6 +249,7 @@ REFERENCES = {
     "npu_incre_flash_attention": attention.incre,
     "npu_incre_flash_attention.tensor_lengths": attention.incre,
     "npu_prompt_flash_attention": attention.prompt,
+    **dict.fromkeys(paged_atb.NAMES, paged_atb.reference),
     "npu_fused_infer_attention_score": attention.fused_infer_v1,
     "npu_fused_infer_attention_score.tensor_lengths": attention.fused_infer_v1,
     "npu_fused_infer_attention_score_v2": attention.fused_infer_v2,

@@ -186,6 +186,9 @@ def attended(x: Tensor) -> Tensor:
     x, single = npu.npu_prompt_flash_attention(x, x, x, **older), npu.npu_incre_flash_attention
     x = x + single.default(x[:, :1], x, x, **older)
     x = x + single.tensor_lengths(x[:, :1], x, x, actual_seq_lengths=lengths, **older)
+    table, lengths = torch.arange(x.shape[0], dtype=torch.int32)[:, None], lengths.int()
+    row = torch.ops.atb._npu_paged_attention.functional(x[:, 0], x, x, heads, heads, scale, table, lengths, x[:, 1])
+    x = x + row[:, None]
     return npu.npu_format_cast(npu.npu_fusion_attention(x, x, x, heads, "BSND", scale=scale)[0], 29)
 
 

@@ -22,6 +22,7 @@ from tests.operators.grouped_line_cases import EDGES as GROUPED_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
 from tests.operators.older_attention_cases import EDGES as OLDER_EDGES
+from tests.operators.paged_atb_cases import EDGES as PAGED_ATB_EDGES
 from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
 from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
 from tests.operators.selection_cases import EDGES as SELECTION_EDGES
@@ -605,6 +606,7 @@ EDGES = [
     *QUANT_EDGES,
     *ATB_EDGES,
     *OLDER_EDGES,
+    *PAGED_ATB_EDGES,
     *PYPTO_EDGES,
     *SELECTION_EDGES,
 ]

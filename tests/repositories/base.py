@@ -26,7 +26,7 @@ class Piece:
         repository: the repository in whose manner it is written, "owner/name".
         what: what it is, and in which mode: "block, decode".
         make: gives the code in a dtype and its arguments, drawn from torch's own generator.
-        attentions: how many softmax attentions it computes.
+        attentions: how many softmax attentions it computes, those of a loop that is one call counted as one.
         assume: what is said of arguments, as the option `assume` says it: the place of each, and its kind.
         why: text of the reason that is given where one of them stays as it is written.
     """

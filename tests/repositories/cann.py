@@ -143,5 +143,5 @@ PIECES = (
     Piece(NAME, "int8 product by token, smoothed", lambda dtype: of_int8_product(dtype, True), attentions=0),
     Piece(NAME, "attention over chosen rows", of_selected, attentions=2, why="read in float32"),
     Piece(NAME, "index of keys", of_index, attentions=0),
-    Piece("ascend/ascend-transformer-boost", "paged decode", of_paged_decode, attentions=2),
+    Piece("ascend/ascend-transformer-boost", "paged decode", of_paged_decode),
 )

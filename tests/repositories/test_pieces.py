@@ -37,7 +37,7 @@ def check(piece: Piece, level: Level, dtype: torch.dtype) -> None:
         law(t)
 
 
-LEAST = 176
+LEAST = 175
 """How many attentions of all pieces become one operator each, at least."""
 SETTINGS = [(piece, LEVELS[n % 3], DTYPES[n // 3 % 3]) for n, piece in enumerate(PIECES)]
 

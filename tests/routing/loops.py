@@ -112,13 +112,30 @@ def _biased(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(hidden, down, gate[0])
 
 
+def compared(tokens, logits, *matrices):
+    """What each expert counts for, by comparing the list with its number."""
+    values, experts = logits.topk(CHOICES)
+    weights, total = values.softmax(-1), torch.zeros_like(tokens)
+    for e, given in enumerate(each(tokens, matrices)):
+        total = total + given * (weights * (experts == e)).sum(-1, keepdim=True)
+    return total
+
+
+def chosen_where(tokens, logits, *matrices):
+    """The same, with zeros elsewhere."""
+    values, experts = torch.topk(logits, CHOICES, dim=-1)
+    weights = F.softmax(values, dim=-1)
+    parts = (torch.where(e == experts, weights, 0).sum(-1) for e in range(EXPERTS))
+    return sum(part[:, None] * given for part, given in zip(parts, each(tokens, matrices), strict=True))
+
+
 def with_biases(tokens, logits, *matrices):
     return added(tokens, logits, *matrices, expert=_biased)
 
 
 FORMS: tuple[Form, ...] = (
     added, added_in_place, summed, stacked, joined_in_batches, by_einsum, by_product, one_projection,
-    with_biases,
+    compared, chosen_where, with_biases,
 )  # fmt: skip
 
 
@@ -173,6 +190,20 @@ def over_tokens(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate).softmax(0)) * F.linear(x, up), down)
 
 
+def of_the_smallest(tokens, logits, *matrices):
+    """The experts that are chosen least."""
+    values, experts = logits.topk(CHOICES, largest=False)
+    parts = ((values * (experts == e)).sum(-1, keepdim=True) for e in range(EXPERTS))
+    return sum(part * given for part, given in zip(parts, each(tokens, matrices), strict=True))
+
+
+def next_to_them(tokens, logits, *matrices):
+    """Each expert counts for what stands before it in the list."""
+    values, experts = logits.topk(CHOICES)
+    parts = ((values * (experts == e + 1)).sum(-1, keepdim=True) for e in range(EXPERTS))
+    return sum(part * given for part, given in zip(parts, each(tokens, matrices), strict=True))
+
+
 _NOT_ONE = "not proven to be one computation"
 OTHERS: dict[str, tuple[Form, str | None]] = {
     "kept by a bound": (_loop(bounded), "not proven to be 0"),
@@ -180,6 +211,8 @@ OTHERS: dict[str, tuple[Form, str | None]] = {
     "one is another computation": (last_alone, _NOT_ONE),
     "one is left out": (left_out, None),
     "one weight for two": (twice, None),
+    "the smallest": (of_the_smallest, None),
+    "weights of the next": (next_to_them, None),
     "an expert that mixes tokens": (_loop(expert=over_tokens), _NOT_ONE),
     "a sigmoid alone": (
         _loop(expert=lambda x, gate, up, down: F.linear(torch.sigmoid(F.linear(x, gate)), down)), "not a gated silu"
