@@ -1,4 +1,4 @@
-"""Models with an indexer at their published sizes: launches of a block of attention, from its norm to its last layer."""
+"""Models with an indexer at their published sizes: launches of a block of attention, from its norm to the last."""
 
 from __future__ import annotations
 
