@@ -44,7 +44,9 @@ def unflattened(a: Algebra, x: Value, kept: int) -> Value:
 def of_one_batch(a: Algebra, factors: Sequence[Value]) -> list[Value]:
     """The factors of a product of matrices with the dims of its batch that were flattened in one of them or in both."""
     found = [unflattened(a, each, 2) for each in factors]
-    batch = next((each.shape[:-2] for each in found if each.rank == 4), ())
+    batch = next((each.shape[:-2] for each in found if each.rank == 4), None)
+    if batch is None:
+        return found
     flat = [each.rank == 3 and each.shape[0] == prod(batch) for each in found]
     return [a.reshape(x, (*batch, *x.shape[-2:])) if is_flat else x for x, is_flat in zip(found, flat, strict=True)]
 
