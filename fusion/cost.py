@@ -29,6 +29,7 @@ _COMPOSITES = {
     "aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1,
     "aten::scaled_dot_product_attention": 5, "aten::_scaled_dot_product_flash_attention_for_cpu": 5,
 }  # fmt: skip
+_BEHIND = 1e-3  # of two calls that move as much the one that computes less is cheaper, by less than any figure is sure
 _COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two sums
 
 
@@ -91,7 +92,8 @@ def call_cost(
     if isinstance(result, torch.Tensor) and result.is_complex():
         kernels *= _COMPLEX
     moved = between + sum(_bytes(each) for each in leaves(*inputs, result))
-    return kernels * machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
+    moving, computing = moved / machine.bandwidth, flops / machine.compute
+    return kernels * machine.launch + max(moving, computing) + _BEHIND * min(moving, computing)
 
 
 def node_surplus(node: fx.Node, machine: Target) -> float:

@@ -19,7 +19,7 @@ from fusion.operators.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, INT64, com
 from fusion.operators.flops import products
 from fusion.operators.pages import Put, stored
 from fusion.operators.quantisation import LARGEST, int8_product
-from fusion.operators.rope import interleave_half, rotated
+from fusion.operators.rope import first_rotated
 
 EPSILON = 1e-6
 """What the kernel adds under the root of the norm, whatever it is told."""
@@ -49,7 +49,7 @@ def _queries(given: Given, heads: int) -> Tensor:
     x, tokens = given["token_x"], given["q_norm_scale"]
     product = int8_product(given["q_norm"], given["wq_b"]).to(tokens.dtype) * tokens
     scaled = product * given["wq_b_scale"].to(tokens.dtype).reshape(1, -1)
-    return _rotated(scaled.to(x.dtype).unflatten(-1, (heads, -1)), given)
+    return first_rotated(scaled.to(x.dtype).unflatten(-1, (heads, -1)), given["cos_idx_rope"], given["sin_idx_rope"])
 
 
 def _keys(given: Given) -> Tensor:
@@ -58,14 +58,7 @@ def _keys(given: Given) -> Tensor:
     wide = compute_dtype(x)
     gamma, beta = (given[name].to(wide) for name in ("ln_gamma_k", "ln_beta_k"))
     key = layer_norm(x.to(wide) @ given["wk"].to(wide), gamma.shape, gamma, beta, given["layernorm_epsilon_k"])
-    return _rotated(key.to(x.dtype).unsqueeze(-2), given).squeeze(-2)
-
-
-def _rotated(x: Tensor, given: Given) -> Tensor:
-    """x [T, M, D] of which the first lanes are rotated, even ones first."""
-    sin, cos = (given[name].unsqueeze(1) for name in ("sin_idx_rope", "cos_idx_rope"))
-    rope, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
-    return torch.cat((rotated(interleave_half, rope, cos, sin, x.dtype), rest), dim=-1)
+    return first_rotated(key.to(x.dtype).unsqueeze(-2), given["cos_idx_rope"], given["sin_idx_rope"]).squeeze(-2)
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:

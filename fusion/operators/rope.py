@@ -53,6 +53,13 @@ def rotated(pairing: Pairing, x: Tensor, cos: Tensor, sin: Tensor, stored: torch
     return pairing(x.to(wide), cos.to(wide), sin.to(wide), stored)
 
 
+def first_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [.., M, D] of which the first lanes are rotated by cos and sin [.., R], even ones first."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    rope, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
+    return torch.cat((rotated(interleave_half, rope, cos, sin, x.dtype), rest), dim=-1)
+
+
 _MODES: dict[str, Pairing] = {
     "half": half,
     "interleave": _interleave,

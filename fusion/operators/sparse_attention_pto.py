@@ -25,7 +25,7 @@ from fusion.operators.lightning_indexer import LIGHTNING_INDEXER
 from fusion.operators.mla_prolog import MLA_PROLOG_V3
 from fusion.operators.mla_prolog_numbers import computed
 from fusion.operators.pages import Put, stored
-from fusion.operators.rope import interleave_half, rotated
+from fusion.operators.rope import first_rotated
 from fusion.operators.sparse_flash_attention import SPARSE_FLASH_ATTENTION
 
 LISTED = 2048
@@ -66,25 +66,19 @@ def _index_keys(put: Put, given: Given) -> Tensor:
     wide = compute_dtype(x)
     gamma, beta = (given[name].to(wide) for name in ("in_gamma_k", "in_beta_k"))
     key = layer_norm(x.to(wide) @ given["w_idx_k"].to(wide), gamma.shape, gamma, beta, EPSILON_OF_KEYS).to(x.dtype)
-    rows = _rotated(key.unsqueeze(-2), given).flatten(0, 1)
+    rows = first_rotated(key.unsqueeze(-2), given["cos"], given["sin"]).flatten(0, 1)
     return put(cache, *stored(cache, rows, given["cache_index"].flatten()))
 
 
 def _listed(given: Given, latent: Tensor, keys: Tensor) -> Tensor:
     """The positions that the indexer lists, [B, S, 1, K]."""
     query = (latent @ given["w_idx_qb"]).unflatten(-1, (-1, keys.shape[-1]))
+    query = first_rotated(query, given["cos"], given["sin"])
     room: Any = given["block_table"].shape[1] * keys.shape[1]
     return LIGHTNING_INDEXER.fallback(
-        _rotated(query, given), keys, given["x"] @ given["w_idx_proj"], actual_seq_lengths_key=given["act_seqs"],
+        query, keys, given["x"] @ given["w_idx_proj"], actual_seq_lengths_key=given["act_seqs"],
         block_table=given["block_table"], layout_key="PA_BSND", sparse_count=torch.sym_min(LISTED, room),
     )[0]  # fmt: skip
-
-
-def _rotated(x: Tensor, given: Given) -> Tensor:
-    """x [B, S, M, D] of which the first lanes are rotated, even ones first."""
-    sin, cos = (given[name].unsqueeze(2) for name in ("sin", "cos"))
-    rope, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
-    return torch.cat((rotated(interleave_half, rope, cos, sin, x.dtype), rest), dim=-1)
 
 
 def _flops(given: Given) -> float:

@@ -21,8 +21,9 @@ from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, uncast
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
-from fusion.graph.contractions import matmul, swapped
+from fusion.graph.contractions import swapped
 from fusion.graph.signs import is_nonnegative
+from patterns.sparse.score_rows import heads_before_keys, in_order, of_one_batch, unflattened, with_one_more
 
 NOT_A_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
 SIGN = "scores are multiplied by a number that is not positive, which changes their order"
@@ -64,7 +65,8 @@ def parts(
     `behind` are the scales of keys [B, S, 1, T], some of them 1, that the sum is multiplied by. With `positions_first`
     the sum is [S, B, .., T].
     """
-    for weights, rectified, order in _sums(a, _batch_first(a, total) if positions_first else total):
+    batch_first = in_order(a, total, (1, 0, *range(2, total.rank))) if positions_first else total
+    for weights, rectified, order in _sums(a, batch_first):
         products = _below_relu(a, rectified, order) if rectified.rank == 4 else None
         floats = _query_and_key(a, products) if products else None
         if products is None or floats is None:
@@ -82,40 +84,27 @@ def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple
     """
     if total.op == "mean" and total.attrs in ((-2,), (-3,)):
         order = (0, 1, 2, 3) if total.attrs == (-2,) else (0, 2, 1, 3)
-        yield from ((None, each, order) for each in ([total.arg] if total.arg.rank == 4 else _both(a, total.arg)))
+        yield from (
+            (None, each, order) for each in ([total.arg] if total.arg.rank == 4 else with_one_more(a, total.arg))
+        )
     factors = total.arg.below(*_VIEWS).args if total.op == "relu" and total.rank == 3 else ()
     if factors and all(each.below(*_VIEWS).op != "relu" for each in factors):  # of a single head, and no sum of others
         yield None, a.reshape(total, (*total.shape[:2], 1, total.shape[2])), (0, 1, 2, 3)
     if total.op != "matmul":
         return
-    x, y = swapped(a, total.arg), total.args[1]
-    for each in _both(a, x) if y.rank == 2 and x.rank > 2 else ():  # weights that all queries have in common
+    whole, y = unflattened(a, total.arg, 1), total.args[1]
+    of_all = prod(y.shape[:-2]) == 1 and whole.rank > 2  # weights that all queries have in common
+    for each in with_one_more(a, heads_before_keys(a, whole)) if of_all else ():
         each = a.permute(each, (0, 3, 2, 1)) if each.shape[-1] == 1 else each  # the keys of one query stand before it
-        yield a.expand(a.reshape(y, (1, 1, *y.shape)), (*each.shape[:2], *y.shape)), each, (0, 1, 2, 3)
-    opened = [(x, y)] if y.rank == 4 else zip(_both(a, x), _both(a, y), strict=True)
+        own = a.reshape(y, (1, 1, *y.shape[-2:]))
+        yield a.expand(own, (*each.shape[:2], *own.shape[2:])), each, (0, 1, 2, 3)
+    x, y = of_one_batch(a, total.args)
+    x = heads_before_keys(a, x)
+    opened = [(x, y)] if y.rank == 4 else zip(with_one_more(a, x), with_one_more(a, y), strict=True)
     for both in opened:
         for weights, products in (both, both[::-1]):
             if weights.rank == 4 and weights.shape[-1] == 1:
                 yield weights, products, (0, 1, 2, 3)
-
-
-def _batch_first(a: Algebra, x: Value) -> Value:
-    """[S, B, ..] as [B, S, ..], made of the same: sums over heads, functions of single elements, products."""
-    order = (1, 0, *range(2, x.rank))
-    over_heads = x.op == "mean" and x.rank == 4 and x.attrs == (-2,)
-    if over_heads or x.op in ("relu", "scale", "cast"):
-        below = _batch_first(a, x.arg)
-        return a.make(x.op, (below,), x.attrs, (x.shape[1], x.shape[0], *x.shape[2:]), x.dtype)
-    if x.op == "mul" or (x.op == "matmul" and x.rank > 3):
-        whole = [a.reshape(each, (*(1,) * (x.rank - each.rank), *each.shape)) for each in x.args]
-        moved = [_batch_first(a, each) for each in whole]
-        return (a.mul(*moved) if x.op == "mul" else matmul(a, *moved)) or a.permute(x, order)
-    return a.permute(x, order)
-
-
-def _both(a: Algebra, x: Value) -> list[Value]:
-    """With a dim for the one query of each sequence, and for the one sequence of all queries, where there is none."""
-    return [a.reshape(x, (*x.shape[:place], 1, *x.shape[place:])) if x.rank == 3 else x for place in (1, 0)]
 
 
 def _below_relu(a: Algebra, value: Value, order: tuple[int, ...]) -> _Products | None:

@@ -164,6 +164,14 @@ def test_padding_keeps_sparse_attention(attention, cache, tokens, side, count):
     assert max(differences(Trial(installed(), captured, fused, outcome))) < 1e-12
 
 
+@pytest.mark.parametrize(("cache", "tokens"), [("static", 0), pytest.param("dynamic", 4, marks=pytest.mark.nightly)])
+def test_padding_keeps_sparse_attention_of_every_layer_that_shares_a_list(cache, tokens):
+    """As many rows are listed as there are: both ways read as much, and the list computes less."""
+    of = built("GlmMoeDsa, shared")
+    report = fusion.explain(of.model, **padded(of, cache, tokens, "left"), options={"target": TARGET})
+    assert report.ops["npu::npu_sparse_flash_attention"] == LAYERS
+
+
 @pytest.mark.parametrize("attention", PADDED)
 def test_padding_costs_no_launches(attention):
     of = built("DeepseekV32", attention=attention)

@@ -152,6 +152,23 @@ def with_weights_of_all(q, k, w):
     return torch.einsum("bhst,h->bst", products, w[0, 0]).topk(K, -1).indices
 
 
+def with_heads_last(q, k, w):
+    """The products of a key stand together, and one matrix sums them."""
+    products = torch.einsum("bshd,btd->bsth", q, k).relu()
+    return (products * 0.5 @ w[0, 0]).topk(K, -1).indices
+
+
+def with_heads_last_of_each(q, k, w):
+    products = (k.unsqueeze(1) @ q.mT).relu().float()
+    return (products @ w.float().unsqueeze(-1)).squeeze(-1).topk(K, -1).indices
+
+
+def of_one_token(q, k, w):
+    """The heads of one sequence's only token stand where others have positions."""
+    products = (q[:1, 0] @ k[:1].mT).relu().float()
+    return (w[:1, :1].float() @ products)[:, 0].topk(K, -1).indices
+
+
 def of_one_head(q, k, w):
     return (q[:, :, 0] @ k.mT).relu().float().topk(K, -1).indices
 
@@ -232,7 +249,7 @@ RETURNED: dict[Form, Callable[[int], Inputs]] = {
     kept_by_scores: prompt, marked_by_places: prompt, marked_by_the_mask: prompt, marked_by_length: with_lengths,
     last_of_several: prompt, of_tokens: packed, of_tokens_by_a_product: packed, marked_where_not_finite: prompt,
     marked_at_the_least: prompt, marked_by_rank: prompt, with_weights_of_all: step, of_one_head: prompt,
-    behind_a_window: prompt,
+    with_heads_last: prompt, with_heads_last_of_each: prompt, of_one_token: step, behind_a_window: prompt,
 }  # fmt: skip
 GATHERED: dict[Form, Callable[[int], Inputs]] = {
     gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,

@@ -39,17 +39,11 @@ def forms(t: Trial) -> list[str]:
     return [each.match.form for each in t.outcome.chosen if each.match.rule is t.rule]
 
 
-WHOLE = (indexer_lists.with_weights_of_all,)
-"""Spellings that are read before torch takes their einsum apart, and not behind that."""
-
-
 def settings() -> Iterator[Any]:
     """Every spelling at one level in one dtype; in all of them every night."""
     for number, form in enumerate(RETURNED):
         for place in range(len(LEVELS) * len(DTYPES)):
             level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
-            if form in WHOLE and level != "composite":
-                continue
             marks = [pytest.mark.nightly] if place else []
             yield pytest.param(form, level, dtype, id=f"{form.__name__}-{level}-{dtype}", marks=marks)
 

@@ -73,7 +73,7 @@ class Planner:
         legal = (match for match, ways in plans.items() if self._is_legal(ways))
         replaceable = frozenset(node for match in legal for node in match.makers)
         self._needless = cache(Needless(self.graph, replaceable).of)
-        shared = Sharing(self.graph, plans, self._to_build, self._times)
+        shared = Sharing(self.graph, plans, self._to_build, self._dying_alone, self._times)
         offers = {
             match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in plans
         }
@@ -239,6 +239,10 @@ class Planner:
     def _dying(self, matches: Sequence[Match], read: frozenset[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
         return self._needless(tuple(node for match in matches for node in match.makers), read)
+
+    def _dying_alone(self, match: Match, plan: Plan) -> frozenset[fx.Node]:
+        """What one match makes needless."""
+        return self._dying([match], frozenset(plan.tensors(match).values()) - match.unheld)
 
     def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
         """Values that a plan reads, and arguments of theirs, that no node holds: each behind its arguments."""

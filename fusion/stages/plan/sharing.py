@@ -33,10 +33,30 @@ def _calls_of(match: Match, lowering: str, plan: Plan) -> tuple[Call, ...]:
     return tuple(Call(match.rule.name, match.variant, lowering, number, each) for number, each in enumerate(read))
 
 
+def _beside_each_other(
+    graph: Graph,
+    readers: Mapping[fx.Node, Sequence[tuple[Match, Plan]]],
+    dying: Callable[[Match, Plan], frozenset[fx.Node]],
+) -> Sequence[fx.Node]:
+    """Of the nodes whose matches read a value those that no later one of them makes needless."""
+    if len(readers) == 1:
+        return list(readers)
+    found: list[fx.Node] = []
+    gone = set[fx.Node]()
+    for node in sorted(readers, key=lambda each: graph.order[each], reverse=True):
+        if node not in gone:
+            found.append(node)
+            gone.update(*(dying(*each) for each in readers[node]))
+    return found
+
+
 class Sharing:
     """How many matches would read a value that must be built; and which would make the same call, with their plans.
 
-    `to_build` gives what is built for what a plan reads; `times` says for how many nodes of equal layers one stands.
+    Of matches one of which makes the other needless only one is ever chosen, and it pays alone.
+
+    `to_build` gives what is built for what a plan reads, `dying` what a match makes needless; `times` says for how many
+    nodes of equal layers one stands.
     """
 
     def __init__(
@@ -44,22 +64,25 @@ class Sharing:
         graph: Graph,
         plans: Mapping[Match, Plans],
         to_build: Callable[[Iterable[Value]], Sequence[Value]],
+        dying: Callable[[Match, Plan], frozenset[fx.Node]],
         times: Mapping[fx.Node, int],
     ) -> None:
         self._graph, self._times = graph, times
         self.calls_of = cache(_calls_of)
-        building: set[tuple[fx.Node, Value]] = set()
+        building: dict[Value, dict[fx.Node, list[tuple[Match, Plan]]]] = {}
         calling: dict[Call, dict[fx.Node, tuple[Match, Plan]]] = {}
         for match, found in plans.items():
             for name, plan in found.items():
                 if not isinstance(plan, Plan):
                     continue
-                building.update((match.node, value) for value in to_build(plan.tensors(match).values()))
+                for value in to_build(plan.tensors(match).values()):
+                    building.setdefault(value, {}).setdefault(match.node, []).append((match, plan))
                 for call in self.calls_of(match, name, plan):
                     calling.setdefault(call, {})[match.node] = match, plan
         self.readers = Counter[Value]()
-        for node, value in building:
-            self.readers[value] += self._times_of(node, [value])
+        for value, readers in building.items():
+            for node in _beside_each_other(graph, readers, dying):
+                self.readers[value] += self._times_of(node, [value])
         self.calls = {call: tuple(sharers.values()) for call, sharers in calling.items()}
 
     def count(self, call: Call) -> int:
