@@ -82,11 +82,11 @@ def by_head(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 WIDENED = (
-    Example("the router", partial(decoder, layer=in_both), narrow(TWO_AND_WEIGHT)),
-    Example("the router of all tokens", partial(decoder, layer=of_tokens), narrow(TWO_AND_WEIGHT)),
-    Example("norm of the unrounded sum", partial(wide, layer=in_both), narrow(TWO_AND_WEIGHT)),
-    Example("addends of two dtypes", partial(wide, layer=in_both), mixed(TWO_AND_WEIGHT), "different dtypes"),
-    Example("heads", partial(decoder, layer=by_head), narrow(TWO_AND_WEIGHT), "where the model has"),
+    Example("the router, widened", partial(decoder, layer=in_both), narrow(TWO_AND_WEIGHT)),
+    Example("the router of all tokens, widened", partial(decoder, layer=of_tokens), narrow(TWO_AND_WEIGHT)),
+    Example("norm of the unrounded sum, widened", partial(wide, layer=in_both), narrow(TWO_AND_WEIGHT)),
+    Example("addends of two dtypes, widened", partial(wide, layer=in_both), mixed(TWO_AND_WEIGHT), "different dtypes"),
+    Example("heads, widened", partial(decoder, layer=by_head), narrow(TWO_AND_WEIGHT), "where the model has"),
 )
 
 

@@ -19,9 +19,11 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.stages.canonicalise import canonicalise
+from fusion.stages.match import match
 from fusion.stages.plan import Planner
 from fusion.stages.plan.fit import _in_order, _lies_as_its_indices
 from fusion.stages.plan.recorded import PlanBook
+from fusion.stages.plan.sharing import Sharing
 from fusion.target import Target
 from fusion.testing import capture
 from fusion.weights import marks, parameter_inputs
@@ -68,6 +70,37 @@ def test_one_call_does_not_become_several_for_launches_that_a_machine_may_not_ne
     outcome = fuse(traced(attend, *qkv), Options(target="ascend910_93"))
     assert len(outcome.chosen) == chosen
     assert chosen or any(each.rule == "attention" for each in outcome.refusals)
+
+
+class ScaledExp(Rule):
+    """An exponential, perhaps times a number: one match takes what the other is."""
+
+    @pattern
+    def scaled(self, p, x=tensor("*B D"), factor=scalar()):
+        """Times a number."""
+        return p.scale(p.op("exp", x), factor)
+
+    @pattern
+    def plain(self, p, x=tensor("*B D")):
+        """As it is."""
+        return p.op("exp", x)
+
+    @lowering
+    def run(self, x, factor):
+        """The same."""
+        y = torch.exp(x)
+        return y if factor is None else y * factor
+
+
+def test_matches_of_which_one_takes_the_other_share_no_call():
+    graph = canonicalise(traced(lambda x: x.exp() * 3.0, X).graph)
+    planner = Planner(graph, Fakes(graph), Target.resolve("ascend910_93"), "eager", (), Options())
+    found = match(graph, [ScaledExp()]).matches
+    plans = {each: planner._book.of(each) for each in found}
+    shared = Sharing(graph, plans, planner._to_build, planner._dying_alone, {})
+    calls_of = [shared.calls_of(each, "run", plans[each]["run"]) for each in found]
+    assert sorted(map(len, calls_of)) == [1, 2]
+    assert {shared.count(call) for of in calls_of for call in of} == {1}
 
 
 def test_nodes_that_somebody_else_reads_do_not_go():

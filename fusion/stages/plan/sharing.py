@@ -38,7 +38,7 @@ def _beside_each_other(
     readers: Mapping[fx.Node, Sequence[tuple[Match, Plan]]],
     dying: Callable[[Match, Plan], frozenset[fx.Node]],
 ) -> Sequence[fx.Node]:
-    """Of the nodes whose matches read a value those that no later one of them makes needless."""
+    """Of the nodes whose matches read a value, or make a call, those that no later one of them makes needless."""
     if len(readers) == 1:
         return list(readers)
     found: list[fx.Node] = []
@@ -70,7 +70,7 @@ class Sharing:
         self._graph, self._times = graph, times
         self.calls_of = cache(_calls_of)
         building: dict[Value, dict[fx.Node, list[tuple[Match, Plan]]]] = {}
-        calling: dict[Call, dict[fx.Node, tuple[Match, Plan]]] = {}
+        calling: dict[Call, dict[fx.Node, list[tuple[Match, Plan]]]] = {}
         for match, found in plans.items():
             for name, plan in found.items():
                 if not isinstance(plan, Plan):
@@ -78,12 +78,15 @@ class Sharing:
                 for value in to_build(plan.tensors(match).values()):
                     building.setdefault(value, {}).setdefault(match.node, []).append((match, plan))
                 for call in self.calls_of(match, name, plan):
-                    calling.setdefault(call, {})[match.node] = match, plan
+                    calling.setdefault(call, {})[match.node] = [(match, plan)]
         self.readers = Counter[Value]()
         for value, readers in building.items():
             for node in _beside_each_other(graph, readers, dying):
                 self.readers[value] += self._times_of(node, [value])
-        self.calls = {call: tuple(sharers.values()) for call, sharers in calling.items()}
+        self.calls = {
+            call: tuple(sharer for node in _beside_each_other(graph, sharers, dying) for sharer in sharers[node])
+            for call, sharers in calling.items()
+        }
 
     def count(self, call: Call) -> int:
         """How many matches share a call."""
