@@ -198,6 +198,8 @@ class Prepared:
 
 LEAST_BENEFIT = 1e-6
 """Microseconds: less is the rounding of sums, and the pass would replace a node by its like for ever."""
+CLOSE = 0.01
+"""Microseconds below which two ways to run one match cost the same: the first that its rule declares is taken."""
 TIE = 0.25
 """Microseconds below which two covers cost the same: the cost model knows no better."""
 

@@ -167,6 +167,8 @@ def _reshaped(value: Value, graph: Graph) -> tuple[Value, ...]:
 def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
     if value.op == "reshape":
         yield value.arg
+    if value.op == "cast" and value.arg.op == "reshape":  # a cast stands above what it was below
+        yield graph.algebra.cast(value.arg.arg, value.dtype)
     lanes = _lanes_of_heads(graph.algebra, value)
     if lanes is not None:
         yield lanes

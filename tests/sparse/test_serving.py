@@ -48,6 +48,15 @@ def test_a_block_is_what_an_expert_launches(form: Form):
     emits_valid_calls(t)
 
 
+def test_a_norm_of_pytorch_rounds_what_is_seen_with_other_dims_behind_it(monkeypatch: pytest.MonkeyPatch):
+    """Whose cast comes last, and stands above the dims in which the heads' layer reads it."""
+    monkeypatch.setattr(serving, "norm", lambda x, gain: torch.nn.functional.rms_norm(x, gain.shape, gain, serving.EPS))
+    form = next(iter(SPELLINGS))
+    t = tried(form, SPELLINGS[form])
+    in_full(t, ONE)
+    assert max(differences(t)) < 1e-12
+
+
 @pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
 def test_where_every_key_is_listed_rounding_is_the_only_difference(form: Form, monkeypatch: pytest.MonkeyPatch):
     """Lists of all keys are equal, however their scores are rounded."""

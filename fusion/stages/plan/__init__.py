@@ -24,7 +24,7 @@ from fusion.language import Refused
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import Candidate, Match, Plan, Refusal
+from fusion.records import CLOSE, Candidate, Match, Plan, Refusal
 from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.fit import mismatch
@@ -151,7 +151,8 @@ class Planner:
             lost = offer.benefit if by_limit else -math.inf
             refusal = Refusal(match.rule.name, cause, match.node, on, match.variant, lost)
             refused.append((refusal, offer.benefit, _operators(offer.plan)))
-        best = max(options, key=_together, default=None)
+        most = max(map(_together, options), default=0.0)
+        best = next((each for each in options if _together(each) >= most - CLOSE), None)
         missed = [
             (refusal, benefit)
             for refusal, benefit, operators in refused
