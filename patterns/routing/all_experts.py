@@ -120,7 +120,7 @@ def _of_loop(a: Algebra, inner: Value) -> Columns:
 
 def _column(a: Algebra, x: Value) -> tuple[int, Value] | None:
     """The number of an expert and the weights of all [.., E], of which [.., 1] is that of the expert."""
-    if x.shape[-1] != 1:
+    if not x.rank or x.shape[-1] != 1:
         return None
     column = plain(x)
     if column.op == "slice":
