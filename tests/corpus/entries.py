@@ -13,10 +13,10 @@ from tests.linear import (
 from tests.norm import (
     add_layer_norm,
     add_rms_norm,
+    encoded_norm,
     layer_norm,
     lookalikes_norm,
     lookalikes_rms_norm,
-    norm_quant,
     rms_norm,
 )
 from tests.quant import quantisation, weight_only
@@ -37,7 +37,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *layer_norm.SPELLINGS,
     *add_rms_norm.SPELLINGS,
     *add_layer_norm.SPELLINGS,
-    *norm_quant.SPELLINGS,
+    *encoded_norm.SPELLINGS,
     *rope_half.SPELLINGS,
     *rope_half_partial.SPELLINGS,
     *rope_signs.SPELLINGS,
@@ -57,7 +57,7 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rms_norm.LOOKALIKES,
     *lookalikes_norm.LOOKALIKES,
     *add_layer_norm.LOOKALIKES,
-    *norm_quant.LOOKALIKES,
+    *encoded_norm.LOOKALIKES,
     *lookalikes_rope.LOOKALIKES,
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,

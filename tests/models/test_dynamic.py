@@ -27,8 +27,8 @@ class Watched(FusionBackend):
 
     reports: list[GraphReport] = field(default_factory=list)
 
-    def fuse(self, gm: fx.GraphModule, *context: Any) -> GraphReport:
-        self.reports.append(super().fuse(gm, *context))
+    def fuse(self, gm: fx.GraphModule, *context: Any, **how: Any) -> GraphReport:
+        self.reports.append(super().fuse(gm, *context, **how))
         return self.reports[-1]
 
     @property

@@ -35,10 +35,10 @@ def names() -> Iterator[str]:
 
 def install() -> None:
     """From now on, limits ask the probe."""
-    legality.limits_of, legality._dtype_refusal = _limits, _dtype_refusal
+    Operator.limits_on, legality._dtype_refusal = _limits, _dtype_refusal  # type: ignore[method-assign]
 
 
-def _limits(op: Operator, chip: str, plain: Any = legality.limits_of) -> tuple[_Probed, ...]:
+def _limits(op: Operator, chip: str, plain: Any = Operator.limits_on) -> tuple[_Probed, ...]:
     seen = Counter[str]()
     found: list[_Probed] = []
     for each in plain(op, chip):

@@ -205,6 +205,8 @@ class PlanBook:
             if caches and all(origin & owned or not origin for origin in written.values()):
                 moved = [each for one, each in operands.items() if one not in caches]
                 result = None
+            elif written and not any(written.values()):
+                moved = [each for one, each in operands.items() if one not in written]
             costs.append((ran.cost(step, self._targets[0], moved, result), names))
         return tuple(costs)
 

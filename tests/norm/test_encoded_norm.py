@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusion
-from tests.norm.norm_quant import Block, W8A8Static, _inputs, torch_norm
+from tests.norm.encoded_norm import Block, W8A8Static, _inputs, torch_norm
 
 EAGER = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager"}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

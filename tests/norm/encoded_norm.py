@@ -169,7 +169,7 @@ def _spelling(label: str, block: type[Block], note: str, emitted: tuple[str, ...
         kept = rms_norm_reference(total, gain, EPS) if block is ReadTwice else total if added else residual
         return _meaning(total, gain, bias if biased else 0, weight), kept
 
-    expect, name = dict.fromkeys(emitted, 1), f"norm_quant/{label}"
+    expect, name = dict.fromkeys(emitted, 1), f"encoded_norm/{label}"
     return Spelling(name, "encoded_norm", make, expect, expected, note, expect_narrow={**expect, QUANT_MATMUL: 1})
 
 
