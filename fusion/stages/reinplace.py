@@ -257,13 +257,12 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
     with node.graph.inserting_before(node):
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: changed.get(each, each))
         new = node.graph.call_function(form.overload(), args, kwargs)
-    new.meta = dict(node.meta)
+    new.meta, returned = dict(node.meta), len(schema_of(form.overload()).returns)
     if isinstance(node.meta["val"], torch.Tensor):
-        returned = bool(schema_of(form.overload()).returns)
         new.meta["val"] = fake_like(node.meta["val"]) if returned else None
         node.replace_all_uses_with(new if returned else changed[places[0]])
     else:
-        before, returned = _beside(operator), len(schema_of(form.overload()).returns)
+        before = _beside(operator)
         vals = tuple(node.meta["val"][:returned])
         new.meta["val"] = vals[0] if returned == 1 else vals or None
         for item in list(node.users):

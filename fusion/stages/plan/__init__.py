@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import starmap
 from operator import sub
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -224,8 +225,9 @@ class Planner:
     def _dying_of(self, sharers: Mapping[Match, Plan]) -> frozenset[fx.Node]:
         """What several matches make needless together, and none of them alone."""
         read = frozenset(value for each, of in sharers.items() for value in of.tensors(each).values())
-        alone = (self._dying([each], frozenset(of.tensors(each).values())) for each, of in sharers.items())
-        return self._dying(list(sharers), read) - frozenset[fx.Node]().union(*alone)
+        return self._dying(list(sharers), read) - frozenset[fx.Node]().union(
+            *starmap(self._dying_alone, sharers.items())
+        )
 
     def _built(self, built: Sequence[Value], shared: Sharing) -> tuple[float, float]:
         """What it costs to build values for one of those that read them, and by how many launches."""
@@ -243,7 +245,7 @@ class Planner:
 
     def _dying_alone(self, match: Match, plan: Plan) -> frozenset[fx.Node]:
         """What one match makes needless."""
-        return self._dying([match], frozenset(plan.tensors(match).values()) - match.unheld)
+        return self._dying([match], frozenset(plan.tensors(match).values()))
 
     def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
         """Values that a plan reads, and arguments of theirs, that no node holds: each behind its arguments."""
