@@ -118,18 +118,43 @@ def families_page() -> str:
         f"{len(PIECES)} pieces of {len(names)} repositories; {fused} of {all_of_them} attentions become one operator "
         "each, the last column says why the others do not. Written by `make docs`.\n"
     )
-    return head + "".join(_family(name, found) for name in names)
+    return head + "".join(_family(name, found) for name in names) + _indexers()
 
 
 def _family(name: str, found: dict[Any, Any]) -> str:
-    lines = [f"\n## {name}\n", "| | launches | attentions | fused by | not, because |", "|---|---|---|---|---|"]
-    for piece, each in found.items():
-        if piece.repository == name:
-            rules = ", ".join(f"{rule}{f' ×{count}' if count > 1 else ''}" for rule, count in each.rules.items())
-            many = f"{each.attentions} of {piece.attentions}" if piece.attentions else ""
-            reasons = "<br>".join(_escaped(reason) for reason in each.refused)
-            lines.append(f"| {piece.what} | {each.before} → {each.after} | {many} | {_escaped(rules)} | {reasons} |")
+    lines = [f"\n## {name}\n", *_COLUMNS]
+    lines += [_row(piece.what, each, piece.attentions) for piece, each in found.items() if piece.repository == name]
     return "\n".join(lines) + "\n"
+
+
+_COLUMNS = ("| | launches | attentions | fused by | not, because |", "|---|---|---|---|---|")
+
+
+def _row(what: str, each: Any, attentions: int) -> str:
+    rules = ", ".join(f"{rule}{f' ×{count}' if count > 1 else ''}" for rule, count in each.rules.items())
+    many = f"{each.attentions} of {attentions}" if attentions else ""
+    reasons = "<br>".join(_escaped(reason) for reason in each.refused)
+    return f"| {what} | {each.before} → {each.after} | {many} | {_escaped(rules)} | {reasons} |"
+
+
+def _indexers() -> str:
+    """The families of transformers with an indexer, one step of two layers each."""
+    from tests.models import indexers
+    from tests.models.families import LAYERS
+    from tests.repositories.families import of_case
+
+    head = (
+        "\n## huggingface/transformers, families with an indexer\n\n"
+        "Untouched models of two layers, a prompt and a step over a static cache. DeepSeek-V4 lists pools of keys, "
+        "MiniMax-M3 blocks of them. Glm5Next and Qwen4Exp are several graphs each: "
+        "[a test](../tests/models/test_sparse_attention.py) says what their attention becomes, and why it is dense.\n"
+    )
+    steps = [(name, mode) for name in indexers.INDEXED for mode in indexers.MODES]
+    found = {f"{name}, {mode.partition('_')[0]}": (indexers.FILE, f"{name} {mode}") for name, mode in steps}
+    found |= {"DeepseekV4, prefill": ("model_DeepseekV4", "prefill eager")}
+    found |= {"MiniMaxM3VL, prefill": ("model_MiniMaxM3VL", "prefill sdpa")}
+    rows = [_row(what, of_case(*case), LAYERS) for what, case in found.items()]
+    return "\n".join([head, *_COLUMNS, *rows]) + "\n"
 
 
 def listing() -> str:

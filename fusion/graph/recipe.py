@@ -78,6 +78,10 @@ def _matmul(value: Value, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(rows, y).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
 
 
+def _index(value: Value, sizes: Sizes, x: Tensor, *places: Tensor) -> Tensor:
+    return x[(*[slice(None)] * value.attrs[0], *places)]
+
+
 def _number(value: Value) -> float:
     """The attribute of a scaled or shifted value, whole for whole numbers: they must not become floats."""
     number = value.attrs[0]
@@ -93,6 +97,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "power": _power,
         "matmul": _matmul,
         "chosen": _chosen,
+        "index": _index,
         "gathered": lambda value, sizes, x, places: x.gather(-1, places.long()),
         "softmax": lambda value, sizes, x: x.softmax(value.attrs[0]),
         "wrap": _wrap,
@@ -125,8 +130,17 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def buildable(value: Value) -> bool:
-    """Whether this op has a recipe: torch has no mean of whole numbers, of which a sum is one that is scaled."""
-    return value.op in RECIPES and not (value.op == "mean" and not proven(value.dtype).is_floating_point)
+    """Whether this op has a recipe: torch has no mean of whole numbers, of which a sum is one that is scaled.
+
+    Indices of dims that are no neighbours have theirs in front.
+    """
+    match value.op:
+        case "mean":
+            return proven(value.dtype).is_floating_point
+        case "index":
+            return value.attrs == tuple(range(value.attrs[0], value.attrs[0] + len(value.attrs)))
+        case op:
+            return op in RECIPES
 
 
 def build(value: Value, sizes: Sizes, *args: Any) -> Tensor:

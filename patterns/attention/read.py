@@ -84,9 +84,8 @@ def attentions(graph: Graph) -> Iterator[Found]:
         if isinstance(reading, Reading) and "empty_bias" in reading.captures and _is_one_call(graph, value):
             bias = reading.captures["bias"].below("reshape", "expand")
             outcome = missed(f"{unproven(bias)}; {GUARDED}", value, (bias,))
-        listed = _listed(assumed, value) if outcome else None
-        if isinstance(listed, Reading) or (listed and isinstance(outcome, Miss)):
-            yield value, listed
+        listed = _listed(assumed, value) if outcome else []
+        yield from ((value, each) for each in listed if isinstance(outcome, Miss) or isinstance(each, Reading))
         if listed and isinstance(outcome, Miss):
             continue
         if isinstance(outcome, Miss):
@@ -171,20 +170,20 @@ def _found(
     return value, weights, scores, finish
 
 
-def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
-    """Attention over rows that the model gathers by lists; why it is none; None if nothing is gathered so."""
+def _listed(assumed: Assumed, root: Value) -> list[Reading | Miss]:
+    """Attention over rows that the model gathers by lists, or why it is none; nothing if nothing is gathered so."""
     a, found = assumed.algebra, _found(assumed, root)
     if not isinstance(found, tuple):
-        return None
+        return []
     product, weights, scores, finish = found
     shape = weights.softmax.shape[:-1]
     assert scores.product is not None  # as of all that is found
     attended = Attended.by(a, scores, product, weights)
     if attended is None or not 2 <= len(shape) <= 4:
-        return None
+        return []
     k, v = attended.keys_and_values(attended.plain(shape))
     if k is None or v is None:
-        return None
+        return []
     q = attended.queries
     masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
     steps = view_steps(weights, v.shape[-1], finish)
@@ -193,7 +192,7 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
     said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}
     beyond = next((why for why, met in said.items() if met), "")
-    return listed_attention(masks, operands, scores.scale, empty_rows(weights, scores), beyond)
+    return listed_attention(masks, operands, scores.scale, empty_rows(weights, scores), beyond) or []
 
 
 def _reading(

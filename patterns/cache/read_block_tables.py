@@ -136,7 +136,7 @@ def gathers(a: Algebra, folder: Folder, gathered: Value, batch: Any, keys: Any) 
         return
     source, *index = gathered.args
     by_block, count = len(index) == 2, source.shape[0]
-    rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else _numbered(a, index[0], batch, count)
+    rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else numbered(a, index[0], batch, count)
     blocks = count if by_block or rows is None else _divided(count, rows[1])
     if rows is not None and blocks is not None:
         table, size = rows
@@ -166,7 +166,7 @@ def _per_sequence(a: Algebra, index: Value, batch: Any) -> Value | None:
     return a.reshape(index, (batch, count // batch)) if whole else None
 
 
-def _numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, int] | None:
+def numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, int] | None:
     """The table and the size of a page of row numbers table · Size + o, whatever their dims.
 
     Where int32 counts all the rows, numbers that wrap round in it name no page.

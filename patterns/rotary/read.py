@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -252,5 +252,18 @@ def _passing(a: Algebra, found: _Sum) -> Value | None:
 def _joined_beside(a: Algebra, root: Value, start: int, stop: int) -> Value | None:
     """The lanes from `start` up to `stop`, where they are a value of their own that `root` is joined from."""
     joined, rest = root.below("reshape", "cast"), a.slice(root, -1, start, stop)
+    if joined.op == "slice_scatter":
+        return _beside_written(a, joined, root.shape, start, stop) if joined.dtype == root.dtype else None
     pieces = [each.below("reshape", "cast") for each in joined.args] if joined.op == "cat" else []
     return rest if rest is not None and rest.below("reshape", "cast") in pieces else None
+
+
+def _beside_written(a: Algebra, written: Value, shape: tuple[Any, ...], start: int, stop: int) -> Value | None:
+    """The lanes from `start` up to `stop` of `shape`, where others are written into what is no cache."""
+    axis, first, last, step = written.attrs
+    x = written.arg
+    if (axis, step) != (x.rank - 1, 1) or x.shape[-1] != shape[-1] or (start < last and first < stop):
+        return None
+    if x.below("reshape", "cast", "slice").op == "input":
+        return None
+    return a.slice(a.reshape(x, shape), -1, start, stop)

@@ -175,7 +175,12 @@ class GatheredRows(Group):
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
         """The result [B, S, N, C] with NaN where all of a list is hidden, if that is what the model gives."""
-        return y.masked_fill(listed[..., :1] < 0, torch.nan) if self.fully_masked_row == "nan" else y
+        return _without_keys(y, listed, self.fully_masked_row)
+
+
+def _without_keys(y: Tensor, listed: Tensor, given: str) -> Tensor:
+    """A result [B, S, N, C] with what the model gives, where that is NaN, of queries whose list is empty."""
+    return y.masked_fill(listed[..., :1] < 0, torch.nan) if given == "nan" else y
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,10 @@ class IndexedRows(Seen):
 
     refuse = GatheredRows.refuse
     posed = Listing.posed
-    restored = GatheredRows.restored
+
+    def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
+        """The same of rows that are gathered, unless every query is known to see a key."""
+        return y if self.every_row_nonempty else _without_keys(y, listed, self.fully_masked_row)
 
     def own(self, seen: Any) -> Tensor:
         """The model's list is not built."""

@@ -19,7 +19,7 @@ from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.mask_terms import hides_below
 from patterns.attention.masks import Masks, Term
-from patterns.sparse.listed import grows
+from patterns.sparse.entries import grows
 from patterns.sparse.read import Indexed, indexed
 from patterns.sparse.read_scores import NOT_A_SUM
 from patterns.sparse.score_tests import asks_for_hidden
@@ -153,12 +153,14 @@ def _rest(formula: Formula | str, listed: Affine, keys: Any) -> set[Formula]:
 
 def _for_places(found: Indexed, own: Masks, listed: Affine) -> Formula | None:
     """Which keys can be seen, of a list at its own positions; None where the positions of both do not correspond."""
-    rank, last = len(found.masks.positions.shape), len(own.positions.shape)
-    axes: dict[int, Affine] = {place: number(0) for place in range(rank)}
-    axes |= {rank - 1: listed, rank - 2: own.positions.axis(last - 2)}
-    if rank > 2 and found.masks.positions.shape[0] != 1:
-        if last < 3 or own.positions.shape[0] != found.masks.positions.shape[0]:
+    seen, lists = found.masks.positions.shape, own.positions.shape
+    rank, last = len(seen), len(lists)
+    row = own.positions.axis(last - 2)
+    axes: dict[int, Affine] = {place: number(0) for place in range(rank)} | {rank - 1: listed}
+    if rank > 2 and seen[0] != 1:
+        if seen[rank - 2] == 1 and lists[last - 2] == seen[0]:  # [B, K], of one query of each sequence
+            return moved(found.seen, axes | {0: row})
+        if last < 3 or lists[0] != seen[0]:
             return None
         axes[0] = own.positions.axis(0)
-    same = own.positions.shape[last - 2] == found.masks.positions.shape[rank - 2]
-    return moved(found.seen, axes) if same else None
+    return moved(found.seen, axes | {rank - 2: row}) if lists[last - 2] == seen[rank - 2] else None

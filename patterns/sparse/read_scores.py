@@ -144,7 +144,7 @@ def _is_product(value: Value) -> bool:
 
 def _query_and_key(a: Algebra, found: _Products) -> dict[str, Value] | None:
     """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence; [T, D] is of one."""
-    x, y = (uncast(a, each) for each in found.value.args)
+    x, y = (_unscaled(a, uncast(a, each)) for each in found.value.args)
     y = a.reshape(y, (1, *y.shape)) if y.rank == 2 else y
     if any(size != 1 for size in y.shape[1:-2]):
         return None
@@ -156,6 +156,19 @@ def _query_and_key(a: Algebra, found: _Products) -> dict[str, Value] | None:
     if query.shape[0] != y.shape[0]:
         return None
     return {"query": query, "key": a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))}
+
+
+def _unscaled(a: Algebra, x: Value) -> Value:
+    """Floats before they are multiplied by a positive number, which changes no order."""
+    match x.op:
+        case "scale" if x.attrs[0] > 0 and is_float(x):
+            return _unscaled(a, x.arg)
+        case "reshape":
+            return a.reshape(_unscaled(a, x.arg), x.shape)
+        case "permute":
+            return a.permute(_unscaled(a, x.arg), x.attrs)
+        case _:
+            return x
 
 
 def _of_queries(a: Algebra, found: _Products, x: Value) -> Value:

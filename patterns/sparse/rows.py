@@ -20,6 +20,7 @@ from fusion.graph import Algebra, Graph, Value
 from fusion.graph.algebra import widens
 from fusion.graph.proof import must, proof, proven
 from patterns.quant.read_unpacked_rows import latent, unpacked
+from patterns.sparse.flat_numbers import split
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _indexed(a: Algebra, x: Value) -> Gathered | None:
     source, *index = x.args
     match x.attrs:
         case (0,):
-            return Gathered(_rows(a, source, 0), a.reshape(index[0], x.shape[:-1]), counted_back=True)
+            return _by_one(a, x, source, index[0])
         case (1,):
             batch = source.shape[:1]
             every = a.expand(a.reshape(index[0], (1, *index[0].shape)), (*batch, *index[0].shape))
@@ -117,6 +118,15 @@ def _indexed(a: Algebra, x: Value) -> Gathered | None:
             return _by_two(a, x, source, *index)
         case _:
             return None
+
+
+def _by_one(a: Algebra, x: Value, source: Value, index: Value) -> Gathered:
+    """source[index]: rows of one group, or of all groups by numbers of which each is proven to be of its own."""
+    flat, found = _rows(a, source, 0), split(a, index)
+    if found is None or flat.shape[1] != found.groups * found.size:
+        return Gathered(flat, a.reshape(index, x.shape[:-1]), counted_back=True)
+    grouped = a.reshape(flat, (found.groups, found.size, flat.shape[-1]))
+    return Gathered(grouped, a.reshape(found.places, x.shape[:-1]), counted_back=False)
 
 
 def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) -> Gathered:

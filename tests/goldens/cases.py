@@ -15,6 +15,7 @@ from fusion.testing import Captured, capture, captured
 from tests.attention import attention, attention_heads, attention_masks, lookalikes_attention
 from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.latent import latent_attention
+from tests.models import indexers
 from tests.models.families import CONFIGS, MODES, OTHER_SELECTIONS, build
 from tests.repositories.pieces import PIECES
 from tests.sparse.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
@@ -104,6 +105,9 @@ def _examples() -> Iterator[Case]:
 def _models() -> Iterator[Case]:
     for family, mode, code in product(CONFIGS, MODES, ("sdpa", "eager")):
         yield Case(f"model_{family}", f"{mode} {code}", partial(_step, family, mode, code))
+
+    for (name, of), mode in product(indexers.INDEXED.items(), indexers.MODES):
+        yield Case(indexers.FILE, f"{name} {mode}", partial(of.captured, mode, DTYPE))
 
     for family in ("DeepseekV4", "MiniMaxM3VL"):  # the others are several graphs
         code, _ = OTHER_SELECTIONS[family]

@@ -20,15 +20,11 @@ from fusion.testing import Trial, capture
 from fusion.verification import relative_error
 
 from .families import LAYERS, OTHER_INDEXERS, OTHER_SELECTIONS, Built, build, caches
+from .indexers import INDEXED, SIZES
 from .latents import PROMPT, ROOM, call, differences, padded, steps
 
 TARGET = "ascend910_93"
-SIZES = dict(hidden_size=1024, q_lora_rank=1536, index_topk=24)
-FAMILIES = {
-    "DeepseekV32": SIZES,
-    "GlmMoeDsa": dict(SIZES, q_lora_rank=2048),
-    "GlmMoeDsa, shared": dict(SIZES, q_lora_rank=2048, indexer_types=["full", "shared"]),
-}
+FAMILIES = ("DeepseekV32", "GlmMoeDsa", "GlmMoeDsa, lists shared")
 SPARSE = {
     "npu::npu_mla_prolog_v3": LAYERS,
     "npu::npu_lightning_indexer": LAYERS,
@@ -41,7 +37,8 @@ GONE = ("topk", "softmax", "scaled_dot_product_attention", "scatter.value", "sli
 
 
 def built(family: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa", **sizes: Any) -> Built:
-    return build(family.partition(",")[0], dtype, attention, **{**FAMILIES[family], **sizes})
+    of = INDEXED[family]
+    return build(of.family, dtype, attention, **{**of.sizes, **sizes})
 
 
 def operators(report: fusion.Report) -> Counter[str]:
@@ -74,7 +71,7 @@ def test_the_experts_sequence(family, mode, attention):
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"), [("DeepseekV32", "prefill_static"), ("GlmMoeDsa, shared", "decode_static")]
+    ("family", "mode"), [("DeepseekV32", "prefill_static"), ("GlmMoeDsa, lists shared", "decode_static")]
 )
 def test_the_formulas_are_the_same_in_float64(family, mode):
     of = built(family)
@@ -167,7 +164,7 @@ def test_padding_keeps_sparse_attention(attention, cache, tokens, side, count):
 @pytest.mark.parametrize(("cache", "tokens"), [("static", 0), pytest.param("dynamic", 4, marks=pytest.mark.nightly)])
 def test_padding_keeps_sparse_attention_of_every_layer_that_shares_a_list(cache, tokens):
     """As many rows are listed as there are: both ways read as much, and the list computes less."""
-    of = built("GlmMoeDsa, shared")
+    of = built("GlmMoeDsa, lists shared")
     report = fusion.explain(of.model, **padded(of, cache, tokens, "left"), options={"target": TARGET})
     assert report.ops["npu::npu_sparse_flash_attention"] == LAYERS
 
@@ -196,11 +193,11 @@ def passed_in(kind: str, dtype: torch.dtype, tokens: int, hidden: int = 0) -> Te
     return shown if kind == "bool" else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, lowest)
 
 
-INDEXED, LISTED = "by_indexer[Indexer, LatentRows]", "by_places[LatentRows]"
+OWN, LISTED = "by_indexer[Indexer, LatentRows]", "by_places[LatentRows]"
 MASKS = [
-    ("bool", None, 0, LISTED), ("bool", None, 5, LISTED), ("bool", "causal", 0, INDEXED),
+    ("bool", None, 0, LISTED), ("bool", None, 5, LISTED), ("bool", "causal", 0, OWN),
     ("bool", "padding", 5, LISTED),
-    ("float", "causal", 0, INDEXED), ("float", None, 0, "the option assume says it"),
+    ("float", "causal", 0, OWN), ("float", None, 0, "the option assume says it"),
     ("float", "padding", 5, "assumed to be padding may hide all of them: pass booleans in"),
 ]  # fmt: skip
 
@@ -215,8 +212,8 @@ def test_masks_that_are_passed_in(family, mode, kind, assumed, hidden, expected)
     assume = {} if assumed is None else {"assume": {"attention_mask": assumed}}
     report = fusion.explain(of.model, **given, options={"target": TARGET, **assume})
     listed = report.ops.get("npu::npu_sparse_flash_attention", 0), report.ops.get("npu::npu_lightning_indexer", 0)
-    if expected in (INDEXED, LISTED):
-        assert listed == (LAYERS, LAYERS if expected == INDEXED else 0), report
+    if expected in (OWN, LISTED):
+        assert listed == (LAYERS, LAYERS if expected == OWN else 0), report
     else:
         assert listed == (0, 0)
         assert any(expected in each.reason for each in report.refusals), report

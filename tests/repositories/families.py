@@ -44,7 +44,12 @@ class Told:
 
 def told(piece: Piece) -> Told:
     """What is kept of a piece."""
-    lines = _of_target(kept(piece.file)[piece.name])
+    return of_case(piece.file, piece.name)
+
+
+def of_case(file: str, name: str) -> Told:
+    """What is kept of a case in a file."""
+    lines = _of_target(kept(file)[name])
     before, after = (int(number) for number in re.findall(r"(\d+) -> (\d+) launches", lines[0])[0])
     rules = Counter[str]()
     for rule, count in re.findall(r"^  by (\w+) .*?(?: x(\d+))?$", "\n".join(lines), re.MULTILINE):

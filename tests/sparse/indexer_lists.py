@@ -71,7 +71,10 @@ def hidden(scores: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, kv: Tensor, places: Tensor, seen: Tensor | None) -> Tensor:
-    rows = kv[torch.arange(B)[:, None, None], places.clamp(min=0)]
+    return weighted(q, kv[torch.arange(B)[:, None, None], places.clamp(min=0)], seen)
+
+
+def weighted(q: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
     scores = q @ rows.mT * 0.3
     scores = scores if seen is None else torch.where(seen.unsqueeze(2), scores, -math.inf)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
@@ -233,6 +236,40 @@ def gathered_in_line(q, k, w, query, kv):
     return attend(query, kv, places, places <= torch.arange(q.shape[1])[:, None])
 
 
+def gathered_by_flat_numbers(q, k, w, lengths, query, kv):
+    """Rows of all sequences behind each other; the scores that are found say which entries count."""
+    scores = by_einsum(q, k, w).masked_fill(torch.arange(k.shape[1]) >= lengths[:, None, None], -math.inf)
+    best, places = scores.topk(K, -1)
+    rows = kv.reshape(-1, kv.shape[-1])[places + torch.arange(B)[:, None, None] * kv.shape[1]]
+    return weighted(query, rows, best != -math.inf)
+
+
+def gathered_by_flat_numbers_of_rows(q, k, w, lengths, query, kv):
+    """The same of lists [B, K], flat themselves."""
+    scores = by_einsum(q, k, w)[:, 0].masked_fill(torch.arange(k.shape[1]) >= lengths[:, None], -math.inf)
+    places = scores.topk(K, -1).indices
+    flat = (torch.arange(B).unsqueeze(1) * kv.shape[1] + places).flatten()
+    rows = kv.flatten(0, 1).index_select(0, flat).view(B, 1, K, -1)
+    return weighted(query, rows, (places < lengths[:, None])[:, None])
+
+
+def gathered_from_other_sequences(q, k, w, lengths, query, kv):
+    """The rows of a sequence begin before its own: the list of the first one is no list of the second."""
+    scores = by_einsum(q, k, w).masked_fill(torch.arange(k.shape[1]) >= lengths[:, None, None], -math.inf)
+    best, places = scores.topk(K, -1)
+    rows = kv.reshape(-1, kv.shape[-1])[places + torch.arange(B)[:, None, None] * (kv.shape[1] - 1)]
+    return weighted(query, rows, best != -math.inf)
+
+
+def gathered_of_one_query_each(q, k, w, lengths, query, kv):
+    """-1 is written into lists [B, K], and taken out again to gather by."""
+    scores = by_einsum(q, k, w)[:, 0].masked_fill(torch.arange(k.shape[1]) >= lengths[:, None], -math.inf)
+    places = scores.topk(K, -1).indices
+    places = places.masked_fill(places >= lengths[:, None], -1)
+    rows = kv[torch.arange(B)[:, None], places.clamp(min=0)].unsqueeze(1)
+    return weighted(query, rows, (places >= 0)[:, None])
+
+
 def gathered_and_lowered(q, k, w, lengths, query, kv):
     """A query without keys gives the mean of what is listed, hidden or not."""
     hidden = torch.arange(k.shape[1]) >= lengths[:, None, None]
@@ -254,7 +291,9 @@ RETURNED: dict[Form, Callable[[int], Inputs]] = {
 GATHERED: dict[Form, Callable[[int], Inputs]] = {
     gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,
     gathered_and_lowered: attended_with_none, gathered_by_rank: attended,
-    gathered_behind_a_window: attended_in_line,
+    gathered_behind_a_window: attended_in_line, gathered_by_flat_numbers: attended,
+    gathered_by_flat_numbers_of_rows: attended, gathered_of_one_query_each: attended,
+    gathered_from_other_sequences: attended,
 }  # fmt: skip
 
 

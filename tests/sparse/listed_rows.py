@@ -85,6 +85,18 @@ def paged(z: Sizes) -> Inputs:
     return queries(z, z.b), activations(2, count, z.p, z.d), table, lists(z, z.b)
 
 
+def paged_apart(z: Sizes) -> Inputs:
+    """The same with latents and rotated lanes in pages of their own."""
+    q, pages, table, places = paged(z)
+    return q, *(each.contiguous() for each in pages.split((z.c, z.r), -1)), table, places
+
+
+def paged_of_tokens(z: Sizes) -> Inputs:
+    """The same with the sequence of each token [B]."""
+    *given, table, places = paged_apart(z)
+    return *given, table, torch.arange(z.b).flip(0), places
+
+
 def with_lengths(z: Sizes) -> Inputs:
     """As `flat`, and how many entries of each list count [S]."""
     return *flat(z, some=0.0), torch.tensor([0, z.k, 2, z.k - 1])[: z.s] % (z.k + 1)
@@ -314,14 +326,58 @@ def by_page_and_offset(q, pages, table, places):
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ rows[..., : width(q)]
 
 
+def by_table_apart(q, latents, ropes, table, places):
+    """Slots of pages of latents and of rotated lanes, of entries that are seen; -1 reads the last row."""
+    size, hidden = latents.shape[1], places < 0
+    listed = places.clamp(min=0)
+    slots = torch.where(hidden, -1, table.gather(1, listed // size) * size + listed % size)
+    rows = latents.view(-1, latents.shape[-1])[slots]
+    scores = torch.einsum("bnc,bkc->bnk", q[..., : width(q)], rows)
+    scores = scores + torch.einsum("bnr,bkr->bnk", q[..., width(q) :], ropes.view(-1, ropes.shape[-1])[slots])
+    scores = (scores * SCALE).masked_fill(hidden[:, None], -math.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ rows
+
+
+def by_table_of_tokens(q, latents, ropes, tables, sequence, places):
+    """The table of each token is that of its sequence."""
+    size, listed = latents.shape[1], places.clamp(min=0)
+    slots = tables[sequence[:, None], listed // size] * size + listed % size
+    rows = torch.cat([each.flatten(0, 1).index_select(0, slots.flatten()) for each in (latents, ropes)], -1)
+    rows = rows.view(*slots.shape, -1)
+    scores = torch.einsum("bnd,bkd->bnk", q, rows) * SCALE
+    weights = scores.masked_fill((places < 0)[:, None], -math.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ rows[..., : width(q)]
+
+
+def by_slots_of_all_rows(q, latents, ropes, table, places):
+    """A table of the slots of all rows that there are."""
+    every = (table[:, :, None] * latents.shape[1] + torch.arange(latents.shape[1])).flatten(1)
+    slots = every.gather(1, places.clamp(min=0))
+    rows = torch.cat([each.view(-1, each.shape[-1])[slots] for each in (latents, ropes)], -1)
+    scores = (torch.einsum("bnd,bkd->bnk", q, rows) * SCALE).masked_fill((places < 0)[:, None], -math.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ rows[..., : width(q)]
+
+
+def by_pages_of_others(q, latents, ropes, table, places):
+    """The page of one place and the row of the next: what is read is no run of pages."""
+    size, listed = latents.shape[1], places.clamp(min=0)
+    slots = table.gather(1, listed // size) * size + (listed + 1) % size
+    rows = torch.cat([each.view(-1, each.shape[-1])[slots] for each in (latents, ropes)], -1)
+    scores = (torch.einsum("bnd,bkd->bnk", q, rows) * SCALE).masked_fill((places < 0)[:, None], -math.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ rows[..., : width(q)]
+
+
 Form = Callable[..., Any]
+IN_PAGES = (by_table_apart, by_table_of_tokens, by_slots_of_all_rows)
+"""Spellings that are attention over pages by a block table."""
 SPELLINGS: dict[Form, Callable[[Sizes], Inputs]] = {
     gathered: batched, by_numbers: batched, from_the_end: batched, selected: beyond, in_twos: beyond, along: batched,
     by_sdpa: batched, of_one_table: batched, safely: flat, one_step: steps, until: with_lengths, behind: with_lengths,
     not_later: with_positions, all_of_it: apart, values_apart: lambda z: flat(z, some=0.0),
     first_row_for_none: batched, last_row_for_none: batched, last_row_for_most: batched, first_row_hidden: batched,
     of_others: batched, hidden_by_others: batched, clamped_elsewhere: batched, chosen_elsewhere: batched,
-    by_table: paged, by_page_and_offset: paged, other_rows_for_none: batched,
+    by_table: paged, by_page_and_offset: paged, other_rows_for_none: batched, by_table_apart: paged_apart,
+    by_table_of_tokens: paged_of_tokens, by_slots_of_all_rows: paged_apart, by_pages_of_others: paged_apart,
 }  # fmt: skip
 
 

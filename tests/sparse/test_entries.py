@@ -92,7 +92,8 @@ def read(keys: Value, values: Value, hidden: Value | None = None) -> Any:
     terms = [] if hidden is None else [Term("drop", a.reshape(hidden, (*lists, 1, shape[-1])), fill=-math.inf)]
     of = Operands(tensor("q", *shape[:-1], D), keys, values, bf16, ())
     found = listed_attention(Assumed(a).masks(shape, terms, (lists[0], 1, *shape[1:3])), of, 1.0, Empty("nan", False))
-    return found.captures if isinstance(found, Reading) else found
+    first = found[0] if found else None
+    return first.captures if isinstance(first, Reading) else first
 
 
 def lanes(rows: Value) -> Value:

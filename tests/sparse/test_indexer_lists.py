@@ -61,6 +61,7 @@ def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
     own = form in (
         indexer_lists.gathered_and_returned, indexer_lists.gathered_and_lowered, indexer_lists.gathered_behind_a_window,
+        indexer_lists.gathered_from_other_sequences,
     )  # fmt: skip
     assert forms(t) == ["by_gathered_rows[LatentRows]" if own else "by_indexed_rows[Indexer, LatentRows]"]
     means_what_it_says(t)

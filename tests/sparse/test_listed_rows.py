@@ -15,7 +15,7 @@ from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_i
 from tests.latent.test_int8_readings import understood
 
 from . import listed_rows
-from .listed_rows import LARGE, LOOKALIKES, ONE, SMALL, SPELLINGS, Form, Sizes
+from .listed_rows import IN_PAGES, LARGE, LOOKALIKES, ONE, SMALL, SPELLINGS, Form, Sizes
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,9 +39,9 @@ def tried(form: Form, z: Sizes, dtype: torch.dtype, level: Level = "composite", 
     return trial(RULE, example, dtype, level, Options(target=target, lower="eager"))
 
 
-def reads_in_place(t: Trial) -> None:
+def reads_in_place(t: Trial, paged: bool) -> None:
     (form,) = (each.match.form for each in t.outcome.chosen if each.match.rule is RULE)
-    assert form == "by_gathered_rows[LatentRows]"
+    assert form == f"by_gathered_rows[Latent{'Pages' if paged else 'Rows'}]"
     assert not t.outcome.failures
     means_what_it_says(t)
     emits_valid_calls(t)
@@ -49,19 +49,19 @@ def reads_in_place(t: Trial) -> None:
 
 @pytest.mark.parametrize(("form", "level", "dtype"), settings(2))
 def test_rows_are_read_in_place(form: Form, level: Level, dtype: torch.dtype):
-    reads_in_place(tried(form, SMALL, dtype, level))
+    reads_in_place(tried(form, SMALL, dtype, level), form in IN_PAGES)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
 def test_one_query_of_one_sequence(form: Form):
-    reads_in_place(tried(form, ONE, torch.bfloat16))
+    reads_in_place(tried(form, ONE, torch.bfloat16), form in IN_PAGES)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
 def test_rows_of_the_size_of_a_chip(form: Form):
-    reads_in_place(tried(form, LARGE, torch.bfloat16, target="ascend910_93"))
+    reads_in_place(tried(form, LARGE, torch.bfloat16, target="ascend910_93"), form in IN_PAGES)
 
 
 SAID = {listed_rows.by_sdpa: (False, False), listed_rows.in_twos: (True, False), listed_rows.until: (True, True),

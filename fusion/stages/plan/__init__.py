@@ -197,14 +197,15 @@ class Planner:
         dying, built = self._dying([of for of, _ in members], frozenset(read)) | alone, self._to_build(read)
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
+        sharers = [shared.count(call) for call in shared.calls_of(match, lowering, plan)]
         each_call = [
-            (cost, shared.count(call))
-            for (cost, names), call in zip(plan.costs, shared.calls_of(match, lowering, plan), strict=True)
+            (cost, count)
+            for (cost, names), count in zip(plan.costs, sharers, strict=True)
             if not self._are_prepared(names, match)
         ]
-        running = sum(cost / sharers for cost, sharers in each_call)
+        running = sum(cost / count for cost, count in each_call)
         copying = self._copies.of(match, plan, dying)
-        saved = self._worth(dying - alone) + self._worth(beside) / max((sharers for _, sharers in each_call), default=1)
+        saved = self._worth(dying - alone) + self._worth(beside) / max(sharers, default=1)
         replaced = [node for node in dying - alone if self._launches(node)]
         launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
