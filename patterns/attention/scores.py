@@ -201,9 +201,15 @@ def _kept_by_factor(a: Algebra, z: Value) -> Value | None:
             inverse = a.shift(a.scale(factor, -1), 1)
             while rest.op == "scale" and rest is not inverse:
                 rest, number = rest.arg, number * rest.attrs[0]
-            if seen is not None and rest is inverse and scores.below(*PLAIN).op == "matmul":
+            if seen is not None and rest is inverse and _is_of_products(scores):
                 return logic.where(a, seen, scores, logic.constant(a, number, (), z.dtype), z.dtype)
     return None
+
+
+def _is_of_products(scores: Value) -> bool:
+    """Whether scores are a product, or a sum of some, of which nothing is hidden yet."""
+    below = scores.below(*PLAIN)
+    return below.op == "matmul" or (below.op == "add" and all(map(_is_of_products, below.args)))
 
 
 def _truth_of(a: Algebra, x: Value) -> Value | None:
@@ -212,7 +218,10 @@ def _truth_of(a: Algebra, x: Value) -> Value | None:
         seen = _truth_of(a, x.arg)
         return None if seen is None else a.seen_as(seen, x)
     if x.op == "cast":
-        return x.arg if x.arg.dtype is torch.bool else None
+        return x.arg if x.arg.dtype is torch.bool else _truth_of(a, x.arg)
+    if x.op == "mul":
+        both = [each if each.dtype is torch.bool else _truth_of(a, each) for each in x.args]
+        return logic.pointwise(a, "and", [proven(each) for each in both], (), torch.bool) if None not in both else None
     chosen = x.op == "where" and x.arg.shape == x.shape and [each.op for each in x.args[1:]] == ["full", "full"]
     return x.arg if chosen and [each.attrs[0] for each in x.args[1:]] == [1, 0] else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -31,6 +32,10 @@ _MASK = "the mask of what is chosen from is not proven to be a causal order or a
 _MORE = (
     "the mask shows other keys than those that are listed, and they are not proven to be the first or the last ones of "
     "those that a query may see: the operator reads a list alone"
+)
+_THRESHOLD = (
+    "keys are seen whose scores reach the least of the largest ones: of equal scores that may be more keys than a list "
+    "holds; attend to those at the indices that topk gives"
 )
 _BLOCKS = "what is listed are no keys, but blocks of them or keys of another number: the operator reads lists of keys"
 _BEYOND = "a list may name what is no key, as a place behind the last one, of which there is a number that is not known"
@@ -89,8 +94,22 @@ def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
     """Why a mask that is made of a list shows other keys than those in it."""
     found = list_in(mask)
     if found is None:
-        return {}
+        return {each: _miss(_THRESHOLD) for each in mask.sources(_below_logic) if _is_threshold(each)}
     return {found.arg: _miss(_MORE if names_keys(found, keys) else _BLOCKS)}
+
+
+def _below_logic(x: Value) -> Sequence[Value]:
+    """What a mask is made of, down to what is compared."""
+    return x.args if x.op in ("not", "and", "or", "where", "cast", "reshape", "expand", "permute") else ()
+
+
+def _is_threshold(x: Value) -> bool:
+    """Whether scores are compared with one of their own largest."""
+    sides = [each.below("cast", "reshape", "expand", "slice") for each in x.args] if x.op == "compare" else []
+    return any(
+        one.op == "largest" and one.arg.below("cast", "reshape") is other.below("cast", "reshape")
+        for one, other in permutations(sides, 2)
+    )
 
 
 def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:

@@ -216,7 +216,23 @@ def multiplied_by_booleans(q, k, v, seen):
     return (b * scores_of(q, k) + (1 - b) * -1e4).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("form", [multiplied, multiplied_by_booleans], ids=lambda each: each.__name__)
+def multiplied_by_a_cast(q, k, v, seen):
+    """What is 0 or 1 in float32 is so in each dtype."""
+    b = torch.tril(torch.ones(S, S)).to(q.dtype)
+    return (scores_of(q, k) * b + (1 - b) * -1e4).softmax(-1) @ v
+
+
+def multiplied_by_two(q, k, v, seen):
+    """An order and a window, of which one is booleans."""
+    b = torch.tril(torch.ones(S, S)).to(q.dtype) * torch.ones(S, S, dtype=torch.bool).triu(-2)
+    return (scores_of(q, k) * b - 1e4 * (1 - b)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "form",
+    [multiplied, multiplied_by_booleans, multiplied_by_a_cast, multiplied_by_two],
+    ids=lambda each: each.__name__,
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_scores_may_be_made_0_before_they_are_lowered(form: Form, dtype: torch.dtype, level: Level):

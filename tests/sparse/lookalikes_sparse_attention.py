@@ -216,6 +216,16 @@ def all_but_listed(places, seen, x):
     return (~hidden & seen).unsqueeze(1)
 
 
+def reaching_the_least(scores, seen):
+    """Keys whose scores are as large as the least of the largest ones, of which there may be more."""
+    scores = scores.masked_fill(~seen, -math.inf)
+    return scores >= scores.topk(min(K, scores.shape[-1]), dim=-1).values[..., -1:]
+
+
+def as_chosen(chosen, seen, x):
+    return (chosen & seen).unsqueeze(1)
+
+
 def listed_or_near(places, seen, x):
     near = seen & (torch.arange(seen.shape[-1]) >= seen.sum(-1, keepdim=True) - 2)
     return (only_listed(places, seen, x) & seen) | near
@@ -338,6 +348,7 @@ LOOKALIKES = (
     entry("all_but_the_first", ("chunk", "step", "grow"), choose=all_but_the_first, indexer=0),
     entry("only_listed", ("prefill", "chunk", "step"), hide=only_listed, indexer=0),
     entry("all_but_listed", hide=all_but_listed, **UNFUSED),
+    entry("reaching_the_least", choose=reaching_the_least, hide=as_chosen, **UNFUSED),
     entry("listed_or_near", hide=listed_or_near, **UNFUSED),
     entry("listed_and_near", ("prefill", "chunk", "step"), hide=listed_and_near, indexer=0),
     entry("listed_or_first", hide=listed_or_first, **UNFUSED),
