@@ -15,12 +15,15 @@ def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> l
     """The matches that the target could run otherwise, but slower, or no faster, if by more than another call."""
     slower = "by {lowering} it would take about {lost:.1f} us more, not less"
     alike = "by {lowering} it would take about as long"
+    more = "by {lowering} it would be {calls} more, for which what it saves may not make up"
     refused: list[Refusal] = []
     for each in candidates:
         saved = each.benefit - each.surplus
         is_one_for_one = len(each.dying) == 1 and not each.launches
         if saved < -LEAST_BENEFIT and not is_one_for_one and each not in chosen:
-            cause = Refused(slower if saved < -TIE else alike, {"lowering": each.lowering, "lost": -saved})
+            text = more if each.benefit > LEAST_BENEFIT else slower if saved < -TIE else alike
+            calls = f"{-each.launches} call{'s' if each.launches < -1 else ''}"
+            cause = Refused(text, {"lowering": each.lowering, "lost": -saved, "calls": calls})
             refused.append(Refusal(each.match.rule.name, cause, each.match.node))
     return refused
 

@@ -34,9 +34,10 @@ class _Option:
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
     """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs.
 
-    Attention of PyTorch's own is priced as the kernels that it is decomposed into, and a machine may run it as one. A
-    graph that would make more calls than the model does has only those in its place that are worth it even there, if so
-    it makes fewer.
+    Attention of PyTorch's own and arithmetic of complex numbers are priced as the kernels that they are decomposed into,
+    and a machine may run each as one; figures of cost are no measurements. So a graph that would make more calls than
+    the model does has only those in their place that are worth it even there, and by as much again as the further calls
+    cost, if so it makes fewer.
     """
     options = [_option(each) for each in candidates]
     useful = [each for each in options if all(member.benefit > LEAST_BENEFIT for member in each.members)]

@@ -208,7 +208,7 @@ class Planner:
         replaced = [node for node in dying - alone if self._launches(node)]
         launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
-        surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
+        surplus = math.fsum(map(self._surplus, replaced)) - launches * self.target.launch if launches < 0 else 0.0
         return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, surplus, needs)
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
