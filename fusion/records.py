@@ -216,11 +216,12 @@ class Candidate:
         dying: the nodes that nothing needs once the match is rewritten (its roots among them).
         benefit: predicted microseconds saved on the target.
         launches: launches saved, if it shares none of what it builds with other matches.
-        surplus: where more calls are to stand for fewer, how much of `benefit` is not sure: launches of calls of the model
-            each of which a machine may run as one kernel, and as much again as the further calls cost.
+        surplus: how much of `benefit` are launches of calls of the model each of which a machine may run as one kernel,
+            where more calls are to stand for them.
+        further: what the calls cost that are then made more.
         needs: the one that reads what no node holds and only this one gives, or with which it leaves more needless than
-            either alone: both are chosen, or this one is not. Then `dying`, `benefit` and `launches` are what comes on
-            top of those of `needs`.
+            either alone: both are chosen, or this one is not. Then `dying`, `benefit`, `launches` and `further` are
+            what comes on top of those of `needs`.
     """
 
     match: Match
@@ -231,6 +232,7 @@ class Candidate:
     benefit: float
     launches: int
     surplus: float
+    further: float = 0.0
     needs: Candidate | None = None
 
 

@@ -17,11 +17,13 @@ def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> l
     alike = "by {lowering} it would take about as long"
     more = "by {lowering} it would be {calls} more, for which what it saves may not make up"
     refused: list[Refusal] = []
+    made = {each.match for each in chosen}
     for each in candidates:
         saved = each.benefit - each.surplus
+        is_unsure = each.benefit > LEAST_BENEFIT >= saved - each.further
         is_one_for_one = len(each.dying) == 1 and not each.launches
-        if saved < -LEAST_BENEFIT and not is_one_for_one and each not in chosen:
-            text = more if each.benefit > LEAST_BENEFIT else slower if saved < -TIE else alike
+        if (is_unsure or saved < -LEAST_BENEFIT) and not is_one_for_one and each.match not in made:
+            text = more if is_unsure else slower if saved < -TIE else alike
             calls = f"{-each.launches} call{'s' if each.launches < -1 else ''}"
             cause = Refused(text, {"lowering": each.lowering, "lost": -saved, "calls": calls})
             refused.append(Refusal(each.match.rule.name, cause, each.match.node))

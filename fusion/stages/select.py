@@ -43,11 +43,13 @@ def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = Non
     useful = [each for each in options if all(member.benefit > LEAST_BENEFIT for member in each.members)]
     chosen = _settled(useful, graph)
     if sum(each.launches for each in chosen) < 0:
-        sure = [
-            each for each in useful if all(member.benefit - member.surplus > LEAST_BENEFIT for member in each.members)
-        ]
+        sure = [each for each in useful if all(map(_is_sure, each.members))]
         chosen = max(chosen, _settled(sure, graph), key=lambda cover: sum(each.launches for each in cover))
     return chosen[:fuel]  # what a candidate needs stands right before it
+
+
+def _is_sure(candidate: Candidate) -> bool:
+    return candidate.benefit - candidate.surplus - candidate.further > LEAST_BENEFIT
 
 
 def _settled(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:

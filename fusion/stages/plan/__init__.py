@@ -91,9 +91,8 @@ class Planner:
         read = (value for each in (one, other) for value in each.plan.tensors(each.match).values())
         gone = self._dying([one.match, other.match], frozenset(read)) - one.dying - other.dying
         launches = one.launches + sum(map(self._launches, gone))
-        return replace(
-            one, dying=one.dying | gone, benefit=one.benefit + self._worth(gone), launches=launches, needs=other
-        )
+        saved = dict(benefit=one.benefit + self._worth(gone), launches=launches, further=self._further(launches))
+        return replace(one, dying=one.dying | gone, needs=other, **saved)
 
     @property
     def failures(self) -> Sequence[Failure]:
@@ -208,8 +207,13 @@ class Planner:
         replaced = [node for node in dying - alone if self._launches(node)]
         launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
-        surplus = math.fsum(map(self._surplus, replaced)) - launches * self.target.launch if launches < 0 else 0.0
-        return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, surplus, needs)
+        surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
+        gone, further = (dying | beside) - alone, self._further(launches)
+        return Candidate(match, lowering, plan, built, gone, saved, launches, surplus, further, needs)
+
+    def _further(self, launches: int) -> float:
+        """What the calls cost that are made more, where so many are saved."""
+        return max(0, -launches) * self.target.launch
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
