@@ -18,9 +18,10 @@ def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> l
     more = "by {lowering} it would be {calls} more, for which what it saves may not make up"
     refused: list[Refusal] = []
     made = {each.match for each in chosen}
+    gone = {node for each in chosen for node in each.dying}
     for each in candidates:
         saved = each.benefit - each.surplus
-        is_unsure = each.benefit > LEAST_BENEFIT >= saved - each.further
+        is_unsure = each.benefit > LEAST_BENEFIT >= saved - each.further and gone.isdisjoint(each.dying)
         is_one_for_one = len(each.dying) == 1 and not each.launches
         if (is_unsure or saved < -LEAST_BENEFIT) and not is_one_for_one and each.match not in made:
             text = more if is_unsure else slower if saved < -TIE else alike

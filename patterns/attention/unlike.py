@@ -12,7 +12,9 @@ from typing import Any
 from fusion.graph import Value
 
 OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
-ONE_KEY = "its weight is 1, as there is one key, and its values are multiplied by it one by one, not as rows of a product"
+ONE_KEY = (
+    "its weight is 1, as there is one key, and its values are multiplied by it one by one, not as rows of a product"
+)
 JOINED = "scores of single heads are joined, of which queries or keys are not cut from one tensor in the same order"
 _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops of weights that attention has as well, and those that say nothing of what is computed."""

@@ -1,4 +1,4 @@
-"""Attention of one query over one key: scores are sums of elementwise products, as a first token without a cache has."""
+"""Attention of one query over one key: a score is a sum of elementwise products, as of a first token."""
 
 from __future__ import annotations
 

@@ -72,12 +72,19 @@ def test_no_more_calls_are_made_on_the_target(piece: Piece, level: Level, dtype:
     assert counts[1] <= counts[0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_complex_numbers_are_no_reason_to_make_more_calls(level: Level):
+def test_complex_numbers_are_no_reason_to_make_more_calls():
     """Of two rotations of float32 by complex numbers one stays: its tables cost more calls than it makes."""
     (piece,) = (each for each in PIECES if each.name == "facebookresearch/sam2 attention to memories")
-    before, after = calls_on_target(piece, level, torch.float32)
-    assert before == after
+    for level in LEVELS:
+        before, after = calls_on_target(piece, level, torch.float32)
+        assert before == after
+
+
+def test_what_keeps_attention_is_told_where_both_of_its_products_are_absorbed():
+    (piece,) = (each for each in PIECES if each.name == "CompVis/latent-diffusion attention to words")
+    outcome = testing.trial_of(piece.captured(torch.float32), NPU).outcome
+    assert [each.match.rule.name for each in outcome.chosen] == ["absorbed_products"] * 2
+    assert any(each.rule == "attention" and "query is float32" in each.reason for each in outcome.refusals)
 
 
 def test_names_are_unique():

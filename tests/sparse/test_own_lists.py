@@ -326,7 +326,8 @@ LOOKALIKES: dict[Callable[..., Tensor], tuple[int, str | None]] = {
     within_a_window: (1, FEW), in_bytes: (1, None), best_of_each: (2, None),
     one_behind_the_other: (2, None), one_query_by_weights_of_many: (1, None), weights_without_a_dim: (1, None),
     shares_that_are_finite: (1, OTHERS), shares_above_zero: (1, OTHERS), shares_of_halves: (1, None),
-    scaled_above_a_number: (1, None), saturated: (1, "the same number"), keys_of_no_sequence: (D, None), worst_of_a_router: (1, None),
+    scaled_above_a_number: (1, None), saturated: (1, "the same number"), keys_of_no_sequence: (D, None),
+    worst_of_a_router: (1, None),
 }  # fmt: skip
 
 

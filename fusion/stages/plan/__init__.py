@@ -91,8 +91,9 @@ class Planner:
         read = (value for each in (one, other) for value in each.plan.tensors(each.match).values())
         gone = self._dying([one.match, other.match], frozenset(read)) - one.dying - other.dying
         launches = one.launches + sum(map(self._launches, gone))
-        saved = dict(benefit=one.benefit + self._worth(gone), launches=launches, further=self._further(launches))
-        return replace(one, dying=one.dying | gone, needs=other, **saved)
+        saved, further = one.benefit + self._worth(gone), self._further(launches)
+        dying = one.dying | gone
+        return replace(one, dying=dying, benefit=saved, launches=launches, further=further, needs=other)
 
     @property
     def failures(self) -> Sequence[Failure]:
@@ -197,19 +198,25 @@ class Planner:
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         each_call = [
-            (cost, shared.count(call))
+            (cost, call)
             for (cost, names), call in zip(plan.costs, shared.calls_of(match, lowering, plan), strict=True)
             if not self._are_prepared(names, match)
         ]
-        running = sum(cost / sharers for cost, sharers in each_call)
+        counts = [shared.count(call) for _, call in each_call]
+        running = sum(cost / sharers for (cost, _), sharers in zip(each_call, counts, strict=True))
         copying = self._copies.of(match, plan, dying)
-        saved = self._worth(dying - alone) + self._worth(beside) / max((sharers for _, sharers in each_call), default=1)
+        saved = self._worth(dying - alone) + self._worth(beside) / max(counts, default=1)
         replaced = [node for node in dying - alone if self._launches(node)]
         launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
         surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
         gone, further = (dying | beside) - alone, self._further(launches)
-        return Candidate(match, lowering, plan, built, gone, saved, launches, surplus, further, needs)
+        made = {call: 1 for _, call in each_call} | {each: self._launched(each) for each in built}
+        return Candidate(match, lowering, plan, built, gone, saved, launches, surplus, further, made, needs)
+
+    def _launched(self, built: Value) -> int:
+        """How many kernels build a value at every call."""
+        return 0 if self._book.is_prepared(built) else len(self._kernels(built))
 
     def _further(self, launches: int) -> float:
         """What the calls cost that are made more, where so many are saved."""
