@@ -88,18 +88,27 @@ def call_cost(
     """
     if is_view(target):
         return 0.0
-    kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
-    if isinstance(result, torch.Tensor) and result.is_complex():
-        kernels *= _COMPLEX
+    kernels = _kernels(target, result)
     moved = between + sum(_bytes(each) for each in leaves(*inputs, result))
     moving, computing = moved / machine.bandwidth, flops / machine.compute
     return kernels * machine.launch + max(moving, computing) + _BEHIND * min(moving, computing)
 
 
+def _kernels(target: Any, result: Any) -> int:
+    """How many kernels a call is predicted to launch on an NPU."""
+    kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
+    return kernels * _COMPLEX if isinstance(result, torch.Tensor) and result.is_complex() else kernels
+
+
 def node_surplus(node: fx.Node, machine: Target) -> float:
-    """How much of the predicted microseconds of a product, or attention, are launches that one kernel does not need."""
-    target: Any = node.target
-    return (_COMPOSITES.get(schema_of(target).name, 1) - 1) * machine.launch if _computes(target) else 0.0
+    """How much of the predicted microseconds of a call are launches that a machine which runs it as one does not need.
+
+    Products, attention, and arithmetic of complex numbers; not norms, which fused are one call as well.
+    """
+    target, result = node.target, node.meta.get("val")
+    if not _computes(target) and not (isinstance(result, torch.Tensor) and result.is_complex()):
+        return 0.0
+    return 0.0 if is_view(target) else (_kernels(target, result) - 1) * machine.launch
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:

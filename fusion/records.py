@@ -218,9 +218,11 @@ class Candidate:
         launches: launches saved, if it shares none of what it builds with other matches.
         surplus: how much of `benefit` are launches of calls of the model each of which a machine may run as one kernel,
             where more calls are to stand for them.
+        further: what the calls cost that are then made more.
+        made: how many launches what it calls and builds takes, which others may share.
         needs: the one that reads what no node holds and only this one gives, or with which it leaves more needless than
-            either alone: both are chosen, or this one is not. Then `dying`, `benefit` and `launches` are what comes on
-            top of those of `needs`.
+            either alone: both are chosen, or this one is not. Then `dying`, `benefit`, `launches` and `further` are
+            what comes on top of those of `needs`.
     """
 
     match: Match
@@ -231,6 +233,8 @@ class Candidate:
     benefit: float
     launches: int
     surplus: float
+    further: float = 0.0
+    made: Mapping[Any, int] = field(default_factory=dict[Any, int])
     needs: Candidate | None = None
 
 

@@ -15,12 +15,18 @@ def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> l
     """The matches that the target could run otherwise, but slower, or no faster, if by more than another call."""
     slower = "by {lowering} it would take about {lost:.1f} us more, not less"
     alike = "by {lowering} it would take about as long"
+    more = "by {lowering} it would be {calls} more, for which what it saves may not make up"
     refused: list[Refusal] = []
+    made = {each.match for each in chosen}
+    gone = {node for each in chosen for node in each.dying}
     for each in candidates:
         saved = each.benefit - each.surplus
+        is_unsure = each.benefit > LEAST_BENEFIT >= saved - each.further and gone.isdisjoint(each.dying)
         is_one_for_one = len(each.dying) == 1 and not each.launches
-        if saved < -LEAST_BENEFIT and not is_one_for_one and each not in chosen:
-            cause = Refused(slower if saved < -TIE else alike, {"lowering": each.lowering, "lost": -saved})
+        if (is_unsure or saved < -LEAST_BENEFIT) and not is_one_for_one and each.match not in made:
+            text = more if is_unsure else slower if saved < -TIE else alike
+            calls = f"{-each.launches} call{'s' if each.launches < -1 else ''}"
+            cause = Refused(text, {"lowering": each.lowering, "lost": -saved, "calls": calls})
             refused.append(Refusal(each.match.rule.name, cause, each.match.node))
     return refused
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -34,19 +34,30 @@ class _Option:
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
     """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs.
 
-    Attention of PyTorch's own is priced as the kernels that it is decomposed into, and a machine may run it as one. A
-    graph that would make more calls than the model does has only those in its place that are worth it even there, if so
-    it makes fewer.
+    Attention of PyTorch's own and arithmetic of complex numbers are priced as the kernels that they are decomposed
+    into, and a machine may run each as one; figures of cost are no measurements. So a graph that would make more calls
+    than the model does has only those in their place that are worth it even there, and by as much again as the further
+    calls cost, if so it makes fewer.
     """
     options = [_option(each) for each in candidates]
     useful = [each for each in options if all(member.benefit > LEAST_BENEFIT for member in each.members)]
     chosen = _settled(useful, graph)
-    if sum(each.launches for each in chosen) < 0:
-        sure = [
-            each for each in useful if all(member.benefit - member.surplus > LEAST_BENEFIT for member in each.members)
-        ]
-        chosen = max(chosen, _settled(sure, graph), key=lambda cover: sum(each.launches for each in cover))
+    if _saved(chosen) < 0:
+        sure = [each for each in useful if all(map(_is_sure, each.members))]
+        chosen = max(chosen, _settled(sure, graph), key=_saved)
     return chosen[:fuel]  # what a candidate needs stands right before it
+
+
+def _saved(cover: Sequence[Candidate]) -> int:
+    """How many launches candidates save together: what several make, each of them counts."""
+    makers = Counter(part for each in cover for part in each.made)
+    launched = {part: count for each in cover for part, count in each.made.items()}
+    shared = sum((makers[part] - 1) * count for part, count in launched.items())
+    return sum(each.launches for each in cover) + shared
+
+
+def _is_sure(candidate: Candidate) -> bool:
+    return candidate.benefit - candidate.surplus - candidate.further > LEAST_BENEFIT
 
 
 def _settled(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:

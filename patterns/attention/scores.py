@@ -6,7 +6,7 @@ Factors may stand on them; masks may be added, chosen or filled in.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -82,6 +82,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return _masked(a, found, z)
         case "clip" if product_in(z.arg, found.biases) is not None:
             return _clamped(a, found, z)
+        case "mean" if (one := _of_single_rows(a, z)) is not None:
+            return scores_of(a, replace(found, scale=found.scale / z.arg.shape[-1]), one)
         case "tanh":
             return replace(found, odd="the scores are capped softly by tanh, which the operator does not do", at=(z,))
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
@@ -109,6 +111,22 @@ def _of_keys_first(a: Algebra, z: Value) -> Value | None:
     product = matmul(a, *(swapped(a, each) for each in z.arg.args[::-1]))
     exchanged = (*range(last - 1), last, last - 1)
     return product and a.permute(product, [exchanged[axis] for axis in z.attrs])
+
+
+@proof
+def _of_single_rows(a: Algebra, z: Value) -> Value:
+    """q kᵀ of one query and one key, which is the sum of their elementwise product, for the mean of that."""
+    pairs = z.arg.below("reshape")
+    must(z.attrs == (-1,) and z.shape[-2:] == (1, 1) and pairs.op == "mul")
+    q, k = pairs.args if pairs is z.arg else (a.reshape(each, z.arg.shape) for each in _alike(pairs))
+    must(q.shape[-2:] == k.shape[-2:] == z.arg.shape[-2:])
+    return proven(matmul(a, q, swapped(a, k)))
+
+
+def _alike(product: Value) -> Sequence[Value]:
+    """Its factors, of which none is broadcast."""
+    must(all(each.shape == product.shape for each in product.args))
+    return product.args
 
 
 def _stood_split(z: Value, biases: Collection[Value]) -> bool:

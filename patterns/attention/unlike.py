@@ -12,6 +12,9 @@ from typing import Any
 from fusion.graph import Value
 
 OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
+ONE_KEY = (
+    "its weight is 1, as there is one key, and its values are multiplied by it one by one, not as rows of a product"
+)
 JOINED = "scores of single heads are joined, of which queries or keys are not cut from one tensor in the same order"
 _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops of weights that attention has as well, and those that say nothing of what is computed."""
@@ -22,6 +25,8 @@ _WORDS = {"mul": "a multiplication", "add": "an addition", "where": "a choice", 
 
 def unlike(product: Value) -> str:
     """Why a product of a softmax over scores with values is no attention; "" where it is no such product."""
+    if product.op == "mul" and any(map(_is_of_one_key, product.args)):
+        return ONE_KEY
     for side, axis in zip(product.args, (-1, -2), strict=True) if product.op == "matmul" else ():
         odd, softmax = _down(side, "softmax", _ARRANGED)
         other, scores = ("", None) if softmax is None else _down(softmax.arg, "matmul", _OF_SCORES)
@@ -37,6 +42,15 @@ def unlike(product: Value) -> str:
         if places and _keys(softmax) not in places:
             return OVER_QUERIES
     return ""
+
+
+def _is_of_one_key(weights: Value) -> bool:
+    """Whether a factor is the softmax over one score, which is the sum of the elementwise product of two rows."""
+    softmax = weights.below(*_ARRANGED)
+    if softmax.op != "softmax" or softmax.shape[_keys(softmax)] != 1:
+        return False
+    _, score = _down(softmax.arg, "mean", _OF_SCORES)
+    return score is not None and score.arg.below("reshape").op == "mul"
 
 
 def _is_joined(x: Value) -> bool:

@@ -145,7 +145,7 @@ class AbsorbedProducts(Rule):
 
     def within(self) -> frozenset[str]:
         """Attention as a whole."""
-        return frozenset({"softmax_attention", "latent_attention"})
+        return frozenset({"softmax_attention", "attention", "latent_attention"})
 
     def remark(self) -> str:
         """Which form was chosen."""

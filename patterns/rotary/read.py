@@ -193,10 +193,11 @@ def _reading(
     a, (root, _, leaves, where) = known.algebra, found
     size, compute = len(where), _compute_dtype(leaves)
     first = int(min(each.lane.min() for each in sides))
-    x = a.slice(_flat(a, *leaves.found[leaf]), -1, first, first + size)
+    flat, factor = known.factored(_flat(a, *leaves.found[leaf]), float(sides[0].factor[0]))
+    x = a.slice(flat, -1, first, first + size)
     if x is None or x.shape != (*root.shape[:-1], size):
         return "the rotated tensor is broadcast along the tables"
-    cos, sin = (_table(known, leaves, each) for each in sides)
+    cos, sin = (_table(known, leaves, each, factor) for each in sides)
     if cos is None or sin is None:
         return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
     tables = {"cos": a.cast(cos, compute), "sin": a.cast(sin, compute)}
@@ -209,12 +210,14 @@ def _reading(
     return Reading("partial_rotation", captures | {"rest": rest, "rest_first": bool(where[0] != 0)})
 
 
-def _table(known: KnownTables, leaves: Leaves, side: Side) -> Value | None:
-    """The table by which all lanes are multiplied; joined where runs of lanes have tables of their own."""
+def _table(known: KnownTables, leaves: Leaves, side: Side, without: float) -> Value | None:
+    """The table by which all lanes are multiplied, `without` a factor of theirs; joined where runs of lanes have tables
+    of their own.
+    """
     pieces: list[Value] = []
     for start, stop in runs(side.table):
         flat = _flat(known.algebra, *leaves.found[int(side.table[start])])
-        piece = known.scaled(flat, side.entry[start:stop], float(side.factor[0]))
+        piece = known.scaled(flat, side.entry[start:stop], float(side.factor[0]) / without)
         if piece is None or piece.shape[:-1] != (pieces or [piece])[0].shape[:-1]:
             return None
         pieces.append(piece)

@@ -28,6 +28,11 @@ class KnownTables:
         table = self._of(flat, index)
         return table and self.algebra.scale(table, factor)
 
+    def factored(self, x: Value, factor: float) -> tuple[Value, float]:
+        """What is turned with as much of a factor as the model multiplies it by before, and that."""
+        made = self.algebra.scale(x, factor)
+        return (made, factor) if factor != 1 and made in self._held else (x, 1.0)
+
     def _of(self, flat: Value, index: Index) -> Value | None:
         key = flat, index.tobytes()
         if key not in self._known:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from fusion import reader
@@ -39,6 +39,12 @@ _THRESHOLD = (
 )
 _BLOCKS = "what is listed are no keys, but blocks of them or keys of another number: the operator reads lists of keys"
 _BEYOND = "a list may name what is no key, as a place behind the last one, of which there is a number that is not known"
+_EVENED = (
+    "scores go through {function} before the greatest are chosen, which takes different ones to the same number: which "
+    "of these are listed is not what it is for the scores"
+)
+_FUNCTIONS = ("sigmoid", "tanh", "exp")
+"""Of single elements that keep their order but where they saturate."""
 _SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
 
 
@@ -230,6 +236,10 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
             return _unmasked(a, replace(found, total=z.arg))
         case "reshape":
             return _unmasked(a, replace(found, total=z.arg))
+        case "shift" | "softmax" if _is_in_order(found):
+            return _unmasked(a, replace(found, total=z.arg))
+        case _ if z.op in _FUNCTIONS:
+            return _EVENED.format(function=z.op)
         case "permute" if z.attrs == (1, 0, *range(2, z.rank)) and not found.scales:
             return _unmasked(a, replace(found, total=z.arg, positions_first=True))
         case "mul" | "add" | "where" if found.positions_first:
@@ -251,6 +261,14 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
             return found
 
 
+def _is_in_order(found: _Scores) -> bool:
+    """Whether a sum with a number, or a softmax over the keys, has the order of its scores: of what is equal in it, the
+    least of a softmax at 0, topk may list any."""
+    z = found.total
+    over_keys = isfinite(z.attrs[0]) if z.op == "shift" else (z.attrs[0], z.shape[-1]) == (-1, found.shape[-1])
+    return over_keys and not found.scales
+
+
 def _is_exchanged(found: _Scores) -> bool:
     """Whether a sum has one position, or is of one sequence, and has the dim of that where the other's is expected."""
     rows = found.shape[-3:-1]
@@ -262,7 +280,10 @@ def _is_rectified(z: Value) -> bool:
     return any(each.op == "relu" for each in z.sources(lambda each: each.args if each.op in _OF_SUMS else ()))
 
 
-_OF_SUMS = ("scale", "cast", "reshape", "permute", "expand", "slice", "add", "where", "matmul", "mean", "mul")
+_OF_SUMS = (
+    "scale", "cast", "reshape", "permute", "expand", "slice", "add", "where", "matmul", "mean", "mul", "shift",
+    *_FUNCTIONS,
+)  # fmt: skip
 
 
 def _by_key(a: Algebra, scale: Value, shape: Sequence[Any]) -> Value:
@@ -273,6 +294,6 @@ def _by_key(a: Algebra, scale: Value, shape: Sequence[Any]) -> Value:
 
 def _is_scores(z: Value) -> bool:
     """Whether a sum over heads stands below."""
-    total = z.below("scale", "cast", "reshape", "permute")
+    total = z.below("scale", "shift", "cast", "reshape", "permute", "softmax")
     inner = total.args if total.op == "mul" else total.args[-2:] if total.op in ("add", "where") else ()
     return total.op in ("matmul", "mean", "relu") or any(map(_is_scores, inner))

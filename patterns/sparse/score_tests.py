@@ -21,6 +21,7 @@ from patterns.attention.hiding import MASKED
 from patterns.attention.mask_terms import numbers_of
 from patterns.attention.masks import Masks
 
+_ARITHMETIC = {"scale", "shift", "cast", "reshape", "permute", "add", "where", "mul"}
 _ASKED = {"reshape", "expand", "cast", "abs", "isnan", "compare", "not", "and", "or", "mul"}
 
 
@@ -34,7 +35,7 @@ def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) 
         hides: whether it is asked for hidden keys; else for those that are seen, and nothing else.
     """
     steps: dict[Value, None] = {}
-    low, dtype = _lowered(places.arg, masks), places.arg.dtype
+    low, dtype = None if _are_shares(places.arg) else _lowered(places.arg, masks), places.arg.dtype
     if low is None or dtype is None or not _is_made_of(condition, places, steps):
         return False
     compared = {float(number) for each in steps if each.op == "full" and (number := _number(each)) is not None}
@@ -43,6 +44,12 @@ def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) 
     seen = [each for each in (*bounds, *between) if MASKED / 2 <= each < math.inf]
     wanted = [(low, hides), (seen, not hides)]
     return all(_holds(condition, steps, places, each) is truth for numbers, truth in wanted for each in numbers)
+
+
+def _are_shares(scores: Value) -> bool:
+    """Whether scores went through a softmax, in which what is hidden is 0, as the share of a low score may be."""
+    steps = scores.sources(lambda each: each.args if each.op in _ARITHMETIC else ())
+    return any(each.op == "softmax" for each in steps)
 
 
 def _lowered(scores: Value, masks: Masks) -> list[float] | None:

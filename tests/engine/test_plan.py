@@ -31,6 +31,7 @@ from fusion.weights import marks, parameter_inputs
 from .graphs import Build, fuse, fused, norm, numbers, traced
 from .rules import DoubleExp, WrongShape
 
+NPU = Options(target="ascend910_93")
 X, W = numbers(2, 64), torch.nn.Parameter(numbers(1, 64, seed=1))
 
 
@@ -67,9 +68,23 @@ def test_one_call_does_not_become_several_for_launches_that_a_machine_may_not_ne
         return torch.nn.functional.scaled_dot_product_attention(q, k, v[..., :32], is_causal=True)
 
     qkv = (numbers(1, 2, tokens, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
-    outcome = fuse(traced(attend, *qkv), Options(target="ascend910_93"))
+    outcome = fuse(traced(attend, *qkv), NPU)
     assert len(outcome.chosen) == chosen
     assert chosen or any(each.rule == "attention" for each in outcome.refusals)
+
+
+def test_complex_numbers_do_not_become_several_calls_for_launches_that_a_machine_may_not_need():
+    """A rotation of float32: the parts of its table, each repeated, and the operator stand for one multiplication."""
+
+    def rotate(x, table):
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * table).flatten(-2)
+
+    angles = numbers(16, 32, seed=1)
+    outcome = fuse(traced(rotate, numbers(2, 4, 16, 64), torch.polar(torch.ones_like(angles), angles)), NPU)
+    assert not outcome.chosen
+    (refused,) = outcome.refusals
+    assert refused.rule == "rope"
+    assert "4 calls more" in refused.reason
 
 
 class ScaledExp(Rule):

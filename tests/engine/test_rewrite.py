@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fusion import Library
 from fusion.mutation import memory_of, outputs
@@ -14,8 +15,9 @@ from fusion.outcome import emitted
 from fusion.recording import Fakes
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.rewrite import _is_pure, rewrite
+from fusion.testing import capture, emits_valid_calls, trial_of
 
-from .graphs import Build, fuse, fused, names, norm, numbers, replay, rotate, traced
+from .graphs import HOST, Build, fuse, fused, names, norm, numbers, replay, rotate, traced
 
 X, Y, W = numbers(2, 3, 64), numbers(2, 3, 64, seed=1), numbers(64, seed=2)
 Q, K = numbers(2, 4, 3, 64, seed=3), numbers(2, 2, 3, 64, seed=4)
@@ -112,6 +114,20 @@ def test_views_fit_the_new_strides():
         real = torch.empty_strided(*(tuple(map(int, each)) for each in (
             node.all_input_nodes[0].meta["val"].shape, node.all_input_nodes[0].meta["val"].stride())))  # fmt: skip
         node.target(real, node.args[1])
+
+
+def test_results_of_one_call_lie_as_they_say_where_its_inputs_lie_otherwise_than_planned():
+    """Heads that the norm of PyTorch leaves before their positions in other memory than its fused one does."""
+
+    def turned(q, k, w, cos, sin):
+        q, k = (F.rms_norm(each.transpose(1, 2), (64,), w, 1e-5) for each in (q, k))
+        return F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), k)
+
+    heads = (numbers(2, 24, 8, 64, seed=seed).bfloat16() for seed in range(2))
+    tables = (numbers(24, 64, seed=seed).bfloat16() for seed in range(3, 5))
+    t = trial_of(capture(turned, (*heads, numbers(64, seed=2).bfloat16(), *tables)), HOST)
+    assert {each.match.rule.name for each in t.outcome.chosen} >= {"rms_norm", "rope_pair"}
+    emits_valid_calls(t)
 
 
 def test_new_nodes_say_where_they_come_from():

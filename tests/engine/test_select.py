@@ -28,7 +28,9 @@ def _match(roots: tuple[tuple[Any, ...], ...]) -> Any:
 def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) -> Any:
     own = tuple(NODES[each] for each in sorted(roots))
     below = frozenset(NODES[each] for each in roots | (dying or set()))
-    return SimpleNamespace(benefit=benefit, dying=below, needs=None, match=_match((own,)), launches=1, surplus=0)
+    return SimpleNamespace(
+        benefit=benefit, dying=below, needs=None, match=_match((own,)), launches=1, surplus=0, further=0, made={}
+    )
 
 
 def overlap(left: Any, right: Any) -> bool:
@@ -75,6 +77,10 @@ def test_more_calls_than_the_model_makes_are_chosen_only_where_they_are_worth_it
     sure.launches = 2
     assert select([several, sure]) == [several, sure]
     several.surplus, sure.launches = 3, 0
+    assert select([several, sure]) == [several, sure]
+    several.further = 2
+    assert select([several, sure]) == [sure]
+    several.made = sure.made = {"tables": 2}
     assert select([several, sure]) == [several, sure]
 
 

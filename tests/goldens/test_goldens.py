@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -26,6 +27,18 @@ def test_outcome_is_as_kept(case: Case):
     assert text(case) == kept(case.file).get(case.name), (
         f"if this is meant: python -m tests.goldens {case.file} --accept"
     )
+
+
+RISES: frozenset[tuple[str, str]] = frozenset()
+"""Cases in which more calls are made than the model makes, on either target, because they save so much."""
+
+
+def test_no_more_calls_are_made_than_the_model_makes():
+    """By the texts that are kept."""
+    told = {(path.stem, name): body for path in FOLDER.glob("*.txt") for name, body in kept(path.stem).items()}
+    counts = {case: re.findall(r"(\d+) -> (\d+) launches", body) for case, body in told.items()}
+    assert all(counts.values())
+    assert {case for case, found in counts.items() if any(int(a) > int(b) for b, a in found)} == RISES
 
 
 def test_what_is_kept_is_of_a_case_and_names_are_unique():

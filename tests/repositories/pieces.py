@@ -18,6 +18,7 @@ from . import (
     lucid,
     mistral,
     nano,
+    open_models,
     pixels,
     positions_first,
     proteins,
@@ -61,4 +62,5 @@ PIECES: tuple[Piece, ...] = (
     *pixels.PIECES,
     *trainers.PIECES,
     *lessons.PIECES,
+    *open_models.PIECES,
 )

@@ -19,6 +19,7 @@ from .families import told
 from .pieces import PIECES
 
 HOST = Options(target="host", lower="eager")
+NPU = Options(target="ascend910_93", lower="eager")
 LAWS = (testing.means_what_it_says, testing.leaves_the_rest_alone, testing.emits_valid_calls)
 
 
@@ -28,6 +29,11 @@ def fused(piece: Piece, level: Level, dtype: torch.dtype) -> Trial:
 
 def launches(graph: fx.Graph) -> int:
     return sum(each.launches for each in live_calls(graph).values())
+
+
+def calls_on_target(piece: Piece, level: Level, dtype: torch.dtype) -> tuple[int, int]:
+    t = testing.trial_of(piece.captured(dtype, level), NPU)
+    return launches(t.captured.graph.graph), launches(t.fused.graph)
 
 
 def check(piece: Piece, level: Level, dtype: torch.dtype) -> None:
@@ -57,6 +63,28 @@ def test_numbers_stay(piece: Piece, level: Level, dtype: torch.dtype):
 @pytest.mark.parametrize(("piece", "level", "dtype"), names(product(PIECES, LEVELS, DTYPES)))
 def test_numbers_stay_in_every_setting(piece: Piece, level: Level, dtype: torch.dtype):
     check(piece, level, dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("piece", "level", "dtype"), names(product(PIECES, LEVELS, DTYPES)))
+def test_no_more_calls_are_made_on_the_target(piece: Piece, level: Level, dtype: torch.dtype):
+    counts = calls_on_target(piece, level, dtype)
+    assert counts[1] <= counts[0]
+
+
+def test_complex_numbers_are_no_reason_to_make_more_calls():
+    """Of two rotations of float32 by complex numbers one stays: its tables cost more calls than it makes."""
+    (piece,) = (each for each in PIECES if each.name == "facebookresearch/sam2 attention to memories")
+    for level in LEVELS:
+        before, after = calls_on_target(piece, level, torch.float32)
+        assert before == after
+
+
+def test_what_keeps_attention_is_told_where_both_of_its_products_are_absorbed():
+    (piece,) = (each for each in PIECES if each.name == "CompVis/latent-diffusion attention to words")
+    outcome = testing.trial_of(piece.captured(torch.float32), NPU).outcome
+    assert [each.match.rule.name for each in outcome.chosen] == ["absorbed_products"] * 2
+    assert any(each.rule == "attention" and "query is float32" in each.reason for each in outcome.refusals)
 
 
 def test_names_are_unique():

@@ -99,6 +99,19 @@ def test_a_negative_angle_has_negative_sines_which_the_model_may_hold():
     assert held.captures["sin"] is a.cat([negative, negative], -1)
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_number_on_what_is_turned_stays_there_if_the_model_has_multiplied_by_it(is_held: bool):
+    a = Algebra()
+    x, cos, sin = (leaf(a, name, *shape)[0] for name, shape in (("x", (3, 8)), ("cos", (4,)), ("sin", (4,))))
+    louder = a.scale(x, 0.35)
+    reading = rotation(KnownTables(a, {louder} if is_held else ()), rotated(a, louder, cos, sin, "half", "half"))
+    assert isinstance(reading, Reading)
+    assert reading.captures["x"] is (louder if is_held else x)
+    for name, table in (("cos", cos), ("sin", sin)):
+        whole = a.cat([table, table], -1)
+        assert reading.captures[name] is (whole if is_held else a.scale(whole, 0.35))
+
+
 def test_tables_of_one_complex_table_are_repeated_together():
     a = Algebra()
     x, z = leaf(a, "x", 3, 8)[0], a.make("input", (), ("z",), (3, 4), torch.complex64)

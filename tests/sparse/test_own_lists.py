@@ -120,12 +120,23 @@ def by_rank(q, k, w):
     return torch.where(counted, best(q, k, w).indices, -1)
 
 
+def by_shares(q, k, w):
+    """A softmax keeps the order, rounded or not, and so does a number that is added."""
+    return marked((best_shares(q, k, w) + 1.0).topk(K, -1).indices)
+
+
+def best_shares(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """In bfloat16."""
+    return by_einsum(q, k, w).masked_fill(later(), -math.inf).softmax(-1).bfloat16()
+
+
 ASKED = (
     finite, infinite_and_negative, negative_infinite, finite_or_not, above_the_least, below_half_of_the_least,
     not_far_below, lowered_and_far_below, by_rank,
 )  # fmt: skip
 SPELLINGS = [
     (each_sequence, 2), (one_without_its_dim, 1), (scores_without_it, 1), (weights_that_are_rectified, 1),
+    (by_shares, 2),
     *((form, 2) for form in ASKED),
 ]  # fmt: skip
 
@@ -155,6 +166,32 @@ def by_lengths_of_others(q, k, w, lengths):
     hidden = torch.arange(T) >= lengths[:, None, None]
     places = by_einsum(q, k, w).masked_fill(hidden, -math.inf).topk(K, -1).indices.view(2, 2, S, K)
     return places.masked_fill(places >= lengths[:2].view(2, 1, 1, 1), -1).view(4, S, K)
+
+
+def shares_that_are_finite(q, k, w):
+    """As that of a hidden key is, which is 0."""
+    shares, places = best_shares(q, k, w).topk(K, -1)
+    return places.where(shares.isfinite(), -1)
+
+
+def shares_above_zero(q, k, w):
+    """The share of a key that is seen may be 0 as well."""
+    shares, places = best_shares(q, k, w).topk(K, -1)
+    return torch.where(shares > 0, places, -1)
+
+
+def shares_of_halves(q, k, w):
+    """Among the keys of each half."""
+    return marked(by_einsum(q, k, w).unflatten(-1, (2, -1)).softmax(-1).flatten(-2).topk(K, -1).indices)
+
+
+def scaled_above_a_number(q, k, w):
+    """Scales of keys, of which the number that is added first is a part."""
+    return ((by_einsum(q, k, w) + 1.0) * k[:, None, :, 0].square()).topk(K, -1).indices
+
+
+def saturated(q, k, w):
+    return by_einsum(q, k, w).sigmoid().topk(K, -1).indices
 
 
 def above_zero(q, k, w):
@@ -288,7 +325,9 @@ LOOKALIKES: dict[Callable[..., Tensor], tuple[int, str | None]] = {
     by_rank_from_a_key_on: (1, "not proven to be a causal order"), where_nothing_is_seen: (1, OTHERS),
     within_a_window: (1, FEW), in_bytes: (1, None), best_of_each: (2, None),
     one_behind_the_other: (2, None), one_query_by_weights_of_many: (1, None), weights_without_a_dim: (1, None),
-    keys_of_no_sequence: (D, None), worst_of_a_router: (1, None),
+    shares_that_are_finite: (1, OTHERS), shares_above_zero: (1, OTHERS), shares_of_halves: (1, None),
+    scaled_above_a_number: (1, None), saturated: (1, "the same number"), keys_of_no_sequence: (D, None),
+    worst_of_a_router: (1, None),
 }  # fmt: skip
 
 

@@ -91,9 +91,9 @@ class Planner:
         read = (value for each in (one, other) for value in each.plan.tensors(each.match).values())
         gone = self._dying([one.match, other.match], frozenset(read)) - one.dying - other.dying
         launches = one.launches + sum(map(self._launches, gone))
-        return replace(
-            one, dying=one.dying | gone, benefit=one.benefit + self._worth(gone), launches=launches, needs=other
-        )
+        saved, further = one.benefit + self._worth(gone), self._further(launches)
+        dying = one.dying | gone
+        return replace(one, dying=dying, benefit=saved, launches=launches, further=further, needs=other)
 
     @property
     def failures(self) -> Sequence[Failure]:
@@ -197,20 +197,31 @@ class Planner:
         dying, built = self._dying([of for of, _ in members], frozenset(read)) | alone, self._to_build(read)
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
-        sharers = [shared.count(call) for call in shared.calls_of(match, lowering, plan)]
+        calls = shared.calls_of(match, lowering, plan)
+        sharers = [shared.count(call) for call in calls]
         each_call = [
-            (cost, count)
-            for (cost, names), count in zip(plan.costs, sharers, strict=True)
+            (cost, call, count)
+            for (cost, names), call, count in zip(plan.costs, calls, sharers, strict=True)
             if not self._are_prepared(names, match)
         ]
-        running = sum(cost / count for cost, count in each_call)
+        running = sum(cost / count for cost, _, count in each_call)
         copying = self._copies.of(match, plan, dying)
         saved = self._worth(dying - alone) + self._worth(beside) / max(sharers, default=1)
         replaced = [node for node in dying - alone if self._launches(node)]
         launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
         surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
-        return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, surplus, needs)
+        gone, further = (dying | beside) - alone, self._further(launches)
+        made = {call: 1 for _, call, _ in each_call} | {each: self._launched(each) for each in built}
+        return Candidate(match, lowering, plan, built, gone, saved, launches, surplus, further, made, needs)
+
+    def _launched(self, built: Value) -> int:
+        """How many kernels build a value at every call."""
+        return 0 if self._book.is_prepared(built) else len(self._kernels(built))
+
+    def _further(self, launches: int) -> float:
+        """What the calls cost that are made more, where so many are saved."""
+        return max(0, -launches) * self.target.launch
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""

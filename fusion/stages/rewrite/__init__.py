@@ -127,7 +127,9 @@ class _Editor:
             node = nodes[reference.step]
             if reference.item is None:
                 return node
-            return self._call(operator.getitem, (node, reference.item), {}, node.meta["val"][reference.item])
+            return self._call(
+                operator.getitem, (node, reference.item), {}, steps[reference.step].result[reference.item]
+            )
 
         for step in steps:
             args, kwargs = map_only((Input, Output, torch.SymInt), at, (step.args, step.kwargs))
