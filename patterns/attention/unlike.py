@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from fusion.graph import Value
+from fusion.graph import Graph, Value
 
 OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
 JOINED = "scores of single heads are joined, of which queries or keys are not cut from one tensor in the same order"
@@ -17,6 +17,9 @@ _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops of weights that attention has as well, and those that say nothing of what is computed."""
 _OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
 """Those of scores, which are scaled and masked."""
+_IN_PLACE = ("sigmoid", "relu", "gelu", "tanh")
+"""Functions of single scores that some models have in place of a softmax."""
+_GATHERED = (*_ARRANGED, "index", "scale")
 _WORDS = {"mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product"}
 
 
@@ -36,6 +39,25 @@ def unlike(product: Value) -> str:
         places = [place for each, place in _softmaxes(side, side.rank + axis) if each is softmax]
         if places and _keys(softmax) not in places:
             return OVER_QUERIES
+    return ""
+
+
+def without_softmax(graph: Graph, product: Value) -> str:
+    """Why a product of a function of scores, that is no softmax, with values is no attention; "" for what is no such.
+
+    Products with weights, or with those that are gathered from them, are layers.
+    """
+    product = product.below("scale", "cast", "reshape")
+    if product.op != "matmul" or product.shape[-1] == 1:
+        return ""
+    weights, values = product.args
+    for name in _IN_PLACE:
+        function = _down(weights, name, _ARRANGED)[1]
+        scores = None if function is None else _down(function.arg, "matmul", _OF_SCORES)[1]
+        if scores is None or prod(scores.args[1].shape[:-2]) == 1 or _is_attended(scores):
+            continue
+        if not any(graph.is_fixed(each.below(*_GATHERED)) for each in (*scores.args, values)):
+            return f"between the products stands {name} in place of a softmax over the keys: no operator does this"
     return ""
 
 
