@@ -19,7 +19,6 @@ _OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
 """Those of scores, which are scaled and masked."""
 _IN_PLACE = ("sigmoid", "relu", "gelu", "tanh")
 """Functions of single scores that some models have in place of a softmax."""
-_GATHERED = (*_ARRANGED, "index", "scale")
 _WORDS = {"mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product"}
 
 
@@ -45,7 +44,7 @@ def unlike(product: Value) -> str:
 def without_softmax(graph: Graph, product: Value) -> str:
     """Why a product of a function of scores, that is no softmax, with values is no attention; "" for what is no such.
 
-    Products with weights, or with those that are gathered from them, are layers.
+    Products with weights, or with rows that are gathered as experts' matrices are, may be layers.
     """
     product = product.below("scale", "cast", "reshape")
     if product.op != "matmul" or product.shape[-1] == 1:
@@ -56,7 +55,8 @@ def without_softmax(graph: Graph, product: Value) -> str:
         scores = None if function is None else _down(function.arg, "matmul", _OF_SCORES)[1]
         if scores is None or prod(scores.args[1].shape[:-2]) == 1 or _is_attended(scores):
             continue
-        if not any(graph.is_fixed(each.below(*_GATHERED)) for each in (*scores.args, values)):
+        operands = [each.below(*_ARRANGED, "scale") for each in (*scores.args, values)]
+        if not any(each.op == "index" or graph.is_fixed(each) for each in operands):
             return f"between the products stands {name} in place of a softmax over the keys: no operator does this"
     return ""
 
