@@ -74,6 +74,7 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "shift": _shift,
     "mul": lambda value, x, y: x * y,
     "add": lambda value, x, y: x + y,
+    "below": lambda value, x: x < value.attrs[0],
     "compare": lambda value, x, y: COMPARE[value.attrs[0]](x, y),
     "and": lambda value, x, y: x & y,
     "or": lambda value, x, y: x | y,

@@ -281,7 +281,16 @@ class Positions(Extent):
             case "index" if len(x.args) == 2:
                 return self._picked(x, at)
             case _:
-                return None
+                return self._held(x, at)
+
+    @proof
+    def _held(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        """0 and -inf of a tensor that depends on no input, however it was filled."""
+        numbers = proven(self._folder.fold(x))
+        hides = numbers == -math.inf
+        must(hides.any() and (hides | (numbers == 0)).all())
+        hidden = ("is", Leaf(x, tuple(at)))
+        return merged([(-math.inf, hidden), (0.0, negation(hidden))], x.dtype)
 
     @proof
     def _picked(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:

@@ -235,12 +235,19 @@ class Product(Operation):
         factors = _factors(value)
         for terms in self._in_order:
             yield from _assign(terms, factors, bound, cx)
+            if self._takes_products and len(terms) == len(value.args) < len(factors):
+                yield from _assign(terms, list(value.args), bound, cx)
 
     def flattened(self) -> Iterator[list[Term]]:
         """Those of both sides."""
         for left in self.args[0].flattened():
             for right in self.args[1].flattened():
                 yield left + right
+
+    @cached_property
+    def _takes_products(self) -> bool:
+        """Whether a factor is what a value means, which may be a product itself, as x · Φ(x) written out is."""
+        return any(head.startswith("reading:") for each in self.args for head in each.heads())
 
     @cached_property
     def _in_order(self) -> list[list[Term]]:

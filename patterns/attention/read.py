@@ -32,7 +32,7 @@ from patterns.attention.products import contraction
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, scores_of
-from patterns.attention.unlike import OVER_QUERIES, unlike
+from patterns.attention.unlike import OVER_QUERIES, unlike, without_softmax
 from patterns.attention.weights import Weights, dropped, empty_rows, weights_of
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent.int8_probabilities import int8_probability_attention
@@ -77,7 +77,7 @@ def attentions(graph: Graph) -> Iterator[Found]:
             continue
         if not (outcome or rounded):
             product = stripped(value)[0]
-            reason = unlike(product)
+            reason = unlike(product) or without_softmax(graph, product)
             outcome = missed(reason, product) if reason else {}
         outcome = rounded or outcome or {}
         reading = outcome.get(value) if isinstance(outcome, dict) else None

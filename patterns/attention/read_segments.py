@@ -20,6 +20,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from fusion.graph.proof import must, proof, proven
+from patterns.attention.read_block_masks import block_masked
 from patterns.attention.segment_orders import ROWS, in_one_window, kind_of
 from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
 
@@ -35,7 +36,8 @@ _SAID = {"q", "k", "v", "mask", "mask_kind", "output_view", *_ALIKE, *_OWN}
 
 @reader(gives=(SEGMENTED_ATTENTION,), needs=("softmax_attention",))
 def segmented_attentions(graph: Graph) -> Iterator[Found]:
-    """What is joined of attentions along their queries."""
+    """What is joined of attentions along their queries; attention behind a mask that makes segments."""
+    yield from block_masked(graph)
     found = graph.readings.all("softmax_attention")
     results = {_made_by(value): (value, reading) for value, reading in found}
     for value in graph.places if len(results) > 1 else ():

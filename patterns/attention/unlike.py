@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from fusion.graph import Value
+from fusion.graph import Graph, Value
 
 OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
 ONE_KEY = (
@@ -20,6 +20,8 @@ _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops of weights that attention has as well, and those that say nothing of what is computed."""
 _OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
 """Those of scores, which are scaled and masked."""
+_IN_PLACE = ("sigmoid", "relu", "gelu", "tanh", "exp")
+"""Functions of single scores that some models have in place of a softmax."""
 _WORDS = {"mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product"}
 
 
@@ -51,6 +53,26 @@ def _is_of_one_key(weights: Value) -> bool:
         return False
     _, score = _down(softmax.arg, "mean", _OF_SCORES)
     return score is not None and score.arg.below("reshape").op == "mul"
+
+
+def without_softmax(graph: Graph, product: Value) -> str:
+    """Why a product of a function of scores, that is no softmax, with values is no attention; "" for what is no such.
+
+    Products with weights, or with rows that are gathered as experts' matrices are, may be layers.
+    """
+    product = product.below("scale", "cast", "reshape")
+    if product.op != "matmul" or product.shape[-1] == 1:
+        return ""
+    weights, values = product.args
+    for name in _IN_PLACE:
+        function = _down(weights, name, _ARRANGED)[1]
+        scores = None if function is None else _down(function.arg, "matmul", _OF_SCORES)[1]
+        if scores is None or prod(scores.args[1].shape[:-2]) == 1 or _is_attended(scores):
+            continue
+        operands = [each.below(*_ARRANGED, "scale") for each in (*scores.args, values)]
+        if not any(each.op == "index" or graph.is_fixed(each) for each in operands):
+            return f"between the products stands {name} in place of a softmax over the keys: no operator does this"
+    return ""
 
 
 def _is_joined(x: Value) -> bool:

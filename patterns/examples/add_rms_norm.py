@@ -51,8 +51,15 @@ def mixed(inputs: Inputs) -> Inputs:
     return make
 
 
+def shifted(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gain is 1 + weight, in float32."""
+    residual = residual + x
+    return (unit(residual.float()) * (1.0 + weight.float())).to(x.dtype), residual
+
+
 EXAMPLES = (
     Example("the next layer's norm", decoder, TWO_AND_WEIGHT),
+    Example("a gain of 1 + weight", shifted, TWO_AND_WEIGHT),
     Example("norm of the unrounded sum", wide, TWO_AND_WEIGHT),
     Example("the same, rounded before the weight", serving, TWO_AND_WEIGHT),
     Example("the sum is not read again", norm_alone, TWO_AND_WEIGHT),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
+from patterns.norm.gain import unit_gain
 from patterns.norm.layer_norm import LayerNorm
-from patterns.norm.rms_norm import unit_gain
 
 f32 = torch.float32
 LINE = tensor("D", optional=True)

@@ -1,21 +1,22 @@
 """s = a + b; y = rms_norm(s) · gamma: the residual add and the norm that follows, both results kept.
 
-*Matches* the sum in the tensors' own dtype, or in float32 with the norm on the unrounded sum. *Replaces with*
-`npu_add_rms_norm`, which returns the norm and the sum.
+*Matches* the sum in the tensors' own dtype, or in float32 with the norm on the unrounded sum, the gain γ, 1 + weight or
+none. *Replaces with* `npu_add_rms_norm`, which returns the norm and the sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
-from patterns.norm.rms_norm import RMSNorm, unit_gain
+from patterns.norm.gain import GAIN, Gain
+from patterns.norm.rms_norm import RMSNorm
 
 f32 = torch.float32
-GAIN = tensor("D", optional=True)
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,16 @@ class AddRMSNorm(Rule):
         return RMSNorm().reference(s, gamma, eps), s
 
     @pattern
-    def rounded_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=GAIN, eps=scalar()):
+    def rounded_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=GAIN, weight=GAIN, eps=scalar()):
         """The norm of the sum as the next layer reads it."""
         s = a + b
-        return p.rms_norm(x=s, gamma=gamma, eps=eps), s
+        return p.rms_norm(x=s, gamma=gamma, weight=weight, eps=eps), s
 
     @pattern
-    def float32_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=GAIN, eps=scalar()):
+    def float32_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=GAIN, weight=GAIN, eps=scalar()):
         """The norm of the sum in float32, before it is rounded for the next layer."""
         s = p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
-        return p.as_dtype(p.rms_norm(x=s, gamma=gamma, eps=eps), like=a), p.as_dtype(s, like=a)
+        return p.as_dtype(p.rms_norm(x=s, gamma=gamma, weight=weight, eps=eps), like=a), p.as_dtype(s, like=a)
 
     @pattern
     def float32_sum_rounded_norm(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
@@ -48,20 +49,23 @@ class AddRMSNorm(Rule):
         return p.as_dtype(y, like=a), p.as_dtype(s, like=a)
 
     @pattern
-    def float32_sum_unused(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+    def float32_sum_unused(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=GAIN, weight=GAIN, eps=scalar()):
         """The same where nothing else reads the sum."""
         s = p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
-        return p.as_dtype(p.rms_norm(x=s, gamma=gamma, eps=eps), like=a)
+        return p.as_dtype(p.rms_norm(x=s, gamma=gamma, weight=weight, eps=eps), like=a)
 
     @lookalike("one addend is broadcast or scaled: the operator adds two tensors of the same shape, as they are")
-    def other_sum(self, p, a=tensor("*A"), b=tensor("*C"), gamma=tensor("D"), eps=scalar()):
+    def other_sum(self, p, a=tensor("*A"), b=tensor("*C"), gamma=GAIN, weight=GAIN, eps=scalar()):
         """Norm of any other sum."""
-        return p.rms_norm(x=a + b, gamma=gamma, eps=eps)
+        return p.rms_norm(x=a + b, gamma=gamma, weight=weight, eps=eps)
+
+    def remark(self, a: Any, gamma: Any, weight: Any) -> str:
+        """What the dtype of the gain means."""
+        return Gain(gamma, weight).remark(a, "npu_add_rms_norm")
 
     @lowering
-    def npu(self, a: Tensor, b: Tensor, gamma: Tensor | None, eps: float):
-        """One operator."""
+    def npu(self, a: Tensor, b: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float):
+        """One operator, which takes the gain in the dtype of the addends."""
         require(a.dtype == b.dtype, "the addends have different dtypes")
-        gamma = unit_gain(a) if gamma is None else gamma
-        y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, gamma.to(a.dtype), eps)
+        y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, Gain(gamma, weight).like(a), eps)
         return y, s

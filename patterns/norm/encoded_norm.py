@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
 from patterns.norm.add_rms_norm import AddRMSNorm
-from patterns.norm.rms_norm import unit_gain
+from patterns.norm.gain import Gain, unit_gain
 from patterns.quant.dynamic_quant import DynamicQuant
 from patterns.quant.results import TokenScales
 from patterns.quant.scales import exact_scale, scale_of
@@ -32,9 +32,9 @@ class Alone(Group):
 
     x: Any = tensor("*B D")
 
-    def terms(self, p, gamma, eps):
+    def terms(self, p, gain, eps):
         """The norm, and what else is kept."""
-        return p.rms_norm(x=self.x, gamma=gamma, eps=eps), ()
+        return p.rms_norm(x=self.x, **vars(gain), eps=eps), ()
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class RoundedSum(Group):
     a: Any = tensor("*B D")
     b: Any = tensor("*B D")
 
-    def terms(self, p, gamma, eps):
+    def terms(self, p, gain, eps):
         """The norm, and what else is kept."""
         s = self.a + self.b
-        return p.rms_norm(x=s, gamma=gamma, eps=eps), (s,)
+        return p.rms_norm(x=s, **vars(gain), eps=eps), (s,)
 
 
 @dataclass(frozen=True)
 class Float32Sum(RoundedSum):
     """The norm of a sum in float32, before it is rounded for the next layer."""
 
-    def terms(self, p, gamma, eps):
+    def terms(self, p, gain, eps):
         """The norm, and what else is kept."""
         s = p.as_dtype(p.maybe_cast(self.a, to=f32) + p.maybe_cast(self.b, to=f32), like=self.a)
-        return p.add_rms_norm(a=self.a, b=self.b, gamma=gamma, eps=eps), (s,)
+        return p.add_rms_norm(a=self.a, b=self.b, **vars(gain), eps=eps), (s,)
 
 
 SUMS = (RoundedSum, Float32Sum)
@@ -104,30 +104,34 @@ class EncodedNorm(Rule):
 
     @pattern
     @variants(of=SUMS, result=(TokenScales, Static, Widened))
-    def added(self, p, of, result, gamma=tensor("D", optional=True), eps=scalar()):
+    def added(self, p, of, result, gain: Any = Gain, eps=scalar()):
         """Of a sum."""
-        norm, kept = of.terms(p, gamma, eps)
+        norm, kept = of.terms(p, gain, eps)
         return *result.terms(p, norm), *kept
 
     @pattern
     @variants(of=(Alone,), result=(Static,))
-    def alone(self, p, of, result, gamma=tensor("D", optional=True), eps=scalar()):
+    def alone(self, p, of, result, gain: Any = Gain, eps=scalar()):
         """Of what is no sum, or of a sum that another norm reads."""
-        norm, _ = of.terms(p, gamma, eps)
+        norm, _ = of.terms(p, gain, eps)
         return result.terms(p, norm)
+
+    def remark(self, of: Any, gain: Gain) -> str:
+        """What the dtype of the gain means."""
+        return gain.remark(of.x if isinstance(of, Alone) else of.a, "the operator")
 
     @lowering
     @variants(of=SUMS, result=(TokenScales,))
-    def by_token(self, of: RoundedSum, result: TokenScales, gamma: Tensor | None, eps: float):
+    def by_token(self, of: RoundedSum, result: TokenScales, gain: Gain, eps: float):
         """One operator; a scale in 16 bits is cast."""
         y, _, s, scale, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
-            *_addends(of), _gain(gamma, of.a), epsilon=eps, output_mask=[True, False]
+            *_addends(of), gain.like(of.a), epsilon=eps, output_mask=[True, False]
         )
         return y, result.restored(scale), s
 
     @lowering
     @variants(of=SUMS, result=(Static,))
-    def static_sum(self, of: RoundedSum, result: Static, gamma: Tensor | None, eps: float):
+    def static_sum(self, of: RoundedSum, result: Static, gain: Gain, eps: float):
         """One operator, that takes a scale and a zero point of each channel: beside bfloat16 in that dtype."""
         x, bias = of.a, result.bias
         narrow = x.dtype == torch.bfloat16
@@ -138,35 +142,30 @@ class EncodedNorm(Rule):
             offset = result.offset(torch.int32, x.device)
         lines = [each.expand(x.shape[-1]).contiguous() for each in (scale, offset)]
         y, _, s = torch.ops.npu.npu_add_rms_norm_quant(
-            *_addends(of), _gain(gamma, x), *lines, None if bias is None else _exact_bias(bias, x), epsilon=eps
+            *_addends(of), gain.like(x), *lines, None if bias is None else _exact_bias(bias, x), epsilon=eps
         )
         return y, s
 
     @lowering
     @variants(of=(Alone,), result=(Static,))
-    def static(self, of: Alone, result: Static, gamma: Tensor | None, eps: float):
+    def static(self, of: Alone, result: Static, gain: Gain, eps: float):
         """One operator, that takes one scale in the dtype of x, and always a bias."""
         x = of.x
         bias = torch.zeros_like(unit_gain(x)) if result.bias is None else _exact_bias(result.bias, x)
         scale, offset = exact_scale(result.scale, result.by, x), result.offset(torch.int8, x.device)
-        return torch.ops.npu.npu_rms_norm_quant(x, _gain(gamma, x), bias, scale, offset, eps)
+        return torch.ops.npu.npu_rms_norm_quant(x, gain.like(x), bias, scale, offset, eps)
 
     @lowering
     @variants(of=SUMS, result=(Widened,), tokens=("apart", "in one dim"))
-    def widened(self, of: RoundedSum, gamma: Tensor | None, eps: float, tokens: str):
+    def widened(self, of: RoundedSum, gain: Gain, eps: float, tokens: str):
         """One operator; the tokens of all sequences in one dim [T, D] where a router reads them so."""
-        wide, y, _, s = torch.ops.npu.npu_add_rms_norm_cast(*_addends(of), _gain(gamma, of.a), eps)
+        wide, y, _, s = torch.ops.npu.npu_add_rms_norm_cast(*_addends(of), gain.like(of.a), eps)
         return wide if tokens == "apart" else wide.flatten(0, -2), y, s
 
 
 def _addends(of: RoundedSum) -> tuple[Tensor, Tensor]:
     require(of.a.dtype == of.b.dtype, "the addends of the norm have different dtypes")
     return of.a, of.b
-
-
-def _gain(gamma: Tensor | None, x: Tensor) -> Tensor:
-    """The gain in the dtype of x."""
-    return unit_gain(x) if gamma is None else gamma.to(x.dtype)
 
 
 def _exact_bias(bias: Tensor, x: Tensor) -> Tensor:

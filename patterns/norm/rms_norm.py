@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
+from patterns.norm.gain import unit_gain
 
 f32 = torch.float32
-
-
-def unit_gain(x: Tensor) -> Tensor:
-    """The gain [D] of a norm of x [.., D] that has none."""
-    return torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,10 @@ class Rope(Rule):
         """Where the others are."""
         others.guard(rotated)
 
+    def within(self) -> frozenset[str]:
+        """Queries and keys in one call."""
+        return frozenset({"rope_pair"})
+
     @lowering
     @variants(others=JOINED)
     def half(self, rotated: Rotated, others: Alone):

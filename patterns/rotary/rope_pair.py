@@ -17,6 +17,11 @@ from fusion.graph import dim_of
 from patterns.rotary.rope import Rope
 from patterns.rotary.rotated import Rotated, Widened, dims_of, four_dims
 
+_PAIRS = (
+    "the lanes are interleaved; the operator rotates halves: on A2 and A3 its rotary_mode is 'half', and no other one "
+    "takes queries and keys at once, so that each has a call of its own"
+)
+
 
 @dataclass(frozen=True)
 class Pair(Group):
@@ -37,7 +42,7 @@ class Pair(Group):
     def guard(self) -> None:
         """What one call can take."""
         q, k = self.q.rank, self.k.rank
-        require(self.order == "half", "the lanes are interleaved; the operator rotates halves")
+        require(self.order == "half", _PAIRS)
         require(q == k, "queries and keys have {q} and {k} dims: their axes differ", q=q, k=k)
         require(q in (3, 4), "queries and keys have {q} dims, not three or four", q=q)
 

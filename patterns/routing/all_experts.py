@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 from fusion.analysis.intervals import uncast
@@ -201,12 +202,35 @@ def all_experts(graph: Graph) -> Iterator[Found]:
     for (inner, factor), several in summed(graph).items():
         found = columns(graph.algebra, inner, factor)
         if found is None:
+            dense = _dense(graph, inner)
+            yield from () if dense is None else ((several[0], Miss(RULE, _DENSE, at=(dense,))),)
             continue
         chosen = chosen_weights(graph, found.weights)
         if chosen is not None:
             yield from _of_chosen(graph, found, chosen, several)
         elif any(each.op == "largest" for each in found.weights.sources(lambda each: each.args)):
             yield several[0], Miss(RULE, _MAYBE, at=(found.weights,))
+
+
+def _dense(graph: Graph, inner: Value) -> Value | None:
+    """Products of stacked matrices that a sum weighs by numbers which are 0 where an expert was not chosen."""
+    product = plain(inner.arg) if inner.op == "mean" else inner
+    is_sum = product.op == ("mul" if inner.op == "mean" else "matmul")
+    for rows, weights in (product.args, product.args[::-1]) if is_sum else ():
+        rows, every = rows.below(*_ARRANGED), weights.below(*_ARRANGED)
+        products = rows.args if rows.op == "add" else (rows,)
+        listed = every.rank > 1 and prod(rows.shape) > prod(every.shape) and chosen_weights(graph, every) is not None
+        if listed and any(each.below(*_ARRANGED).op == "matmul" for each in products):
+            return rows
+    return None
+
+
+_ARRANGED = ("reshape", "permute", "expand", "cast", "scale")
+_DENSE = (
+    "all experts are computed for every token, by products of stacked matrices, with weights that are 0 where one was "
+    "not chosen: gather the matrices that a token chose, sort rows by expert, or loop over the experts (transformers' "
+    'option experts_implementation takes "grouped_mm" and "batched_mm")'
+)
 
 
 def _of_chosen(graph: Graph, found: Columns, chosen: Chosen, several: list[Value]) -> Iterator[Found]:

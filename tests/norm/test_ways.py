@@ -26,6 +26,6 @@ def test_one_plus_a_weight_is_no_gain_of_its_own():
 
 def test_addends_of_two_dtypes_are_added_by_the_model():
     with pytest.raises(Refused, match="different dtypes"):
-        AddRMSNorm().npu(X, X.bfloat16(), GAIN, 1e-6)
+        AddRMSNorm().npu(X, X.bfloat16(), GAIN, None, 1e-6)
     with pytest.raises(Refused, match="different dtypes"):
         AddLayerNorm().npu(X, X.bfloat16(), GAIN, GAIN, 1e-6)

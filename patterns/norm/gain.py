@@ -1,0 +1,51 @@
+"""The gain [D] of an RMS norm: γ, 1 + weight, or none; for operators that take it in the dtype of x alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, tensor
+
+f32 = torch.float32
+GAIN = tensor("D", optional=True)
+
+
+@dataclass(frozen=True)
+class Gain(Group):
+    """What a norm is multiplied by; neither for ones.
+
+    Attributes:
+        gamma: the gain itself.
+        weight: the gain is 1 + weight, which models compute in float32.
+    """
+
+    gamma: Any = GAIN
+    weight: Any = GAIN
+
+    def like(self, x: Tensor) -> Tensor:
+        """The gain [D], rounded once to the dtype of x [.., D]."""
+        if self.weight is not None:
+            wide = self.weight if self.weight.dtype == x.dtype else self.weight.to(f32)
+            return (1.0 + wide).to(x.dtype)
+        return unit_gain(x) if self.gamma is None else self.gamma.to(x.dtype)
+
+    def remark(self, x: Any, operator: str) -> str:
+        """What rounding it means, where it is rounded: relative to a lane, no more than the result's own rounding."""
+        given = next((each.dtype for each in (self.gamma, self.weight) if each is not None), x.dtype)
+        if x.dtype == f32 or (self.weight is None and given == x.dtype):
+            return ""
+        gain = "gamma" if self.weight is None else "1 + weight"
+        most, dtype = torch.finfo(x.dtype).eps / 2, str(x.dtype).removeprefix("torch.")
+        return (
+            f"the gain {gain} is rounded once to {dtype}, as {operator} takes no float32 beside it: "
+            f"lanes change by at most {most:.1g} of themselves, no more than by the rounding of the result"
+        )
+
+
+def unit_gain(x: Tensor) -> Tensor:
+    """The gain [D] of a norm of x [.., D] that has none."""
+    return torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device)
