@@ -85,6 +85,7 @@ def _by_columns(a: Algebra, inner: Value) -> Chosen:
     must((inner.op, inner.attrs) == ("full", (0,)) and len(columns) < inner.shape[-1])
     starts = [each.below("reshape") for _, each in columns]
     lists = [each.arg if each.op == "slice" else each for each in starts]
+    must(lists[-1].op == "largest_index")
     scores, shape = lists[-1].arg, (*columns[0][0].shape[:-1], len(columns))
     places = a.make("largest_index", (scores,), (len(columns),), shape, lists[-1].dtype)
     must(all(a.slice(places, places.rank - 1, c, c + 1) is each for c, each in enumerate(starts)))
