@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Value
+from fusion.graph.dims import is_nonnegative
 from fusion.graph.proof import must, proof, proven
 from patterns.routing.expert_rows import Rows
 from patterns.routing.list_masks import lists_largest
@@ -220,7 +221,8 @@ def _dense(graph: Graph, inner: Value) -> Value | None:
     for rows, weights in (product.args, product.args[::-1]) if is_sum else ():
         rows, every = rows.below(*_ARRANGED), weights.below(*_ARRANGED)
         products = rows.args if rows.op == "add" else (rows,)
-        listed = every.rank > 1 and prod(rows.shape) > prod(every.shape) and chosen_weights(graph, every) is not None
+        more = is_nonnegative(prod(rows.shape) - prod(every.shape) - 1)
+        listed = every.rank > 1 and more and chosen_weights(graph, every) is not None
         if listed and any(each.below(*_ARRANGED).op == "matmul" for each in products):
             return rows
     return None

@@ -71,3 +71,12 @@ def test_of_weights_that_are_added_up_nothing_is_said():
         return ((x @ gate_up[0, :, :EXPERTS]) * every).sum(0)
 
     assert not told(balance, chosen=True)
+
+
+def test_it_is_told_of_symbolic_tokens():
+    model = Experts(by_einsum, chosen=True).bfloat16().eval().requires_grad_(False)
+    x = torch.randn(T, H).bfloat16()
+    torch._dynamo.mark_dynamic(x, 0)
+    report = fusion.explain(model, x, options=OPTIONS)
+    assert not report.failures
+    assert [WHY in each.reason for each in report.refusals if each.rule == "routed_experts"] == [True]
