@@ -64,6 +64,8 @@ def without_softmax(graph: Graph, product: Value) -> str:
     if product.op != "matmul" or product.shape[-1] == 1:
         return ""
     weights, values = product.args
+    if _down(weights, "softmax", _ARRANGED)[1] is not None:
+        return ""
     for name in _IN_PLACE:
         function = _down(weights, name, _ARRANGED)[1]
         scores = None if function is None else _down(function.arg, "matmul", _OF_SCORES)[1]

@@ -650,6 +650,7 @@ def refused(form, reason="", **more):
 
 
 LENGTHS = torch.tensor([0, 4])
+IN_PLACE = "in place of a softmax over the keys"
 
 LOOKALIKES = (
     Entry(anti_causal, "dense"),
@@ -695,7 +696,7 @@ LOOKALIKES = (
         more=tensors((5 * torch.arange(S)[None] + torch.arange(B)[:, None]) % 6),
     ),
     refused(heads_apart, "differs from head to head"),
-    refused(divided_by_sums_of_others, ""),
+    refused(divided_by_sums_of_others, IN_PLACE),
     refused(padding_of_heads, "differs from head to head"),
     refused(
         listed_for_each_head, "differs from head to head",
@@ -744,12 +745,12 @@ LOOKALIKES = (
     refused(rows_hidden_by_their_scores, "depends on the scores themselves"),
     refused(scores_below_each_other, keys=1),
     refused(in_two_dtypes, "different dtypes"),
-    refused(powers_cut_off),
-    refused(powers_rounded_beside_their_sum),
-    refused(powers_divided_by_other_rows),
-    refused(powers_divided_by_columns, values=S),
-    refused(powers_divided_lane_by_lane),
-    refused(powers_divided_number_by_number, values=S),
+    refused(powers_cut_off, IN_PLACE),
+    refused(powers_rounded_beside_their_sum, IN_PLACE),
+    refused(powers_divided_by_other_rows, IN_PLACE),
+    refused(powers_divided_by_columns, IN_PLACE, values=S),
+    refused(powers_divided_lane_by_lane, IN_PLACE),
+    refused(powers_divided_number_by_number, IN_PLACE, values=S),
     refused(scores_viewed, "not the same for the queries of one head"),
     refused(weights_viewed),
     refused(weights_of_one_sequence, "not the same for the queries of one head"),
@@ -766,14 +767,14 @@ LOOKALIKES = (
         causal_with_matrices_of_queries, "causal_upper_left", layout="XSD", more=tensors(activations(7, S, D, D)),
     ),
     Entry(blocks_with_matrices_of_queries, "dense", layout="XSD", more=tensors(activations(7, S, D, D))),
-    refused(sigmoid),
-    refused(relu),
+    refused(sigmoid, IN_PLACE),
+    refused(relu, IN_PLACE),
     refused(lowered_by_one, "something else than a number"),
     refused(multiplied_mask, "not the same for all keys"),
     refused(multiplied_weights, "the weights go through a multiplication"),
-    refused(powers_not_normalised),
-    refused(softmax_over_more),
-    refused(softmax_plus_one),
+    refused(powers_not_normalised, IN_PLACE),
+    refused(softmax_over_more, IN_PLACE),
+    refused(softmax_plus_one, IN_PLACE),
     refused(sink_that_is_masked, "a sink is scaled or masked", more=tensors(activations(4, N))),
     Entry(sink_cut_off, more=tensors(2 * activations(4, N))),
     refused(sink_that_is_scaled, "a sink is scaled or masked", more=tensors(activations(4, N))),
@@ -797,6 +798,6 @@ LOOKALIKES = (
     ),
     refused(fewer_heads),
     refused(sink_of_queries, "not one number for each head", more=tensors(activations(4, S))),
-    refused(weights_returned),
+    refused(weights_returned, "read by more than the product with values"),
     Entry(scores_returned),
 )  # fmt: skip

@@ -150,8 +150,11 @@ def test_attention_that_lists_every_key_is_dense(entry: Entry, mode: str, level:
 @settings(LOOKALIKES)
 def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, mode: str, level: testing.Level):
     t = tried(entry.make(mode, torch.bfloat16), entry.inputs(mode, torch.bfloat16), level)
-    # Dense attention over the latent may stand in its place, and the prolog beside it.
-    assert called(t)[1:] == entry.expected(torch.bfloat16)[1:], "\n".join(map(str, t.outcome.refusals))
+    # Dense attention over the latent may stand in its place, and the prolog beside it; one query that sees every key
+    # lists as the indexer does, whatever the model makes of the list.
+    _, indexers, sparse = called(t)
+    assert sparse == entry.sparse, "\n".join(map(str, t.outcome.refusals))
+    assert indexers in ({entry.indexer, 1} if mode == "grow" else {entry.indexer})
     assert not t.outcome.failures
     reasons = [each.reason for each in t.outcome.refusals]
     assert not entry.reason or any(entry.reason in each for each in reasons), reasons
