@@ -338,7 +338,7 @@ LOOKALIKES = (
     entry("local_bias", score=local_bias, indexer=0),
     entry("smallest", choose=smallest, indexer=0),
     entry("smallest_with_infinity", choose=smallest_with_infinity, indexer=0),
-    entry("without_mask", choose=without_mask, hide=listed_or_first, **UNFUSED),
+    entry("without_mask", choose=without_mask, hide=listed_or_first, **UNFUSED | {"indexer": 1}),
     entry("masked_with_zero", choose=masked_with_zero, hide=listed_or_first, **UNFUSED),
     entry("softly_masked", choose=softly_masked, hide=listed_or_first, **UNFUSED),
     entry("moved", choose=moved, indexer=0),

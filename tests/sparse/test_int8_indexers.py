@@ -43,7 +43,7 @@ def settings() -> Iterator[Any]:
         for place in range(len(LEVELS) * len(DTYPES) * 2):
             level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
             batch = 1 + (number + place // 9) % 2
-            if form is int8_indexers.both_first and dtype == torch.float16 and level != "composite":
+            if form is int8_indexers.both_first and dtype == torch.float16:
                 continue  # of these few keys the plain code is expected to take less time
             marks = [pytest.mark.nightly] if place else []
             yield pytest.param(form, level, dtype, batch, id=f"{form.__name__}-{level}-{dtype}-{batch}", marks=marks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +33,13 @@ def said(spelling: Spelling) -> str:
     return "-".join(spelling.values())
 
 
-@pytest.mark.parametrize("spelling", [PLAIN, *EACH], ids=said)
+def by_turns() -> Iterator[Any]:
+    """The plainest, and every spelling of a part: one in three at each push."""
+    for number, spelling in enumerate((PLAIN, *EACH)):
+        yield pytest.param(spelling, id=said(spelling), marks=[pytest.mark.nightly] if number % 3 else [])
+
+
+@pytest.mark.parametrize("spelling", by_turns())
 def test_every_spelling_of_a_part_is_the_same_operators(spelling: Spelling):
     report = explained(1, spelling)
     assert set(report.ops) >= OPERATORS

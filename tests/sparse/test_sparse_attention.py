@@ -40,12 +40,9 @@ MISSED: dict[Any, str] = {
     "gathered_lanes": "lanes that a constant list rearranges are not followed",
     "where_positive": "where(x > 0, x, 0) is not read as relu(x), which it is but for NaN",
     "times_positive": "x · (x > 0) is not read as relu(x), which it is but for infinities and NaN",
-    "compared": "a comparison of places with all positions is not read as a list",
-    "one_hot": "a sum of one-hot rows is not read as a list",
-    "first_projections_together": "the prolog takes two weights; a part of the rows of one is not read as a projection",
     **dict.fromkeys(
-        product(("absorbed", "absorbed_and_joined"), ("decomposed", "core"), ("prefill", "chunk")),
-        "a product of all heads over flattened rows is not read as the absorption of a projection",
+        product(("one_hot",), LEVELS, ("prefill", "chunk", "step")),
+        "torch asserts that the numbers of one_hot are there, and reads the model's own list for it",
     ),
 }
 
@@ -107,8 +104,9 @@ def usual_error(actual: Tensor, exact: Tensor) -> float:
     return float((kept.mean() / exact.square().sum(-1).mean()).sqrt())
 
 
-@pytest.mark.parametrize("entry", SPELLINGS, ids=lambda each: each.name)
+@pytest.mark.parametrize("entry", [each for each in SPELLINGS if each.name != "no_weights"], ids=lambda each: each.name)
 def test_spelling_is_sparse_attention(entry: Entry):
+    """But for one whose heads all count alike."""
     for mode in entry.modes:
         block, args, copies = (entry.make(mode, torch.float64), *(entry.inputs(mode, torch.float64) for _ in range(2)))
         results = block(*args)
