@@ -267,6 +267,6 @@ def _beside_written(a: Algebra, written: Value, shape: tuple[Any, ...], start: i
     x = written.arg
     if (axis, step) != (x.rank - 1, 1) or x.shape[-1] != shape[-1] or (start < last and first < stop):
         return None
-    if x.below("reshape", "cast", "slice").op == "input":
+    if x.below("reshape", "cast", "slice", "slice_scatter", "write", "write_rows").op == "input":
         return None
     return a.slice(a.reshape(x, shape), -1, start, stop)
