@@ -15,6 +15,9 @@ OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
 ONE_KEY = (
     "its weight is 1, as there is one key, and its values are multiplied by it one by one, not as rows of a product"
 )
+HIDDEN_ONE = (
+    "there is one key, whose score is a sum and no row of a product: what is added to it, or hides it, is not read"
+)
 JOINED = "scores of single heads are joined, of which queries or keys are not cut from one tensor in the same order"
 _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops of weights that attention has as well, and those that say nothing of what is computed."""
@@ -34,6 +37,8 @@ def unlike(product: Value) -> str:
         other, scores = ("", None) if softmax is None else _down(softmax.arg, "matmul", _OF_SCORES)
         if softmax is not None and scores is None and _is_joined(softmax.arg):
             return JOINED
+        if softmax is not None and scores is None and _is_of_one_key(softmax):
+            return HIDDEN_ONE
         if softmax is None or scores is None:
             continue
         if odd:

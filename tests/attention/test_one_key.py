@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion.options import Options
 from fusion.testing import DTYPES, LEVELS, Level, capture, emits_valid_calls, means_what_it_says, trial_of
-from patterns.attention.unlike import ONE_KEY
+from patterns.attention.unlike import HIDDEN_ONE, ONE_KEY
 
 NPU = Options(target="ascend910_93", lower="eager")
 HOST = Options(target="host", lower="eager")
@@ -71,3 +71,22 @@ def test_of_products_that_torch_writes_without_a_sum_it_is_told(level: Level):
     outcome = trial_of(capture(einsums, rows(8, torch.bfloat16), level), NPU).outcome
     assert [each.match.rule.name for each in outcome.chosen] == (["attention"] if level == "composite" else [])
     assert [each.reason for each in outcome.refusals] == ([] if level == "composite" else [ONE_KEY])
+
+
+def hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By what nobody knows, as XLM has it."""
+    scores = (q @ k.mT / 8).masked_fill(v[..., :1] > 9, torch.finfo(q.dtype).min)
+    return scores.float().softmax(-1).to(q.dtype) @ v
+
+
+def lowered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As the first GPT has it."""
+    kept = (v[:1, :1, :, :1] > 9).to(q.dtype)
+    return (q @ k.mT / 8 * kept - 1e4 * (1 - kept)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("form", [hidden, lowered])
+def test_what_hides_the_only_key_is_told(form: Callable[..., Tensor]):
+    outcome = trial_of(capture(form, rows(8, torch.bfloat16)), NPU).outcome
+    assert not outcome.chosen
+    assert [each.reason for each in outcome.refusals] == [HIDDEN_ONE]
