@@ -59,7 +59,7 @@ class _Listed:
     def paged(self, by: Tabled) -> _Listed:
         """The same over rows that a block table names."""
         a, entries = self.entries.masks.a, replace(self.entries, places=by.places)
-        k, v = (Gathered(by.rows(a, each.source), by.places, counted_back=False) for each in (self.k, self.v))
+        k, v = (Gathered(by.rows(a, each.source), by.places, by.counted_back) for each in (self.k, self.v))
         return replace(self, k=k, v=v, entries=entries if self.empty == "mean" else unclamped(a, entries))
 
     @proof

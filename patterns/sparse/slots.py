@@ -17,11 +17,15 @@ from patterns.cache.read_block_tables import numbered
 
 
 class Tabled(NamedTuple):
-    """Places [*R] in pages of `size` rows that a block table [G, M] names: row-major R are of all G in turn."""
+    """Places [*R] in pages of `size` rows that a block table [G, M] names: row-major R are of all G in turn.
+
+    `counted_back`: whether a negative place counts from the end of these pages; else there is none.
+    """
 
     table: Value
     places: Value
     size: int
+    counted_back: bool
 
     def rows(self, a: Algebra, flat: Value) -> Value:
         """The rows [G, M · Size, D] of the pages that the table names, of the rows [1, Block · Size, D] of all."""
@@ -57,20 +61,22 @@ def _by_page(a: Algebra, slots: Value) -> Tabled | None:
     offset = uncast(second, "reshape", "wrap")
     must((first.op, offset.op) == ("scale", "remainder") and first.attrs == offset.attrs)
     size, places = int(offset.attrs[0]), offset.arg
-    table, page = proven(_looked_up(a, uncast(first.arg, "reshape", "wrap")))
+    read = uncast(first.arg, "reshape", "wrap")
+    table, page = proven(_looked_up(a, read))
     page = uncast(page, "reshape")
     must(page.op == "floor_divide" and page.attrs == offset.attrs and uncast(page.arg) is uncast(places))
     must(prod(places.shape) == prod(slots.shape) == prod(first.shape))
-    return Tabled(table, a.reshape(places, slots.shape), size)
+    return Tabled(table, a.reshape(places, slots.shape), size, read.op == "index")
 
 
 @proof
 def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
     """every[b, place], where `every` is the slot of every row."""
-    every, places = proven(_looked_up(a, uncast(slots, "reshape", "wrap")))
+    read = uncast(slots, "reshape", "wrap")
+    every, places = proven(_looked_up(a, read))
     must(prod(places.shape) == prod(slots.shape))
     table, size = proven(numbered(a, every, every.shape[0], rows))
-    return Tabled(uncast(table), a.reshape(places, slots.shape), size)
+    return Tabled(uncast(table), a.reshape(places, slots.shape), size, read.op == "index")
 
 
 def _looked_up(a: Algebra, x: Value) -> tuple[Value, Value] | None:

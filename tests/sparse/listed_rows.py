@@ -349,6 +349,15 @@ def by_table_of_tokens(q, latents, ropes, tables, sequence, places):
     return weights.to(q.dtype) @ rows[..., : width(q)]
 
 
+def from_the_end_of_pages(q, latents, ropes, tables, sequence, places):
+    """-1 reads the last row of the last page, and counts."""
+    size = latents.shape[1]
+    slots = tables[sequence[:, None], places // size] * size + places % size
+    rows = torch.cat([each.flatten(0, 1)[slots] for each in (latents, ropes)], -1)
+    weights = (torch.einsum("bnd,bkd->bnk", q, rows) * SCALE).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ rows[..., : width(q)]
+
+
 def by_slots_of_all_rows(q, latents, ropes, table, places):
     """A table of the slots of all rows that there are."""
     every = (table[:, :, None] * latents.shape[1] + torch.arange(latents.shape[1])).flatten(1)
@@ -368,7 +377,7 @@ def by_pages_of_others(q, latents, ropes, table, places):
 
 
 Form = Callable[..., Any]
-IN_PAGES = (by_table_apart, by_table_of_tokens, by_slots_of_all_rows)
+IN_PAGES = (by_table_apart, by_table_of_tokens, by_slots_of_all_rows, from_the_end_of_pages)
 """Spellings that are attention over pages by a block table."""
 SPELLINGS: dict[Form, Callable[[Sizes], Inputs]] = {
     gathered: batched, by_numbers: batched, from_the_end: batched, selected: beyond, in_twos: beyond, along: batched,
@@ -378,6 +387,7 @@ SPELLINGS: dict[Form, Callable[[Sizes], Inputs]] = {
     of_others: batched, hidden_by_others: batched, clamped_elsewhere: batched, chosen_elsewhere: batched,
     by_table: paged, by_page_and_offset: paged, other_rows_for_none: batched, by_table_apart: paged_apart,
     by_table_of_tokens: paged_of_tokens, by_slots_of_all_rows: paged_apart, by_pages_of_others: paged_apart,
+    from_the_end_of_pages: paged_of_tokens,
 }  # fmt: skip
 
 
