@@ -1,10 +1,14 @@
-"""Assumptions about attention masks, which the graph cannot show: found among the inputs, and checked at every call.
+"""Assumptions about inputs, which the graph cannot show: found among them, and checked at every call.
+
+Of attention masks, as the user says:
 
 visible(b, n, i, j)   query i of sequence b sees key j;   i < S queries, j < T keys, the queries being the last
                       S of the first L_b keys: query i stands at position i + L_b − S
 causal                visible = j ≤ i + L_b − S
 window:n              visible = i + L_b − S − n < j ≤ i + L_b − S
 padding               visible = j ≤ i + L_b − S and valid(b, j)
+
+Of pages, where no device can tell while the model is compiled: that they lie in a storage format, `fusion.storage`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion._torch.tensors import stamps
 from fusion._torch.tracing import Boxed, boxed, dynamo_position
-from fusion.facts import Facts, window
+from fusion.facts import FORMATS, Facts, window
+from fusion.storage import is_fractal
 
 ArgumentPath = tuple[str, ...]
 
@@ -36,6 +41,11 @@ _UNFIT = (
 _OTHER = (
     "this call passes another one ({}, {}): such calls run the unfused graph, and are right but slow. Give what the "
     "mask is in options={{'assume': ...}}, or leave it out."
+)
+_ELSEWHERE = (
+    "cann-fusion compiled a graph for {!r} in the storage format {}, but this call passes it in another one: such "
+    "calls run the unfused graph, and are right but slow. Pass it as it was when the model was compiled: "
+    "torch_npu.npu_format_cast(x, 29) makes FRACTAL_NZ of it, 2 makes ND; of lines of NZ it changes no byte."
 )
 
 
@@ -71,6 +81,13 @@ def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[st
 
 def _warn(name: str, kind: str, wrong: str) -> None:
     warnings.warn(f"cann-fusion was told to assume that {name!r} is a {kind} mask, but {wrong}", stacklevel=2)
+
+
+def _warn_of(name: str, kind: str, other: Tensor) -> None:
+    if kind in FORMATS:
+        warnings.warn(_ELSEWHERE.format(name, kind), stacklevel=2)
+    else:
+        _warn(name, kind, _OTHER.format(list(other.shape), other.dtype))
 
 
 def _starts(path: ArgumentPath, name: str) -> bool:
@@ -159,7 +176,10 @@ def remembering(kind: str) -> Callable[[Tensor], bool]:
     """`holds` for one kind, asked again only for another mask, or one that was written to since.
 
     Masks are kept weakly. A tensor made in inference mode is asked every time: torch does not count writes to it.
+    A storage format is asked every time, which waits for nothing.
     """
+    if kind in FORMATS:
+        return lambda x: is_fractal(x) in (None, kind == "FRACTAL_NZ")
     known: Any = WeakTensorKeyDictionary()
 
     def check(mask: Tensor) -> bool:
@@ -200,8 +220,7 @@ def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tupl
         if not wrong:
             return run(list(inputs))
         if not compiled:
-            other = inputs[wrong[0]]
-            _warn(*checks[wrong[0]], _OTHER.format(list(other.shape), other.dtype))
+            _warn_of(*checks[wrong[0]], inputs[wrong[0]])
             compiled.append(fallback())
         return compiled[0](list(inputs))
 

@@ -11,6 +11,8 @@ from torch.fx.immutable_collections import immutable_dict
 
 KINDS = ("causal", "padding", "window:n")
 """What can be assumed of an attention mask; n is a positive number of keys."""
+FORMATS = ("ND", "FRACTAL_NZ")
+"""In which storage format a tensor lies, without and with blocks, see `fusion.storage`: found, and checked as well."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Facts:
     Attributes:
         parameters: inputs that hold Parameters of the model: what is computed from them alone is prepared once.
         assumed: what the user says of an input, to be checked at every call, e.g. {"arg7_1": "causal"}.
+        fractal: of each input that may lie in the storage format FRACTAL_NZ, whether it does; where nothing can tell,
+            it is supposed to, and to be checked at every call.
         arguments: where an input is found in the arguments of the compiled function, e.g. {"arg7_1":
             "attention_mask.full_attention"}: the name by which something can be assumed of it.
         strides: how each result of the graph lies when the model runs without a compiler, None where it is not known;
@@ -30,6 +34,7 @@ class Facts:
 
     parameters: frozenset[str] = frozenset()
     assumed: Mapping[str, str] = immutable_dict()
+    fractal: Mapping[str, bool] = immutable_dict()
     arguments: Mapping[str, str] = immutable_dict()
     strides: tuple[tuple[Any, ...] | None, ...] = ()
     extensible: bool = False
@@ -41,7 +46,7 @@ class Facts:
 
     def assumption(self, name: str) -> tuple[str, str]:
         """Where an input is found in the arguments, and what is assumed of it."""
-        return self.arguments.get(name, name), self.assumed[name]
+        return self.arguments.get(name, name), self.assumed.get(name) or FORMATS[self.fractal[name]]
 
 
 def window(kind: str) -> int | None:

@@ -182,6 +182,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
     known = [
         sorted(facts.parameters),
         sorted(facts.assumed.items()),
+        sorted(facts.fractal.items()),
         sorted(facts.arguments.items()),
         facts.strides,
         facts.prepares,

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.tracing import argument_path, results_before
+from fusion._torch.tracing import argument_path, dynamo_position, results_before
 from fusion.assumptions import ArgumentPath, facts_of
 from fusion.facts import Facts
 from fusion.graph import dims_of
 from fusion.mutation import outputs
+from fusion.storage import may_be_fractal, supposed_fractal
 from fusion.weights import Mark, marks, parameter_inputs
 
 
@@ -24,25 +25,40 @@ class Known:
 
     Attributes:
         paths: for each input, where it is found in the arguments of the compiled function; empty if not there.
+        names: what Dynamo calls each input.
+        fractal: whether each input, where it may, lies in FRACTAL_NZ as far as can be told.
         marked: which inputs are Parameters.
         results: what the graph returns: fake tensors as the model gives them when it runs without a compiler.
     """
 
     paths: Sequence[ArgumentPath]
+    names: Sequence[str]
+    fractal: Sequence[bool]
     marked: Sequence[Mark | None]
     results: Sequence[Any]
 
     @staticmethod
     def of(gm: fx.GraphModule, example_inputs: Sequence[Any], positional: Sequence[str] = ()) -> Known:
         """What this graph tells; items of the argument `args` go by their names in `positional`."""
-        paths = [_named(argument_path(node), positional) for node in gm.graph.find_nodes(op="placeholder")]
-        return Known(paths, marks(example_inputs), returned(gm))
+        inputs = gm.graph.find_nodes(op="placeholder")
+        paths = [_named(argument_path(node), positional) for node in inputs]
+        fractal = [supposed_fractal(each) for each in example_inputs]
+        return Known(paths, [node.name for node in inputs], fractal, marks(example_inputs), returned(gm))
 
     def facts(self, source: fx.Graph, assume: Mapping[str, str]) -> Facts:
         """Of the captured graph: which inputs hold Parameters, what the user says of them, how results lie."""
         told = facts_of(source, self.paths, assume)
         lie = strides_of(self.results, source)
-        return replace(told, parameters=parameter_inputs(source, self.marked), strides=lie, extensible=True)
+        parameters = parameter_inputs(source, self.marked)
+        return replace(self._stored(told, source), parameters=parameters, strides=lie, extensible=True)
+
+    def _stored(self, told: Facts, source: fx.Graph) -> Facts:
+        """What is known, and which inputs lie in FRACTAL_NZ; of a mask that is assumed nobody asks."""
+        positions = {node: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
+        may = {node.name: at for node, at in positions.items() if at is not None and may_be_fractal(node.meta["val"])}
+        fractal = {name: self.fractal[at] for name, at in may.items() if name not in told.assumed}
+        names = {name: self.names[may[name]] for name in fractal}
+        return replace(told, fractal=fractal, arguments=names | dict(told.arguments))
 
 
 def _named(path: ArgumentPath, positional: Sequence[str]) -> ArgumentPath:

@@ -122,7 +122,7 @@ class GraphReport(Outcome):
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """What the rewrites rely on: the kind of mask by the path of the argument."""
+        """What the rewrites rely on: the kind of mask, or a storage format, by the path of the argument."""
         return dict(map(self.facts.assumption, sorted(self.assumed)))
 
     @property

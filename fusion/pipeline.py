@@ -42,7 +42,7 @@ from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import select
-from fusion.stages.verify import contract, verify
+from fusion.stages.verify import contract, verify, verify_formats
 from fusion.target import Target
 from fusion.text_cache import text_cache
 
@@ -196,6 +196,7 @@ def _finished(source: fx.Graph, kept: fx.Graph, search: _Search, made: _Made, ou
         waits = read_on_host(source, lowering) if target.is_npu else 0
     with stage("verify"):
         verify(source, before, [], names)
+        verify_formats(source, outcome.facts.fractal)
     relied = frozenset(name for each in made.chosen for name in each.match.relies)
     copies = len(made.copies)
     return replace(

@@ -164,7 +164,7 @@ class Report:
         return _table("chosen by cost", ("rule", "times:", "choice"), rows)
 
     def _assumed(self) -> Any:
-        return _table("assumed, and checked at every call", ("argument", "mask"), self.assumptions.items())
+        return _table("assumed, and checked at every call", ("argument", "assumed to be"), self.assumptions.items())
 
     def _guessed(self) -> Any:
         return _table("read from data, as nothing was run taken for 1", ("read at", "times:"), self.guesses.items())

@@ -169,6 +169,8 @@ def _found(
     cache: Tensor, rows: Tensor, tables: Tensor, lengths: Tensor, offset: Tensor | None, in_sums: bool
 ) -> tuple[Tensor, Tensor]:
     """The rows [T, N, D] of the pages of one cache, and which of them belong to a sequence [T]."""
+    lines = _is_in_lines(cache, rows)
+    cache = cache.transpose(1, 2) if lines else cache
     size, most = cache.shape[1], tables.shape[1]
     ends = lengths[1:] - lengths[:1] if in_sums else lengths.cumsum(0)
     sequence, place, _, used = packed(rows.shape[0], ends.long())
@@ -177,7 +179,17 @@ def _found(
     block = tables.long()[sequence, column.clamp(max=most - 1)]
     there = (column < most) & (block >= 0) & (block < cache.shape[0])
     found = cache[block.clamp(0, cache.shape[0] - 1), place % size]
+    found = found.reshape(rows.shape) if lines else found
     return torch.where(there[:, None, None], found, 0), used
+
+
+def _is_in_lines(cache: Tensor, rows: Tensor) -> bool:
+    """Whether pages lie in lines of NZ, [Blocks, N · D / L, Size, L], not in rows [Blocks, Size, N, D]."""
+    return cache.shape[2:] != rows.shape[1:]
+
+
+def _formats(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor) -> dict[str, bool]:
+    return {"key_cache": _is_in_lines(key_cache, key), "value_cache": _is_in_lines(value_cache, value)}
 
 
 def _gather(
@@ -194,6 +206,13 @@ def _gather(
 _HOST = (
     Limit("L == B", when="not is_seq_lens_cumsum", because="each sequence has a length"),
     Limit("L == B + 1", when="is_seq_lens_cumsum", because="each sequence has a start and an end"),
+    Limit("K2 == N and K3 == D or K1 * K3 == N * D", because="pages hold rows, or lines of NZ"),
+    Limit("V1 == K1 and V2 == N and V3 == E", when="K2 == N and K3 == D", because="so do those of both caches"),
+    Limit(
+        "V2 == K2 and V1 * V3 == N * E and not (V2 == N and V3 == E)",
+        when="K2 != N or K3 != D",
+        because="so do those of both caches",
+    ),
 )
 _KERNEL = (
     *(f"dtype({name}) == dtype(key_cache)" for name in ("value_cache", "key", "value")),
@@ -201,11 +220,19 @@ _KERNEL = (
     Limit("N * E * itemsize(value_cache) % 32 == 0", because="rows are copied in runs of 32 bytes"),
     Limit("N * D * itemsize(key_cache) <= 151552", because="a row fits in the memory of a core"),
     Limit("N * E * itemsize(value_cache) <= 151552", because="a row fits in the memory of a core"),
+    *(
+        Limit(
+            f"{rows} * itemsize({cache}) == 32 and {size} % 16 == 0",
+            when=f"{size} != N or {rows} != {width}",
+            because="lines of NZ hold 32 bytes, and pages a multiple of 16 of them",
+        )
+        for cache, size, rows, width in (("key_cache", "K2", "K3", "D"), ("value_cache", "V2", "V3", "E"))
+    ),
     Limit("T > 0", because="no argument may be empty"),
 )
 _FORMULA = (
-    "[token j of sequence i] = cache[block_tables[i, seq_offset[i] // Size + j // Size], j % Size], one sequence "
-    "behind the other; 0 for a block that is none"
+    "[token j of sequence i] = cache[block_tables[i, seq_offset[i] // Size + j // Size], j % Size], in FRACTAL_NZ "
+    "cache[.., :, j % Size, :], one sequence behind the other; 0 for a block that is none"
 )
 
 GATHER_PA_KV_CACHE = Operator(
@@ -215,8 +242,8 @@ GATHER_PA_KV_CACHE = Operator(
     ),
     compute=_gather,
     dims={
-        "key_cache": "Blocks Size N D",
-        "value_cache": "Blocks Size N E",
+        "key_cache": "Blocks K1 K2 K3",
+        "value_cache": "Blocks V1 V2 V3",
         "block_tables": "B M",
         "seq_lens": "L",
         "key": "T N D",
@@ -226,10 +253,11 @@ GATHER_PA_KV_CACHE = Operator(
     dtypes={"key_cache value_cache key value": HALVES | INT8, "block_tables seq_lens seq_offset": INT32},
     limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
     lowerings=frozenset({"eager", "npugraph_ex"}),  # torchair has no converter
+    fractal=_formats,
     source=(
-        "op-plugin: test_npu_gather_pa_kv_cache.py (run on Ascend 950); CANN: aclnnGatherPaKvCache (A2, A3); kernel: "
-        "ops-transformer gather_pa_kv_cache, which copies pages without looking whether a block is one; pages in the "
-        "storage format FRACTAL_NZ, which no shape shows, are not decomposed"
+        "op-plugin: test_npu_gather_pa_kv_cache.py (run on Ascend 950), ops/opapi/GatherPaKvCacheKernelNpuOpApi.cpp, "
+        "which takes pages in lines of NZ exactly where their storage format is FRACTAL_NZ; CANN: aclnnGatherPaKvCache "
+        "(A2, A3); kernel: ops-transformer gather_pa_kv_cache, which copies pages whether or not a block is one"
     ),
     summary=f"key, value{_FORMULA}",
 )

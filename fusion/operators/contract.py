@@ -109,6 +109,9 @@ class Operator:
     """Bytes of what a call is given that it does not read, of what it names; None where it reads all."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
     """Tensors that a launch outside `lowerings` reads on the host: with those there, "eager" takes the operator too."""
+    fractal: Callable[..., Mapping[str, bool]] | None = None
+    """Arguments whose storage format a call goes by, with whether it reads them in FRACTAL_NZ, of what it names; None
+    where no format decides."""
     empty: frozenset[str] = field(default_factory=frozenset[str])
     """Dims that may be 0: of a tensor that a mode of the operator leaves alone. All others have elements."""
 
@@ -196,6 +199,10 @@ class Operator:
     def left(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         """The `unread` of a call, 0 where there is none."""
         return self._unread(self.bind(args, kwargs))
+
+    def formats(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, bool]:
+        """The `fractal` arguments of a call, none where no format decides."""
+        return {} if self.fractal is None else calling.by_name(self.fractal)(self.bind(args, kwargs))
 
     @cached_property
     def _unread(self) -> Callable[..., float]:

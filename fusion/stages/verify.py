@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap, zip_longest
 from typing import Any
@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fusion._torch.tensors import map_only
 from fusion.errors import VerificationError
 from fusion.graph import dims_of
 from fusion.mutation import closing_writes, is_write, memory_of, outputs, sharing, written_by
+from fusion.operators import operator_of
+from fusion.storage import may_be_fractal
 
 
 @dataclass(frozen=True)
@@ -94,3 +97,35 @@ def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node], prepare
     for node in added:
         if node in order and node.meta.get("val") is None:
             raise VerificationError(f"verifying the rewritten graph: new node {node.name} has no shape")
+
+
+def verify_formats(source: fx.Graph, fractal: Mapping[str, bool]) -> None:
+    """Check that what a call of the pass reads in FRACTAL_NZ is an input that lies so, and what it reads otherwise not.
+
+    What a graph computes lies as its shape says.
+
+    Args:
+        source: the rewritten graph, as it is lowered.
+        fractal: of each input that may lie so, whether it does.
+
+    Raises:
+        VerificationError: the storage format of a tensor is another one, or unknown; the graph must not be used.
+    """
+    for node in source.nodes:
+        operator = operator_of(node.target) if "fusion" in node.meta else None
+        if operator is None or operator.fractal is None:
+            continue
+        given = operator.bind(node.args, node.kwargs)
+        args, kwargs = map_only(fx.Node, lambda each: each.meta["val"], (node.args, node.kwargs))
+        for name, wanted in operator.formats(args, kwargs).items():
+            if _is_fractal(memory_of(given[name]), fractal) is not wanted:
+                raise VerificationError(
+                    f"verifying the rewritten graph: {node.name} reads {name} {'' if wanted else 'not '}in FRACTAL_NZ, "
+                    f"and that is not proven of {given[name].name}; this is a defect of a rule: report it"
+                )
+
+
+def _is_fractal(memory: fx.Node, fractal: Mapping[str, bool]) -> bool | None:
+    if memory.op != "placeholder":
+        return False
+    return fractal.get(memory.name, None if may_be_fractal(memory.meta.get("val")) else False)

@@ -20,6 +20,7 @@ from fusion._torch.tracing import Boxed, aot_inference, boxed, preserve_composit
 from fusion.facts import Facts
 from fusion.known import returned, strides_of
 from fusion.language import Example
+from fusion.storage import may_be_fractal, supposed_fractal
 from fusion.weights import marks, parameter_inputs
 
 Level = Literal["composite", "decomposed", "core"]
@@ -41,8 +42,12 @@ class Captured:
     @property
     def facts(self) -> Facts:
         """Which of the inputs are Parameters, and how the results lie when the function runs without a compiler."""
-        parameters = parameter_inputs(self.graph.graph, marks(self.inputs))
-        return Facts(parameters, assumed=self.assumed, strides=self.strides, extensible=True)
+        source = self.graph.graph
+        known = zip(source.find_nodes(op="placeholder"), self.inputs, strict=True)
+        fractal = {node.name: supposed_fractal(each) for node, each in known if may_be_fractal(each)}
+        fractal = {name: each for name, each in fractal.items() if name not in self.assumed}
+        parameters = parameter_inputs(source, marks(self.inputs))
+        return Facts(parameters, assumed=self.assumed, fractal=fractal, strides=self.strides, extensible=True)
 
 
 class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function

@@ -28,13 +28,14 @@ class Pages(Group):
     table: Any = tensor("B M")
     size: Any = attribute()
     lengths: Any = attribute()
+    layout: Any = attribute()
     key_shape: Any = attribute()
     value_shape: Any = attribute()
 
     def terms(self, p):
         """The rows of both."""
         both = ((self.keys, self.key_shape), (self.values, self.value_shape))
-        how = dict(table=self.table, size=self.size, lengths=self.lengths)
+        how = dict(table=self.table, size=self.size, lengths=self.lengths, layout=self.layout)
         return tuple(p.gathered_pages(pages=pages, shape=shape, **how) for pages, shape in both)
 
 
@@ -56,12 +57,16 @@ class PageGather(Rule):
     @lowering
     def run(self, pages: Pages):
         """One call for both, into memory of its own."""
-        caches = [laid(each, pages.size).unsqueeze(2) for each in (pages.keys, pages.values)]
+        lines = pages.layout == "NZ"
+        caches = [laid(each, pages.size, pages.layout) for each in (pages.keys, pages.values)]
+        caches = [each.squeeze(1) if lines else each.unsqueeze(2) for each in caches]
         table, lengths = pages.table, pages.lengths
         count = lengths * table.shape[0] if isinstance(lengths, int) else sum(lengths)
-        rows = [torch.empty((count, 1, x.shape[3]), dtype=x.dtype, device=x.device) for x in caches]
+        shapes = [(count, 1, x.shape[1] * x.shape[3] if lines else x.shape[3]) for x in caches]
+        rows = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, caches, strict=True)]
         found = torch.ops.npu.npu_gather_pa_kv_cache_functional(*caches, table.int(), _told(lengths, table), *rows)
-        return tuple(_as(*each) for each in zip(found, (pages.key_shape, pages.value_shape), strict=True))
+        restored = _as_heads if lines else _as
+        return tuple(restored(*each) for each in zip(found, (pages.key_shape, pages.value_shape), strict=True))
 
 
 def _told(lengths: Any, table: Tensor) -> Tensor:
@@ -76,3 +81,9 @@ def _told(lengths: Any, table: Tensor) -> Tensor:
 def _as(rows: Tensor, shape: Any) -> Tensor:
     """Rows in the dims of the model, of which one may be symbolic."""
     return rows.reshape([each if isinstance(each, int) else -1 for each in shape])
+
+
+def _as_heads(rows: Tensor, shape: Any) -> Tensor:
+    """Rows [T, 1, M · D] of all heads as [B, M, T / B, D]."""
+    batch, heads, keys, width = shape
+    return _as(rows, (batch, keys, heads, width)).transpose(1, 2)

@@ -4,6 +4,9 @@ rows = pages[table], the pages of a sequence one behind the other, the sequences
 every sequence are kept, one number for all or one for each; `shape`, in which one size may be symbolic, is that of the
 value. What stands in a row beyond what a sequence really holds is kept where the model keeps it: lengths that only
 tensors know cut nothing here.
+
+Whether an input holds lines of NZ or rows, the operator goes by its storage format: lines are gathered, and turned to
+rows, out of one in FRACTAL_NZ, rows out of one that is not, and neither where the format is not known.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from fusion import reader, word
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.storage import holds_lines
 from patterns.cache.read_block_tables import Gather, gathers
 
 GATHERED_PAGES = word(
@@ -24,35 +28,78 @@ GATHERED_PAGES = word(
     "the first rows of each sequence, one sequence behind the other",
     pages="[Block, Size, ..]", table="[B, P]", size="rows of a page",
     lengths="how many rows of every sequence are kept, one number or one for each", shape="of the value",
+    layout='"BSND" or "NZ": how a page lies',
 )  # fmt: skip
 _ALONE = (
     "the pages of one cache are gathered by this table: the operator reads two caches at once, of pages of one size, "
     "up to the same lengths"
 )
+_FORMAT = (
+    "the pages hold lines of NZ, which the operator reads of an input in the storage format FRACTAL_NZ alone, as "
+    "torch_npu.npu_format_cast(x, 29) makes it: these are none, or nothing is known of their format"
+)
+_SEEN = ("reshape", "permute", "slice", "write", "write_rows", "write_lines", "write_within")
 
 
 class _Rows(NamedTuple):
-    """The first `lengths` rows of each sequence [B] of the pages [Blocks, Size, ..] that `table` [B, M] names."""
+    """The first `lengths` rows of each sequence [B] of the pages [Blocks, ..] that `table` [B, M] names."""
 
     pages: Value
     table: Value
     size: int
     lengths: Any
+    layout: str = "BSND"
+
+    @property
+    def how(self) -> tuple[Any, ...]:
+        """All but the pages: what two caches have in common that are gathered alike."""
+        return self[1:]
 
 
-@reader(gives=(GATHERED_PAGES,))
+@reader(gives=(GATHERED_PAGES,), needs=("paged_rows",))
 def page_gathers(graph: Graph) -> Iterator[Found]:
     """Gathered pages of caches of which two are gathered alike; why others are not."""
     a, folder = graph.algebra, graph.shared(Folder)
     known = [value for value in graph.places if sum(not isinstance(size, int) for size in value.shape) < 2]
-    found = {value: rows for value in known if (rows := _read(a, folder, value)) is not None}
-    found = {value: rows for value, rows in found.items() if not graph.is_fixed(rows.pages)}
-    alike = Counter((rows.table, rows.size, rows.lengths) for rows in found.values())
+    read = ((value, _read(a, folder, value)) for value in known)
+    lines = ((value, _of_lines(reading)) for value, reading in graph.readings.all("paged_rows"))
+    found = {value: rows for value, rows in (*read, *lines) if rows is not None and not graph.is_fixed(rows.pages)}
+    stored = {value: _is_fractal(graph, rows.pages) for value, rows in found.items()}
+    alike = Counter(rows.how for value, rows in found.items() if stored[value] is (rows.layout == "NZ"))
     for value, rows in found.items():
-        if alike[rows.table, rows.size, rows.lengths] > 1:
-            yield value, _reading(a, value, rows)
+        if stored[value] is not (rows.layout == "NZ"):
+            if rows.layout == "NZ":
+                yield value, Miss("page_gather", _FORMAT)
+        elif alike[rows.how] > 1:
+            yield value, _reading(graph, value, rows)
         elif _is_rows(graph, value, rows):
             yield value, Miss("page_gather", _ALONE)
+
+
+def _of_lines(reading: Reading) -> _Rows | None:
+    """Rows [B, M, T, D] that attention reads, of pages in lines of NZ; None for others."""
+    told = reading.captures
+    value, pages = told["rows"], told["pages"]
+    known = (
+        told["layout"] == "NZ"
+        and value.rank == 4
+        and value.shape[1] * value.shape[3] * pages.shape[-2] == prod(pages.shape[1:])
+    )
+    return _Rows(pages, told["block_table"], told["size"], value.shape[2], "NZ") if known else None
+
+
+def _input(pages: Value) -> Value | None:
+    """The input in whose memory pages stand, as they were or after writes."""
+    below = pages.below(*_SEEN)
+    return below if below.op == "input" else None
+
+
+def _is_fractal(graph: Graph, pages: Value) -> bool | None:
+    """Whether pages lie in FRACTAL_NZ; None where that is not known. What a graph computes does not."""
+    source = _input(pages)
+    if source is None:
+        return False
+    return graph.facts.fractal.get(source.attrs[0]) if holds_lines(source.shape, source.dtype) else False
 
 
 def _is_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
@@ -63,9 +110,12 @@ def _is_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
     return any(rows.size * pages in each.shape or rows.size * pages * batch in each.shape for each in seen)
 
 
-def _reading(a: Algebra, value: Value, rows: _Rows) -> Reading:
-    table = wrapped(a, rows.table, rows.pages.shape[0])
-    return Reading("gathered_pages", {**rows._asdict(), "table": table, "shape": value.shape})
+def _reading(graph: Graph, value: Value, rows: _Rows) -> Reading:
+    wraps = rows.layout != "NZ"  # what attention reads is wrapped
+    table = wrapped(graph.algebra, rows.table, rows.pages.shape[0]) if wraps else rows.table
+    source = _input(rows.pages)
+    relies = frozenset({source.attrs[0]} & graph.facts.fractal.keys()) if source is not None else frozenset[str]()
+    return Reading("gathered_pages", {**rows._asdict(), "table": table, "shape": value.shape}, relies)
 
 
 def _read(a: Algebra, folder: Folder, value: Value) -> _Rows | None:

@@ -247,6 +247,19 @@ def _gathered(
     return make
 
 
+def _in_lines(make: Callable[[torch.dtype], dict[str, Any]]) -> Callable[[torch.dtype], dict[str, Any]]:
+    """The same of pages of 16 rows, in lines of NZ of which each holds 32 bytes."""
+
+    def made(dtype: torch.dtype) -> dict[str, Any]:
+        call = make(dtype)
+        for name in ("key_cache", "value_cache"):
+            pages = call[name].repeat(1, 4, 1, 1).flatten(2)
+            call[name] = pages.unflatten(2, (-1, 32 // dtype.itemsize)).transpose(1, 2).contiguous()
+        return call
+
+    return made
+
+
 def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict[str, Any]]) -> tuple[Case, ...]:
     return tuple(Case(name, label, make) for name in names)
 
@@ -381,6 +394,7 @@ CASES = (
     *_both(_GATHER, "sums, a sequence without rows", _gathered((3, 0, 8), ((3, 0), (2, 2), (4, 1)), sums=True)),
     *_both(_GATHER, "offsets", _gathered((4, 3), ((3, 0, 1), (2, 4, 0)), seq_offset=(4, 8))),
     *_both(_GATHER, "blocks that are none, and too few of them", _gathered((12, 2), ((3, -1), (7, 0)))),
+    *_both(_GATHER, "lines of NZ", _in_lines(_gathered((18, 1, 30), ((3, 0), (2, 4), (4, 1))))),
     *_both(_GATHER, "room for more", _gathered((5, 2), ((3, 0), (2, 4)), room=9)),
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
     *(case for of in (line, grouped) for label, make in of.CASES for case in _both(of.NAMES, label, make)),

@@ -199,6 +199,11 @@ def gathered(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One row after the other; those behind the last sequence stay as they are."""
     key, value = key.clone(), value.clone()
+    if key_cache.shape[2:] != key.shape[1:]:
+        key_cache, value_cache = (
+            torch.stack([torch.cat(list(page), 1) for page in cache]).unflatten(2, rows.shape[1:])
+            for cache, rows in ((key_cache, key), (value_cache, value))
+        )
     blocks, size = key_cache.shape[:2]
     lengths = seq_lens.diff().tolist() if is_seq_lens_cumsum else seq_lens.tolist()
     token = 0

@@ -142,6 +142,7 @@ RUN = ("scatter_update", "scatter_update_")
 ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
 PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
 GATHER = ("npu_gather_pa_kv_cache", "npu_gather_pa_kv_cache_functional")
+IN_LINES = {name: t(3, 4, 16, 16) for name in ("key_cache", "value_cache")}
 SUMS = gathers(seq_lens=t(3, dtype=torch.int32), is_seq_lens_cumsum=True)
 EDGES = [
     # npu_rms_norm
@@ -568,6 +569,17 @@ EDGES = [
         for small, large, text in ((8, 12, "% 32 == 0"), (37888, 37904, "<= 151552"))
     ),
     *((n, CHIPS, gathers(tokens=1), gathers(tokens=0), "T > 0") for n in GATHER),
+    *(
+        (n, chips, gathers(**lines), gathers(**(lines | {name: other})), text)
+        for n in GATHER
+        for chips, lines, name, other, text in (
+            ((HOST, *CHIPS), IN_LINES, "key_cache", t(3, 5, 16, 16), "K2 == N and K3 == D or K1 * K3 == N * D"),
+            ((HOST, *CHIPS), IN_LINES, "value_cache", t(3, 4, 32, 16), "V2 == K2 and V1 * V3 == N * E"),
+            ((HOST, *CHIPS), {}, "value_cache", t(3, 5, 2, 32), "V1 == K1 and V2 == N and V3 == E"),
+            (CHIPS, IN_LINES, "key_cache", t(3, 2, 16, 32), "K3 * itemsize(key_cache) == 32 and K2 % 16 == 0"),
+            (CHIPS, IN_LINES, "value_cache", t(3, 2, 16, 32), "V3 * itemsize(value_cache) == 32 and V2 % 16 == 0"),
+        )
+    ),
     # _npu_reshape_and_cache
     *(
         (name, CHIPS, atb_pages(), atb_pages(key=t(5, 2, 32, dtype=F16)), "dtype(key_cache) == dtype(key)")

@@ -115,8 +115,9 @@ class _Sequence:
         return one.op == other.op == "placeholder" and self._input(one) == self._input(other)
 
     def _input(self, node: fx.Node) -> Hashable:
-        facts = self._facts
-        return frozen(node.meta.get("val")), node.name in facts.parameters, facts.assumed.get(node.name)
+        facts, name = self._facts, node.name
+        known = name in facts.parameters, facts.assumed.get(name), facts.fractal.get(name)
+        return frozen(node.meta.get("val")), *known
 
     def layers(self, start: int, distance: int, count: int) -> tuple[Layer, ...]:
         """The layers of a stretch that begins behind everything that they share; none if they touch otherwise."""
