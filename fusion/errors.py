@@ -25,6 +25,10 @@ class VerificationError(FusionError):
     """A rewritten graph is not what it has to be."""
 
 
+class FormatError(FusionError):
+    """A rewritten graph reads a tensor in another storage format than it lies in."""
+
+
 class NoRulesError(FusionError):
     """There is no rule to apply."""
 

@@ -21,7 +21,7 @@ from fusion._torch.operators import higher_order
 from fusion._torch.tracing import refill
 from fusion.bodies import bodies
 from fusion.collection import uncollected
-from fusion.errors import Failure, StageError
+from fusion.errors import Failure, FormatError, StageError
 from fusion.facts import Facts
 from fusion.failures import stage
 from fusion.graph.overlay import Held
@@ -77,12 +77,22 @@ def fuse_graph(
     try:
         with uncollected():
             search = _Search(library, options, target, told)
-            outcome = roomy(partial(_fused, source, kept, search, facts))
+            outcome = roomy(partial(_stored, source, kept, search, facts))
             with stage("bodies"):
                 return _entered(source, search, outcome)
     except BaseException:
         refill(source, kept)
         raise
+
+
+def _stored(source: fx.Graph, kept: fx.Graph, search: _Search, facts: Facts) -> Outcome:
+    """The graph fused by what is known of storage formats; without, where a write that stays makes another tensor."""
+    try:
+        return _fused(source, kept, search, facts)
+    except FormatError as error:
+        log.debug("storage formats are not relied on: %s", error)
+        refill(source, kept)
+        return _fused(source, kept, search, replace(facts, fractal={}))
 
 
 def _fused(source: fx.Graph, kept: fx.Graph, search: _Search, facts: Facts) -> Outcome:

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fusion._torch.tensors import map_only
-from fusion.errors import VerificationError
+from fusion.errors import FormatError, VerificationError
 from fusion.graph import dims_of
 from fusion.mutation import closing_writes, is_write, memory_of, outputs, sharing, written_by
 from fusion.operators import operator_of
@@ -109,7 +109,7 @@ def verify_formats(source: fx.Graph, fractal: Mapping[str, bool]) -> None:
         fractal: of each input that may lie so, whether it does.
 
     Raises:
-        VerificationError: the storage format of a tensor is another one, or unknown; the graph must not be used.
+        FormatError: the storage format of a tensor is another one, or unknown; the graph must not be used.
     """
     for node in source.nodes:
         operator = operator_of(node.target) if "fusion" in node.meta else None
@@ -119,9 +119,9 @@ def verify_formats(source: fx.Graph, fractal: Mapping[str, bool]) -> None:
         args, kwargs = map_only(fx.Node, lambda each: each.meta["val"], (node.args, node.kwargs))
         for name, wanted in operator.formats(args, kwargs).items():
             if _is_fractal(memory_of(given[name]), fractal) is not wanted:
-                raise VerificationError(
+                raise FormatError(
                     f"verifying the rewritten graph: {node.name} reads {name} {'' if wanted else 'not '}in FRACTAL_NZ, "
-                    f"and that is not proven of {given[name].name}; this is a defect of a rule: report it"
+                    f"and that is not proven of {given[name].name}"
                 )
 
 

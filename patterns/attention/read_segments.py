@@ -17,12 +17,12 @@ from typing import Any
 
 from fusion import reader
 from fusion.analysis.constant_folding import Folder
-from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.read_block_masks import block_masked
 from patterns.attention.segment_orders import ROWS, in_one_window, kind_of
 from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
+from patterns.cache.joined_tables import joined_table
 
 Results = Mapping[Value, tuple[Value, Reading]]
 """What attention gives, and how it is read, by what computes it."""
@@ -66,29 +66,8 @@ def _in_pages(graph: Graph, rows: Value) -> Reading | None:
     must(all(part[name] == each for part in parts for name, each in same.items()))
     tables = [part["block_table"] for part in parts]
     must(all(isinstance(each.shape[1], int) for each in tables))
-    table = _table(graph.algebra, tables, same["pages"].shape[0])
+    table = joined_table(graph.algebra, tables, same["pages"].shape[0])
     return Reading("paged_segments", {"rows": rows, "block_table": table} | same)
-
-
-def _table(a: Algebra, tables: Sequence[Value], blocks: Any) -> Value:
-    """The block table of segments that have one [1, Pᵢ] each: the rows that these begin, else all of them joined.
-
-    What a table says beyond a length is not read: shorter ones are filled up with their first page.
-    """
-    whole, count = tables[0].below("wrap", "cast", "reshape", "slice"), len(tables)
-    rows: Any = whole.shape[0] if whole.rank == 2 else 0
-
-    def row(number: int, length: Any) -> Value:
-        cut = a.cut(a.cut(whole, 0, number, number + 1), 1, 0, length)
-        return wrapped(a, a.cast(cut, tables[0].dtype), blocks)
-
-    for start in range(rows - count + 1 if isinstance(rows, int) else 0):
-        if all(row(start + number, each.shape[1]) is each for number, each in enumerate(tables)):
-            return wrapped(a, a.cut(whole, 0, start, start + count), blocks)
-    most: Any = max(each.shape[1] for each in tables)
-    first = (a.expand(a.cut(each, 1, 0, 1), (1, most - each.shape[1])) for each in tables)
-    filled = (a.cat((each, more), 1) for each, more in zip(tables, first, strict=True))
-    return a.cat([*filled], 0)
 
 
 @proof

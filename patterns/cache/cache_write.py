@@ -6,8 +6,9 @@
 *Matches* index_copy, index_put, scatter and slices that are assigned: the canonicaliser proves whether positions are
 consecutive, slots of pages, or the last ones of a cache that was rolled. *Replaces with* `scatter_update` for
 consecutive positions, else `npu_scatter_nd_update`, whose coordinates are integers alone; keys and values in pages at
-once with atb's `_npu_reshape_and_cache` where calls are launched one by one, with `npu_scatter_pa_kv_cache` for GE; a
-rolled cache with one `cat`. They become their in-place forms where the cache is an input that is written back.
+once with atb's `_npu_reshape_and_cache` where calls are launched one by one, with `npu_scatter_pa_kv_cache` for GE and
+in lines of NZ; a rolled cache with one `cat`. They become their in-place forms where the cache is an input that is
+written back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
+from patterns.cache import pages
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,40 @@ class KeyValuePages(Group):
         require(self.nz_block is None, "the pages hold rows in lines")
         require(self.slots is not None, "the place is not proven to lie in its page: slot % Size is")
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def read(self) -> Sequence[Tensor]:
         """Rows and caches, which may have no gaps and no other order: a kernel finds a row by its slot alone."""
         caches = (self.key_cache, self.value_cache)
         require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
         return self.key, self.value, *caches
 
 
+@dataclass(frozen=True)
+class KeyValueLines(KeyValuePages):
+    """The same in lines of NZ, [Block, .., A, Size, L], that take rows [T, .., A, L]."""
+
+    key_cache: Any = tensor("*K L")
+    value_cache: Any = tensor("*V M")
+    key: Any = tensor("*R L")
+    value: Any = tensor("*Q M")
+
+    def guard(self) -> None:
+        """Lines of 32 bytes."""
+        require(self.nz_block is not None, "the pages hold whole rows")
+        pages.refuse_others(self.nz_block, pages.NZ_INT8 if self.key_cache.dtype.itemsize == 1 else pages.NZ)
+
+    def read(self) -> Sequence[Tensor]:
+        """Rows [T, A, L], and caches [Block, A, Size, L]."""
+        key, value, *caches = super().read()
+        rows = (each.reshape(each.shape[0], -1, each.shape[-1]) for each in (key, value))
+        return *rows, *(each.reshape(each.shape[0], -1, *each.shape[-2:]) for each in caches)
+
+    def restored(self, *caches: Tensor) -> tuple[Tensor, ...]:
+        """Both as the model has them."""
+        return tuple(map(torch.reshape, caches, (self.key_cache.shape, self.value_cache.shape)))
+
+
 ONE, BOTH, OF_SEQUENCES, SLIDING = (Cache,), (KeyValuePages,), (Sequences,), (SlidingCache,)
+LINES = (KeyValueLines,)
 
 
 @dataclass(frozen=True)
@@ -124,7 +152,7 @@ class CacheWrite(Rule):
         return frozenset({"gather_selection_kv_cache"})
 
     @pattern
-    @variants(into=BOTH)
+    @variants(into=(*BOTH, *LINES))
     def both(self, p, into):
         """Keys and values, to rows of all pages by their number, or by a block and a place in it."""
         return into.written(p)
@@ -201,6 +229,13 @@ class CacheWrite(Rule):
     def pages(self, into: KeyValuePages):
         """One call for both."""
         return torch.ops.npu.npu_scatter_pa_kv_cache_functional(*into.read(), into.slots, cache_mode="Norm")
+
+    @lowering
+    @variants(into=LINES)
+    def lines(self, into: KeyValueLines):
+        """One call for both."""
+        caches = torch.ops.npu.npu_scatter_pa_kv_cache_functional(*into.read(), into.slots, cache_mode="PA_NZ")
+        return into.restored(*caches)
 
     @lowering
     @variants(into=SLIDING)

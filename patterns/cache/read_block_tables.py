@@ -18,6 +18,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import uncast
 from fusion.analysis.runs import iota, wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value
+from patterns.cache.joined_tables import joined_table
 
 PAGED_ROWS = word(
     "paged_rows",
@@ -113,6 +114,8 @@ def _rows(graph: Graph, value: Value, sizes: Sizes, among: Container[str] = _ALL
     if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
         return None
     a, below = graph.algebra, value.below("reshape", "permute", "slice")
+    if value.op == "cat":
+        return _rows_of_each(graph, value, sizes, among)
     for found in gathers(a, graph.shared(Folder), below, sizes[0], sizes[2]):
         for layout, pages, rows in _forms(a, found, sizes):
             if layout in among and a.reshape(rows, value.shape) is value:
@@ -121,6 +124,25 @@ def _rows(graph: Graph, value: Value, sizes: Sizes, among: Container[str] = _ALL
                 how = {"pages": pages, "block_table": table, "size": found.size, "layout": layout}
                 return Reading("paged_rows", {"rows": value, **how})
     return None
+
+
+def _rows_of_each(graph: Graph, value: Value, sizes: Sizes, among: Container[str]) -> Reading | None:
+    """The same of sequences whose rows were gathered one by one and joined."""
+    batch, *others = sizes
+    if not isinstance(batch, int) or batch < 2 or value.shape[:1] != (batch,):
+        return None
+    rows = (graph.algebra.cut(value, 0, number, number + 1) for number in range(batch))
+    parts = [_rows(graph, each, (1, *others), among) for each in rows]
+    if any(each is None for each in parts):
+        return None
+    told = [each.captures for each in parts if each is not None]
+    same = {name: told[0][name] for name in ("pages", "size", "layout")}
+    tables = [each["block_table"] for each in told]
+    known = all(isinstance(each.shape[1], int) for each in tables)
+    if not known or any(each[name] != same[name] for each in told for name in same):
+        return None
+    table = joined_table(graph.algebra, tables, same["pages"].shape[0])
+    return Reading("paged_rows", {"rows": value, "block_table": table, **same})
 
 
 def _as_held(a: Algebra, pages: Value, held: Container[Value]) -> Value:
@@ -132,6 +154,8 @@ def _as_held(a: Algebra, pages: Value, held: Container[Value]) -> Value:
 
 def gathers(a: Algebra, folder: Folder, gathered: Value, batch: Any, keys: Any) -> Iterator[Gather]:
     """Pages of so many keys of each sequence by their number in whole, or by the number of every row."""
+    if gathered.op == "cat" and gathered.attrs == (0,) and len(gathered.args) == batch:
+        yield from _of_each(a, folder, gathered, keys)
     if gathered.op != "index" or gathered.attrs not in ((0,), (0, 1)):
         return
     source, *index = gathered.args
@@ -143,6 +167,16 @@ def gathers(a: Algebra, folder: Folder, gathered: Value, batch: Any, keys: Any) 
         yield Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
     elif not by_block:
         yield from _whole(a, gathered, source, index[0], batch, keys)
+
+
+def _of_each(a: Algebra, folder: Folder, joined: Value, keys: Any) -> Iterator[Gather]:
+    """The same of sequences whose pages were gathered one by one and joined, in one of the sizes of a page."""
+    parts = [list(gathers(a, folder, each.below("reshape"), 1, keys)) for each in joined.args]
+    for first in parts[0]:
+        alike = [next((each for each in part if each[1::2] == first[1::2]), None) for part in parts]
+        tables = [each.table for each in alike if each is not None]
+        if len(tables) == len(parts) and len({each.shape for each in tables}) == 1:
+            yield first._replace(gathered=joined, table=joined_table(a, tables, first.pages.shape[0]))
 
 
 def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any, keys: int) -> Iterator[Gather]:
@@ -256,17 +290,24 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
     forms = [*(("BSND", rows, each) for each in behind), *(("BNSD", first, each) for each in before)]
     if heads == 1 and turned is not None and turned.shape[-2] == size:
         forms[:0] = [("NZ", turned, each) for each in behind]
-    line = found.pages.shape[-1]
-    if found.pages.rank > 3 and found.pages.shape[-2] == size and width % line == 0:
+    pages = unflattened(found.pages)
+    line = pages.shape[-1]
+    if pages.rank > 3 and pages.shape[-2] == size and width % line == 0:
         lines = a.reshape(found.gathered, (batch, many, heads, width // line, size, line))
         lines = a.reshape(a.permute(lines, (0, 2, 1, 4, 3, 5)), (batch, heads, room, width))
         of_rows = a.reshape(found.gathered, (batch, many, heads * width // line, size, line))
         of_rows = a.reshape(a.permute(of_rows, (0, 1, 3, 2, 4)), (batch, room, heads, width))
-        forms += [("NZ", found.pages, lines), ("NZ", found.pages, a.permute(of_rows, (0, 2, 1, 3)))]
+        forms += [("NZ", pages, lines), ("NZ", pages, a.permute(of_rows, (0, 2, 1, 3)))]
     for layout, pages, each in forms:
         cut = a.slice(a.reshape(each, (batch, heads, room, width)), 2, 0, keys)
         if cut is not None:
             yield layout, pages, cut
+
+
+def unflattened(pages: Value) -> Value:
+    """Pages with the dims that they had before all but the first became one."""
+    below = pages.below("reshape")
+    return below if pages.rank == 2 and below.shape[:1] == pages.shape[:1] else pages
 
 
 def _turned(a: Algebra, x: Value, shape: Sequence[Any], order: Sequence[int]) -> list[Value]:

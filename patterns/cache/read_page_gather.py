@@ -21,7 +21,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.storage import holds_lines
-from patterns.cache.read_block_tables import Gather, gathers
+from patterns.cache.read_block_tables import Gather, gathers, unflattened
 
 GATHERED_PAGES = word(
     "gathered_pages",
@@ -130,7 +130,7 @@ def _read(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
 
 def _whole(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
     """Pages as they are gathered."""
-    opened, index = _opened(value.arg), value.args[1]
+    opened, index = unflattened(value.arg), value.args[1]
     lanes, count = prod(opened.shape[2:]), prod(value.shape)
     sequences = [each.shape[0] for each in (index.below("reshape"), index) if each.rank > 1]
     for batch in dict.fromkeys((*sequences, 1)):
@@ -140,12 +140,6 @@ def _whole(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
             whole = found._replace(pages=opened) if found.pages is value.arg else found
             if _is_of_pages(whole):
                 yield _Rows(whole.pages, whole.table, whole.size, whole.table.shape[1] * whole.size)
-
-
-def _opened(pages: Value) -> Value:
-    """Pages [Blocks, Size, ..] whose rows were made one."""
-    below = pages.below("reshape")
-    return below if pages.rank == 2 and below.shape[:1] == pages.shape[:1] else pages
 
 
 def _is_of_pages(found: Gather) -> bool:
