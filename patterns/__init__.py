@@ -5,6 +5,7 @@ from patterns.attention.attention import Attention
 from patterns.attention.attention_update import AttentionUpdate
 from patterns.attention.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.read import attentions
+from patterns.attention.read_batches import batched_attentions
 from patterns.attention.read_int8 import int8_cache
 from patterns.attention.read_lse_merge import merges
 from patterns.attention.read_numbered import numbered_attentions
@@ -109,6 +110,7 @@ _READERS = (
     int8_cache,
     softmax_lse,
     numbered_attentions,
+    batched_attentions,
     segmented_attentions,
     paged_segments,
     merges,

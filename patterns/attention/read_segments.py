@@ -8,26 +8,21 @@ keys lie in pages of its own, it is one call over the pages (a serving engine's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
-from math import prod
+from itertools import accumulate
 from typing import Any
 
 from fusion import reader
 from fusion.analysis.constant_folding import Folder
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from fusion.graph.proof import must, proof, proven
+from patterns.attention.joined_results import VIEWS, Results, made_by, part_of, steps_of
 from patterns.attention.read_block_masks import block_masked
 from patterns.attention.segment_orders import ROWS, in_one_window, kind_of
 from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
 from patterns.cache.joined_tables import joined_table
 
-Results = Mapping[Value, tuple[Value, Reading]]
-"""What attention gives, and how it is read, by what computes it."""
-
-_VIEWS = ("permute", "reshape")
 _ALIKE = ("scale", "window", "sink", "fully_masked_row")
 _OWN = ("count", "levels", "kv_len", "kv_lens", "bias")
 _SAID = {"q", "k", "v", "mask", "mask_kind", "output_view", *_ALIKE, *_OWN}
@@ -39,7 +34,7 @@ def segmented_attentions(graph: Graph) -> Iterator[Found]:
     """What is joined of attentions along their queries; attention behind a mask that makes segments."""
     yield from block_masked(graph)
     found = graph.readings.all("softmax_attention")
-    results = {_made_by(value): (value, reading) for value, reading in found}
+    results = {made_by(value): (value, reading) for value, reading in found}
     for value in graph.places if len(results) > 1 else ():
         joined = value.op == "cat" and len(value.args) > 1
         read = segmented(graph.algebra, graph.shared(Folder), results, value) if joined else None
@@ -73,7 +68,7 @@ def _in_pages(graph: Graph, rows: Value) -> Reading | None:
 @proof
 def segmented(a: Algebra, folder: Folder, results: Results, joined: Value) -> Reading | None:
     """The segments of which a value joins the results, each with what it attends to."""
-    parts = [proven(_part(a, results, each)) for each in joined.args]
+    parts = [proven(part_of(a, results, each)) for each in joined.args]
     every = [each.reading.captures for each in parts]
     every = in_one_window(folder, every)
     first = every[0]
@@ -82,60 +77,13 @@ def segmented(a: Algebra, folder: Folder, results: Results, joined: Value) -> Re
     must(all(each.get(name) is None for each in every for name in _OWN))
     ends, key_ends, value_ends = (proven(_ends([each[name] for each in every])) for name in ("q", "k", "v"))
     must(key_ends == value_ends)  # torch reads as many values as there are keys
-    steps = proven(_steps([(each.plain, each.seen) for each in parts], joined.attrs[0]))
+    steps = proven(steps_of([(each.plain, each.seen) for each in parts], joined.attrs[0]))
     must(steps.to == joined.attrs[0] and all(each.seen is steps.applied(a, each.plain) for each in parts))
     whole = {name: _joined(a, [each[name] for each in every]) for name in ("q", "k", "v")}
     captures = {name: first[name] for name in _ALIKE if name in first} | whole
     captures |= {"mask_kind": proven(kind_of(every)), "kv_len": None, "ends": ends, "key_ends": key_ends}
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
     return Reading("segmented_attention", captures | {"output_view": steps.of(ends[-1])}, relied)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Attention whose result is joined: what is read of it, its result [1, N, S, E], and how that is seen."""
-
-    reading: Reading
-    plain: Value
-    seen: Value
-
-
-@proof
-def _part(a: Algebra, results: Results, value: Value) -> _Part | None:
-    """What a value that is joined is, if it is a result of attention, perhaps turned."""
-    result, reading = proven(results.get(_made_by(value)))
-    views = list[Value]()
-    while a.reshape(result, value.shape) is not value:
-        must(value.op in _VIEWS)
-        views.append(value)
-        value = value.arg
-    rows, reading = reading.captures["q"].shape[:ROWS], proven(_of_one(a, reading))
-    q, v = reading.captures["q"], reading.captures["v"]
-    plain = a.make("attended", (result,), (), (*q.shape[:3], v.shape[3]), result.dtype)
-    seen = a.reshape(plain, (*rows, *plain.shape[ROWS:]))
-    for op, how in reading.captures["output_view"]:
-        must(op in _VIEWS and not any(isinstance(each, str) for each in how))
-        seen = a.permute(seen, how) if op == "permute" else a.reshape(seen, how)
-    seen = a.reshape(seen, value.shape)
-    for each in reversed(views):
-        seen = a.seen_as(seen, each)
-    return _Part(reading, plain, seen)
-
-
-@proof
-def _of_one(a: Algebra, attention: Reading) -> Reading | None:
-    """Attention of the heads of all sequences as of those of one, each with its own keys."""
-    said = attention.captures
-    must(said["q"].shape[0] == 1 or said.get("sink") is None)
-    heads = {name: (1, prod(said[name].shape[:ROWS]), *said[name].shape[ROWS:]) for name in ("q", "k", "v")}
-    must(said["q"].shape[0] == said["k"].shape[0] == said["v"].shape[0])
-    folded = {name: a.reshape(said[name], shape) for name, shape in heads.items()}
-    return replace(attention, captures={**said, **folded})
-
-
-def _made_by(value: Value) -> Value:
-    """What computes a value, without views and casts: a cast of a reshape is a reshape of a cast."""
-    return value.below(*_VIEWS, "cast")
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:
@@ -188,7 +136,7 @@ def _is_cut(a: Algebra, whole: Value, end: int, part: Value) -> bool:
     axis = ROWS
     if a.cut(whole, axis, end - size, end) is part:
         return True
-    while size == 1 and whole.op in _VIEWS:
+    while size == 1 and whole.op in VIEWS:
         if whole.op == "reshape":
             if but_ones(whole.shape) != but_ones(whole.arg.shape) or whole.shape[axis] == 1:
                 return False
@@ -199,64 +147,6 @@ def _is_cut(a: Algebra, whole: Value, end: int, part: Value) -> bool:
         if a.reshape(a.cut(whole, axis, end - 1, end), part.shape) is part:
             return True
     return False
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """How a result is turned, whatever the number of its rows, the dim `to` at the end: reshapes say it by None."""
-
-    steps: tuple[tuple[str, tuple[Any, ...]], ...]
-    to: int
-
-    def of(self, size: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-        """The steps for so many rows."""
-        return tuple((op, tuple(size if each is None else each for each in how)) for op, how in self.steps)
-
-    def applied(self, a: Algebra, plain: Value) -> Value:
-        """What they make of a tensor."""
-        for op, how in self.of(plain.shape[ROWS]):
-            plain = a.permute(plain, how) if op == "permute" else a.reshape(plain, how)
-        return plain
-
-
-@proof
-def _steps(turned: Sequence[tuple[Value, Value]], axis: int) -> _Steps | None:
-    """The steps from tensors to how they are seen, by the first with more rows than one; None where rows are joined."""
-    plain, seen = next((both for both in turned if both[0].shape[ROWS] != 1), turned[0])
-    views = [seen]
-    while views[-1] is not plain:
-        must(views[-1].op in _VIEWS)
-        views.append(views[-1].arg)
-    views.reverse()
-    if plain.shape[ROWS] == 1:
-        return _each_row(views, axis)
-    to, steps = ROWS, list[tuple[str, tuple[Any, ...]]]()
-    for below, view in pairwise(views):
-        if view.op == "permute":
-            to = view.attrs.index(to)
-            steps.append(("permute", view.attrs))
-            continue
-        rows, before = below.shape[to], prod(below.shape[:to])
-        alike = (place for place, size in enumerate(view.shape) if size == rows and prod(view.shape[:place]) == before)
-        to = proven(next(alike, None))
-        steps.append(("reshape", (*view.shape[:to], None, *view.shape[to + 1 :])))
-    return _Steps(tuple(steps), to)
-
-
-@proof
-def _each_row(views: Sequence[Value], axis: int) -> _Steps | None:
-    """How each of many rows is seen as the one is: it stands before all other dims until it goes to its place."""
-    plain, seen = views[0], views[-1]
-    must(seen.shape[axis] == 1)
-    steps: list[tuple[str, tuple[Any, ...]]] = [("permute", (2, 0, 1, 3)), ("reshape", (None, *plain.shape))]
-    for view in views[1:]:
-        if view.op == "permute":
-            steps.append(("permute", (0, *(each + 1 for each in view.attrs))))
-        else:
-            steps.append(("reshape", (None, *view.shape)))
-    others = (*seen.shape[:axis], *seen.shape[axis + 1 :])
-    order = (*range(1, axis + 1), 0, *range(axis + 1, seen.rank))
-    return _Steps((*steps, ("reshape", (None, *others)), ("permute", order)), axis)
 
 
 def _places(x: Value) -> list[int]:

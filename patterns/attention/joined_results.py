@@ -1,0 +1,133 @@
+"""Results of several attentions that are joined: what each is of, and how all are seen as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.graph.proof import must, proof, proven
+from patterns.attention.segment_orders import ROWS
+
+Results = Mapping[Value, tuple[Value, Reading]]
+"""What attention gives, and how it is read, by what computes it."""
+
+VIEWS = ("permute", "reshape")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention whose result is joined: what is read of it, its result [1, N, S, E], and how that is seen."""
+
+    reading: Reading
+    plain: Value
+    seen: Value
+
+
+@proof
+def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
+    """What a value that is joined is, if it is a result of attention, perhaps turned."""
+    result, reading = proven(results.get(made_by(value)))
+    views = list[Value]()
+    while a.reshape(result, value.shape) is not value:
+        must(value.op in VIEWS)
+        views.append(value)
+        value = value.arg
+    rows, reading = reading.captures["q"].shape[:ROWS], proven(_of_one(a, reading))
+    q, v = reading.captures["q"], reading.captures["v"]
+    plain = a.make("attended", (result,), (), (*q.shape[:3], v.shape[3]), result.dtype)
+    seen = a.reshape(plain, (*rows, *plain.shape[ROWS:]))
+    for op, how in reading.captures["output_view"]:
+        must(op in VIEWS and not any(isinstance(each, str) for each in how))
+        seen = a.permute(seen, how) if op == "permute" else a.reshape(seen, how)
+    seen = a.reshape(seen, value.shape)
+    for each in reversed(views):
+        seen = a.seen_as(seen, each)
+    return Part(reading, plain, seen)
+
+
+@proof
+def _of_one(a: Algebra, attention: Reading) -> Reading | None:
+    """Attention of the heads of all sequences as of those of one, each with its own keys."""
+    said = attention.captures
+    must(said["q"].shape[0] == 1 or said.get("sink") is None)
+    heads = {name: (1, prod(said[name].shape[:ROWS]), *said[name].shape[ROWS:]) for name in ("q", "k", "v")}
+    must(said["q"].shape[0] == said["k"].shape[0] == said["v"].shape[0])
+    folded = {name: a.reshape(said[name], shape) for name, shape in heads.items()}
+    return replace(attention, captures={**said, **folded})
+
+
+def made_by(value: Value) -> Value:
+    """What computes a value, without views and casts: a cast of a reshape is a reshape of a cast."""
+    return value.below(*VIEWS, "cast")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a result is turned, whatever the number of its rows, the dim `to` at the end: reshapes say it by None."""
+
+    steps: tuple[tuple[str, tuple[Any, ...]], ...]
+    to: int
+
+    def of(self, size: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """The steps for so many rows."""
+        return tuple((op, tuple(size if each is None else each for each in how)) for op, how in self.steps)
+
+    def applied(self, a: Algebra, plain: Value) -> Value:
+        """What they make of a tensor."""
+        for op, how in self.of(plain.shape[ROWS]):
+            plain = a.permute(plain, how) if op == "permute" else a.reshape(plain, how)
+        return plain
+
+
+@proof
+def steps_of(turned: Sequence[tuple[Value, Value]], axis: int) -> Steps | None:
+    """The steps from tensors to how they are seen, by the first with more rows than one; None where rows are joined."""
+    plain, seen = next((both for both in turned if both[0].shape[ROWS] != 1), turned[0])
+    views = proven(_views_between(plain, seen))
+    if plain.shape[ROWS] == 1:
+        return each_alone(plain, seen, axis, ROWS)
+    to, steps = ROWS, list[tuple[str, tuple[Any, ...]]]()
+    for below, view in pairwise(views):
+        if view.op == "permute":
+            to = view.attrs.index(to)
+            steps.append(("permute", view.attrs))
+            continue
+        rows, before = below.shape[to], prod(below.shape[:to])
+        alike = (place for place, size in enumerate(view.shape) if size == rows and prod(view.shape[:place]) == before)
+        to = proven(next(alike, None))
+        steps.append(("reshape", (*view.shape[:to], None, *view.shape[to + 1 :])))
+    return Steps(tuple(steps), to)
+
+
+@proof
+def _views_between(plain: Value, seen: Value) -> list[Value] | None:
+    """The views from a tensor to how it is seen, both among them."""
+    views = [seen]
+    while views[-1] is not plain:
+        must(views[-1].op in VIEWS)
+        views.append(views[-1].arg)
+    return views[::-1]
+
+
+@proof
+def each_alone(plain: Value, seen: Value, axis: int, dim: int) -> Steps | None:
+    """How each of many entries of `dim` is seen as the one of `plain` is, all joined along `axis`.
+
+    They stand before all other dims until they go to their place.
+    """
+    views = proven(_views_between(plain, seen))
+    must(seen.shape[axis] == 1)
+    steps: list[tuple[str, tuple[Any, ...]]] = [] if dim == 0 else [("permute", (2, 0, 1, 3))]
+    steps.append(("reshape", (None, *plain.shape)))
+    for view in views[1:]:
+        if view.op == "permute":
+            steps.append(("permute", (0, *(each + 1 for each in view.attrs))))
+        else:
+            steps.append(("reshape", (None, *view.shape)))
+    others = (*seen.shape[:axis], *seen.shape[axis + 1 :])
+    order = (*range(1, axis + 1), 0, *range(axis + 1, seen.rank))
+    return Steps((*steps, ("reshape", (None, *others)), ("permute", order)), axis)
