@@ -79,7 +79,7 @@ def caches() -> list[Tensor]:
 FORMS: dict[str, tuple[Form, list[Tensor]]] = {
     "sdpa": (by_sdpa, given(1)),
     "written out": (in_place_of_batches, given(1)),
-    "several queries": (in_place_of_batches, given(4)),
+    "several queries": (in_place_of_batches, given(4, 128, M, D)),
     "heads first": (heads_first, given(1, M, SIZE, D)),
     "rows": (of_rows, [given(1)[0], *caches(), LENGTHS]),
 }
@@ -97,8 +97,7 @@ def test_they_are_one_call(name: str, level: Level):
     assert not t.outcome.failures
     testing.means_what_it_says(t)
     (call,) = calls(t)
-    by_table = name not in ("rows", "several queries")  # of those a dense mask is shown
-    assert (call.kwargs.get("block_table") is not None) == by_table
+    assert (call.kwargs.get("block_table") is not None) == (name != "rows")
 
 
 def another_scale(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
