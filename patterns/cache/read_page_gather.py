@@ -38,6 +38,10 @@ _FORMAT = (
     "the pages hold lines of NZ, which the operator reads of an input in the storage format FRACTAL_NZ alone, as "
     "torch_npu.npu_format_cast(x, 29) makes it: these are none, or nothing is known of their format"
 )
+_LINES = (
+    "the pages, rows of 32 bytes, could be lines of NZ: the operator would read them so in the storage format "
+    "FRACTAL_NZ, in which they are supposed to lie where no NPU tells"
+)
 _SEEN = ("reshape", "permute", "slice", "write", "write_rows", "write_lines", "write_within")
 
 
@@ -68,8 +72,8 @@ def page_gathers(graph: Graph) -> Iterator[Found]:
     alike = Counter(rows.how for value, rows in found.items() if stored[value] is (rows.layout == "NZ"))
     for value, rows in found.items():
         if stored[value] is not (rows.layout == "NZ"):
-            if rows.layout == "NZ":
-                yield value, Miss("page_gather", _FORMAT)
+            if rows.layout == "NZ" or _is_rows(graph, value, rows):
+                yield value, Miss("page_gather", _FORMAT if rows.layout == "NZ" else _LINES)
         elif alike[rows.how] > 1:
             yield value, _reading(graph, value, rows)
         elif _is_rows(graph, value, rows):

@@ -99,3 +99,15 @@ def test_one_graph_serves_any_number_of_sequences():
     given = [next((new for old, new in own.items() if old is each), each) for each in given]
     want = gathered(queries, latents, ropes, more)
     torch.testing.assert_close(captured.graph(*given)[0], want)
+
+
+def test_rows_that_could_be_lines_of_nz_are_told():
+    """Heads of 16 lanes, 16 of them: off an NPU such pages are supposed to lie in FRACTAL_NZ, where rows are lines."""
+
+    def both(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        return tuple(pages[table].flatten(1, 2).sum(1) for pages in (keys, values))
+
+    pages = torch.zeros(2, BLOCKS, SIZE, 16, 16, dtype=torch.bfloat16)
+    report = fusion.explain(both, *pages, TABLE.clone(), options={"target": "ascend910_93", "plan_lower": "eager"})
+    assert not report.ops
+    assert "could be lines of NZ" in report.refusals[0].reason
