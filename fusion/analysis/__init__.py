@@ -2,7 +2,8 @@
 
 lanes, lane_products            what entries of the last dim are made of; sums of (lane of x) · (lane of a table)
 row_layout, repetition          how rows come out of reshapes and permutes; entries that stand several times
-predicates, affine, extents     a mask as a formula over its positions, and which formulas imply which others
+predicates, integers            a mask as a formula over its own positions, and integers as affine expressions of them
+affine, extents                 such expressions and formulas, and which imply which others
 intervals, floors, infinities   between which numbers an element lies; which may be infinite
 constant_folding, few_numbers   what depends on no input; tensors of few numbers
 exponentials, logarithms        softmax, sigmoid, log Σ exp, as models write them
