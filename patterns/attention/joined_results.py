@@ -16,6 +16,8 @@ Results = Mapping[Value, tuple[Value, Reading]]
 """What attention gives, and how it is read, by what computes it."""
 
 VIEWS = ("permute", "reshape")
+_ALL_ROWS = ("count", "levels", "kv_len", "kv_lens", "bias")
+"""What is said of all queries of a sequence at once."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,15 @@ class Part:
 
 @proof
 def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
-    """What a value that is joined is, if it is a result of attention, perhaps turned."""
+    """What a value that is joined is, if it is a result of attention, perhaps turned, or some rows of one."""
     result, reading = proven(results.get(made_by(value)))
-    views = list[Value]()
-    while a.reshape(result, value.shape) is not value:
-        must(value.op in VIEWS)
-        views.append(value)
+    views, above, cut = list[Value](), list[Value](), None
+    while prod(value.shape) != prod(result.shape) or a.reshape(result, value.shape) is not value:
+        must(value.op in VIEWS or (value.op == "slice" and cut is None))
+        if value.op == "slice":
+            views, above, cut = [], views, value
+        else:
+            views.append(value)
         value = value.arg
     rows, reading = reading.captures["q"].shape[:ROWS], proven(_of_one(a, reading))
     q, v = reading.captures["q"], reading.captures["v"]
@@ -46,7 +51,41 @@ def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
     seen = a.reshape(seen, value.shape)
     for each in reversed(views):
         seen = a.seen_as(seen, each)
-    return Part(reading, plain, seen)
+    part = Part(reading, plain, seen)
+    if cut is not None:
+        part = proven(_some_rows(a, part, *cut.attrs))
+        seen = part.seen
+        for each in reversed(above):
+            seen = a.seen_as(seen, each)
+    return replace(part, seen=seen)
+
+
+@proof
+def _some_rows(a: Algebra, part: Part, axis: int, start: int, stop: int, step: int) -> Part | None:
+    """Attention of the queries from `start` to `stop`, which are those along `axis` of how its result is seen."""
+    steps = proven(steps_of([(part.plain, part.seen)], axis))
+    must(step == 1 and steps.to == axis and part.seen is steps.applied(a, part.plain))
+    said, plain = part.reading.captures, part.plain
+    queries, keys = said["q"].shape[ROWS], said["k"].shape[ROWS]
+    last = stop == queries and (said["mask_kind"] == "causal_lower_right" or queries == keys)
+    must(said["mask_kind"] == "none" or (said["mask_kind"] != "dense" and last))
+    must(all(said.get(name) is None for name in _ALL_ROWS))
+    captures = {**said, "q": _cut_rows(a, said["q"], start, stop)}
+    captures |= {} if said["mask_kind"] == "none" else {"mask_kind": "causal_lower_right"}
+    if said.get("mask") is not None and said["mask"].shape[ROWS] == queries:
+        captures["mask"] = a.cut(said["mask"], ROWS, start, stop)
+    shape = (*plain.shape[:ROWS], stop - start, *plain.shape[ROWS + 1 :])
+    plain = a.make("attended", plain.args, (start, stop), shape, plain.dtype)
+    return Part(replace(part.reading, captures=captures), plain, steps.applied(a, plain))
+
+
+def _cut_rows(a: Algebra, q: Value, start: int, stop: int) -> Value:
+    """Some of the queries [1, N, S, D], which may have been put into larger memory before they got the first dim."""
+    below = q.arg if q.op == "reshape" else q
+    if below is q or (1, *below.shape) != q.shape:
+        return a.cut(q, ROWS, start, stop)
+    cut = a.cut(below, ROWS - 1, start, stop)
+    return a.reshape(cut, (1, *cut.shape))
 
 
 @proof
@@ -61,8 +100,8 @@ def _of_one(a: Algebra, attention: Reading) -> Reading | None:
 
 
 def made_by(value: Value) -> Value:
-    """What computes a value, without views and casts: a cast of a reshape is a reshape of a cast."""
-    return value.below(*VIEWS, "cast")
+    """What computes a value, or more than it: below views, casts (that of a reshape is a reshape of one) and slices."""
+    return value.below(*VIEWS, "slice", "cast")
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,40 @@ def test_they_are_one_call_over_the_pages(name: str, level: Level):
     assert not [each for each in t.fused.graph.nodes if each.target is torch.ops.aten.index.Tensor]
 
 
+def last_rows(
+    q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries: Any = CHUNKS, first: bool = False
+) -> Tensor:
+    """Queries of a chunk stand behind rows of no meaning, one for each key before them, whose results are left out."""
+    outs = []
+    for number, (start, end) in enumerate(between(queries)):
+        count, own = KEYS[number], end - start
+        longer = torch.empty(N, count, D, dtype=q.dtype).fill_(0.5)
+        kept = slice(0, own) if first else slice(count - own, count)
+        longer[:, kept] = q[start:end].transpose(0, 1)
+        k, v = (each[lookup[number].long()].view(-1, M, D)[:count].transpose(0, 1) for each in (keys, values))
+        out = F.scaled_dot_product_attention(longer[None], k[None], v[None], is_causal=True, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1)[kept])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("queries", [CHUNKS, MIXED, (1, 1, 1)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_last_rows_of_each_are_chunks_behind_their_keys(queries: tuple[int, ...], level: Level):
+    t = tried(partial(last_rows, queries=queries), given(queries), level)
+    assert lowerings(t) == ["packed"]
+    testing.means_what_it_says(t)
+    (call,) = calls(t)
+    assert call.kwargs["actual_seq_qlen"] == list(accumulate(queries))
+    assert call.kwargs["block_table"] is not None
+
+
+def test_the_first_rows_see_the_first_keys():
+    t = tried(partial(last_rows, first=True), given(CHUNKS))
+    assert not t.outcome.failures
+    testing.means_what_it_says(t)
+    assert len(calls(t)) == len(CHUNKS)
+
+
 def causal_from_the_first(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
     """The chunk sees the first keys, as no other sequence does."""
     outs = []
