@@ -5,7 +5,7 @@ k8.float() * s        (k8 - z) * s        k8.to(bf16) * 0.05        (k8[table] *
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -60,8 +60,33 @@ def _read(a: Algebra, value: Value, of: Callable[[Value], Grid | None]) -> Grid 
         case "reshape" | "permute" | "expand" | "slice" if is_float(value):
             found = of(value.arg)
             return found and _viewed(a, found, value)
+        case "cat" if is_float(value) and value.attrs[0] < value.rank - 1:
+            found = [of(each) for each in value.args]
+            return _beside(a, [each for each in found if each is not None], value)
         case _:
             return None
+
+
+def _beside(a: Algebra, parts: Sequence[Grid], joined: Value) -> Grid | None:
+    """Of what is joined along a dim that is not the last, if every piece is made alike."""
+    (axis,) = joined.attrs
+    alike = {(len(each.factors), len(each.offsets), each.number, each.shift) for each in parts}
+    if len(parts) != len(joined.args) or len(alike) != 1:
+        return None
+
+    def along(*values: Value) -> Value:
+        lifted = [a.reshape(x, (*(1,) * (joined.rank - x.rank), *x.shape)) for x in values]
+        if all(x is lifted[0] for x in lifted) and lifted[0].shape[axis] == 1:
+            return lifted[0]
+        pairs = zip(lifted, parts, strict=True)
+        return a.cat([a.expand(x, (*part.base.shape[:-1], x.shape[-1])) for x, part in pairs], axis)
+
+    base = a.cat([each.base for each in parts], axis)
+    factors, offsets = (
+        tuple(along(*column) for column in zip(*columns, strict=True))
+        for columns in ([each.factors for each in parts], [each.offsets for each in parts])
+    )
+    return replace(parts[0], base=base, factors=factors, offsets=offsets)
 
 
 def _by_number(found: Grid | None, value: Value) -> Grid | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,6 +73,30 @@ def of_rows(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat(outs)
 
 
+def in_int8(
+    q: Tensor, keys: Tensor, values: Tensor, scales: Tensor, table: Tensor, lengths: Tensor, own: bool = False
+) -> Tensor:
+    """Pages in int8, with scales of each channel, perhaps twice those for the last sequence."""
+    outs = []
+    for b in range(B):
+        many = 2 if own and b == B - 1 else 1
+        k, v = (
+            (pages[table[b]].view(-1, M, D).to(q.dtype) * (scale * many)).transpose(0, 1)[None]
+            for pages, scale in ((keys, scales[0]), (values, scales[1]))
+        )
+        seen = (torch.arange(k.shape[2]) < lengths[b])[None, None, None]
+        outs.append(F.scaled_dot_product_attention(q[b : b + 1], k, v, seen, enable_gqa=True))
+    return torch.cat(outs)
+
+
+def given_int8() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shape = (BLOCKS, 2 * SIZE, M, D)
+    pages = (torch.randint(-128, 128, shape, generator=generator).to(torch.int8) for _ in range(2))
+    scales = (torch.rand(2, M, D, generator=generator) / 64 + 2**-7).bfloat16()
+    return [given(1)[0], *pages, scales, TABLE.clone(), LENGTHS.clone()]
+
+
 def caches() -> list[Tensor]:
     return [numbers(B, M, SIZE * PAGES, D, seed=seed).bfloat16() for seed in (1, 2)]
 
@@ -81,6 +106,7 @@ FORMS: dict[str, tuple[Form, list[Tensor]]] = {
     "written out": (in_place_of_batches, given(1)),
     "several queries": (in_place_of_batches, given(4, 128, M, D)),
     "heads first": (heads_first, given(1, M, SIZE, D)),
+    "int8": (in_int8, given_int8()),
     "rows": (of_rows, [given(1)[0], *caches(), LENGTHS]),
 }
 
@@ -133,6 +159,13 @@ def turned_otherwise(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -
 @pytest.mark.parametrize("form", [another_scale, other_numbers_of_keys, turned_otherwise])
 def test_what_is_not_alike_stays_one_by_one(form: Form):
     t = tried(form, [given(1)[0], *caches(), LENGTHS])
+    assert not t.outcome.failures
+    testing.means_what_it_says(t)
+    assert len(calls(t)) == B
+
+
+def test_scales_of_one_sequence_are_not_those_of_all():
+    t = tried(partial(in_int8, own=True), given_int8())
     assert not t.outcome.failures
     testing.means_what_it_says(t)
     assert len(calls(t)) == B
