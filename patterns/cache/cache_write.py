@@ -88,7 +88,7 @@ class KeyValuePages(Group):
     key: Any = tensor("T N D")
     value: Any = tensor("T N E")
     slots: Any = tensor("T", optional=True)
-    nz_block: Any = attribute()
+    nz_block: Any = attribute(None)
 
     def written(self, p):
         """Both writes."""
@@ -96,8 +96,7 @@ class KeyValuePages(Group):
         return tuple(p.write_pages(cache=cache, rows=x, slots=self.slots, nz_block=self.nz_block) for cache, x in both)
 
     def guard(self) -> None:
-        """Whole rows, by slots that are proven."""
-        require(self.nz_block is None, "the pages hold rows in lines")
+        """Slots that are proven."""
         require(self.slots is not None, "the place is not proven to lie in its page: slot % Size is")
 
     def read(self) -> Sequence[Tensor]:
@@ -115,10 +114,10 @@ class KeyValueLines(KeyValuePages):
     value_cache: Any = tensor("*V M")
     key: Any = tensor("*R L")
     value: Any = tensor("*Q M")
+    nz_block: Any = attribute(pages.NZ, pages.NZ_INT8)
 
     def guard(self) -> None:
         """Lines of 32 bytes."""
-        require(self.nz_block is not None, "the pages hold whole rows")
         pages.refuse_others(self.nz_block, pages.NZ_INT8 if self.key_cache.dtype.itemsize == 1 else pages.NZ)
 
     def read(self) -> Sequence[Tensor]:
