@@ -173,8 +173,10 @@ def _of_each(a: Algebra, folder: Folder, joined: Value, keys: Any) -> Iterator[G
     """The same of sequences whose pages were gathered one by one and joined, in one of the sizes of a page."""
     parts = [list(gathers(a, folder, each.below("reshape"), 1, keys)) for each in joined.args]
     for first in parts[0]:
-        alike = [next((each for each in part if each[1::2] == first[1::2]), None) for part in parts]
-        tables = [each.table for each in alike if each is not None]
+        alike = (
+            [each.table for each in part if (each.pages, each.size) == (first.pages, first.size)] for part in parts
+        )
+        tables = [each[0] for each in alike if each]
         if len(tables) == len(parts) and len({each.shape for each in tables}) == 1:
             yield first._replace(gathered=joined, table=joined_table(a, tables, first.pages.shape[0]))
 
