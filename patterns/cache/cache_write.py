@@ -114,7 +114,7 @@ class KeyValueLines(KeyValuePages):
     value_cache: Any = tensor("*V M")
     key: Any = tensor("*R L")
     value: Any = tensor("*Q M")
-    nz_block: Any = attribute(pages.NZ, pages.NZ_INT8)
+    nz_block: Any = attribute(*pages.BLOCKS)
 
     def guard(self) -> None:
         """Lines of 32 bytes."""

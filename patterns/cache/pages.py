@@ -16,6 +16,8 @@ SIZES = (128, 64, 32, 16)
 """Sizes of pages as which a contiguous cache is read, the first that divides it."""
 NZ, NZ_INT8 = 16, 32
 """How many lanes of two bytes, and of one, a block of NZ holds."""
+BLOCKS = (4, 8, NZ, NZ_INT8, 64)
+"""How many a model may put in a block: others than NZ are told."""
 
 
 def sequences(cache: Any, start: Any, axis: int) -> Any:

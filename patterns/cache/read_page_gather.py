@@ -72,8 +72,9 @@ def page_gathers(graph: Graph) -> Iterator[Found]:
     alike = Counter(rows.how for value, rows in found.items() if stored[value] is (rows.layout == "NZ"))
     for value, rows in found.items():
         if stored[value] is not (rows.layout == "NZ"):
-            if rows.layout == "NZ" or _is_rows(graph, value, rows):
-                yield value, Miss("page_gather", _FORMAT if rows.layout == "NZ" else _LINES)
+            lines = rows.layout == "NZ"
+            if holds_lines(rows.pages.shape, rows.pages.dtype) if lines else _is_rows(graph, value, rows):
+                yield value, Miss("page_gather", _FORMAT if lines else _LINES)
         elif alike[rows.how] > 1:
             yield value, _reading(graph, value, rows)
         elif _is_rows(graph, value, rows):

@@ -153,6 +153,7 @@ def _turned(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 FROM_THE_END = two(torch.tensor([-1, 3, -20]))
 NZ = tensors(*2 * ((BLOCKS, SIZE, SIZE, 16),), *2 * ((3, SIZE, 16),), SLOTS)
+SHORT = tensors(*2 * ((BLOCKS, SIZE, SIZE, 8),), *2 * ((3, SIZE, 8),), SLOTS)
 VIEWED = of_caches(viewed, 2)
 BY_BLOCK = put(lambda slots: (slots // SIZE, slots % SIZE), 2)
 BY_TABLE = put(lambda table, at: (table[torch.arange(3), at // SIZE], at % SIZE), 2)
@@ -168,7 +169,8 @@ PAGED = (
     Example("slot // Size, slot % Size, counted from the end", BY_BLOCK, FROM_THE_END),
     Example("a block table", BY_TABLE, two(TABLE, torch.tensor([5, 0, 7]))),
     Example("pages that lie otherwise", BY_BLOCK, _turned, "the pages are not contiguous", "written[Cache]"),
-    Example("lines of NZ", IN_NZ, NZ, "the pages hold rows in lines"),
+    Example("lines of NZ", IN_NZ, NZ),
+    Example("shorter lines", IN_NZ, SHORT, "in lines of 8 numbers, not of 16"),
     Example("places of unknown range", ANYWHERE, UNKNOWN, "not proven to lie in its page", "written[Cache]"),
 )
 
