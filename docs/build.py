@@ -146,13 +146,14 @@ def _indexers() -> str:
     head = (
         "\n## huggingface/transformers, families with an indexer\n\n"
         "Untouched models of two layers, a prompt and a step over a static cache. DeepSeek-V4 lists pools of keys, "
-        "MiniMax-M3 blocks of them. Glm5Next and Qwen4Exp are several graphs each: "
+        "MiniMax-M3 blocks of them for each group of heads, Doge keys for each head. Glm5Next and Qwen4Exp are several "
+        "graphs each: "
         "[a test](../tests/models/test_sparse_attention.py) says what their attention becomes, and why it is dense.\n"
     )
     steps = [(name, mode) for name in indexers.INDEXED for mode in indexers.MODES]
     found = {f"{name}, {mode.partition('_')[0]}": (indexers.FILE, f"{name} {mode}") for name, mode in steps}
     found |= {"DeepseekV4, prefill": ("model_DeepseekV4", "prefill eager")}
-    found |= {"MiniMaxM3VL, prefill": ("model_MiniMaxM3VL", "prefill sdpa")}
+    found |= {f"{name}, prefill": (f"model_{name}", "prefill sdpa") for name in ("MiniMaxM3VL", "Doge")}
     rows = [_row(what, of_case(*case), LAYERS) for what, case in found.items()]
     return "\n".join([head, *_COLUMNS, *rows]) + "\n"
 

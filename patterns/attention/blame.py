@@ -89,13 +89,13 @@ def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:
 
 def unproven(mask: Value, by_truths: bool = False) -> str:
     """Why it is not known what a mask lets through that is added to the scores; of truths, `by_truths` it would be."""
-    passed = _passed_in(mask)
+    passed = passed_in(mask)
     if passed is not None:
         return _BIAS + _ASSUME
     return TRUTHS if by_truths or _of_float_truths(mask) else _BIAS
 
 
-def _passed_in(x: Value) -> Value | None:
+def passed_in(x: Value) -> Value | None:
     """The input of which a mask shows some rows and keys; None where it is computed."""
     while x.op != "input":
         keeps = (

@@ -42,8 +42,9 @@ _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
 )
+OF_HEADS = "the mask differs from head to head"
 _OF_LISTS = (
-    "the mask differs from head to head: heads, or groups of them, have a list of {what} each, and the operators of "
+    OF_HEADS + ": heads, or groups of them, have a list of {what} each, and the operators of "
     "sparse attention read one list of keys for all heads"
 )
 NOT_LOST = (
@@ -166,7 +167,7 @@ class Masks:
         """Why a mask that is another one for each head is not told, by the list that it is made of, if it is."""
         found = list_in(self.terms[-1].mask)
         if found is None:
-            return "the mask differs from head to head"
+            return OF_HEADS
         return _OF_LISTS.format(what="keys" if names_keys(found, self.sizes[3]) else "blocks of keys")
 
     def _lists_some(self, bounds: Limits) -> bool:

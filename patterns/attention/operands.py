@@ -68,7 +68,8 @@ def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame,
             (q, k, v), given = narrow, given if dtype == root.dtype else dtype
     mixed = int8 and not given == q.dtype == k.dtype == v.dtype
     if len({given, q.dtype} if mixed else {given, q.dtype, k.dtype, v.dtype}) != 1:
-        return "queries, keys, values and result have different dtypes"
+        have = [str(each).removeprefix("torch.") for each in (q.dtype, k.dtype, v.dtype, given)]
+        return "queries, keys, values and result have different dtypes: {}, {}, {} and {}".format(*have)
     said = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
     return said | ({"mixed": True} if mixed else {}), {}, sizes
 

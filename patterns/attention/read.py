@@ -25,7 +25,7 @@ from patterns.attention.divided_late import Finish, stripped
 from patterns.attention.frames import Attended, Frame, per_head
 from patterns.attention.joined_heads import of_all_heads
 from patterns.attention.mask_terms import Term, hides_by_truths
-from patterns.attention.masks import NOT_LOST, Masks
+from patterns.attention.masks import NOT_LOST, OF_HEADS, Masks
 from patterns.attention.operands import APART, SEVERAL, Outcome, Parts, operands_of
 from patterns.attention.output_view import named_view, view_steps
 from patterns.attention.products import contraction
@@ -270,10 +270,12 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     masks = assumed.masks(*of_scores)
     found = parted(masks)
     mask, bias = _told(assumed, found, frame, dtype, of)
-    whole = unparted(masks, dtype) if mask == NOT_LOST and of.empty.of_low is False else None
-    if whole is not None:  # numbers that hide no key alone are exact as a bias
+    untold = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else isinstance(bias, str)
+    whole = unparted(masks, dtype) if untold and of.empty.of_low is False else None
+    if whole is not None:  # numbers that are added are exact as a bias, whether they hide a key or not
         told = _told(assumed, whole, frame, dtype, of)
-        found, (mask, bias) = (whole, told) if isinstance(told[1], dict) else (found, (mask, bias))
+        fits = isinstance(told[1], dict) and (mask == NOT_LOST or "empty_bias" not in told[1])
+        found, (mask, bias) = (whole, told) if fits else (found, (mask, bias))
     if isinstance(mask, str):
         return missed(mask, of.product, found.masks.blamed().at)
     if isinstance(bias, dict):

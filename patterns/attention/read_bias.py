@@ -29,6 +29,8 @@ from patterns.attention.masks import Masks
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "abs", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
 """Ops that hold an infinite number only if an operand that they are made of does."""
+_CHOOSES = ("expand", "index", "take", "where")
+"""Ops that compute no number, besides the views."""
 _FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "number", "constant")
 """Ops whose results are taken for numbers, as scores are."""
 
@@ -224,7 +226,7 @@ def _may_reach(most: float, x: Value, numbers: Array | None, weights: Collection
 
 def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
     """The same of what is no constant: a product is as small as scores are, a weight a number."""
-    if x.dtype is torch.float16 and x.op not in (*_VIEWS, "expand", "index", "take", "input"):
+    if x.dtype is torch.float16 and x.op not in (*_VIEWS, *_CHOOSES, "input", "full", "exp"):
         return True  # whose largest number is small enough to be passed
     match x.op:
         case "input":
@@ -239,6 +241,8 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return False
         case "cast":  # what the dtype does not hold is infinite
             return _may_hold(min(most, torch.finfo(proven(x.dtype)).max), x.arg, weights)
+        case "exp":  # is never -inf, and by +inf plain attention gives NaN for the row
+            return most < math.inf
         case "mul":  # what is the same for all keys is a number, as what scales the scores is
             keyed = [each for each in x.args if each.shape[-1:] not in ((), (1,))]
             return any(_may_hold(most, each, weights) for each in keyed)

@@ -22,11 +22,14 @@ from fusion.graph import Algebra, Value, logic
 from fusion.graph.contractions import matmul, swapped
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.addends import addends_of, computed_from, product_in
+from patterns.attention.blame import passed_in
 from patterns.attention.hiding import MASKED
 from patterns.attention.mask_terms import Term, mask_on
 
 PLAIN = ("cast", "scale", "reshape", "permute")
 """What scores go through that nothing has hidden or capped yet."""
+_UNEVEN = "the scores are scaled by a tensor that is not the same for all keys"
+_OF_FLOATS = "; a mask of floats that is passed in is not known to hold 0 and 1 alone, as one of booleans is"
 BIASED = "what is added to the scores is computed from them, and no mask"
 
 
@@ -171,7 +174,7 @@ def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
         if product is None:
             continue
         if factor.shape[-1:] not in ((), (1,)):
-            return replace(found, odd="the scores are scaled by a tensor that is not the same for all keys", at=(z,))
+            return replace(found, odd=_UNEVEN + (_OF_FLOATS if passed_in(factor) else ""), at=(z,))
         if computed_from(factor, product):
             return replace(found, odd="the scores are scaled by what is computed from them", at=(z,))
         if found.steps and prod(factor.shape) != 1:

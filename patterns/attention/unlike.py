@@ -19,6 +19,10 @@ HIDDEN_ONE = (
     "there is one key, whose score is a sum and no row of a product: what is added to it, or hides it, is not read"
 )
 JOINED = "scores of single heads are joined, of which queries or keys are not cut from one tensor in the same order"
+OF_SEVERAL = (
+    "its keys and values are several tensors, of which each has products of its own on both sides of the softmax: the "
+    "operator reads one tensor of keys and one of values"
+)
 _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops of weights that attention has as well, and those that say nothing of what is computed."""
 _OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
@@ -37,6 +41,8 @@ def unlike(product: Value) -> str:
         other, scores = ("", None) if softmax is None else _down(softmax.arg, "matmul", _OF_SCORES)
         if softmax is not None and scores is None and _is_joined(softmax.arg):
             return JOINED
+        if softmax is not None and scores is None and _is_of_several(softmax):
+            return OF_SEVERAL
         if softmax is not None and scores is None and _is_of_one_key(softmax):
             return HIDDEN_ONE
         if softmax is None or scores is None:
@@ -88,6 +94,14 @@ def _is_joined(x: Value) -> bool:
     if joined is None or joined.attrs[0] >= joined.rank - (2 if x.rank == joined.rank else 1):
         return False
     return all(each.below("reshape", "scale").op == "matmul" for each in joined.args)
+
+
+def _is_of_several(softmax: Value) -> bool:
+    """Whether the keys of scores are those of several products, one behind the other."""
+    _, joined = _down(softmax.arg, "cat", _OF_SCORES)
+    if joined is None or joined.attrs[0] != joined.rank - 1 or joined.shape[-1] != softmax.shape[_keys(softmax)]:
+        return False
+    return all(_down(each, "matmul", _OF_SCORES)[1] is not None for each in joined.args)
 
 
 def _keys(softmax: Value) -> int:

@@ -249,6 +249,50 @@ def numbers_beside_an_order(q, k, v):
     return ((q @ k.mT / 4).masked_fill(future(), -1e4) + gone).softmax(-1) @ v
 
 
+def growing_where_shown(q, k, v):
+    """In the manner of Doge: what values say of keys is added where they are seen, and elsewhere the least number."""
+    steps = F.softplus(v[..., 0]).exp()[:, :, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=steps.masked_fill(future(), least(q)))
+
+
+def growing_where_shown_to_all(q, k, v):
+    """The same with keys that nobody sees, and queries that see none: they give the mean of all values."""
+    steps = torch.where(VALID[:, None, None] == 1, F.softplus(v[..., 0]).exp()[:, :, None], least(q))
+    hidden = (torch.arange(S) % 5 == 2)[:, None]
+    return (q @ k.mT / 4 + steps.masked_fill(hidden, least(q))).softmax(-1) @ v
+
+
+def growing_by_hand(q, k, v):
+    """Keys as they pass by weigh more and more, of which the largest few are kept."""
+    steps = (v[..., 0].abs() + 1).log().exp()[:, :, None].expand(B, N, S, S)
+    kept = torch.zeros_like(steps).scatter(-1, steps.topk(4, dim=-1).indices, 1.0)
+    return (q @ k.mT / 4 + steps.masked_fill(kept == 0.0, least(q))).softmax(-1) @ v
+
+
+GROWING: list[Form] = [growing_where_shown, growing_where_shown_to_all, growing_by_hand]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("form", GROWING, ids=lambda each: each.__name__)
+def test_a_bias_that_is_never_minus_infinity_holds_its_mask(form: Form, dtype: torch.dtype):
+    trial = tried(form, dtype)
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"], trial.outcome.refusals
+    testing.means_what_it_says(trial)
+
+
+def shrinking_where_shown(q, k, v):
+    """The logarithm of 0 is -inf, where the least number hides others."""
+    steps = F.softplus(v[..., 0]).log()[:, :, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=steps.masked_fill(future(), least(q)))
+
+
+def test_one_that_may_be_is_refused():
+    outcome = tried(shrinking_where_shown, torch.float32).outcome
+    assert not outcome.chosen
+    reasons = [each.reason for each in outcome.refusals]
+    assert any("it may hide keys, beside a mask of finite numbers" in each for each in reasons), reasons
+
+
 def chosen_of_two_products(q, k, v):
     return torch.where(future(), q @ OWN[:, None, 0].mT, q @ k.mT).softmax(-1) @ v
 
@@ -357,9 +401,17 @@ def test_a_bias_that_may_be_infinite_is_clamped_itself_where_nothing_else_hides_
     testing.means_what_it_says(trial)
 
     def beside(q, k, v, bias):
-        return form(q, k.masked_fill(q.isnan(), 0), v, bias.masked_fill(future(), -math.inf))
+        """A mask within the bias is a part of it."""
+        return form(q, k, v, bias.masked_fill(future(), -math.inf))
 
-    captured = capture(beside, (*QKV, bias))
+    trial = testing.trial_of(capture(beside, (*QKV, bias)))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    testing.means_what_it_says(trial)
+
+    def behind(q, k, v, bias):
+        return ((q @ k.mT / 4).masked_fill(future(), -math.inf) + bias).clamp(min=least(q)).softmax(-1) @ v
+
+    captured = capture(behind, (*QKV, bias))
     missed = read_graph(captured.graph.graph, captured.facts).readings.missed("softmax_attention")
     assert ["it may hide keys, beside a mask of finite numbers" in each.reason for _, each in missed] == [True]
 

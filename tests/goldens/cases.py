@@ -109,7 +109,7 @@ def _models() -> Iterator[Case]:
     for (name, of), mode in product(indexers.INDEXED.items(), indexers.MODES):
         yield Case(indexers.FILE, f"{name} {mode}", partial(of.captured, mode, DTYPE))
 
-    for family in ("DeepseekV4", "MiniMaxM3VL"):  # the others are several graphs
+    for family in ("DeepseekV4", "Doge", "MiniMaxM3VL"):  # the others are several graphs
         code, _ = OTHER_SELECTIONS[family]
         yield Case(f"model_{family}", f"prefill {code}", partial(_step, family, "prefill", code, 64))
 

@@ -79,6 +79,7 @@ OTHER_SELECTIONS: dict[str, tuple[str, Any]] = {
             ) | sizes
         ),
     ),
+    "Doge": ("sdpa", lambda **sizes: transformers.DogeConfig(**_GROUPED | dict(keep_window_size=8) | sizes)),
     "Glm5Next": (
         "sdpa",
         lambda **sizes: transformers.Glm5NextTextConfig(

@@ -22,6 +22,7 @@ from fusion.verification import relative_error
 from .families import LAYERS, OTHER_INDEXERS, OTHER_SELECTIONS, Built, build, caches
 from .indexers import INDEXED, SIZES
 from .latents import PROMPT, ROOM, call, differences, padded, steps
+from .test_models import check_results
 
 TARGET = "ascend910_93"
 FAMILIES = ("DeepseekV32", "GlmMoeDsa", "GlmMoeDsa, lists shared")
@@ -242,7 +243,8 @@ def test_other_families_with_an_indexer(family, mode):
 ATTENTION = "npu::npu_fused_infer_attention_score_v2"
 SELECTIONS = {
     "DeepseekV4": ({"npu::npu_lightning_indexer": 1, ATTENTION: LAYERS}, None),
-    "MiniMaxM3VL": ({}, "have a list of blocks of keys each"),
+    "MiniMaxM3VL": ({ATTENTION: LAYERS}, None),
+    "Doge": ({ATTENTION: LAYERS}, None),
     "Glm5Next": ({ATTENTION: 1}, "are not the largest of a row of scores"),  # of one graph, in which both layers attend
     "Qwen4Exp": ({ATTENTION: 1}, None),
 }
@@ -251,7 +253,10 @@ SELECTIONS = {
 
 @pytest.mark.parametrize("family", OTHER_SELECTIONS)
 def test_families_that_choose_otherwise(family):
-    """Pooled keys are indexed as keys are, by how many of them are whole; attention to pools or blocks is dense."""
+    """Pooled keys are indexed as keys are, by how many of them are whole; attention to pools or blocks is dense.
+
+    What heads choose each by itself, and hide by finite numbers, is a bias of dense attention.
+    """
     expected, why = SELECTIONS[family]
     of = build(family, torch.bfloat16, OTHER_SELECTIONS[family][0])
     tokens = 40 if family == "Glm5Next" else 64  # as many as lanes of a head; 16 pooled keys make a page
@@ -264,6 +269,11 @@ def test_families_that_choose_otherwise(family):
     else:
         assert len(reasons) == expected.get(ATTENTION, LAYERS)
         assert all(why in each and f"modeling_{of.config.model_type.removesuffix('_text')}" in each for each in reasons)
+
+
+@pytest.mark.parametrize("family", ["Doge", "MiniMaxM3VL"])
+def test_keys_that_heads_choose_by_a_bias_compute_the_same(family):
+    check_results(family, "prefill", "sdpa", torch.float32, {"target": "host", "lower": "eager"})
 
 
 @pytest.mark.parametrize(
