@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
 from fusion.graph import Miss, Value
-from fusion.language import Capture, Pattern, Refused, Rule
+from fusion.language import Capture, Pattern, Refused, Rule, call
 from fusion.origin import location, module_path, source_text
 
 
@@ -98,6 +98,11 @@ class Match:
         """Names of the captures that lowerings can do without."""
         captures = self.pattern.captures.items()
         return frozenset(name for name, each in captures if isinstance(each, Capture) and not each.needed)
+
+    @property
+    def within(self) -> frozenset[str]:
+        """Names of the larger fusions of which it is a part."""
+        return call(self.rule.within, self.captures)
 
     @property
     def variant(self) -> str:

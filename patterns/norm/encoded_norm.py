@@ -19,7 +19,7 @@ from torch import Tensor
 from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
 from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.gain import Gain, unit_gain
-from patterns.quant.dynamic_quant import DynamicQuant
+from patterns.quant.quantisation import Quantisation
 from patterns.quant.results import TokenScales
 from patterns.quant.scales import exact_scale, scale_of
 
@@ -100,7 +100,7 @@ class EncodedNorm(Rule):
     def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """The meaning: a and b [*B, D], gamma [D]; returns whole numbers [*B, D], scales [*B, 1], and the sum."""
         norm, s = AddRMSNorm().reference(a, b, gamma, eps)
-        return *DynamicQuant().reference(norm), s
+        return *Quantisation().reference(norm), s
 
     @pattern
     @variants(of=SUMS, result=(TokenScales, Static, Widened))

@@ -162,7 +162,7 @@ def misses(function: Callable[..., Any], bias: bool = False) -> set[tuple[str, s
 
 @pytest.mark.parametrize(("quantise", "reason"), ROWS, ids=lambda each: getattr(each, "__name__", ""))
 def test_rows_that_are_none(quantise: Callable[..., Any], reason: str):
-    assert any(name == "dynamic_quant" and reason in why for name, why in misses(by(quantise)))
+    assert any(name == "quantisation" and reason in why for name, why in misses(by(quantise)))
 
 
 @pytest.mark.parametrize(("quotient", "reason"), QUOTIENTS.values(), ids=QUOTIENTS)
@@ -171,7 +171,7 @@ def test_quotients_that_are_none(quotient: Callable[[Tensor], Tensor], reason: s
         return quotient(x.float()).round().clamp(-127, 127).to(torch.int8)
 
     graph = read_graph(capture(rows, layer(6)(torch.bfloat16)[:1]).graph.graph)
-    assert any(reason in each.reason for _, each in graph.readings.missed("dynamic_quant"))
+    assert any(reason in each.reason for _, each in graph.readings.missed("quantisation"))
     assert not graph.readings.all("token_scale")
 
 

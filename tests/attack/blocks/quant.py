@@ -33,7 +33,7 @@ def product(w: Writer, whole: str, tokens: str, wide: int, rows: int, dtype: str
 def dynamic_quant(w: Writer) -> None:
     dims = w.pick(("B", "S", 64), ("T", 128))
     x = w.input(dims, "rows")
-    w.fuses("dynamic_quant", "quant_matmul", target="" if w.narrow else "host")
+    w.fuses("quantisation", "quant_matmul", target="" if w.narrow else "host")
     whole, scale = quantised(w, x)
     if w.maybe():
         w.kept += [whole, scale]
