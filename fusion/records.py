@@ -47,6 +47,11 @@ class Refusal:
         return str(self.cause)
 
     @property
+    def names(self) -> frozenset[str]:
+        """What was refused: the rule, and the form where forms of it vary."""
+        return frozenset({self.rule, f"{self.rule}.{self.variant.partition('[')[0]}"})
+
+    @property
     def where(self) -> str:
         """`file:line` in the model's code."""
         return location(self.blamed or self.node)

@@ -48,10 +48,10 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
 
     def larger(each: Refusal) -> bool:
         if (by := made.get(each.node)) is None:
-            return each.rule in holders[each.node].match.within
+            return not each.names.isdisjoint(holders[each.node].match.within)
         if by.match.rule.name == each.rule:
             return each.variant not in ("", by.match.variant) or bool(each.target)
-        whole = by.match.rule.name in uses.get(each.rule, ()) or each.rule in by.match.within
+        whole = by.match.rule.name in uses.get(each.rule, ()) or not each.names.isdisjoint(by.match.within)
         return each.benefit > by.benefit or whole
 
     told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]

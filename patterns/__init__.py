@@ -49,7 +49,6 @@ from patterns.quant.read_weight_only import int8_weight_linears
 from patterns.quant.weight_only_linear import WeightOnlyLinear
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
-from patterns.rotary.rope_pair import RopePair
 from patterns.routing.expert_gating import ExpertGating
 from patterns.routing.expert_routing import ExpertRouting
 from patterns.routing.read import expert_choices
@@ -72,7 +71,6 @@ _RULES = (
     AddLayerNorm(),
     EncodedNorm(),
     Rope(),
-    RopePair(),
     Swiglu(),
     Gelu(),
     JoinedProjections(),

@@ -135,7 +135,8 @@ class Rule:
     def within(self) -> frozenset[str]:
         """Names of the larger fusions of which this one is a part: why those did not happen is told beside it.
 
-        It takes any of the captures by name, where forms are parts of different ones.
+        A name is that of a rule, or of one of its forms, as `rope.together`. It takes any of the captures by name,
+        where forms are parts of different ones.
         """
         return frozenset()
 
