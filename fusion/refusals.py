@@ -50,7 +50,9 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
         if (by := made.get(each.node)) is None:
             return not each.names.isdisjoint(holders[each.node].match.within)
         if by.match.rule.name == each.rule:
-            return each.variant not in ("", by.match.variant) or bool(each.target)
+            if each.variant in ("", by.match.variant):
+                return bool(each.target)
+            return not each.target or each.benefit > by.benefit
         whole = by.match.rule.name in uses.get(each.rule, ()) or not each.names.isdisjoint(by.match.within)
         return each.benefit > by.benefit or whole
 

@@ -38,15 +38,14 @@ from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.encoded_norm import EncodedNorm
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
-from patterns.quant.quant_matmul import QuantMatmul
 from patterns.quant.quantisation import Quantisation
+from patterns.quant.quantised_linear import QuantisedLinear
 from patterns.quant.read_channels import int8_rows
 from patterns.quant.read_matmul import int8_matmuls
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
-from patterns.quant.weight_only_linear import WeightOnlyLinear
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.routing.expert_gating import ExpertGating
@@ -76,8 +75,7 @@ _RULES = (
     JoinedProjections(),
     HeadProjection(),
     Quantisation(),
-    QuantMatmul(),
-    WeightOnlyLinear(),
+    QuantisedLinear(),
     ExpertRouting(),
     ExpertGating(),
     RoutedExperts(),

@@ -24,7 +24,7 @@ from patterns.cache.pages import NZ_INT8, in_rows
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
 from patterns.latent.prolog import MlaProlog
 from patterns.latent.terms import LatentQueries, LatentRow, Tables
-from patterns.quant.quant_matmul import NZ
+from patterns.quant.quantised_linear import NZ
 from patterns.quant.scales import exact_scale
 from patterns.quant.schemes import StaticInt8Layers, TokenInt8Layers
 from patterns.rotary.orders import HALF, RowOrder

@@ -29,7 +29,7 @@ from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
 from patterns.latent.prolog import Queries, read
 from patterns.latent.terms import LatentRow, Tables
-from patterns.quant.quant_matmul import prepared
+from patterns.quant.quantised_linear import prepared
 from patterns.quant.schemes import FloatLayers
 from patterns.sparse.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 from patterns.sparse.indexer import PagedIndexer

@@ -33,12 +33,12 @@ def product(w: Writer, whole: str, tokens: str, wide: int, rows: int, dtype: str
 def dynamic_quant(w: Writer) -> None:
     dims = w.pick(("B", "S", 64), ("T", 128))
     x = w.input(dims, "rows")
-    w.fuses("quantisation", "quant_matmul", target="" if w.narrow else "host")
+    w.fuses("quantisation", "quantised_linear", target="" if w.narrow else "host")
     whole, scale = quantised(w, x)
     if w.maybe():
         w.kept += [whole, scale]
         return
-    w.fuses("quant_matmul", target="" if w.narrow else "none")
+    w.fuses("quantised_linear", target="" if w.narrow else "none")
     rows = w.pick(64, 128)
     w.give(product(w, whole, scale, dims[-1], rows, f"{x}.dtype"), (*dims[:-1], rows))
 
