@@ -49,10 +49,8 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
     def larger(each: Refusal) -> bool:
         if (by := made.get(each.node)) is None:
             return not each.names.isdisjoint(holders[each.node].match.within)
-        if by.match.rule.name == each.rule:
-            if each.variant in ("", by.match.variant):
-                return bool(each.target)
-            return not each.target or each.benefit > by.benefit
+        if by.match.rule.name == each.rule and _is_alternative(by.match.rule, each) == by.match.pattern.alternative:
+            return each.variant not in ("", by.match.variant) or bool(each.target)
         whole = by.match.rule.name in uses.get(each.rule, ()) or not each.names.isdisjoint(by.match.within)
         return each.benefit > by.benefit or whole
 
@@ -60,6 +58,11 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
     told = [each for each in told if each.miss or each.benefit == best[each.node] or each.node in made]
     unique = {(each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in told}
     return list(unique.values())
+
+
+def _is_alternative(rule: Rule, refused: Refusal) -> bool:
+    """Whether the form that was refused is one beside the others of its rule: then it is told of as another rule is."""
+    return any(form.alternative and form.name == refused.variant for form in rule.patterns())
 
 
 def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:

@@ -18,7 +18,6 @@ from patterns.cache.read_page_gather import page_gathers
 from patterns.cache.read_writes import cache_writes
 from patterns.latent.absorbed_products import AbsorbedProducts
 from patterns.latent.attention import LatentAttention
-from patterns.latent.attention_atb import LatentAttentionAtb
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.preprocess import MlaPreprocess
@@ -83,7 +82,6 @@ _RULES = (
     AttentionUpdate(),
     RingMla(),
     LatentAttention(),
-    LatentAttentionAtb(),
     AbsorbedProducts(),
     SparseAttention(),
     SparseAttentionPto(),

@@ -88,7 +88,7 @@ class MlaPreprocess(Rule):
 
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
-        return frozenset({"latent_attention_atb", "latent_attention"})
+        return frozenset({"latent_attention"})
 
     def reference(self, x: Tensor, gamma: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The meaning without rotation or quantisation: that of `MlaProlog`, with its weights, of the norm of x."""

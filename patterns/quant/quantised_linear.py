@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
+from fusion import Group, Rule, alternative, attribute, lowering, pattern, require, tensor, variants
 
 NZ = 29  # the storage format in which the operator reads a weight fastest
 CODES = {torch.float16: 5, torch.bfloat16: 15}
@@ -100,9 +100,16 @@ class QuantisedLinear(Rule):
         return (x.double() @ weight.double().t()).float() * tokens * scale
 
     @pattern
-    @variants(layer=(W8A8, WeightOnly))
+    @variants(layer=(W8A8,))
     def scaled(self, p, layer):
-        """Rows in int8, or in floats."""
+        """Rows in int8."""
+        return layer.term(p)
+
+    @alternative
+    @pattern
+    @variants(layer=(WeightOnly,))
+    def scaled_weight(self, p, layer):
+        """Rows in floats, perhaps of int8 that is dequantised first."""
         return layer.term(p)
 
     def guard(self, layer: W8A8 | WeightOnly):
