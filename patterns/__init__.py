@@ -32,8 +32,7 @@ from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.read_gelu import written_gelus
 from patterns.linear.swiglu import Swiglu
-from patterns.norm.add_layer_norm import AddLayerNorm
-from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
@@ -65,8 +64,7 @@ from patterns.sparse.whole_layer import SparseAttentionPto
 _RULES = (
     RMSNorm(),
     LayerNorm(),
-    AddRMSNorm(),
-    AddLayerNorm(),
+    AddNorm(),
     EncodedNorm(),
     Rope(),
     Swiglu(),

@@ -83,7 +83,7 @@ def test_mode_is_accepted_because_generate_passes_it():
         ({"target": "ascend910_39"}, "'ascend910_93'"),
         ({"lower": "inductr"}, "'inductor'"),
         ({"disable": "rms_nrm"}, "'rms_norm'"),
-        ({"rules": ["add_rmsnorm"]}, "'add_rms_norm'"),
+        ({"rules": ["add_rms_norm"]}, "'add_norm'"),
         ({"unsafe": "ropee"}, "'rope'"),
         ({"fuel": -1}, "number of rewrites"),
         ({"plan_lower": "torchar"}, "'torchair'"),
@@ -194,9 +194,9 @@ def operators(options):
 
 def test_rules_disable_and_fuel_choose_what_is_done():
     assert operators({}) == {"npu::npu_add_rms_norm": 1}
-    assert operators({"disable": "add_rms_norm"}) == {"npu::npu_rms_norm": 1}
+    assert operators({"disable": "add_norm"}) == {"npu::npu_rms_norm": 1}
     assert operators({"rules": ["rms_norm"]}) == {"npu::npu_rms_norm": 1}
-    assert operators({"disable": ["add_rms_norm", "rms_norm"]}) == {}
+    assert operators({"disable": ["add_norm", "rms_norm"]}) == {}
     assert operators({"fuel": 0}) == {}
 
 

@@ -112,7 +112,8 @@ def test_guard_refuses_with_its_text_unless_unsafe():
 
 
 def test_a_match_never_takes_what_its_own_result_is_needed_for():
-    from patterns.norm.add_rms_norm import AddRMSNorm
+    from patterns.norm.add_norm import AddNorm
+    from patterns.norm.layer_norm import LayerNorm
     from patterns.norm.rms_norm import RMSNorm
 
     def form(x, y, w):
@@ -121,8 +122,8 @@ def test_a_match_never_takes_what_its_own_result_is_needed_for():
         return s + n * torch.sigmoid(n)
 
     one = numbers(1, 1, 8)
-    for each in found(form, (one, numbers(1, 1, 8, seed=1), A), AddRMSNorm(), RMSNorm()).matches:
-        gamma = each.captures.get("gamma")
+    for each in found(form, (one, numbers(1, 1, 8, seed=1), A), AddNorm(), RMSNorm(), LayerNorm()).matches:
+        gamma = each.captures.get("norm.gamma")
         assert len(each.results) == 1 or gamma is None or gamma.op == "input"
 
 

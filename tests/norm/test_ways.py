@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fusion.language import Refused
-from patterns.norm.add_layer_norm import AddLayerNorm
-from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.add_norm import AddNorm, LayerNorm, RmsNorm
 from patterns.norm.rms_norm import RMSNorm
 
 X, GAIN = torch.randn(3, 64), torch.randn(64)
@@ -26,6 +25,6 @@ def test_one_plus_a_weight_is_no_gain_of_its_own():
 
 def test_addends_of_two_dtypes_are_added_by_the_model():
     with pytest.raises(Refused, match="different dtypes"):
-        AddRMSNorm().npu(X, X.bfloat16(), GAIN, None, 1e-6)
+        AddNorm().rms(X, X.bfloat16(), RmsNorm(GAIN, None), 1e-6)
     with pytest.raises(Refused, match="different dtypes"):
-        AddLayerNorm().npu(X, X.bfloat16(), GAIN, GAIN, 1e-6)
+        AddNorm().layer(X, X.bfloat16(), LayerNorm(GAIN, GAIN), 1e-6)

@@ -48,7 +48,7 @@ def behind_a_norm(w: Writer) -> None:
     x, residual = w.take(dims), w.take(dims, "r")
     total = w.let(f"{x} + {residual}", "s")
     y = normed(w, total, dims[-1])
-    w.fuses("encoded_norm", "add_rms_norm", "rms_norm")
+    w.fuses("encoded_norm", "add_norm", "rms_norm")
     whole, scale = quantised(w, y)
     w.kept += [total, *([whole, scale] if w.maybe() else [product(w, whole, scale, dims[-1], 64, "torch.bfloat16")])]
 
@@ -80,7 +80,7 @@ def static_behind_a_norm(w: Writer) -> None:
     x, residual = w.take(dims), w.take(dims, "r")
     total = w.let(w.pick(f"{x} + {residual}", f"{x} * 0.5"), "s")
     y = normed(w, total, dims[-1])
-    w.fuses("encoded_norm", "add_rms_norm", "rms_norm")
+    w.fuses("encoded_norm", "add_norm", "rms_norm")
     q = w.pick(y, f"{y}.float()") + " / " + w.pick("0.03125", "0.0234375") + w.pick("", " + 3", " - 5")
     whole = w.pick(f"({q}).round().clamp(-128, 127)", f"torch.clamp(torch.round({q}), -128, 127)",
                    f"({q}).clamp(-128, 127).round()")  # fmt: skip
