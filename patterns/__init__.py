@@ -46,7 +46,6 @@ from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
-from patterns.routing.expert_gating import ExpertGating
 from patterns.routing.expert_routing import ExpertRouting
 from patterns.routing.read import expert_choices
 from patterns.routing.read_experts import routed_experts
@@ -74,7 +73,6 @@ _RULES = (
     Quantisation(),
     QuantisedLinear(),
     ExpertRouting(),
-    ExpertGating(),
     RoutedExperts(),
     Attention(),
     AttentionUpdate(),
