@@ -26,12 +26,11 @@ from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
 from patterns.latent.read_products import latent_products
-from patterns.linear.gelu import Gelu
+from patterns.linear.activation import Activation
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.read_gelu import written_gelus
-from patterns.linear.swiglu import Swiglu
 from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
 from patterns.norm.layer_norm import LayerNorm
@@ -66,8 +65,7 @@ _RULES = (
     AddNorm(),
     EncodedNorm(),
     Rope(),
-    Swiglu(),
-    Gelu(),
+    Activation(),
     JoinedProjections(),
     HeadProjection(),
     Quantisation(),

@@ -118,7 +118,7 @@ def swiglu(w: Writer) -> None:
         f"{x}.unflatten(-1, (2, {dim})).unbind(-2)", f"torch.chunk({x}, 2, -1)", f"{x}.tensor_split(2, -1)",
     )  # fmt: skip
     left, right = w.both(halves, 2, "g")
-    w.fuses("swiglu")
+    w.fuses("activation")
     w.give(w.let(gate(w, left, right), "y"), (*first, dim))
 
 
@@ -129,7 +129,7 @@ def gated_projections(w: Writer) -> None:
     wide = w.pick(64, 128)
     g, u = (w.input((wide, dims[-1]), "matrix", name="w") for _ in range(2))
     left, right = w.let(f"F.linear({x}, {g})", "g"), w.let(f"F.linear({x}, {u})", "u")
-    w.fuses("swiglu")
+    w.fuses("activation")
     y = w.let(gate(w, left, right), "y")
     down = w.input((dims[-1], wide), "matrix", name="w")
     w.give(w.let(f"F.linear({y}, {down})", "y"), dims)
