@@ -29,6 +29,7 @@ class Refusal:
         miss: what a reader said, if it was one.
         about: the node that computes what it is said of, if another does.
         blamed: the node whose line is to blame, if it is another.
+        words: the semantic ops of the look-alike that it is of, None where those of the rule speak.
     """
 
     rule: str
@@ -40,6 +41,7 @@ class Refusal:
     miss: Miss | None = field(default=None, repr=False)
     about: fx.Node | None = field(default=None, repr=False)
     blamed: fx.Node | None = field(default=None, repr=False)
+    words: frozenset[str] | None = field(default=None, repr=False)
 
     @property
     def reason(self) -> str:

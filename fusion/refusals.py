@@ -51,7 +51,8 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
             return not each.names.isdisjoint(holders[each.node].match.within)
         if by.match.rule.name == each.rule and _is_alternative(by.match.rule, each) == by.match.pattern.alternative:
             return each.variant not in ("", by.match.variant) or bool(each.target)
-        whole = by.match.rule.name in uses.get(each.rule, ()) or not each.names.isdisjoint(by.match.within)
+        words = uses.get(each.rule, frozenset[str]()) if each.words is None else each.words
+        whole = by.match.rule.name in words or not each.names.isdisjoint(by.match.within)
         return each.benefit > by.benefit or whole
 
     told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
