@@ -97,7 +97,7 @@ def explain(
 
     [dim]cann-fusion explain hf:gpt_oss --mode decode --context 1024[/dim]
 
-    [dim]cann-fusion explain hf:phi3 --disable rope_pair --json[/dim]
+    [dim]cann-fusion explain hf:phi3 --disable npu_apply_rotary_pos_emb --json[/dim]
     """
     with _reported(f"explaining {model}", full):
         off, on = frozenset(disable or ()), frozenset(opt_in or ())

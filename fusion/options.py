@@ -30,7 +30,7 @@ class Options:
         lower: who runs the fused graph here: "auto", "eager", "inductor", "torchair" or "npugraph_ex".
         plan_lower: who would run it on the target; "" for torchair on an Ascend target, else for `lower`.
         rules: names of the only rules to use; empty for all.
-        disable: names of rules and of operators not to use, e.g. {"rope_pair", "npu_swiglu"}.
+        disable: names of rules and of operators not to use, e.g. {"rope", "npu_swiglu"}.
         opt_in: names of rules to use that are off otherwise: what they emit is no part of torch_npu, or is compiled for
             one model. `cann-fusion rules` says which these are.
         unsafe: names of rules whose guard is not asked (limits of operators still are).

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
 from fusion.graph import Miss, Value
-from fusion.language import Capture, Pattern, Refused, Rule
+from fusion.language import Capture, Pattern, Refused, Rule, call
 from fusion.origin import location, module_path, source_text
 
 
@@ -29,6 +29,7 @@ class Refusal:
         miss: what a reader said, if it was one.
         about: the node that computes what it is said of, if another does.
         blamed: the node whose line is to blame, if it is another.
+        words: the semantic ops of the look-alike that it is of, None where those of the rule speak.
     """
 
     rule: str
@@ -40,11 +41,17 @@ class Refusal:
     miss: Miss | None = field(default=None, repr=False)
     about: fx.Node | None = field(default=None, repr=False)
     blamed: fx.Node | None = field(default=None, repr=False)
+    words: frozenset[str] | None = field(default=None, repr=False)
 
     @property
     def reason(self) -> str:
         """The reason, in words."""
         return str(self.cause)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What was refused: the rule, and the form where forms of it vary."""
+        return frozenset({self.rule, f"{self.rule}.{self.variant.partition('[')[0]}"})
 
     @property
     def where(self) -> str:
@@ -98,6 +105,11 @@ class Match:
         """Names of the captures that lowerings can do without."""
         captures = self.pattern.captures.items()
         return frozenset(name for name, each in captures if isinstance(each, Capture) and not each.needed)
+
+    @property
+    def within(self) -> frozenset[str]:
+        """Names of the larger fusions of which it is a part."""
+        return call(self.rule.within, self.captures)
 
     @property
     def variant(self) -> str:

@@ -48,16 +48,22 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
 
     def larger(each: Refusal) -> bool:
         if (by := made.get(each.node)) is None:
-            return each.rule in holders[each.node].match.rule.within()
-        if by.match.rule.name == each.rule:
+            return not each.names.isdisjoint(holders[each.node].match.within)
+        if by.match.rule.name == each.rule and _is_alternative(by.match.rule, each) == by.match.pattern.alternative:
             return each.variant not in ("", by.match.variant) or bool(each.target)
-        whole = by.match.rule.name in uses.get(each.rule, ()) or each.rule in by.match.rule.within()
+        words = uses.get(each.rule, frozenset[str]()) if each.words is None else each.words
+        whole = by.match.rule.name in words or not each.names.isdisjoint(by.match.within)
         return each.benefit > by.benefit or whole
 
     told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
     told = [each for each in told if each.miss or each.benefit == best[each.node] or each.node in made]
     unique = {(each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in told}
     return list(unique.values())
+
+
+def _is_alternative(rule: Rule, refused: Refusal) -> bool:
+    """Whether the form that was refused is one beside the others of its rule: then it is told of as another rule is."""
+    return any(form.alternative and form.name == refused.variant for form in rule.patterns())
 
 
 def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:

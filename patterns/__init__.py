@@ -19,7 +19,6 @@ from patterns.cache.read_page_gather import page_gathers
 from patterns.cache.read_writes import cache_writes
 from patterns.latent.absorbed_products import AbsorbedProducts
 from patterns.latent.attention import LatentAttention
-from patterns.latent.attention_atb import LatentAttentionAtb
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.preprocess import MlaPreprocess
@@ -28,31 +27,25 @@ from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
 from patterns.latent.read_products import latent_products
-from patterns.linear.gelu import Gelu
+from patterns.linear.activation import Activation
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.read_gelu import written_gelus
-from patterns.linear.swiglu import Swiglu
-from patterns.norm.add_layer_norm import AddLayerNorm
-from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
-from patterns.quant.dynamic_quant import DynamicQuant
-from patterns.quant.quant_matmul import QuantMatmul
+from patterns.quant.quantisation import Quantisation
+from patterns.quant.quantised_linear import QuantisedLinear
 from patterns.quant.read_channels import int8_rows
 from patterns.quant.read_matmul import int8_matmuls
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
-from patterns.quant.static_quant import StaticQuant
-from patterns.quant.weight_only_linear import WeightOnlyLinear
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
-from patterns.rotary.rope_pair import RopePair
-from patterns.routing.expert_gating import ExpertGating
 from patterns.routing.expert_routing import ExpertRouting
 from patterns.routing.read import expert_choices
 from patterns.routing.read_experts import routed_experts
@@ -70,27 +63,20 @@ from patterns.sparse.whole_layer import SparseAttentionPto
 _RULES = (
     RMSNorm(),
     LayerNorm(),
-    AddRMSNorm(),
-    AddLayerNorm(),
+    AddNorm(),
     EncodedNorm(),
     Rope(),
-    RopePair(),
-    Swiglu(),
-    Gelu(),
+    Activation(),
     JoinedProjections(),
     HeadProjection(),
-    DynamicQuant(),
-    StaticQuant(),
-    QuantMatmul(),
-    WeightOnlyLinear(),
+    Quantisation(),
+    QuantisedLinear(),
     ExpertRouting(),
-    ExpertGating(),
     RoutedExperts(),
     Attention(),
     AttentionUpdate(),
     RingMla(),
     LatentAttention(),
-    LatentAttentionAtb(),
     AbsorbedProducts(),
     SparseAttention(),
     SparseAttentionPto(),

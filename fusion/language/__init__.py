@@ -2,7 +2,7 @@
 
 from fusion.language.forms import Pattern, captured
 from fusion.language.groups import Group, attribute, scalar, tensor
-from fusion.language.marks import calls, lookalike, lowering, pattern, refused_on, variants
+from fusion.language.marks import alternative, calls, lookalike, lowering, pattern, refused_on, variants
 from fusion.language.meanings import relied
 from fusion.language.reader import Library, Reader, Word, levels, ordered, reader, word
 from fusion.language.rule import Example, Lowering, Refused, Rule, call, require
@@ -21,6 +21,7 @@ __all__ = [
     "Rule",
     "Term",
     "Word",
+    "alternative",
     "attribute",
     "call",
     "calls",

@@ -21,7 +21,8 @@ class Pattern:
     """One written form, traced: its results and the captures by name, those of a group as `group.field`.
 
     `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose. `varies` says
-    whether that is one of several, and `choices` what `variants` chose.
+    whether that is one of several, and `choices` what `variants` chose; `alternative` is one that
+    another may stand for.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Pattern:
     given: Mapping[str, Any] = field(default_factory=dict)
     varies: bool = False
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    alternative: bool = False
 
     def keeps_apart(self, captures: Mapping[str, Any]) -> bool:
         """Whether captures that must be different values are."""
@@ -98,7 +100,8 @@ def _trace(rule: Any, name: str, method: Callable[..., Any], chosen: Mapping[str
     unknown = sorted(set(apart) - set(captures))
     if unknown:
         raise RuleError(f"{where}: {unknown[0]!r} is to be apart, and is no capture: there are {sorted(captures)}")
-    return Pattern(name, results, captures, reason, apart, given, bool(chosen), chosen)
+    alternative = getattr(method, "fusion_alternative", False)
+    return Pattern(name, results, captures, reason, apart, given, bool(chosen), chosen, alternative)
 
 
 def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:

@@ -27,6 +27,11 @@ def pattern(method: Method) -> Method:
     return _marking(role="pattern")(method)
 
 
+def alternative(method: Method) -> Method:
+    """Mark a form that another form may stand for: where that is taken, it is told of only if it would save more."""
+    return _marking(alternative=True)(method)
+
+
 def lookalike(reason: str, apart: tuple[str, ...] = ()) -> Callable[[Method], Method]:
     """Mark a pattern that looks like the rule but means something else.
 

@@ -133,7 +133,11 @@ class Rule:
         return frozenset()
 
     def within(self) -> frozenset[str]:
-        """Names of the larger fusions of which this one is a part: why those did not happen is told beside it."""
+        """Names of the larger fusions of which this one is a part: why those did not happen is told beside it.
+
+        A name is that of a rule, or of one of its forms, as `rope.together`. It takes any of the captures by name,
+        where forms are parts of different ones.
+        """
         return frozenset()
 
     def uses(self) -> frozenset[str]:

@@ -239,7 +239,13 @@ class _Search:
                 yield from self._join(form, missing[1:], first, found)
 
     def _refuse(
-        self, rule: str, cause: Refused | str, value: Value, variant: str = "", miss: Miss | None = None
+        self,
+        rule: str,
+        cause: Refused | str,
+        value: Value,
+        variant: str = "",
+        miss: Miss | None = None,
+        words: frozenset[str] | None = None,
     ) -> None:
         makers = self._makers(value)
         owner = makers[0] if makers else self.graph.owners.get(value)
@@ -249,7 +255,7 @@ class _Search:
             blamed = next(filter(None, map(self._computes, miss.at)), None) if miss else None
             about = self.graph.node(miss.of) if miss and miss.of else None
             self.found.refusals.append(
-                Refusal(rule, cause, owner, variant=variant, miss=miss, about=about, blamed=blamed)
+                Refusal(rule, cause, owner, variant=variant, miss=miss, about=about, blamed=blamed, words=words)
             )
 
     def _computes(self, value: Value) -> fx.Node | None:
@@ -272,7 +278,7 @@ class _Search:
                     captures = captured(form, bound)
                     if form.keeps_apart(captures):
                         told.add(value)
-                        self._refuse(rule.name, Refused(form.reason, captures), value)
+                        self._refuse(rule.name, Refused(form.reason, captures), value, words=form.words)
                         break
 
     def _is_known(self, rule: Rule, value: Value) -> bool:

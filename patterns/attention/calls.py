@@ -120,9 +120,17 @@ def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments
 
 
 def _older(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, *, input_layout: str, num_query_heads: Any,
-    num_key_value_heads: Any, **arguments: Any,
-) -> Parts:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Any,
+    call: Call,
+    *,
+    input_layout: str,
+    num_query_heads: Any,
+    num_key_value_heads: Any,
+    **arguments: Any,
+) -> Parts:
     """The same by the operators that it has replaced: one for a single query of each sequence, one for several."""
     require(not call.lse and call.int8 is None, "the older operators give no log-sum-exp and are told no int8 scales")
     require("pse_shift" not in arguments, "a bias is told to the operator that has replaced the older ones alone")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusion import Example
 from patterns.examples.add_rms_norm import mixed
-from patterns.examples.inputs import tensors
+from patterns.examples.inputs import tensors, under
 from patterns.examples.norm import LAYER_EPS, mean
 
 TWO_AND_LINES = tensors((2, 3, 64), (2, 3, 64), (64,), (64,))
@@ -54,4 +54,4 @@ EXAMPLES = (
     Example("bias", before, tensors((2, 3, 64), (64,), (64,), (64,)), "one addend is broadcast"),
 )
 
-TRIED = {"add_layer_norm": EXAMPLES}
+TRIED = {"add_norm": under("layer norm", EXAMPLES)}

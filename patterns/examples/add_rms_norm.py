@@ -29,11 +29,11 @@ def wide(x: Tensor, residual: Tensor, gain: Tensor, *more: Tensor, layer: Layer 
     return layer((gain * unit(s)).to(x.dtype), *more), s.to(x.dtype)
 
 
-def serving(x: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+def serving(x: Tensor, residual: Tensor, gain: Tensor, layer: Layer = lambda y: y) -> Any:
     """The same, rounded before the gain."""
     s = x.float() + residual.float()
     residual = s.to(x.dtype)
-    return unit(s).to(x.dtype) * gain, residual
+    return layer(unit(s).to(x.dtype) * gain), residual
 
 
 def norm_alone(x: Tensor, residual: Tensor, gain: Tensor) -> Tensor:
@@ -92,9 +92,10 @@ WIDENED = (
     Example("the router, widened", partial(decoder, layer=in_both), narrow(TWO_AND_WEIGHT)),
     Example("the router of all tokens, widened", partial(decoder, layer=of_tokens), narrow(TWO_AND_WEIGHT)),
     Example("norm of the unrounded sum, widened", partial(wide, layer=in_both), narrow(TWO_AND_WEIGHT)),
+    Example("rounded before the weight, widened", partial(serving, layer=in_both), narrow(TWO_AND_WEIGHT)),
     Example("addends of two dtypes, widened", partial(wide, layer=in_both), mixed(TWO_AND_WEIGHT), "different dtypes"),
     Example("heads, widened", partial(decoder, layer=by_head), narrow(TWO_AND_WEIGHT), "where the model has"),
 )
 
 
-TRIED = {"add_rms_norm": EXAMPLES, "encoded_norm": WIDENED}
+TRIED = {"add_norm": EXAMPLES, "encoded_norm": WIDENED}

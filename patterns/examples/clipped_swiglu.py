@@ -121,4 +121,4 @@ EXAMPLES = (
     ),
 )
 
-TRIED = {"swiglu": EXAMPLES}
+TRIED = {"activation": EXAMPLES}

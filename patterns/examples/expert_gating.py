@@ -86,7 +86,7 @@ EXAMPLES = (
     Example("as they are, in batches", partial(grouped, finish=lambda weights: weights), _inputs(2, 3)),
     Example("shares of a softmax with a bias", of_softmax, FLAT),
     Example("filled with 0", partial(grouped, fill=0.0), FLAT, "chosen before a negative score"),
-    Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", "undivided"),
+    Example("scores divided by twice their sum", TWICE, FLAT, "something else than their sum", "undivided"),
     Example("divided by less than their sum", LESS, FLAT, "makes the sum smaller", "undivided"),
     Example("divided by no less than a half", CLAMPED, FLAT, "clamped between 0.5 and inf", "undivided"),
     Example("shares of a softmax, divided", _divided, FLAT, "divides scores of sigmoids alone", "undivided"),
@@ -94,4 +94,4 @@ EXAMPLES = (
     Example("scores by softplus", _by_softplus, FLAT, "is not sigmoid or softmax of logits, plus a bias"),
 )
 
-TRIED = {"expert_gating": EXAMPLES}
+TRIED = {"expert_routing": EXAMPLES}

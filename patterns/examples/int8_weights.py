@@ -142,4 +142,4 @@ WEIGHTS = (
     ),
 )
 
-TRIED = {"weight_only_linear": WEIGHTS}
+TRIED = {"quantised_linear": WEIGHTS}

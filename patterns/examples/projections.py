@@ -126,4 +126,4 @@ HEADS = (
     ),
 )  # fmt: skip
 
-TRIED = {"joined_projections": JOINED, "swiglu": GATED, "head_projection": HEADS}
+TRIED = {"joined_projections": JOINED, "activation": GATED, "head_projection": HEADS}

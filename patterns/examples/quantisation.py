@@ -257,4 +257,4 @@ ROTATED = (
     ),
 )
 
-TRIED = {"dynamic_quant": (*ROWS, *ROTATED), "quant_matmul": PRODUCTS}
+TRIED = {"quantisation": (*ROWS, *ROTATED), "quantised_linear": PRODUCTS}

@@ -63,4 +63,4 @@ EXAMPLES = (
 BOUNDED: Callable[[Tensor, Tensor], Tensor] = lambda x, scale: int8(x / scale, -127)  # noqa: E731
 REJECTS = (Example("other bounds", BOUNDED, inputs(*CHANNELS), "whole numbers are bounded by -127 and 127"),)
 
-TRIED = {"static_quant": (*EXAMPLES, *REJECTS)}
+TRIED = {"quantisation": (*EXAMPLES, *REJECTS)}

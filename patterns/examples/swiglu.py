@@ -46,4 +46,4 @@ EXAMPLES = (
     Example("gelu gate", partial(gated, activation=F.gelu), X, "the gate is gelu"),
 )  # fmt: skip
 
-TRIED = {"swiglu": EXAMPLES}
+TRIED = {"activation": EXAMPLES}

@@ -56,4 +56,4 @@ EXAMPLES = (
     Example("two layers in int8 that are passed in, quantised", _then(two_layers), _layers(False), "would cost a copy"),
 )
 
-TRIED = {"swiglu": (*SWIGLU, *EXAMPLES)}
+TRIED = {"activation": (*SWIGLU, *EXAMPLES)}

@@ -6,7 +6,8 @@
 projections itself; over rows of the latent, or pages that a block table names; in floats, or in int8 with one scale and
 queries quantised for each token and head; alone, or with the log-sum-exp of its scores. *Replaces with*
 `npu_fused_infer_attention_score_v2` on the latent, its rotated lanes apart, and `npu_transpose_batchmatmul` for both
-projections. Keys and values stay expanded where that costs less: see `Attention`.
+projections; of few queries where it is left out, or in int8 by steps of 1 / 127, with atb's older operator. Keys and
+values stay expanded where that costs less: see `Attention`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES, Rows
 from patterns.attention.visibility import Dense, Structured, Visibility
 from patterns.latent import attention_call as calls
+from patterns.latent.attention_atb import ATB, FewQueries
 from patterns.latent.attention_call import Keys
 from patterns.latent.encodings import Int8, Plain, Unrotated
 
@@ -29,8 +31,8 @@ JOINED = {**SEVERAL, "values": ("transposed", "multiplied")}
 
 
 @dataclass(frozen=True)
-class LatentAttention(SoftmaxAttention):
-    """Softmax attention over a latent that all heads share."""
+class AnyQueries(SoftmaxAttention):
+    """Softmax attention of any number of queries over a latent that all heads share."""
 
     @pattern
     @variants(source=SOURCES, result=RESULTS)
@@ -39,10 +41,8 @@ class LatentAttention(SoftmaxAttention):
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     @pattern
-    @variants(source=SOURCES)
-    def written_int8(
-        self, p, source, encoding: Any = Int8, result: Any = Output, seen: Any = Visibility, scale=scalar()
-    ):
+    @variants(source=SOURCES, result=(Output,))
+    def written_int8(self, p, source, result, encoding: Any = Int8, seen: Any = Visibility, scale=scalar()):
         """An int8 latent behind any mask, or none; of its scores the operator gives no log-sum-exp."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
@@ -53,15 +53,6 @@ class LatentAttention(SoftmaxAttention):
     ):
         """A latent without rotated lanes, in rows, behind any mask, or none."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
-
-    def guard(self, encoding: Any, source: Any, result: Any, seen: Any):
-        """How pages hold their rows, and what the log-sum-exp of the operator is of."""
-        encoding.refuse_blocks(source)
-        result.refuse(seen)
-
-    def remark(self, encoding: Any, source: Any, lowering: str, machine: Target) -> str:
-        """Which form was chosen, and from how many queries on the other one costs less; pages are never expanded."""
-        return "" if source.paged else encoding.remark(lowering, machine)
 
     @lowering
     @variants(**SEVERAL)
@@ -98,3 +89,20 @@ class LatentAttention(SoftmaxAttention):
         keys, (q, up) = Keys(source, seen, encoding.first_rows), encoding.parts_of_heads()
         y, lse = calls.expanded(q, keys, up, Call(scale, version, result.lse))
         return result.restored(y, lse, seen)
+
+
+@dataclass(frozen=True)
+class LatentAttention(FewQueries, AnyQueries):
+    """Softmax attention over a latent that all heads share, of few queries by an older operator too."""
+
+    def guard(self, encoding: Any, source: Any, result: Any, seen: Any, version: Any):
+        """How pages hold their rows, what the log-sum-exp of the operator is of, and how many queries atb takes."""
+        if version in ATB:
+            FewQueries.guard(self, encoding, source)
+        else:
+            encoding.refuse_blocks(source)
+            result.refuse(seen)
+
+    def remark(self, encoding: Any, source: Any, version: Any, lowering: str, machine: Target) -> str:
+        """Which form was chosen, and from how many queries on the other one costs less; pages are never expanded."""
+        return "" if version in ATB or source.paged else encoding.remark(lowering, machine)

@@ -24,7 +24,7 @@ from patterns.cache.pages import NZ_INT8, in_rows
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
 from patterns.latent.prolog import MlaProlog
 from patterns.latent.terms import LatentQueries, LatentRow, Tables
-from patterns.quant.quant_matmul import NZ
+from patterns.quant.quantised_linear import NZ
 from patterns.quant.scales import exact_scale
 from patterns.quant.schemes import StaticInt8Layers, TokenInt8Layers
 from patterns.rotary.orders import HALF, RowOrder
@@ -88,7 +88,7 @@ class MlaPreprocess(Rule):
 
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
-        return frozenset({"latent_attention_atb", "latent_attention"})
+        return frozenset({"latent_attention"})
 
     def reference(self, x: Tensor, gamma: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The meaning without rotation or quantisation: that of `MlaProlog`, with its weights, of the norm of x."""

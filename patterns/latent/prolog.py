@@ -26,8 +26,8 @@ from fusion import Rule, attribute, calls, lowering, pattern, require, scalar, t
 from fusion.analysis.rounding import exact
 from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables
-from patterns.quant.dynamic_quant import quantised_rows
 from patterns.quant.joined_schemes import JOINED
+from patterns.quant.quantisation import quantised_rows
 from patterns.quant.scales import multipliers
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 from patterns.rotary.orders import INTERLEAVED, RowOrder

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
-from patterns.quant.quant_matmul import multiplied, prepared, refuse
+from patterns.quant.quantised_linear import multiplied, prepared, refuse
 
 f32 = torch.float32
 

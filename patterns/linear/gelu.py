@@ -13,11 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, tensor
+from fusion import Rule, attribute, lowering, pattern, tensor, variants
+from patterns.quant.results import Plain
 
 
 @dataclass(frozen=True)
-class Gelu(Rule):
+class Ungated(Plain):
+    """As it is, of an activation without a gate."""
+
+
+@dataclass(frozen=True)
+class WrittenGelu(Rule):
     """The Gaussian error linear unit."""
 
     def reference(self, x: Tensor) -> Tensor:
@@ -25,11 +31,13 @@ class Gelu(Rule):
         return F.gelu(x, approximate="tanh")
 
     @pattern
-    def written(self, p, x=tensor("*B D"), approximate=attribute()):
+    @variants(result=(Ungated,))
+    def written(self, p, result, x=tensor("*B D"), approximate=attribute()):
         """In primitive operators."""
-        return p.as_dtype(p.written_gelu(x=x, approximate=approximate), like=x)
+        return result.terms(p, p.as_dtype(p.written_gelu(x=x, approximate=approximate), like=x))
 
     @lowering
-    def run(self, x: Tensor, approximate: str):
+    @variants(result=(Ungated,))
+    def gelu(self, x: Tensor, approximate: str):
         """One operator."""
         return F.gelu(x, approximate="tanh") if approximate == "tanh" else torch.ops.npu.npu_gelu(x)

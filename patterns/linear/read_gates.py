@@ -59,7 +59,7 @@ def _others(graph: Graph) -> Iterator[Found]:
             is_gate = sigmoid.op == "sigmoid" and _gates(sigmoid, beside[sigmoid])
             reason = _why_no_silu(sigmoid.arg.below("cast"), beside[sigmoid]) if is_gate else ""
             if reason:
-                yield product, Miss("swiglu", reason)
+                yield product, Miss("activation", reason)
 
 
 def _gates(sigmoid: Value, beside: set[Value]) -> bool:

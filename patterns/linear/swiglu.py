@@ -24,7 +24,7 @@ f32 = torch.float32
 
 
 @dataclass(frozen=True)
-class Swiglu(Rule):
+class GatedActivation(Rule):
     """The gated activation of gate and up."""
 
     def reference(self, x: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
-from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.add_norm import AddNorm, float32_sum, rounded_before_gain
 from patterns.norm.gain import Gain, unit_gain
-from patterns.quant.dynamic_quant import DynamicQuant
+from patterns.quant.quantisation import Quantisation
 from patterns.quant.results import TokenScales
 from patterns.quant.scales import exact_scale, scale_of
 
@@ -56,11 +56,24 @@ class Float32Sum(RoundedSum):
 
     def terms(self, p, gain, eps):
         """The norm, and what else is kept."""
-        s = p.as_dtype(p.maybe_cast(self.a, to=f32) + p.maybe_cast(self.b, to=f32), like=self.a)
-        return p.add_rms_norm(a=self.a, b=self.b, **vars(gain), eps=eps), (s,)
+        s = float32_sum(p, self.a, self.b)
+        return p.as_dtype(self.norm(p, s, gain, eps), like=self.a), (p.as_dtype(s, like=self.a),)
+
+    def norm(self, p, s, gain, eps):
+        """Of the sum, in float32."""
+        return p.rms_norm(x=s, **vars(gain), eps=eps)
 
 
-SUMS = (RoundedSum, Float32Sum)
+@dataclass(frozen=True)
+class RoundedNorm(Float32Sum):
+    """The same with the norm rounded before the weight."""
+
+    def norm(self, p, s, gain, eps):
+        """Of the sum, rounded to the dtype of the addends."""
+        return rounded_before_gain(p, s, gain.gamma, eps, self.a)
+
+
+SUMS = (RoundedSum, Float32Sum, RoundedNorm)
 
 
 @dataclass(frozen=True)
@@ -99,8 +112,8 @@ class EncodedNorm(Rule):
 
     def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """The meaning: a and b [*B, D], gamma [D]; returns whole numbers [*B, D], scales [*B, 1], and the sum."""
-        norm, s = AddRMSNorm().reference(a, b, gamma, eps)
-        return *DynamicQuant().reference(norm), s
+        norm, s = AddNorm().reference(a, b, gamma, eps)
+        return *Quantisation().reference(norm), s
 
     @pattern
     @variants(of=SUMS, result=(TokenScales, Static, Widened))

@@ -39,7 +39,7 @@ def int8_rows(graph: Graph) -> Iterator[Found]:
         if found is None:
             continue
         alike = (below.low, below.high) == (-128, 127) and not below.unbounded
-        yield value, found if alike else Miss("static_quant", _BOUNDS.format(low=below.low, high=below.high))
+        yield value, found if alike else Miss("quantisation", _BOUNDS.format(low=below.low, high=below.high))
 
 
 def _scaled(a: Algebra, quotient: Value) -> Reading | None:

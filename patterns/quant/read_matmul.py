@@ -111,7 +111,7 @@ def int8_matmuls(graph: Graph) -> Iterator[Found]:
         if isinstance(made, Reading):
             yield value, made
         elif made is not None and not are_read_by(graph.places[value], seen):
-            yield value, Miss("quant_matmul", made)  # else what goes on from it says why
+            yield value, Miss("quantised_linear", made)  # else what goes on from it says why
         below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
         inner = products.get(below)
         alone = _reading(graph, inner, below) if isinstance(inner, Product) else None

@@ -43,7 +43,7 @@ def _line(graph: Graph, value: Value) -> Reading | str | None:
     rows = graph.readings.all("quantise")
     runs = next((e for value, e in rows if e.captures["scheme"] == "dynamic" and _is(a, whole, value)), None)
     if runs is None:
-        odd = graph.readings.missed("dynamic_quant")
+        odd = graph.readings.missed("quantisation")
         return next((each.reason for value, each in odd if _is(a, whole, value)), _UNREAD)
     latent, scale = (runs.captures[name] for name in ("x", "scale"))
     if "times" in runs.captures or not _is(a, scales, scale):

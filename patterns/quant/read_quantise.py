@@ -54,7 +54,7 @@ def quantised(graph: Graph) -> Iterator[Found]:
     become_int8 = {value.below(*_PASSED) for value in graph.places if value.dtype == torch.int8}
     for value in graph.places:
         if is_rounded_by_row(value) and value not in become_int8:
-            yield value, Miss("dynamic_quant", FLOATS)
+            yield value, Miss("quantisation", FLOATS)
         below = rounded(value.arg) if value.op == "cast" and value.dtype == torch.int8 else None
         if below is None or not is_float(below.quotient):
             continue
@@ -70,7 +70,7 @@ def quantised(graph: Graph) -> Iterator[Found]:
             yield scale, multiplier
             continue
         if tokens is not None:
-            yield value, Miss("dynamic_quant", tokens)
+            yield value, Miss("quantisation", tokens)
         held = _static(graph.algebra, below, dynamic=tokens not in (None, UNSCALED))
         if held is not None:
             yield value, _found("quantise", held)

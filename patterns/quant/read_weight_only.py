@@ -292,6 +292,6 @@ def int8_weight_linears(graph: Graph) -> Iterator[Found]:
             continue
         made = _reading(graph.algebra, each)
         if isinstance(made, str):
-            yield each.made if each.made in graph.places else value, Miss("weight_only_linear", made)
+            yield each.made if each.made in graph.places else value, Miss("quantised_linear", made)
         elif made is not None:
             yield value, made

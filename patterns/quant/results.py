@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion import Group, attribute
-from patterns.quant.dynamic_quant import quantised_rows
+from patterns.quant.quantisation import quantised_rows
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
-from patterns.quant.dynamic_quant import quantised_rows
-from patterns.quant.quant_matmul import prepared
+from patterns.quant.quantisation import quantised_rows
+from patterns.quant.quantised_linear import prepared
 
 Order = Callable[[Tensor], Tensor]
 """What puts rows of a layer in another order."""

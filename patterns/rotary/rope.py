@@ -3,30 +3,34 @@
 *Matches* the rotation of pairs of lanes in every spelling, real or complex: the canonicaliser proves it lane by lane
 and gives full-width tables. Pairs are (j, j + D/2), "half", or (2j, 2j + 1), "interleaved"; input and output may
 differ. Lanes beside them pass through: joined with the rotated ones in one go, or with a rotation that is a value of
-its own, where both are lanes of one tensor. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`, which compute in
-float32, and a join; or, of pairs of neighbours in one tensor, with `npu_rotary_mul` of all its lanes, of which the
-others are turned by no angle. What is widened for that and rounded again is rotated as it is, by tables of its dtype,
+its own, where both are lanes of one tensor. Queries and keys may share their tables. *Replaces with* `npu_rotary_mul`
+or `npu_interleave_rope`, which compute in float32, and a join; of pairs of neighbours in one tensor with
+`npu_rotary_mul` of all its lanes, of which the others are turned by no angle; of queries and keys in half order with
+one `npu_apply_rotary_pos_emb`. What is widened for that and rounded again is rotated as it is, by tables of its dtype,
 where that takes less.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Rule, lowering, pattern, require, variants
+from patterns.rotary.queries_and_keys import Pair, SameTables, WidenedPair, heads_first, positions_first
 from patterns.rotary.rotated import Rotated, Widened, four_dims, rotate_matrix, to_halves, to_pairs
 from patterns.rotary.unrotated_lanes import Alone, BeforeRotated, BehindRotated, Rest, Whole, WidenedWhole
 
 JOINED = (Alone, Rest)
 BESIDE = (BehindRotated, BeforeRotated)
+TOGETHER = (SameTables,)
 
 
 @dataclass(frozen=True)
 class Rope(Rule):
-    """Rotary position embedding of one tensor, of all its lanes or of the first or the last of them."""
+    """Rotary position embedding of all lanes of a tensor, of the first or the last of them, or of queries and keys."""
 
     def reference(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The meaning in half order: x [*B, D], tables broadcast to it."""
@@ -45,13 +49,19 @@ class Rope(Rule):
         """Some lanes of a tensor are rotated, which are a value of their own."""
         return others.term(p, rotated)
 
-    def guard(self, rotated: Rotated, others: Alone | BehindRotated):
-        """Where the others are."""
+    @pattern
+    @variants(rotated=(Pair, WidenedPair), others=TOGETHER)
+    def together(self, p, rotated, others):
+        """Queries and keys are rotated by the same tables."""
+        return others.term(p, rotated)
+
+    def guard(self, rotated: Any, others: Any):
+        """Where the others are, or what one call takes."""
         others.guard(rotated)
 
-    def within(self) -> frozenset[str]:
-        """Queries and keys in one call."""
-        return frozenset({"rope_pair"})
+    def within(self, others: Any) -> frozenset[str]:
+        """Why queries and keys take no call together."""
+        return frozenset() if isinstance(others, SameTables) else frozenset({"rope.together"})
 
     @lowering
     @variants(others=JOINED)
@@ -122,6 +132,30 @@ class Rope(Rule):
     def by_no_angle_by_matrix(self, rotated: Rotated, others: BehindRotated):
         """The same by a constant matrix."""
         return others.over_all(rotated).by("interleave", rotate_matrix(rotated.x))
+
+    @lowering
+    @variants(others=TOGETHER)
+    def heads_first(self, rotated: Pair):
+        """Queries [B, N, S, D], keys [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
+        return heads_first(rotated)
+
+    @lowering
+    @variants(others=TOGETHER)
+    def heads_first_by_batch(self, rotated: Pair):
+        """The same with tables for every sequence, where the chip does not broadcast them."""
+        return heads_first(rotated, by_batch=True)
+
+    @lowering
+    @variants(others=TOGETHER)
+    def positions_first(self, rotated: Pair):
+        """Queries [B, S, N, D], keys [B, S, K, D], tables [B|1, S, 1, D]; or packed tokens, with tables [T, 1, D]."""
+        return positions_first(rotated)
+
+    @lowering
+    @variants(others=TOGETHER)
+    def positions_first_by_batch(self, rotated: Pair):
+        """The same with tables for every sequence."""
+        return positions_first(rotated, by_batch=True)
 
 
 def _refuse_other_orders(rotated: Rotated) -> None:

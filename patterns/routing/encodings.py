@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
 from patterns.linear.gates import Merged
-from patterns.quant.dynamic_quant import quantised_rows
-from patterns.quant.quant_matmul import CODES, NZ
+from patterns.quant.quantisation import quantised_rows
+from patterns.quant.quantised_linear import CODES, NZ
 
 f32 = torch.float32
 Multiply = Callable[[Any], Any]

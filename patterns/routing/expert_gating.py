@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
+from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 
 _SCORE = {"max": 0, "sum": 1}
 _NORM = {"softmax": 0, "sigmoid": 1}
@@ -74,7 +74,7 @@ class SoftmaxGate(Gate):
 
 
 @dataclass(frozen=True)
-class To(Group):
+class Weights(Group):
     """What becomes of the result: dtypes of the scores and of the list, and factors, before and after a division."""
 
     dtype: Any = attribute()
@@ -88,7 +88,7 @@ class To(Group):
 
 
 @dataclass(frozen=True)
-class ExpertGating(Rule):
+class GatedScores(Rule):
     """The experts that a router chooses with a bias, by groups or by sigmoids, and what each of them counts."""
 
     def reference(self, logits: Tensor, bias: Tensor, count: int, factor: float) -> tuple[Tensor, Tensor]:
@@ -99,26 +99,29 @@ class ExpertGating(Rule):
         return weights / weights.sum(-1, keepdim=True) * factor, experts
 
     @pattern
-    def divided(self, p, gate: Any = SigmoidGate, to: Any = To, size=scalar(), eps=scalar()):
+    @variants(result=(Weights,))
+    def divided(self, p, result, gate: Any = SigmoidGate, size=scalar(), eps=scalar()):
         """Scores by their sum and eps."""
-        scores = p.chosen_scores(**vars(gate), dtype=to.dtype)
+        scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         total = p.shift(p.scale(p.mean(scores), size), eps)
-        weights = p.maybe_scaled(p.maybe_scaled(scores, to.before) * p.power(total, -1.0), to.after)
-        return weights, p.expert_choice(**vars(gate), dtype=to.listed)
+        weights = p.maybe_scaled(p.maybe_scaled(scores, result.before) * p.power(total, -1.0), result.after)
+        return weights, p.expert_choice(**vars(gate), dtype=result.listed)
 
     @pattern
-    def divided_plainly(self, p, gate: Any = SigmoidGate, to: Any = To, inverse=scalar()):
+    @variants(result=(Weights,))
+    def divided_plainly(self, p, result, gate: Any = SigmoidGate, inverse=scalar()):
         """Scores by their sum."""
-        scores = p.chosen_scores(**vars(gate), dtype=to.dtype)
+        scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         total = p.scale(p.power(p.mean(scores), -1.0), inverse)
-        weights = p.maybe_scaled(p.maybe_scaled(scores, to.before) * total, to.after)
-        return weights, p.expert_choice(**vars(gate), dtype=to.listed)
+        weights = p.maybe_scaled(p.maybe_scaled(scores, result.before) * total, result.after)
+        return weights, p.expert_choice(**vars(gate), dtype=result.listed)
 
     @pattern
-    def undivided(self, p, gate: Any = Gate, to: Any = To):
+    @variants(result=(Weights,))
+    def undivided(self, p, result, gate: Any = Gate):
         """The scores as they are."""
-        scores = p.chosen_scores(**vars(gate), dtype=to.dtype)
-        return p.maybe_scaled(scores, to.after), p.expert_choice(**vars(gate), dtype=to.listed)
+        scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
+        return p.maybe_scaled(scores, result.after), p.expert_choice(**vars(gate), dtype=result.listed)
 
     @lookalike("the chosen shares of a softmax are divided: the operator divides scores of sigmoids alone")
     def divided_softmax(
@@ -129,9 +132,7 @@ class ExpertGating(Rule):
         return shares * p.maybe_scaled(p.power(by, -1.0), factor)
 
     @lookalike("the sum of the chosen scores is clamped between {low} and {high}: the operator adds a number to it")
-    def divided_clamped(
-        self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()
-    ):
+    def scores_clamped(self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()):
         """Scores by their sum, if it is neither small nor large."""
         scores = p.chosen_scores(**vars(gate), dtype=dtype)
         return scores * p.power(p.clip(p.scale(p.mean(scores), size), low, high), -1.0)
@@ -151,11 +152,12 @@ class ExpertGating(Rule):
         require(eps is None or eps >= 0, "eps={eps} makes the sum smaller", eps=eps)
 
     @lowering
-    def npu(self, gate: Gate, to: To, size: float | None, inverse: float | None, eps: float | None):
+    @variants(result=(Weights,))
+    def gated(self, gate: Gate, result: Weights, size: float | None, inverse: float | None, eps: float | None):
         """One operator; sigmoids that are not divided by their sum are read from its third result."""
         if gate.norm == "softmax" or size is not None or inverse is not None:
-            weights, experts, _ = gate.routed(to.factor(), eps or 0.0)
-            return weights.to(to.dtype), experts.to(to.listed)
+            weights, experts, _ = gate.routed(result.factor(), eps or 0.0)
+            return weights.to(result.dtype), experts.to(result.listed)
         _, experts, scores = gate.routed(scores=True)
-        weights = scores.gather(-1, experts.to(torch.int64)) * to.factor()
-        return weights.to(to.dtype), experts.to(to.listed)
+        weights = scores.gather(-1, experts.to(torch.int64)) * result.factor()
+        return weights.to(result.dtype), experts.to(result.listed)

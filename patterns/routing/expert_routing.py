@@ -2,7 +2,8 @@
 
 *Matches* a softmax over the k largest logits, and the k largest of a softmax: as they are, or divided by their sum,
 which is the softmax over the k largest logits again; of the chosen alone, or of all experts, 0 for others. *Replaces
-with* `npu_moe_gating_top_k_softmax_v2`. Which of equal logits is chosen torch leaves open too; rounding keeps the order
+with* `npu_moe_gating_top_k_softmax_v2`; of scores with a bias, of sigmoids or in groups of experts with
+`npu_moe_gating_top_k` (`GatedScores`). Which of equal logits is chosen torch leaves open too; rounding keeps the order
 of all others.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
+from patterns.routing.expert_gating import GatedScores, Weights
 
 f32 = torch.float32
 
@@ -154,7 +156,7 @@ class InPlace(Group):
 
 
 @dataclass(frozen=True)
-class ExpertRouting(Rule):
+class SoftmaxShares(Rule):
     """The experts that a router chooses, with their shares of a softmax."""
 
     def reference(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -222,12 +224,29 @@ class ExpertRouting(Rule):
         shares.guard(result.among(shares, logits.values))
 
     @lowering
-    def npu(self, logits: Logits, shares: Shares, result: Any):
+    @variants(result=(Listed, InPlace))
+    def softmax(self, logits: Logits, shares: Shares, result: Any):
         """One operator; shares of all experts are put in their places then."""
         read, routed = logits.read(), torch.ops.npu.npu_moe_gating_top_k_softmax_v2
         found, experts, _ = routed(read, k=shares.count, renorm=int(shares.are_divided))
         listed = experts.to(torch.int64)
         return result.put(found, listed, read), listed
+
+
+@dataclass(frozen=True)
+class ExpertRouting(SoftmaxShares, GatedScores):
+    """The experts that a router chooses, and what each of them counts: by a softmax, or by other scores."""
+
+    def reference(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The meaning by a softmax; by other scores that of `GatedScores`."""
+        return SoftmaxShares.reference(self, logits, count)
+
+    def guard(self, result: Any, gate: Any, logits: Any, shares: Any, size: Any, inverse: Any, eps: Any):
+        """What they are divided by."""
+        if isinstance(result, Weights):
+            GatedScores.guard(self, gate, size, inverse, eps)
+        else:
+            SoftmaxShares.guard(self, logits, shares, result)
 
 
 def _largest_shares(p: Any, logits: Any, count: Any) -> Any:

@@ -25,7 +25,7 @@ from fusion.graph.dims import INDEX_DTYPES
 from patterns.routing.group_masks import Grouped, hidden_groups
 from patterns.routing.words import CHOSEN_SCORES, EXPERT_CHOICE
 
-RULE = "expert_gating"
+RULE = "expert_routing"
 _ALL = {"groups": 1, "kept": 1, "group_score": "max"}
 _NO_SCORES = "what is chosen from is not sigmoid or softmax of logits, plus a bias"
 

@@ -73,9 +73,14 @@ class RoutedExperts(Rule):
         "or what it reads is not rows of tokens in int8"
     )
     def otherwise_in_int8(
-        self, p, hidden=tensor("*R I"), scales=tensor("*R 1"), choice: Any = Choice, down: Any = Outward,
+        self,
+        p,
+        hidden=tensor("*R I"),
+        scales=tensor("*R 1"),
+        choice: Any = Choice,
+        down: Any = Outward,
         shape=attribute(),
-    ):  # fmt: skip
+    ):
         """The same in int8."""
         given = QuantisedTokens.product(p, choice, (hidden, scales), down)
         return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)

@@ -21,8 +21,8 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 from patterns.cache.stores import Pages
 from patterns.latent.terms import Tables
-from patterns.quant.dynamic_quant import quantised_rows
-from patterns.quant.quant_matmul import prepared
+from patterns.quant.quantisation import quantised_rows
+from patterns.quant.quantised_linear import prepared
 from patterns.sparse.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 
 

@@ -29,7 +29,7 @@ from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
 from patterns.latent.prolog import Queries, read
 from patterns.latent.terms import LatentRow, Tables
-from patterns.quant.quant_matmul import prepared
+from patterns.quant.quantised_linear import prepared
 from patterns.quant.schemes import FloatLayers
 from patterns.sparse.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 from patterns.sparse.indexer import PagedIndexer
@@ -181,10 +181,12 @@ class SparseAttentionPto(Rule):
         own = (latent + rope) ** -0.5
         said = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"
         require(math.isclose(attended.scale, own, rel_tol=1e-6), said, scale=attended.scale, own=own)
-        for what, eps, compiled in (
-            ("the queries' norm", queries.eps, EPSILON), ("the latent's norm", row.eps, EPSILON),
+        norms = (
+            ("the queries' norm", queries.eps, EPSILON),
+            ("the latent's norm", row.eps, EPSILON),
             ("the norm of the indexer's keys", index.keys.eps, EPSILON_OF_KEYS),
-        ):  # fmt: skip
+        )
+        for what, eps, compiled in norms:
             said = "eps={eps} of {what} is not the {compiled} that the operator has compiled in"
             require(math.isclose(eps, compiled, rel_tol=1e-6), said, eps=eps, what=what, compiled=compiled)
         said = "{count} keys are listed, by the operator {listed}, which it has compiled in"

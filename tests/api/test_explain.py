@@ -220,7 +220,7 @@ def test_launches_layers_and_matches_add_up():
     assert before - after == sum(each.saved for each in report.matches) + copies == 3 * 6 + copies
     assert sum(each.before.launches for each in report.layers.values()) == before
     assert sum(each.after.launches for each in report.layers.values()) == after
-    for rule in ("add_rms_norm", "cache_write"):
+    for rule in ("add_norm", "cache_write"):
         of_rule = [each for each in report.matches if each.rule == rule]
         assert [each.module for each in of_rule] == ["layers.0", "layers.1", "layers.2"]
         assert all(each.benefit > 0 for each in of_rule)

@@ -111,7 +111,7 @@ def test_a_graph_without_a_match_is_not_touched():
 
 UUID = """
     import fusion
-    print(fusion.FusionPass({"target": "host", "disable": ["rope", "swiglu", "rms_norm"]}).uuid())
+    print(fusion.FusionPass({"target": "host", "disable": ["rope", "activation", "rms_norm"]}).uuid())
 """
 
 

@@ -143,7 +143,7 @@ def test_many_layers_cost_what_few_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Fakes, "record", counted)
     for count in (6, 20):
         _, outcome = fused(captured(model(count)), False, monkeypatch)
-        assert sum(each.match.rule.name == "swiglu" for each in outcome.chosen) == count
+        assert sum(each.match.rule.name == "activation" for each in outcome.chosen) == count
     assert asked[20] == asked[6]
 
 

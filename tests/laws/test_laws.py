@@ -14,8 +14,9 @@ import torch
 
 import patterns
 from fusion import Example, Rule, testing
+from fusion.errors import OptionError
 from fusion.language import Pattern, Refused, Term
-from fusion.library import installed
+from fusion.library import installed, library_for
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.records import Plan
@@ -82,6 +83,32 @@ def test_every_form_is_used_by_an_example(rule: Rule):
             met = {each.match.form for each in t.outcome.chosen}
         used |= set().union(*(told.get(each, ()) for each in met))
     assert declared <= used, f"no example is written as {sorted(declared - used)}"
+
+
+def test_a_concept_has_one_rule():
+    """A new mode is a facet of the rule of its concept, not a copy of it."""
+    assert len(installed().rules) <= 28
+
+
+FORMER = {
+    "dynamic_quant": "quantisation",
+    "static_quant": "quantisation",
+    "rope_pair": "rope",
+    "quant_matmul": "quantised_linear",
+    "weight_only_linear": "quantised_linear",
+    "latent_attention_atb": "latent_attention",
+    "add_rms_norm": "add_norm",
+    "add_layer_norm": "add_norm",
+    "expert_gating": "expert_routing",
+    "swiglu": "activation",
+    "gelu": "activation",
+}
+
+
+@pytest.mark.parametrize(("former", "rule"), FORMER.items(), ids=FORMER)
+def test_a_name_that_a_rule_had_is_told_and_not_passed_over(former: str, rule: str):
+    with pytest.raises(OptionError, match=f"{former!r} is not a known rule; .*{rule}"):
+        library_for(Options(disable=frozenset({former})))
 
 
 def test_no_function_of_the_library_has_more_than_ten_parameters():

@@ -84,7 +84,7 @@ def test_what_comes_behind_an_attention_does_not_wait_for_it():
 
     _, applied, _ = fused(parallel, X, A, B, C, D, E)
     assert applied["joined_projections", "three"] == 1
-    assert applied["swiglu", "gated[Projected, Unbounded, Plain]"] == 1
+    assert applied["activation", "gated[Projected, Unbounded, Plain]"] == 1
 
 
 def test_gate_and_up_beside_a_router():
@@ -92,7 +92,7 @@ def test_gate_and_up_beside_a_router():
         return F.linear(x, router).softmax(-1), F.silu(F.linear(x, gate)) * F.linear(x, up)
 
     _, applied, _ = fused(moe, X, A, B, C)
-    assert applied == {("swiglu", "gated[Projected, Unbounded, Plain]"): 1}
+    assert applied == {("activation", "gated[Projected, Unbounded, Plain]"): 1}
 
 
 def test_a_layer_that_is_read_without_its_bias_is_joined_without_it():

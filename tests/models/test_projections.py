@@ -55,7 +55,7 @@ def test_launches_of_an_attention_block(family):
 def test_gate_and_up_are_one(family):
     built = model(family)
     report = fusion.explain(built.model, **built.step("prefill"), options=ON_A3)
-    assert rules(report)["swiglu"] == LAYERS
+    assert rules(report)["activation"] == LAYERS
     mlp = [each.after.launches for path, each in report.layers.items() if path.endswith(".mlp")]
     assert mlp == [2] * LAYERS
     gate_and_up = 2 * built.config.intermediate_size * built.config.hidden_size

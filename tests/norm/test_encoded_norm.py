@@ -28,7 +28,7 @@ def explained(dtype: torch.dtype, scale: torch.dtype | None = None, **options: A
 
 def reasons(report: Any) -> str:
     """Why the rules were not used."""
-    return "\n".join(each.reason for each in report.refusals if each.rule in ("encoded_norm", "static_quant"))
+    return "\n".join(each.reason for each in report.refusals if each.rule in ("encoded_norm", "quantisation"))
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, BF16), (F16, F16), (F16, F32)], ids=str)

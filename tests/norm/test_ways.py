@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fusion
 from fusion.language import Refused
-from patterns.norm.add_layer_norm import AddLayerNorm
-from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.add_norm import AddNorm, LayerNorm, RmsNorm
 from patterns.norm.rms_norm import RMSNorm
+from tests.norm.layer_norm import no_parameters
 
 X, GAIN = torch.randn(3, 64), torch.randn(64)
 
@@ -24,8 +25,15 @@ def test_one_plus_a_weight_is_no_gain_of_its_own():
         RMSNorm().npu(X, None, GAIN, 1e-6)
 
 
+def test_a_layer_norm_is_told_of_no_sum():
+    """It is an RMS norm of x - mean(x), which is a sum of two tensors only so."""
+    report = fusion.explain(no_parameters, X, options={"target": "host", "lower": "eager"})
+    assert {each.rule for each in report.matches} == {"layer_norm"}
+    assert not report.refusals
+
+
 def test_addends_of_two_dtypes_are_added_by_the_model():
     with pytest.raises(Refused, match="different dtypes"):
-        AddRMSNorm().npu(X, X.bfloat16(), GAIN, None, 1e-6)
+        AddNorm().rms(X, X.bfloat16(), RmsNorm(GAIN, None), 1e-6)
     with pytest.raises(Refused, match="different dtypes"):
-        AddLayerNorm().npu(X, X.bfloat16(), GAIN, GAIN, 1e-6)
+        AddNorm().layer(X, X.bfloat16(), LayerNorm(GAIN, GAIN), 1e-6)

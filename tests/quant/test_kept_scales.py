@@ -35,7 +35,7 @@ def kept(rows: Rows, x: Tensor = X) -> list[tuple[tuple[int, ...], torch.dtype, 
 def reasons(rows: Rows, x: Tensor = X) -> list[str]:
     graph = read_graph(capture(rows, (x,)).graph.graph)
     assert not graph.readings.all("token_scale")
-    return [each.reason for _, each in graph.readings.missed("dynamic_quant")]
+    return [each.reason for _, each in graph.readings.missed("quantisation")]
 
 
 def divided(x: Tensor, scale: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from patterns.examples import static_quant as examples
 from patterns.examples.inputs import fixed
 from patterns.examples.quantisation import weights
 from patterns.examples.static_quant import CHANNELS, ZERO, cut_off, divided, inputs, multiplied, shifted
+from tests.support.tried import tried
 
-RULE = next(each for each in installed().rules if each.name == "static_quant")
+RULE = next(each for each in installed().rules if each.name == "quantisation")
 QUANTIZE = "npu.npu_quantize.default"
 
 
@@ -35,6 +36,14 @@ def calls(t: Trial) -> list[torch.fx.Node]:
 @pytest.mark.parametrize("example", examples.EXAMPLES, ids=lambda each: each.name)
 def test_one_call_on_a_chip(example: Example):
     assert len(calls(fused(example.function, example.inputs, torch.bfloat16))) == 1
+
+
+def test_only_scales_that_are_held_are_a_part_of_a_norm_that_quantises():
+    """Why the norm did not quantise is told beside them; rows by a scale of each token stand for themselves."""
+    of_tokens = next(each for each in tried()["quantisation"] if not each.refusal)
+    for example, within in ((examples.EXAMPLES[0], {"encoded_norm"}), (of_tokens, set[str]())):
+        t = trial(RULE, example, torch.bfloat16)
+        assert [each.match.within for each in t.outcome.chosen] == [within]
 
 
 def test_scales_of_heads_and_channels_are_those_of_whole_rows():

@@ -24,7 +24,7 @@ def read(layer: Layer, *inputs: Tensor) -> tuple[list[tuple[tuple[int, ...], dic
     """The shape and the parts of each layer that is read, and why others are none."""
     readings = read_graph(capture(layer, inputs).graph.graph).readings
     found = [(value.shape, each.captures) for value, each in readings.all("int8_weight_linear")]
-    return found, [each.reason for _, each in readings.missed("weight_only_linear")]
+    return found, [each.reason for _, each in readings.missed("quantised_linear")]
 
 
 def behind(made: Callable[[Tensor], Tensor]) -> Layer:

@@ -23,7 +23,7 @@ def read(form: Form, *more: Tensor) -> tuple[list[dict[str, Any]], list[str]]:
     """What is read of layers with int8 weights, and why others are none."""
     graph = read_graph(traced(form, *GIVEN, *more).graph)
     found = [each.captures for _, each in graph.readings.all("int8_weight_linear")]
-    return found, [each.reason for _, each in graph.readings.missed("weight_only_linear")]
+    return found, [each.reason for _, each in graph.readings.missed("quantised_linear")]
 
 
 def scaled_heads(weight: Tensor, scale: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tests.goldens.outcome import kept
 from .base import Piece
 
 TARGET = "ascend910_93"
-ATTENTIONS = ("attention", "latent_attention", "latent_attention_atb", "ring_mla", "sparse_attention")
+ATTENTIONS = ("attention", "latent_attention", "ring_mla", "sparse_attention")
 """Rules that put one operator in the place of a softmax attention."""
 
 

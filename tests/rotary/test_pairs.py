@@ -45,7 +45,7 @@ def test_they_take_two_calls_and_the_report_says_why(rotate):
     given = inputs(lambda angles: angles.repeat_interleave(2, -1))
     report = fusion.explain(both(rotate), *given, options={"target": "ascend910_93"})
     assert dict(report.ops) == {SINGLE: 2}
-    told = [each.reason for each in report.refusals if each.rule == "rope_pair"]
+    told = [each.reason for each in report.refusals if each.rule == "rope"]
     assert told
     assert all("the lanes are interleaved; the operator rotates halves" in each for each in told)
 
@@ -54,11 +54,11 @@ def test_halves_take_one_and_nothing_is_said():
     given = inputs(lambda angles: angles.repeat(1, 1, 1, 2))
     report = fusion.explain(both(halves), *given, options={"target": "ascend910_93"})
     assert dict(report.ops) == {JOINT: 1}
-    assert not [each for each in report.refusals if each.rule == "rope_pair"]
+    assert not [each for each in report.refusals if each.rule == "rope"]
 
 
 def test_of_queries_alone_nothing_is_said():
     q, _, cos, sin = inputs(lambda angles: angles.repeat_interleave(2, -1))
     report = fusion.explain(pairs, q, cos, sin, options={"target": "ascend910_93"})
     assert dict(report.ops) == {SINGLE: 1}
-    assert not [each for each in report.refusals if each.rule == "rope_pair"]
+    assert not [each for each in report.refusals if each.rule == "rope"]

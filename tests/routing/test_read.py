@@ -210,7 +210,7 @@ def chosen_by_whole_numbers(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
 def read(router: Callable[..., Any]) -> tuple[set[str], list[str]]:
     graph = read_graph(traced(router, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)).graph)
     words = {each.op for _, each in graph.readings} & WORDS
-    return words, [each.reason for _, each in graph.readings.missed("expert_gating")]
+    return words, [each.reason for _, each in graph.readings.missed("expert_routing")]
 
 
 def gate(router: Callable[..., Any]) -> Any:
@@ -353,7 +353,7 @@ def test_rows_of_scores_of_other_experts_are_none():
 @pytest.mark.parametrize("form", [OTHERS["weights of logits"][0], lowered(-1e4, 0.0), routed(out)])
 def test_a_router_is_told_of_as_a_router_alone(form: Callable[..., Any]):
     _, outcome = fused(form, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1))
-    assert {each.rule for each in outcome.refusals} == {"expert_gating"}
+    assert {each.rule for each in outcome.refusals} == {"expert_routing"}
 
 
 def test_groups_times_0_are_those_filled_with_0():

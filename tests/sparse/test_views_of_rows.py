@@ -52,7 +52,7 @@ def test_scales_of_other_rows(scale: Callable[[Tensor], Tensor], fuses: bool):
         s = scale(x) / 127
         return (x / s).round().clamp(-128, 127).to(torch.int8), s
 
-    assert applied(tried("dynamic_quant", forward, tensors((4, 4, 4)))) == fuses
+    assert applied(tried("quantisation", forward, tensors((4, 4, 4)))) == fuses
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -179,7 +179,9 @@ class Planner:
             causes = [None if isinstance(plan, Refused) else plan.refusals.get(target.name, "") for plan in plans]
             if "" not in causes:
                 self.refusals.extend(
-                    Refusal(match.rule.name, cause, match.node, target.name) for cause in causes[:1] if cause
+                    Refusal(match.rule.name, cause, match.node, target.name, match.variant)
+                    for cause in causes[:1]
+                    if cause
                 )
 
     def _offer(

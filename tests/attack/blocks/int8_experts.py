@@ -96,7 +96,7 @@ def int8_experts(w: Writer) -> None:
         rows = w.let(f"{repeated}.unflatten(0, (-1, {m.choices}))", "rows")
         int8, scale = numbers(w, m, rows)
     if not m.wrong and w.narrow:
-        w.fuses("routed_experts", "dynamic_quant", target="ascend910_93")
+        w.fuses("routed_experts", "quantisation", target="ascend910_93")
     hidden = activated(w, m, product(w, m, int8, scale, "up"), gated)
     y = product(w, m, *numbers(w, m, hidden), "down")
     listed = summed(w, m, w.let(f"{y}.flatten(0, 1)", "listed"), m.weights)

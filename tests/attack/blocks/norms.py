@@ -64,7 +64,7 @@ def normed(w: Writer, x: str, dim: int, eps: str = "") -> str:
 def rms_norm(w: Writer) -> None:
     dims = rows(w)
     x = w.take(dims)
-    w.fuses("rms_norm", "add_rms_norm", "kv_rmsnorm", "mla_")
+    w.fuses("rms_norm", "add_norm", "kv_rmsnorm", "mla_")
     w.give(normed(w, x, dims[-1]), dims)
 
 
@@ -72,7 +72,7 @@ def add_rms_norm(w: Writer) -> None:
     dims = rows(w)
     x, residual = w.take(dims), w.take(dims, "r")
     total = w.let(w.pick(f"{x} + {residual}", f"{residual} + {x}", f"torch.add({x}, {residual})"), "s")
-    w.fuses("add_rms_norm", "rms_norm")
+    w.fuses("add_norm", "rms_norm")
     w.give(normed(w, total, dims[-1]), dims)
     w.give(total, dims)
 
@@ -82,7 +82,7 @@ def add_rms_norm_in_place(w: Writer) -> None:
     dims = rows(w)
     x, residual = w.input(dims), w.input(dims, name="r")
     w.do(w.pick(f"{residual}.add_({x})", f"{residual} += {x}"))
-    w.fuses("add_rms_norm", "rms_norm")
+    w.fuses("add_norm", "rms_norm")
     w.give(normed(w, residual, dims[-1]), dims)
 
 
@@ -97,7 +97,7 @@ def layer_norm(w: Writer) -> None:
     c = w.let(w.pick(f"{h} - {h}.mean(-1, keepdim=True)", f"{h} - torch.mean({h}, -1, keepdim=True)"), "c")
     variance = w.pick(mean_square(w, c, dims[-1]), f"{h}.var(-1, keepdim=True, correction=0)")
     y = w.let(inverse_root(w, c, variance, "1e-5"))
-    w.fuses("layer_norm", "add_layer_norm")
+    w.fuses("layer_norm", "add_norm")
     w.give(w.let(f"({y} * {gain}.float() + {bias}.float()).to({x}.dtype)", "y"), dims)
 
 
@@ -118,7 +118,7 @@ def swiglu(w: Writer) -> None:
         f"{x}.unflatten(-1, (2, {dim})).unbind(-2)", f"torch.chunk({x}, 2, -1)", f"{x}.tensor_split(2, -1)",
     )  # fmt: skip
     left, right = w.both(halves, 2, "g")
-    w.fuses("swiglu")
+    w.fuses("activation")
     w.give(w.let(gate(w, left, right), "y"), (*first, dim))
 
 
@@ -129,7 +129,7 @@ def gated_projections(w: Writer) -> None:
     wide = w.pick(64, 128)
     g, u = (w.input((wide, dims[-1]), "matrix", name="w") for _ in range(2))
     left, right = w.let(f"F.linear({x}, {g})", "g"), w.let(f"F.linear({x}, {u})", "u")
-    w.fuses("swiglu")
+    w.fuses("activation")
     y = w.let(gate(w, left, right), "y")
     down = w.input((dims[-1], wide), "matrix", name="w")
     w.give(w.let(f"F.linear({y}, {down})", "y"), dims)

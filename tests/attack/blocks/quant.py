@@ -33,12 +33,12 @@ def product(w: Writer, whole: str, tokens: str, wide: int, rows: int, dtype: str
 def dynamic_quant(w: Writer) -> None:
     dims = w.pick(("B", "S", 64), ("T", 128))
     x = w.input(dims, "rows")
-    w.fuses("dynamic_quant", "quant_matmul", target="" if w.narrow else "host")
+    w.fuses("quantisation", "quantised_linear", target="" if w.narrow else "host")
     whole, scale = quantised(w, x)
     if w.maybe():
         w.kept += [whole, scale]
         return
-    w.fuses("quant_matmul", target="" if w.narrow else "none")
+    w.fuses("quantised_linear", target="" if w.narrow else "none")
     rows = w.pick(64, 128)
     w.give(product(w, whole, scale, dims[-1], rows, f"{x}.dtype"), (*dims[:-1], rows))
 
@@ -48,7 +48,7 @@ def behind_a_norm(w: Writer) -> None:
     x, residual = w.take(dims), w.take(dims, "r")
     total = w.let(f"{x} + {residual}", "s")
     y = normed(w, total, dims[-1])
-    w.fuses("encoded_norm", "add_rms_norm", "rms_norm")
+    w.fuses("encoded_norm", "add_norm", "rms_norm")
     whole, scale = quantised(w, y)
     w.kept += [total, *([whole, scale] if w.maybe() else [product(w, whole, scale, dims[-1], 64, "torch.bfloat16")])]
 
@@ -80,7 +80,7 @@ def static_behind_a_norm(w: Writer) -> None:
     x, residual = w.take(dims), w.take(dims, "r")
     total = w.let(w.pick(f"{x} + {residual}", f"{x} * 0.5"), "s")
     y = normed(w, total, dims[-1])
-    w.fuses("encoded_norm", "add_rms_norm", "rms_norm")
+    w.fuses("encoded_norm", "add_norm", "rms_norm")
     q = w.pick(y, f"{y}.float()") + " / " + w.pick("0.03125", "0.0234375") + w.pick("", " + 3", " - 5")
     whole = w.pick(f"({q}).round().clamp(-128, 127)", f"torch.clamp(torch.round({q}), -128, 127)",
                    f"({q}).clamp(-128, 127).round()")  # fmt: skip

@@ -107,7 +107,7 @@ def rotate_pair(w: Writer) -> None:
     heads, shared = w.pick((4, 2), (2, 2), (4, 1), (1, 1))
     q, k = (w.take(heads_of(w, count, first), name) for count, name in ((heads, "q"), (shared, "k")))
     cos, sin = tables(w, first)
-    w.fuses("rope_pair", "rope")
+    w.fuses("rope")
     for x, count in ((q, heads), (k, shared)):
         w.give(halves(w, x, cos, sin), heads_of(w, count, first))
 

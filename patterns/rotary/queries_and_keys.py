@@ -1,8 +1,4 @@
-"""q and k rotated by the same tables, together.
-
-*Matches* two independent rotations in half order that share their tables. *Replaces with* `npu_apply_rotary_pos_emb`;
-what is widened for that and rounded again is rotated as it is, where the operator computes in float32 too.
-"""
+"""Queries and keys that are rotated by the same tables: what one call for both takes, reads and gives."""
 
 from __future__ import annotations
 
@@ -12,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
+from fusion import Group, attribute, require, tensor
 from fusion.graph import dim_of
-from patterns.rotary.rope import Rope
 from patterns.rotary.rotated import Rotated, Widened, dims_of, four_dims
 
 _PAIRS = (
@@ -74,52 +69,30 @@ class WidenedPair(Pair):
 
 
 @dataclass(frozen=True)
-class RopePair(Rule):
-    """Rotary position embedding of queries and keys in one operator."""
+class SameTables(Group):
+    """No other lanes, but another tensor that is rotated alike."""
 
-    def reference(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The meaning: q [*B, D] and k [*B, D], tables broadcast to both."""
-        return Rope().reference(q, cos, sin), Rope().reference(k, cos, sin)
-
-    @pattern
-    @variants(pair=(Pair, WidenedPair))
-    def same_tables(self, p, pair):
+    def term(self, p, rotated: Pair):
         """Two rotations, one pair of tables."""
-        return tuple(each.term(p, "rotation") for each in pair.each())
+        return tuple(each.term(p, "rotation") for each in rotated.each())
 
-    def guard(self, pair: Pair):
+    def guard(self, rotated: Pair) -> None:
         """What one call can take."""
-        pair.guard()
-
-    @lowering
-    def heads_first(self, pair: Pair):
-        """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
-        return pair.results(*_heads_first(*pair.read()))
-
-    @lowering
-    def heads_first_by_batch(self, pair: Pair):
-        """The same with tables for every sequence, where the chip does not broadcast them."""
-        return pair.results(*_heads_first(*pair.read(by_batch=True)))
-
-    @lowering
-    def positions_first(self, pair: Pair):
-        """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]; or packed tokens [T, N, D] with tables [T, 1, D]."""
-        return pair.results(*_positions_first(*pair.read()))
-
-    @lowering
-    def positions_first_by_batch(self, pair: Pair):
-        """The same with tables for every sequence."""
-        return pair.results(*_positions_first(*pair.read(by_batch=True)))
+        rotated.guard()
 
 
-def _positions_first(*given: Tensor) -> tuple[Tensor, Tensor]:
+def positions_first(pair: Pair, by_batch: bool = False) -> tuple[Tensor, ...]:
+    """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]; or packed tokens [T, N, D] with tables [T, 1, D]."""
+    given = pair.read(by_batch)
     _refuse_unlike(1, *given)
-    return _turned(*given)
+    return pair.results(*_turned(*given))
 
 
-def _heads_first(*given: Tensor) -> list[Tensor]:
+def heads_first(pair: Pair, by_batch: bool = False) -> tuple[Tensor, ...]:
+    """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
+    given = pair.read(by_batch)
     _refuse_unlike(2, *given)
-    return [each.transpose(1, 2) for each in _turned(*(each.transpose(1, 2) for each in given))]
+    return pair.results(*(each.transpose(1, 2) for each in _turned(*(each.transpose(1, 2) for each in given))))
 
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

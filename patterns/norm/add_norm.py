@@ -1,0 +1,121 @@
+"""s = a + b; y = norm(s): the residual add and the RMS norm or layer norm that follows, both results kept.
+
+*Matches* the sum in the tensors' own dtype, or in float32 with the norm on the unrounded sum; the gain of an RMS norm
+as γ, 1 + weight or none. *Replaces with* `npu_add_rms_norm` or `npu_add_layer_norm`, which return the norm and the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, lookalike, lowering, pattern, require, scalar, tensor, variants
+from patterns.norm.gain import GAIN, Gain, unit_gain
+from patterns.norm.rms_norm import RMSNorm
+
+f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class RmsNorm(Gain):
+    """x / sqrt(mean(x²) + eps), times a gain."""
+
+    def of(self, p, x, eps):
+        """The norm of a sum."""
+        return p.rms_norm(x=x, **vars(self), eps=eps)
+
+
+@dataclass(frozen=True)
+class LayerNorm(Group):
+    """(x - mean(x)) / sqrt(var(x) + eps), times a gain, and a bias added."""
+
+    gamma: Any = GAIN
+    beta: Any = GAIN
+
+    def of(self, p, x, eps):
+        """The norm of a sum."""
+        return p.layer_norm(x=x, **vars(self), eps=eps)
+
+    def remark(self, x: Any, operator: str) -> str:
+        """The operator takes its gain in float32."""
+        return ""
+
+
+def rounded_before_gain(p, x, gamma, eps, to) -> Any:
+    """An RMS norm of x in float32 that is rounded to the dtype of `to` before its gain [D]."""
+    unit = x * p.rsqrt(p.mean(p.square(x)) + eps)
+    return p.maybe_cast(unit, to=to) * p.maybe_cast(gamma, to=f32)
+
+
+def float32_sum(p, a, b) -> Any:
+    """Both in float32, added."""
+    return p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
+
+
+@dataclass(frozen=True)
+class AddNorm(Rule):
+    """Residual add and norm in one."""
+
+    def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The meaning for RMS norms: a and b [*B, D], gamma [D]; returns (norm, sum)."""
+        s = a + b
+        return RMSNorm().reference(s, gamma, eps), s
+
+    @pattern
+    @variants(norm=(RmsNorm, LayerNorm))
+    def rounded_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+        """The norm of the sum as the next layer reads it."""
+        s = a + b
+        return norm.of(p, s, eps), s
+
+    @pattern
+    @variants(norm=(RmsNorm, LayerNorm))
+    def float32_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+        """The norm of the sum in float32, before it is rounded for the next layer."""
+        s = float32_sum(p, a, b)
+        return p.as_dtype(norm.of(p, s, eps), like=a), p.as_dtype(s, like=a)
+
+    @pattern
+    @variants(norm=(RmsNorm,))
+    def float32_sum_rounded_norm(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+        """The same with the norm rounded before the weight."""
+        s = float32_sum(p, a, b)
+        return p.as_dtype(rounded_before_gain(p, s, norm.gamma, eps, to=a), like=a), p.as_dtype(s, like=a)
+
+    @pattern
+    @variants(norm=(RmsNorm,))
+    def float32_sum_unused(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+        """The same where nothing else reads the sum."""
+        return p.as_dtype(norm.of(p, float32_sum(p, a, b), eps), like=a)
+
+    @variants(norm=(RmsNorm, LayerNorm))
+    @lookalike("one addend is broadcast or scaled: the operator adds two tensors of the same shape, as they are")
+    def other_sum(self, p, norm, a=tensor("*A"), b=tensor("*C"), eps=scalar()):
+        """Norm of any other sum."""
+        return norm.of(p, a + b, eps)
+
+    def remark(self, a: Any, norm: Any) -> str:
+        """What the dtype of the gain means."""
+        return norm.remark(a, "npu_add_rms_norm")
+
+    @lowering
+    @variants(norm=(RmsNorm,))
+    def rms(self, a: Tensor, b: Tensor, norm: Gain, eps: float):
+        """One operator, which takes the gain in the dtype of the addends."""
+        require(a.dtype == b.dtype, "the addends have different dtypes")
+        y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, norm.like(a), eps)
+        return y, s
+
+    @lowering
+    @variants(norm=(LayerNorm,))
+    def layer(self, a: Tensor, b: Tensor, norm: LayerNorm, eps: float):
+        """One operator; weight and bias in the dtype of the addends, or in float32 alike."""
+        require(a.dtype == b.dtype, "the addends of the norm have different dtypes")
+        gamma = unit_gain(a) if norm.gamma is None else norm.gamma
+        lines = gamma, torch.zeros_like(unit_gain(a)) if norm.beta is None else norm.beta
+        kept = a.dtype if {each.dtype for each in lines} == {a.dtype} else f32
+        y, _, _, s = torch.ops.npu.npu_add_layer_norm(a, b, *(each.to(kept) for each in lines), eps, True)
+        return y, s

@@ -1,0 +1,130 @@
+"""q = round(x / s + z): rows in int8, by a scale of each token or by scales that the model holds.
+
+    of tokens     s = max|x| / 127 of each        held     s and z of each head, of each channel or of all (C8)
+
+*Matches* the quotient, or the product with the inverse, and its rounding, with or without bounds that change nothing;
+of tokens their largest magnitude as well, with rows as they are, or turned by a matrix such as Hadamard's, where
+nothing else reads them. *Replaces with* `npu_dynamic_quant` or `npu_quantize`, which compute in float32, or
+`npu_rotate_quant`, which rounds the product as the layer does. A quotient halfway between two whole numbers, or one
+that the model rounds to 16 bits before, may go to the other of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.quant.held_scales import HeldScales
+
+INT8 = 1
+"""The number by which the operator is told the dtype of its result."""
+
+
+def quantised_rows(p, x, dtype, **times):
+    """The terms of rows in whole numbers, and of their scales in this dtype, perhaps times a number."""
+    scale = p.token_scale(x=x, dtype=dtype, **times)
+    return p.quantise(x=x, scale=scale, dtype=dtype, scheme="dynamic", **times), scale
+
+
+@dataclass(frozen=True)
+class Rows(Group):
+    """Rows as they are."""
+
+    x: Any = tensor("*B D")
+
+    def terms(self, p) -> Any:
+        """What is quantised."""
+        return self.x
+
+    def refuse(self) -> None:
+        """Any will do."""
+
+
+@dataclass(frozen=True)
+class RotatedRows(Group):
+    """Rows times a matrix [D, D], the weight of a layer, and perhaps times a positive number."""
+
+    x: Any = tensor("*B D")
+    rotation: Any = tensor("D D")
+    is_parameter_only: Any = attribute()
+    factor: Any = scalar()
+
+    def terms(self, p) -> Any:
+        """What is quantised."""
+        y = p.linear(x=self.x, weight=self.rotation, is_parameter_only=self.is_parameter_only)
+        return p.maybe_scaled(y, self.factor)
+
+    def refuse(self) -> None:
+        """A factor of all lanes is one of the scale alone, if it turns no sign."""
+        why = "the turned rows are multiplied by {factor}, which is not positive"
+        require(self.factor > 0, why, factor=self.factor)
+
+
+@dataclass(frozen=True)
+class Quantisation(Rule):
+    """Quantisation of rows to int8."""
+
+    def reference(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The meaning: x [*B, D], a scale that broadcasts to it, None for max|x| / 127 of each token.
+
+        Returns whole numbers [*B, D] and the scale, of tokens [*B, 1].
+        """
+        scale = x.float().abs().amax(-1, keepdim=True) / 127 if scale is None else scale
+        return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+    def within(self, rows: Any) -> frozenset[str]:
+        """The norm before scales that are held."""
+        return frozenset({"encoded_norm"} if isinstance(rows, HeldScales) else ())
+
+    @pattern
+    @variants(rows=(Rows, RotatedRows))
+    def per_token(self, p, rows, dtype=attribute()):
+        """Whole numbers and their scale."""
+        return quantised_rows(p, rows.terms(p), dtype)
+
+    @pattern
+    @variants(rows=(Rows, RotatedRows))
+    def largest(self, p, rows, dtype=attribute(), times=scalar()):
+        """Whole numbers, and of their scale a multiple, such as the largest magnitude itself."""
+        return quantised_rows(p, rows.terms(p), dtype, times=times)
+
+    @pattern
+    @variants(rows=(HeldScales,))
+    def by_channel(self, p, rows):
+        """By scales that are the same for all tokens, with or without a zero point."""
+        return p.int8_rows(**vars(rows))
+
+    def guard(self, rows: Any):
+        """What the rows are multiplied by."""
+        rows.refuse()
+
+    @lowering
+    @variants(rows=(Rows,))
+    def dynamic(self, rows: Rows, dtype: torch.dtype, times: float | None):
+        """One operator; a scale in 16 bits is cast, another multiple of it computed."""
+        whole, scale = torch.ops.npu.npu_dynamic_quant(rows.x)
+        return whole, _kept(scale.unsqueeze(-1), dtype, times)
+
+    @lowering
+    @variants(rows=(RotatedRows,))
+    def rotated(self, rows: RotatedRows, dtype: torch.dtype, times: float | None):
+        """One operator, which turns them as well."""
+        lines = rows.x.reshape(-1, rows.x.shape[-1])
+        whole, scale = torch.ops.npu.npu_rotate_quant(lines, rows.rotation.t(), dst_dtype=INT8)
+        scale = scale if rows.factor == 1 else scale * rows.factor
+        return whole.reshape(rows.x.shape), _kept(scale.reshape(*rows.x.shape[:-1], 1), dtype, times)
+
+    @lowering
+    @variants(rows=(HeldScales,))
+    def static(self, rows: HeldScales):
+        """One operator, over rows whose scales are those of their last dim: heads and channels in one."""
+        return rows.quantised()
+
+
+def _kept(scale: Tensor, dtype: torch.dtype, times: float | None) -> Tensor:
+    """The scales [*B, 1] of the model, of those in float32 that the operator gives."""
+    return (scale if times is None else scale * times).to(dtype)
