@@ -211,8 +211,11 @@ class _Search:
         What is taken may be cut out of the result: the end of a buffer that was rolled is its beginning.
         """
         taken = [node for each in captures.values() if isinstance(each, Value) for node in self.graph.reads(each)]
-        if len(roots) == 1:
-            return any(self.graph.order[node] >= self.graph.order[roots[0][0]] for node in taken)
+        if len(roots) == 1:  # what stands before the result needs no search
+            order, regions, root = self.graph.order, self.graph.regions, roots[0][0]
+            taken = [node for node in taken if order[node] >= order[root]]
+            if any(regions[node] != regions[root] for node in taken):
+                return True  # the call would move behind a write to memory
         return any(self.graph.depends(node, root) for node in taken for makers in roots for root in makers)
 
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:

@@ -87,25 +87,35 @@ def _best(useful: Sequence[_Option]) -> list[Candidate]:
 
 
 def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
-    """The least useful of some calls with several results that would wait for each other; None where none do."""
+    """The least useful of some calls that would wait for each other; None where none do."""
     import networkx as nx
 
     needs: nx.DiGraph[int] = nx.DiGraph()
-    for pair in _interleaved(chosen, graph):
+    late = [_read_later(each, graph) for each in chosen]
+    for pair in _interleaved(chosen, late, graph):
         needs.add_edges_from(
-            (one, other) for one, other in permutations(pair) if _waits(chosen[one], chosen[other], graph)
+            (one, other) for one, other in permutations(pair) if _waits(chosen[one], late[one], chosen[other], graph)
         )
     circles = [circle for circle in nx.strongly_connected_components(needs) if len(circle) > 1]
     waiting = (chosen[number] for circle in circles for number in sorted(circle))
     return min(waiting, key=lambda each: each.benefit, default=None)
 
 
-def _interleaved(chosen: Sequence[Candidate], graph: Graph) -> list[tuple[int, int]]:
-    """Pairs of candidates with several results that overlap in the order of the graph: only they can be a circle."""
+def _read_later(candidate: Candidate, graph: Graph) -> list[fx.Node]:
+    """What a candidate reads where it stands behind the first of its results."""
+    first = min(graph.order[node] for node in candidate.match.firsts)
+    values = candidate.plan.tensors(candidate.match).values()
+    return [node for value in values for node in graph.reads(value) if graph.order[node] > first]
+
+
+def _interleaved(chosen: Sequence[Candidate], late: Sequence[Sequence[fx.Node]], graph: Graph) -> list[tuple[int, int]]:
+    """Pairs of candidates with several results, or that read what stands behind theirs, which overlap in the order of
+    the graph: only they can be a circle.
+    """
     spans = {
-        number: sorted(graph.order[node] for node in each.match.makers)
+        number: sorted(graph.order[node] for node in (*each.match.makers, *late[number]))
         for number, each in enumerate(chosen)
-        if len(each.match.roots) > 1
+        if len(each.match.roots) > 1 or late[number]
     }
     ordered = sorted(spans, key=lambda number: spans[number][0])
     pairs: list[tuple[int, int]] = []
@@ -117,8 +127,9 @@ def _interleaved(chosen: Sequence[Candidate], graph: Graph) -> list[tuple[int, i
     return pairs
 
 
-def _waits(candidate: Candidate, other: Candidate, graph: Graph) -> bool:
-    return any(graph.depends(one, another) for one in candidate.match.firsts for another in other.match.firsts)
+def _waits(candidate: Candidate, late: Sequence[fx.Node], other: Candidate, graph: Graph) -> bool:
+    waiting = (*candidate.match.firsts, *late)
+    return any(graph.depends(one, another) for one in waiting for another in other.match.firsts)
 
 
 def _overlapping(options: Sequence[_Option]) -> Overlaps:

@@ -121,9 +121,9 @@ class KeyValueLines(KeyValuePages):
         pages.refuse_others(self.nz_block, pages.NZ_INT8 if self.key_cache.dtype.itemsize == 1 else pages.NZ)
 
     def read(self) -> Sequence[Tensor]:
-        """Rows [T, A, L], and caches [Block, A, Size, L]."""
+        """Rows [T, 1, A · L], as of one head, and caches [Block, A, Size, L]."""
         key, value, *caches = super().read()
-        rows = (each.reshape(each.shape[0], -1, each.shape[-1]) for each in (key, value))
+        rows = (each.reshape(each.shape[0], 1, -1) for each in (key, value))
         return *rows, *(each.reshape(each.shape[0], -1, *each.shape[-2:]) for each in caches)
 
     def restored(self, *caches: Tensor) -> tuple[Tensor, ...]:

@@ -70,10 +70,12 @@ class _Editor:
     def _anchor(self, candidate: Candidate) -> fx.Node:
         """The first result if everything that the candidate reads stands before it, else the last."""
         roots = sorted(candidate.match.firsts, key=self._order.__getitem__)
+        return roots[0] if self._is_ready(candidate, roots[0]) else roots[-1]
+
+    def _is_ready(self, candidate: Candidate, root: fx.Node) -> bool:
+        """Whether everything that the candidate reads stands before one of its results."""
         values = candidate.plan.tensors(candidate.match).values()
-        reads = [node for value in values for node in self._graph.reads(value)]
-        ready = all(self._order[node] < self._order[roots[0]] for node in reads)
-        return roots[0] if ready else roots[-1]
+        return all(self._order[node] < self._order[root] for value in values for node in self._graph.reads(value))
 
     def apply(self, candidate: Candidate) -> Rewritten:
         """Insert the nodes of one candidate and move the users of its roots over to them."""
@@ -90,7 +92,7 @@ class _Editor:
             if not makers:
                 self._layouts.planned(new, self._fakes.of(value))
             self._now[value] = new
-        self._unordered |= len(match.roots) > 1
+        self._unordered |= len(match.roots) > 1 or not self._is_ready(candidate, self._at.anchor)
         for node in self._at.added:
             node.meta["fusion"] = {"rule": match.rule.name, "lowering": candidate.lowering, "form": match.form}
         return Rewritten(candidate, tuple(self._at.added))
