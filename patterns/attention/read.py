@@ -18,6 +18,7 @@ import torch
 from fusion import reader
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Found, Graph, Miss, Reading, Value
+from fusion.graph.signs import is_nonnegative
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven, weights_kept
@@ -270,7 +271,8 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     masks = assumed.masks(*of_scores)
     found = parted(masks)
     mask, bias = _told(assumed, found, frame, dtype, of)
-    untold = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else isinstance(bias, str)
+    finite = of.scores.floor > -inf or all(is_nonnegative(each.mask) for _, each in found.biases)  # with the mask
+    untold = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else finite and isinstance(bias, str)
     whole = unparted(masks, dtype) if untold and of.empty.of_low is False else None
     if whole is not None:  # numbers that are added are exact as a bias, whether they hide a key or not
         told = _told(assumed, whole, frame, dtype, of)

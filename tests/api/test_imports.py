@@ -12,7 +12,7 @@ import fusion
 from ..support.child import child
 
 ROOT = Path(__file__).parents[2]
-OPEN = ("fusion.graph", "fusion.analysis", "fusion.facts")
+OPEN = ("fusion.graph", "fusion.analysis", "fusion.facts", "fusion.storage")
 HEAVY = ("rich", "typer", "networkx", "jinja2", "transformers", "hypothesis", "torch._inductor", "patterns.examples")
 FILES = sorted((ROOT / "patterns").rglob("*.py"))
 

@@ -44,7 +44,7 @@ def twice(outs: Tensor, sums: Tensor) -> Tensor:
 
 
 def raised(outs: Tensor, sums: Tensor) -> Tensor:
-    """Weights that are shares of an exponential."""
+    """Weights that are shares of an exponential; without it, they are shares of one."""
     weights = sums.softmax(0).unsqueeze(-1)
     return (weights[0] * outs[0] + weights[1] * outs[1]) * sums[0].exp().unsqueeze(-1)
 
@@ -162,7 +162,6 @@ def test_a_merge_is_one_operator(function: Callable[..., Tensor], shapes: tuple[
     ("function", "shapes", "reason"),
     [
         (gathered, ((9, S, D), (9, S)), "more than 8 parts"),
-        (raised, ((2, S, D), (2, S)), "not shares of one"),
         (of_another, ((3, S, D), (3, S)), "not shares of one"),
         (running, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not divided by their own sums"),
         (raised_parts, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not shares of one"),
@@ -192,3 +191,10 @@ def test_what_is_not_like_a_merge_tells_nothing(function: Callable[..., Tensor],
     assert not t.outcome.chosen
     assert not t.outcome.failures
     assert not t.outcome.refusals
+
+
+def test_a_merge_that_is_multiplied_is_one_inside():
+    t = tried(raised, (2, S, D), (2, S))
+    assert [each.match.rule.name for each in t.outcome.chosen] == ["attention_update"]
+    assert any("not shares of one" in each.reason for each in t.outcome.refusals)
+    testing.means_what_it_says(t)

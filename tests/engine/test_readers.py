@@ -22,8 +22,6 @@ from .graphs import numbers, read_graph, traced
 OTHER_MEANINGS = {
     ("inner_writes.py", "write"),
     ("parts.py", "write"),
-    ("arithmetic.py", "gelu"),  # that of torch, where it is called
-    ("vocabulary.py", "gelu"),
     ("cost.py", "linear"),  # an operator of aten
     ("hf.py", "attention"),  # an argument of transformers
     ("buffers.py", "write"),  # canonical ops of values

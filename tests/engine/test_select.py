@@ -16,6 +16,9 @@ NODES = [object() for _ in range(8)]
 GRAPH: Any = SimpleNamespace(order={node: place for place, node in enumerate(NODES)}, depends=lambda node, on: False)
 
 
+PLAN: Any = SimpleNamespace(tensors=lambda match: {})
+
+
 def select(candidates: list[Any], fuel: int | None = None, graph: Any = GRAPH) -> list[Any]:
     return stage.select(candidates, graph, fuel)
 
@@ -29,7 +32,15 @@ def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) ->
     own = tuple(NODES[each] for each in sorted(roots))
     below = frozenset(NODES[each] for each in roots | (dying or set()))
     return SimpleNamespace(
-        benefit=benefit, dying=below, needs=None, match=_match((own,)), launches=1, surplus=0, further=0, made={}
+        benefit=benefit,
+        dying=below,
+        needs=None,
+        match=_match((own,)),
+        launches=1,
+        surplus=0,
+        further=0,
+        made={},
+        plan=PLAN,
     )
 
 

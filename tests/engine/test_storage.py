@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion import operators
-from fusion.errors import VerificationError
+from fusion.errors import FormatError
 from fusion.stages.verify import verify_formats
 from fusion.storage import holds_lines, is_fractal, supposed_fractal
 from fusion.testing import capture
@@ -80,5 +80,5 @@ def test_what_a_call_reads_lies_as_it_expects(shape, copied: bool, fractal: bool
     if wrong is None:
         verify_formats(graph, facts)
     else:
-        with pytest.raises(VerificationError, match=wrong):
+        with pytest.raises(FormatError, match=wrong):
             verify_formats(graph, facts)
