@@ -18,7 +18,6 @@ import torch
 from fusion import reader
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Found, Graph, Miss, Reading, Value
-from fusion.graph.signs import is_nonnegative
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven, weights_kept
@@ -30,7 +29,7 @@ from patterns.attention.masks import NOT_LOST, OF_HEADS, Masks
 from patterns.attention.operands import APART, SEVERAL, Outcome, Parts, operands_of
 from patterns.attention.output_view import named_view, view_steps
 from patterns.attention.products import contraction
-from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
+from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, stays_finite, unparted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, scores_of
 from patterns.attention.unlike import OVER_QUERIES, unlike, without_softmax
@@ -271,10 +270,10 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     masks = assumed.masks(*of_scores)
     found = parted(masks)
     mask, bias = _told(assumed, found, frame, dtype, of)
-    finite = of.scores.floor > -inf or all(is_nonnegative(each.mask) for _, each in found.biases)  # with the mask
-    untold = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else finite and isinstance(bias, str)
+    untold = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else isinstance(bias, str)
     whole = unparted(masks, dtype) if untold and of.empty.of_low is False else None
-    if whole is not None:  # numbers that are added are exact as a bias, whether they hide a key or not
+    finite = mask == NOT_LOST or of.scores.floor > -inf or (whole is not None and stays_finite(whole))
+    if whole is not None and finite:  # numbers that are added are exact as a bias, whether they hide a key or not
         told = _told(assumed, whole, frame, dtype, of)
         fits = isinstance(told[1], dict) and (mask == NOT_LOST or "empty_bias" not in told[1])
         found, (mask, bias) = (whole, told) if fits else (found, (mask, bias))

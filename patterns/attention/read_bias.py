@@ -20,6 +20,7 @@ from fusion.analysis.row_layout import broadcast_arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import constant, where
 from fusion.graph.proof import proven
+from fusion.graph.signs import is_nonnegative
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
 from patterns.attention.hiding import MASKED
@@ -80,6 +81,19 @@ def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
     if dtype is None or filled or masks.blur(torch.finfo(dtype).min):
         return None
     return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
+
+
+def stays_finite(whole: Parted) -> bool:
+    """Whether what is added holds chosen numbers and none below 0 beside them, so that no sum of it is -inf."""
+    return len(whole.biases) == 1 and all(_is_chosen(each.mask) for _, each in whole.biases)
+
+
+def _is_chosen(x: Value) -> bool:
+    if x.op in ("expand", "cast", *_VIEWS):
+        return _is_chosen(x.arg)
+    if x.op == "where":
+        return all(map(_is_chosen, x.args[1:]))
+    return math.isfinite(x.attrs[0]) if x.op == "full" else is_nonnegative(x)
 
 
 def _hides(positions: Positions, x: Value, factor: float) -> bool:
