@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
 
-from fusion.graph import Algebra, Reading, Value
+from fusion.graph import Algebra, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.segment_orders import ROWS
 
@@ -99,6 +99,15 @@ def _of_one(a: Algebra, attention: Reading) -> Reading | None:
     return replace(attention, captures={**said, **folded})
 
 
+def joins(graph: Graph) -> Iterator[tuple[Results, Value]]:
+    """Everything that is joined of several values, where there are several attentions, with their results."""
+    found = graph.readings.all("softmax_attention")
+    results = {made_by(value): (value, reading) for value, reading in found}
+    for value in graph.places if len(results) > 1 else ():
+        if value.op == "cat" and len(value.args) > 1:
+            yield results, value
+
+
 def made_by(value: Value) -> Value:
     """What computes a value, or more than it: below views, casts (that of a reshape is a reshape of one) and slices."""
     return value.below(*VIEWS, "slice", "cast")
@@ -126,7 +135,7 @@ class Steps:
 def steps_of(turned: Sequence[tuple[Value, Value]], axis: int) -> Steps | None:
     """The steps from tensors to how they are seen, by the first with more rows than one; None where rows are joined."""
     plain, seen = next((both for both in turned if both[0].shape[ROWS] != 1), turned[0])
-    views = proven(_views_between(plain, seen))
+    views = proven(views_between(plain, seen))
     if plain.shape[ROWS] == 1:
         return each_alone(plain, seen, axis, ROWS)
     to, steps = ROWS, list[tuple[str, tuple[Any, ...]]]()
@@ -143,7 +152,7 @@ def steps_of(turned: Sequence[tuple[Value, Value]], axis: int) -> Steps | None:
 
 
 @proof
-def _views_between(plain: Value, seen: Value) -> list[Value] | None:
+def views_between(plain: Value, seen: Value) -> list[Value] | None:
     """The views from a tensor to how it is seen, both among them."""
     views = [seen]
     while views[-1] is not plain:
@@ -158,9 +167,10 @@ def each_alone(plain: Value, seen: Value, axis: int, dim: int) -> Steps | None:
 
     They stand before all other dims until they go to their place.
     """
-    views = proven(_views_between(plain, seen))
+    views = proven(views_between(plain, seen))
     must(seen.shape[axis] == 1)
-    steps: list[tuple[str, tuple[Any, ...]]] = [] if dim == 0 else [("permute", (2, 0, 1, 3))]
+    first = (dim, *(each for each in range(plain.rank) if each != dim))
+    steps: list[tuple[str, tuple[Any, ...]]] = [("permute", first)] if dim else []
     steps.append(("reshape", (None, *plain.shape)))
     for view in views[1:]:
         if view.op == "permute":

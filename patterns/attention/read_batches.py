@@ -15,7 +15,7 @@ from typing import Any
 from fusion import reader
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.attention.joined_results import Part, Results, each_alone, made_by, part_of
+from patterns.attention.joined_results import Part, Results, each_alone, joins, part_of, views_between
 from patterns.attention.words import SOFTMAX_ATTENTION
 
 _ALIKE = ("scale", "window", "sink", "fully_masked_row", "mask_kind", "kv_len")
@@ -29,11 +29,8 @@ _JOINED = ("q", "k", "v", *_OWN)
 @reader(gives=(), needs=("softmax_attention",), refines=(SOFTMAX_ATTENTION.name,))
 def batched_attentions(graph: Graph) -> Iterator[Found]:
     """What is joined of attentions of one sequence each."""
-    found = graph.readings.all("softmax_attention")
-    results = {made_by(value): (value, reading) for value, reading in found}
-    for value in graph.places if len(results) > 1 else ():
-        joined = value.op == "cat" and len(value.args) > 1
-        read = batched(graph.algebra, results, value) if joined else None
+    for results, value in joins(graph):
+        read = batched(graph.algebra, results, value)
         if read is not None:
             yield value, read
 
@@ -51,7 +48,7 @@ def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
     must(all(each[name].shape[0] == 1 for each in every for name in ("q", "k", "v")))
     there = [name for name in _JOINED if first.get(name) is not None]
     whole = {name: proven(_joined(a, [each[name] for each in every], name in _BROADCAST)) for name in there}
-    must(all(_is_seen_alike(each, parts[0]) for each in parts))
+    must(all(_views(each) == _views(parts[0]) for each in parts))
     view = proven(_view(a, parts[0], axis, joined.shape))
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
     return Reading("softmax_attention", {**first, **whole, "output_view": view}, relied)
@@ -76,14 +73,6 @@ def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None
     return a.cat(parts, 0) if len(alike) == 1 and parts[0].shape[:1] == (1,) else None
 
 
-def _is_seen_alike(one: Part, other: Part) -> bool:
-    """Whether two results are turned by the same views."""
-    return _views(one.plain, one.seen) == _views(other.plain, other.seen)
-
-
-def _views(plain: Value, seen: Value) -> list[tuple[Any, ...]]:
-    views = list[tuple[Any, ...]]()
-    while seen is not plain:
-        views.append((seen.op, seen.attrs, seen.shape))
-        seen = seen.arg
-    return views
+def _views(part: Part) -> list[tuple[Any, ...]]:
+    """By which views a result is turned."""
+    return [(each.op, each.attrs, each.shape) for each in proven(views_between(part.plain, part.seen))[1:]]

@@ -17,7 +17,7 @@ from fusion import reader
 from fusion.analysis.constant_folding import Folder
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from fusion.graph.proof import must, proof, proven
-from patterns.attention.joined_results import VIEWS, Results, made_by, part_of, steps_of
+from patterns.attention.joined_results import VIEWS, Results, joins, part_of, steps_of
 from patterns.attention.read_block_masks import block_masked
 from patterns.attention.segment_orders import ROWS, in_one_window, kind_of
 from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
@@ -33,11 +33,8 @@ _SAID = {"q", "k", "v", "mask", "mask_kind", "output_view", *_ALIKE, *_OWN}
 def segmented_attentions(graph: Graph) -> Iterator[Found]:
     """What is joined of attentions along their queries; attention behind a mask that makes segments."""
     yield from block_masked(graph)
-    found = graph.readings.all("softmax_attention")
-    results = {made_by(value): (value, reading) for value, reading in found}
-    for value in graph.places if len(results) > 1 else ():
-        joined = value.op == "cat" and len(value.args) > 1
-        read = segmented(graph.algebra, graph.shared(Folder), results, value) if joined else None
+    for results, value in joins(graph):
+        read = segmented(graph.algebra, graph.shared(Folder), results, value)
         if read is not None:
             yield value, read
 

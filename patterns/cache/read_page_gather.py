@@ -22,6 +22,7 @@ from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.storage import holds_lines
 from patterns.cache.read_block_tables import Gather, gathers, unflattened
+from patterns.cache.read_writes import WRITES
 
 GATHERED_PAGES = word(
     "gathered_pages",
@@ -42,7 +43,7 @@ _LINES = (
     "the pages, rows of 32 bytes, could be lines of NZ: the operator would read them so in the storage format "
     "FRACTAL_NZ, in which they are supposed to lie where no NPU tells"
 )
-_SEEN = ("reshape", "permute", "slice", "write", "write_rows", "write_lines", "write_within")
+_SEEN = ("reshape", "permute", "slice", *WRITES)
 
 
 class _Rows(NamedTuple):

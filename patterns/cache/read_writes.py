@@ -30,7 +30,8 @@ _UNREAD = (
 _PUT = ("aten.index_put.default", "aten._unsafe_index_put.default", "add_rows")
 """What is left of them: an index of booleans, or rows that are added."""
 
-_WRITES = ("write", "write_rows", "write_lines", "write_within")
+WRITES = ("write", "write_rows", "write_lines", "write_within")
+"""Canonical writes of rows, each of which begins with what is written over."""
 
 _SEEN = ("slice", "reshape", "permute", "expand")
 
@@ -122,7 +123,7 @@ class Writes:
 
     def _is_back(self, value: Value) -> bool:
         """Whether a write into another view of a cache is seen as the cache is."""
-        viewed = value.arg.below(*_WRITES)
+        viewed = value.arg.below(*WRITES)
         return viewed.op == "reshape" and viewed.arg.shape == value.shape
 
     def _is_cache(self, value: Value) -> bool:

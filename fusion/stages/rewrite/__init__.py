@@ -70,7 +70,7 @@ class _Editor:
     def _anchor(self, candidate: Candidate) -> fx.Node:
         """The first result if everything that the candidate reads stands before it, else the last."""
         roots = sorted(candidate.match.firsts, key=self._order.__getitem__)
-        return roots[0] if self._is_ready(candidate, roots[0]) else roots[-1]
+        return roots[0] if len(roots) == 1 or self._is_ready(candidate, roots[0]) else roots[-1]
 
     def _is_ready(self, candidate: Candidate, root: fx.Node) -> bool:
         """Whether everything that the candidate reads stands before one of its results."""
