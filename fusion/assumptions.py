@@ -8,6 +8,7 @@ causal                visible = j ≤ i + L_b − S
 window:n              visible = i + L_b − S − n < j ≤ i + L_b − S
 padding               visible = j ≤ i + L_b − S and valid(b, j)
 
+Of buffers: that they hold the mask that they held when the model was compiled, `fusion.bands`.
 Of pages, where no device can tell while the model is compiled: that they lie in a storage format, `fusion.storage`.
 """
 
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion._torch.tensors import stamps
 from fusion._torch.tracing import Boxed, boxed, dynamo_position
+from fusion.bands import Band, band_of
 from fusion.facts import FORMATS, Facts, window
 from fusion.storage import is_fractal
 
@@ -41,6 +43,10 @@ _UNFIT = (
 _OTHER = (
     "this call passes another one ({}, {}): such calls run the unfused graph, and are right but slow. Give what the "
     "mask is in options={{'assume': ...}}, or leave it out."
+)
+_CHANGED = (
+    "cann-fusion compiled a graph for what the buffer {!r} held then ({}), but now it holds something else: such calls "
+    "run the unfused graph, and are right but slow. Call torch.compiler.reset() behind the last write to it."
 )
 _ELSEWHERE = (
     "cann-fusion compiled a graph for {!r} in the storage format {}, but this call passes it in another one: such "
@@ -83,8 +89,10 @@ def _warn(name: str, kind: str, wrong: str) -> None:
     warnings.warn(f"cann-fusion was told to assume that {name!r} is a {kind} mask, but {wrong}", stacklevel=2)
 
 
-def _warn_of(name: str, kind: str, other: Tensor) -> None:
-    if kind in FORMATS:
+def _warn_of(name: str, kind: str | Band, other: Tensor) -> None:
+    if isinstance(kind, Band):
+        warnings.warn(_CHANGED.format(name, kind), stacklevel=2)
+    elif kind in FORMATS:
         warnings.warn(_ELSEWHERE.format(name, kind), stacklevel=2)
     else:
         _warn(name, kind, _OTHER.format(list(other.shape), other.dtype))
@@ -172,8 +180,8 @@ def _positions(visible: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(keys, device=visible.device), torch.arange(queries, device=visible.device)[:, None]
 
 
-def remembering(kind: str) -> Callable[[Tensor], bool]:
-    """`holds` for one kind, asked again only for another mask, or one that was written to since.
+def remembering(kind: str | Band) -> Callable[[Tensor], bool]:
+    """Whether a tensor is what was assumed, asked again only for another one, or one that was written to since.
 
     Masks are kept weakly. A tensor made in inference mode is asked every time: torch does not count writes to it.
     A storage format is asked every time, which waits for nothing.
@@ -182,26 +190,29 @@ def remembering(kind: str) -> Callable[[Tensor], bool]:
         return lambda x: is_fractal(x) in (None, kind == "FRACTAL_NZ")
     known: Any = WeakTensorKeyDictionary()
 
+    def as_expected(mask: Tensor) -> bool:
+        return band_of(mask) == kind if isinstance(kind, Band) else holds(mask, kind)
+
     def check(mask: Tensor) -> bool:
         if mask.is_inference():
-            return holds(mask, kind)
+            return as_expected(mask)
         now = stamps([mask]), mask.shape, mask.stride()
         before, held = known.get(mask, (None, False))
         if before != now:
-            held = holds(mask, kind)
+            held = as_expected(mask)
             known[mask] = now, held
         return held
 
     return check
 
 
-def checks_of(source: fx.Graph, facts: Facts, relied: Collection[str]) -> dict[int, tuple[str, str]]:
+def checks_of(source: fx.Graph, facts: Facts, relied: Collection[str]) -> dict[int, tuple[str, str | Band]]:
     """By position of the input: the name and the kind of what must be checked, of the inputs in `relied`."""
     placeholders = enumerate(source.find_nodes(op="placeholder"))
     return {position: facts.assumption(node.name) for position, node in placeholders if node.name in relied}
 
 
-def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tuple[str, str]]) -> Boxed:
+def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tuple[str, str | Band]]) -> Boxed:
     """`run` while every checked input is what was assumed; for other calls what `fallback` gives, with one warning.
 
     Checked before anything runs, so that the fallback sees inputs that nothing has written to. A new mask costs one

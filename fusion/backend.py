@@ -14,6 +14,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 import torch.fx as fx
+from torch.fx.immutable_collections import immutable_dict
 
 from fusion import graph_cache
 from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
@@ -216,17 +217,19 @@ class Explainer:
         backend: what fuses.
         parts: where the reports go.
         positional: names of the positional arguments of what is explained.
+        originals: by the id of a fake tensor, what it is a copy of.
     """
 
     backend: FusionBackend
     parts: list[GraphReport]
     positional: tuple[str, ...] = ()
+    originals: Mapping[int, torch.Tensor] = immutable_dict()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph to its report."""
         specialise_floats(gm)
         inline_regions(gm)
-        known = Known.of(gm, example_inputs, self.positional)
+        known = Known.of(gm, example_inputs, self.positional, self.originals)
         return capture(gm, example_inputs, partial(self._compile, known))
 
     def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:

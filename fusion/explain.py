@@ -46,11 +46,11 @@ def explain(
     checked = Options.of(options)
     parts: list[GraphReport] = []
     backend = FusionBackend(checked, None if rules is None else tuple(rules))
-    explainer = Explainer(backend, parts, _positional(fn_or_module))
     mode = fresh_fake_mode(Guesses)
     copied: dict[int, Any] = {}
     with FakeCopyMode(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
+    explainer = Explainer(backend, parts, _positional(fn_or_module), _originals(copied))
     keep_marks(tree_leaves((args, kwargs)), copied)
     for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())
     try:
@@ -68,6 +68,12 @@ def explain(
             error.add_note(f"explaining runs nothing: numbers that depend on data were taken for 1 at {told}")
         raise
     return Report(Target.resolve(checked.target).name, tuple(parts), dict(mode.places))
+
+
+def _originals(copied: dict[int, Any]) -> dict[int, torch.Tensor]:
+    """By the id of each fake tensor, what it is a copy of; `copied`: the memo of `copy.deepcopy`."""
+    kept = [each for each in copied.get(id(copied), ()) if isinstance(each, torch.Tensor)]
+    return {id(copied[id(each)]): each for each in kept if id(each) in copied}
 
 
 def _positional(called: Callable[..., Any]) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.fx.immutable_collections import immutable_dict
 
+from fusion.bands import Band
+
 KINDS = ("causal", "padding", "window:n")
 """What can be assumed of an attention mask; n is a positive number of keys."""
 FORMATS = ("ND", "FRACTAL_NZ")
@@ -24,6 +26,7 @@ class Facts:
         assumed: what the user says of an input, to be checked at every call, e.g. {"arg7_1": "causal"}.
         fractal: of each input that may lie in the storage format FRACTAL_NZ, whether it does; where nothing can tell,
             it is supposed to, and to be checked at every call.
+        bands: what buffers hold that hold a band, `fusion.bands`, when the model is compiled; checked at every call.
         arguments: where an input is found in the arguments of the compiled function, e.g. {"arg7_1":
             "attention_mask.full_attention"}: the name by which something can be assumed of it.
         strides: how each result of the graph lies when the model runs without a compiler, None where it is not known;
@@ -35,6 +38,7 @@ class Facts:
     parameters: frozenset[str] = frozenset()
     assumed: Mapping[str, str] = immutable_dict()
     fractal: Mapping[str, bool] = immutable_dict()
+    bands: Mapping[str, Band] = immutable_dict()
     arguments: Mapping[str, str] = immutable_dict()
     strides: tuple[tuple[Any, ...] | None, ...] = ()
     extensible: bool = False
@@ -44,9 +48,10 @@ class Facts:
         """Whether what is prepared can be handed to the graph."""
         return self.extensible or bool(self.parameters)
 
-    def assumption(self, name: str) -> tuple[str, str]:
+    def assumption(self, name: str) -> tuple[str, str | Band]:
         """Where an input is found in the arguments, and what is assumed of it."""
-        return self.arguments.get(name, name), self.assumed.get(name) or FORMATS[self.fractal[name]]
+        known = self.assumed.get(name) or self.bands.get(name) or FORMATS[self.fractal[name]]
+        return self.arguments.get(name, name), known
 
 
 def window(kind: str) -> int | None:

@@ -183,6 +183,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
         sorted(facts.parameters),
         sorted(facts.assumed.items()),
         sorted(facts.fractal.items()),
+        sorted(facts.bands.items()),
         sorted(facts.arguments.items()),
         facts.strides,
         facts.prepares,

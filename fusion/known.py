@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.immutable_collections import immutable_dict
 
-from fusion._torch.tracing import argument_path, dynamo_position, results_before
+from fusion._torch.tracing import argument_path, buffer_path, dynamo_position, results_before
 from fusion.assumptions import ArgumentPath, facts_of
+from fusion.bands import Band, band_of
 from fusion.facts import Facts
 from fusion.graph import dims_of
-from fusion.mutation import outputs
+from fusion.mutation import is_written, outputs
 from fusion.storage import may_be_fractal, supposed_fractal
 from fusion.weights import Mark, marks, parameter_inputs
 
@@ -25,8 +27,9 @@ class Known:
 
     Attributes:
         paths: for each input, where it is found in the arguments of the compiled function; empty if not there.
-        names: what Dynamo calls each input.
+        names: which buffer of the model each input is, or what Dynamo calls it.
         fractal: whether each input, where it may, lies in FRACTAL_NZ as far as can be told.
+        bands: which band each input holds that is a buffer, None for the others.
         marked: which inputs are Parameters.
         results: what the graph returns: fake tensors as the model gives them when it runs without a compiler.
     """
@@ -34,31 +37,49 @@ class Known:
     paths: Sequence[ArgumentPath]
     names: Sequence[str]
     fractal: Sequence[bool]
+    bands: Sequence[Band | None]
     marked: Sequence[Mark | None]
     results: Sequence[Any]
 
     @staticmethod
-    def of(gm: fx.GraphModule, example_inputs: Sequence[Any], positional: Sequence[str] = ()) -> Known:
-        """What this graph tells; items of the argument `args` go by their names in `positional`."""
+    def of(
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        positional: Sequence[str] = (),
+        originals: Mapping[int, torch.Tensor] = immutable_dict(),
+    ) -> Known:
+        """What this graph tells; items of the argument `args` go by their names in `positional`.
+
+        `originals`: by the id of an input that is a fake copy, what it is a copy of.
+        """
         inputs = gm.graph.find_nodes(op="placeholder")
         paths = [_named(argument_path(node), positional) for node in inputs]
         fractal = [supposed_fractal(each) for each in example_inputs]
-        return Known(paths, [node.name for node in inputs], fractal, marks(example_inputs), returned(gm))
+        buffers = list(map(buffer_path, inputs))
+        real = [originals.get(id(each), each) for each in example_inputs]
+        bands = [band_of(each) if path else None for path, each in zip(buffers, real, strict=True)]
+        names = [path or node.name for path, node in zip(buffers, inputs, strict=True)]
+        return Known(paths, names, fractal, bands, marks(example_inputs), returned(gm))
 
     def facts(self, source: fx.Graph, assume: Mapping[str, str]) -> Facts:
-        """Of the captured graph: which inputs hold Parameters, what the user says of them, how results lie."""
-        told = facts_of(source, self.paths, assume)
+        """What is known of the captured graph, with what the user says of its inputs."""
+        return self.completed(facts_of(source, self.paths, assume), source)
+
+    def completed(self, told: Facts, source: fx.Graph) -> Facts:
+        """What the user says of a graph, which inputs hold Parameters, how they and the results lie."""
         lie = strides_of(self.results, source)
         parameters = parameter_inputs(source, self.marked)
-        return replace(self._stored(told, source), parameters=parameters, strides=lie, extensible=True)
+        return replace(self._held(told, source), parameters=parameters, strides=lie, extensible=True)
 
-    def _stored(self, told: Facts, source: fx.Graph) -> Facts:
-        """What is known, and which inputs lie in FRACTAL_NZ; of a mask that is assumed nobody asks."""
+    def _held(self, told: Facts, source: fx.Graph) -> Facts:
+        """What is known, which inputs lie in FRACTAL_NZ, and which hold a band; of an assumed mask nobody asks."""
         positions = {node: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
-        may = {node.name: at for node, at in positions.items() if at is not None and may_be_fractal(node.meta["val"])}
-        fractal = {name: self.fractal[at] for name, at in may.items() if name not in told.assumed}
-        names = {name: self.names[may[name]] for name in fractal}
-        return replace(told, fractal=fractal, arguments=names | dict(told.arguments))
+        asked = {node: at for node, at in positions.items() if at is not None and node.name not in told.assumed}
+        fractal = {node.name: self.fractal[at] for node, at in asked.items() if may_be_fractal(node.meta["val"])}
+        found = {node: self.bands[at] for node, at in asked.items()}
+        bands = {node.name: band for node, band in found.items() if band is not None and not is_written(node)}
+        names = {node.name: self.names[at] for node, at in asked.items() if node.name in fractal or node.name in bands}
+        return replace(told, fractal=fractal, bands=bands, arguments=names | dict(told.arguments))
 
 
 def _named(path: ArgumentPath, positional: Sequence[str]) -> ArgumentPath:

@@ -123,7 +123,7 @@ class GraphReport(Outcome):
     @property
     def assumptions(self) -> dict[str, str]:
         """What the rewrites rely on: the kind of mask, or a storage format, by the path of the argument."""
-        return dict(map(self.facts.assumption, sorted(self.assumed)))
+        return {name: str(kind) for name, kind in map(self.facts.assumption, sorted(self.assumed))}
 
     @property
     def prepared_bytes(self) -> int:

@@ -207,7 +207,7 @@ def _finished(source: fx.Graph, kept: fx.Graph, search: _Search, made: _Made, ou
     with stage("verify"):
         verify(source, before, [], names)
         verify_formats(source, outcome.facts.fractal)
-    relied = frozenset(name for each in made.chosen for name in each.match.relies)
+    relied = frozenset(name for each in made.chosen for name in each.match.relies) | outcome.facts.bands.keys()
     copies = len(made.copies)
     return replace(
         outcome, assumed=relied, in_place=in_place, prepared=prepared, host_reads=waits, result_copies=copies

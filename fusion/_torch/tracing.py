@@ -259,6 +259,24 @@ def argument_path(node: fx.Node) -> tuple[str, ...]:
     return (source.local_name, *reversed(steps)) if source.is_input else ()
 
 
+def buffer_path(node: fx.Node) -> str:
+    """Of which module an input of a Dynamo graph is a buffer, and its name, as "attn.bias"; "" for other inputs.
+
+    Private: `torch._dynamo.source` and the attribute `_dynamo_source` of placeholders.
+    """
+    from torch._dynamo.source import ChainedSource, UnspecializedParamBufferSource
+
+    source: Any = getattr(node, "_dynamo_source", None)
+    base = getattr(source, "base", None)
+    if not isinstance(base, UnspecializedParamBufferSource) or base.member != "_buffers":
+        return ""
+    steps: list[str] = []
+    while isinstance(source, ChainedSource):
+        steps.append(str(getattr(source, "member", getattr(source, "index", ""))))
+        source = source.base
+    return ".".join(step for step in reversed(steps) if step not in ("", "_modules", "_buffers"))
+
+
 def dynamo_position(node: fx.Node) -> int | None:
     """Which input of the Dynamo graph an input of the graph of AOT autograd is; None where it is not just that.
 

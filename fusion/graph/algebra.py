@@ -73,9 +73,11 @@ class Algebra:
         return reshapes.below_parts(self, x, shape) or self.make("reshape", (x,), (), shape, x.dtype)
 
     def seen_as(self, x: Value, view: Value) -> Value:
-        """`x` as `view`, which is a reshape, a permute or an expand, sees its own argument."""
+        """`x` as `view`, which is a reshape, a permute, a slice or an expand, sees its own argument."""
         if view.op == "permute":
             return self.permute(x, view.attrs)
+        if view.op == "slice":
+            return self.cut(x, *view.attrs)
         return self.expand(x, view.shape) if view.op == "expand" else self.reshape(x, view.shape)
 
     def permute(self, x: Value, order: Sequence[int]) -> Value:

@@ -18,10 +18,8 @@ from fusion._torch.operators import OpOverload, core_table, schema_of
 from fusion._torch.tensors import tree_map_only
 from fusion._torch.tracing import Boxed, aot_inference, boxed, preserve_composites
 from fusion.facts import Facts
-from fusion.known import returned, strides_of
+from fusion.known import Known
 from fusion.language import Example
-from fusion.storage import may_be_fractal, supposed_fractal
-from fusion.weights import marks, parameter_inputs
 
 Level = Literal["composite", "decomposed", "core"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -31,23 +29,19 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 class Captured:
     """A functional aten graph and the tensors (and sizes) that it takes, parameters included.
 
-    `assumed` names inputs of the graph of which a user says what they are, as `Facts.assumed`.
+    `assumed` names inputs of the graph of which a user says what they are, as `Facts.assumed`; `known` is what Dynamo's
+    graph tells of it.
     """
 
     graph: fx.GraphModule
     inputs: tuple[Any, ...]
-    strides: tuple[tuple[Any, ...] | None, ...] = ()
+    known: Known
     assumed: Mapping[str, str] = immutable_dict()
 
     @property
     def facts(self) -> Facts:
-        """Which of the inputs are Parameters, and how the results lie when the function runs without a compiler."""
-        source = self.graph.graph
-        known = zip(source.find_nodes(op="placeholder"), self.inputs, strict=True)
-        fractal = {node.name: supposed_fractal(each) for node, each in known if may_be_fractal(each)}
-        fractal = {name: each for name, each in fractal.items() if name not in self.assumed}
-        parameters = parameter_inputs(source, marks(self.inputs))
-        return Facts(parameters, assumed=self.assumed, fractal=fractal, strides=self.strides, extensible=True)
+        """What is known of the inputs, and how the results lie when the function runs without a compiler."""
+        return self.known.completed(Facts(assumed=self.assumed), self.graph.graph)
 
 
 class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function
@@ -73,17 +67,15 @@ def capture(
     """
     table = core_table() if level == "core" else {}
 
-    def compile_graph(results: Sequence[Any], gm: fx.GraphModule, _: Sequence[Any]) -> Boxed:
-        strides = strides_of(results, gm.graph)
-
+    def compile_graph(known: Known, gm: fx.GraphModule, _: Sequence[Any]) -> Boxed:
         def stop(*inputs: Any) -> Any:
-            raise _Stop(Captured(gm, inputs, strides))
+            raise _Stop(Captured(gm, inputs, known))
 
         return boxed(stop)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with preserve_composites() if level == "composite" else nullcontext():
-            return aot_inference(gm, example_inputs, partial(compile_graph, returned(gm)), table)
+            return aot_inference(gm, example_inputs, partial(compile_graph, Known.of(gm, example_inputs)), table)
 
     torch.compiler.reset()
     try:

@@ -33,6 +33,8 @@ class Limits:
 def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] = ()) -> bool:
     """Whether every query sees a key; positions that are read from tensors are not negative, nor are `lengths`."""
     high, low = bounds.high, bounds.low
+    if high is None and low is not None and not low.terms:  # up to the last key
+        return not bounds.rest and is_nonnegative(keys - 1 - low.constant - (queries - 1 if bounds.moving else 0))
     if bounds.rest or high is None:
         return False
     if high.constant in lengths and not high.terms and low is None:

@@ -278,13 +278,19 @@ class Masks:
         return self.a.expand(self.a.reshape(wide, (*lead[:lists], lead[-1])), (*shape[:lists], shape[-1]))
 
     def _joined(self) -> tuple[Value, tuple[Any, ...]]:
-        """All masks as one, true where a key is hidden, and its dims with those of size 1 in front."""
-        first, *others = hidden_by(self.a, self.terms)
+        """All masks that hide some key as one, true where it is hidden, and its dims with those of size 1 in front."""
+        terms = [each for each in self.terms if not self._shows_all(each)]
+        first, *others = hidden_by(self.a, terms or self.terms)
         joined: Value | None = first
         for each in others:
             joined = joined and either(self.a, joined, each)
         assert joined is not None  # masks of the same scores broadcast to each other
         return self._led(joined)
+
+    def _shows_all(self, term: Term) -> bool:
+        """Whether a mask hides no key, and names none."""
+        positions = self.positions.over(self.positions.shape)
+        return visible(positions, (term,)) is True and not positions.lists_all
 
     def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
         """What broadcasts to the scores before it was expanded, and its dims with those of size 1 in front."""

@@ -235,7 +235,7 @@ def _is_of_products(scores: Value) -> bool:
 
 def _truth_of(a: Algebra, x: Value) -> Value | None:
     """Where a tensor of 0 and 1 is 1."""
-    if x.op in ("reshape", "permute", "expand"):
+    if x.op in ("reshape", "permute", "expand", "slice"):
         seen = _truth_of(a, x.arg)
         return None if seen is None else a.seen_as(seen, x)
     if x.op == "cast":

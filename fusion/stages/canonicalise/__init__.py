@@ -22,6 +22,7 @@ from fusion.graph.overlay import Held
 from fusion.graph.proof import proof, proven
 from fusion.mutation import closing_writes, is_write, reserves, written_by
 from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
+from fusion.stages.canonicalise.banded import banded
 from fusion.stages.canonicalise.translate import OF_COMPLEX, Out, Translated, translator_of
 from fusion.weights import derived
 
@@ -42,7 +43,7 @@ for _family in (
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     """Return the canonical view of `source`, whose nodes must carry fake tensors in `meta["val"]`."""
-    walk = _Walk(source)
+    walk = _Walk(source, facts)
     for node in source.nodes:
         walk.visit(node)
     places = {value: tuple(nodes) for value, nodes in walk.places.items()}
@@ -53,8 +54,9 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
 class _Walk:
     """One pass over the nodes."""
 
-    def __init__(self, source: fx.Graph) -> None:
+    def __init__(self, source: fx.Graph, facts: Facts) -> None:
         self.source = source
+        self.facts = facts
         self.algebra = Algebra()
         self.held: dict[fx.Node, Held] = {}
         self.places: dict[Value, list[fx.Node]] = {}
@@ -89,15 +91,21 @@ class _Walk:
     def _leaf(self, node: fx.Node) -> Value | None:
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor):
-            known = self._constant(val, constant_numbers(node)) if node.op == "get_attr" else None
             place = (node.name, self._region)
-            return known or self.algebra.make("input", (), place, dims_of(val.shape), val.dtype)
+            return self._known(node, val) or self.algebra.make("input", (), place, dims_of(val.shape), val.dtype)
         if val is None and node.op == "placeholder" and node.users:
             raise FusionError(
                 f"reading the graph: node {node.name} has no shape in meta['val']; "
                 "trace the graph under fake tensors (or run torch.fx.passes.fake_tensor_prop) before the pass"
             )
         return None
+
+    def _known(self, node: fx.Node, val: torch.Tensor) -> Value | None:
+        """What an input or a constant of the graph holds."""
+        if node.op == "get_attr":
+            return self._constant(val, constant_numbers(node))
+        band = self.facts.bands.get(node.name)
+        return None if band is None else banded(self.algebra, band, dims_of(val.shape), val.dtype)
 
     def _constant(self, val: torch.Tensor, numbers: tuple[float, ...] | None) -> Value | None:
         """A tensor that the graph holds, whose numbers are known."""
@@ -117,6 +125,7 @@ class _Walk:
             return dim_of(val)
         held = self.held.get(argument)
         stale = self.regions[argument] != self._region or (is_write(argument) and argument not in self._closing)
+        stale = stale and argument.name not in self.facts.bands
         if stale and isinstance(val, torch.Tensor):  # written to since, perhaps: an input of what follows
             leaf = self.algebra.make("input", (), (argument.name, self._region), dims_of(val.shape), val.dtype)
             self.places.setdefault(leaf, [argument])

@@ -116,7 +116,7 @@ class _Sequence:
 
     def _input(self, node: fx.Node) -> Hashable:
         facts, name = self._facts, node.name
-        known = name in facts.parameters, facts.assumed.get(name), facts.fractal.get(name)
+        known = name in facts.parameters, facts.assumed.get(name), facts.fractal.get(name), facts.bands.get(name)
         return frozen(node.meta.get("val")), *known
 
     def layers(self, start: int, distance: int, count: int) -> tuple[Layer, ...]:
