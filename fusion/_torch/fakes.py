@@ -49,7 +49,7 @@ class FakeCopyOfData(FakeCopyMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A copy, and the number in it."""
         made = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.Tensor.__deepcopy__ and isinstance(made, FakeTensor) and _holds_number(args[0]):
+        if func is torch.Tensor.__deepcopy__ and _holds_number(args[0]):
             with unset_fake_temporarily(), torch._C.DisableTorchFunctionSubclass():
                 made.constant = args[0].detach().clone()
         return made

@@ -9,6 +9,7 @@ x / sqrt(n · mean(x²) + eps) = x / sqrt(mean(x²) + eps / n) / sqrt(n).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,8 +169,8 @@ class RMSNorm(Rule):
         return torch.ops.npu.npu_rms_norm(x, gain, eps)[0]
 
     @lowering
-    def scaled(self, x: Tensor, eps: float, factor: float | None):
-        """One operator for a sum of squares, its root of the factor as the gain."""
+    def scaled(self, x: Tensor, eps: float, factor: Any):
+        """One operator for a sum of squares; the gain is 1 / sqrt(factor)."""
         require(factor is not None, "the squares are averaged, not summed")
         gain = torch.full(x.shape[-1:], factor**-0.5, dtype=f32, device=x.device)
         return torch.ops.npu.npu_rms_norm(x, gain, eps / factor)[0]

@@ -116,7 +116,7 @@ SPELLINGS = (
     _spelling("size_under_the_root", means.size_under_the_root, "sqrt(D) outside, D · eps inside", weighted=False),
     _spelling("scaled_embedding", means.scaled_embedding, "Gemma: embeddings times sqrt(D)", times=4),
     _spelling("functional_of_scaled", means.functional_of_scaled, "a divided input", times=0.25),
-    _spelling("l2norm", means.l2norm, "transformers: gated delta rules (Qwen3-Next)", D=128, factor=128, weighted=False),
+    _spelling("l2norm", means.l2norm, "transformers: Qwen3-Next", D=128, factor=128, weighted=False),
     _spelling("unit_length_in_float", means.unit_length_in_float, "divided by the length", factor=64, weighted=False),
     _spelling("sum_of_squares", means.sum_of_squares, "the same with a gain", factor=64),
     _spelling("divided_by_root_of_size", means.divided_by_root_of_size, "divided by sqrt(D)", factor=8),

@@ -97,6 +97,11 @@ def _power(a: Algebra, out: Out, x: Value, exponent: Any) -> Translated:
     return a.power(a.cast(x, out.dtype), exponent) if is_number(exponent) else None
 
 
+def _power_of(a: Algebra, out: Out, base: float, x: Value) -> Value:
+    """A number ** x."""
+    return a.make("power_of", (a.cast(x, out.dtype),), (float(base),), out.shape, out.dtype)
+
+
 def _relu(a: Algebra, x: Value) -> Value:
     """max(x, 0), with a positive factor outside."""
     if x.op == "scale" and x.attrs[0] > 0:
@@ -205,6 +210,7 @@ translations(
         "aten.neg.default": lambda a, out, x: a.scale(x, -1),
         "aten.addcmul.default": _addcmul,
         "aten.pow.Tensor_Scalar": _power,
+        "aten.pow.Scalar": _power_of,
         "aten.square.default": partial(_power, exponent=2),
         "aten.sqrt.default": partial(_power, exponent=0.5),
         "aten.rsqrt.default": partial(_power, exponent=-0.5),
