@@ -103,7 +103,8 @@ class RMSNorm(Rule):
         return p.rsqrt(p.mean(p.square(x)) + eps)
 
     @lookalike(
-        "the squares are summed, and what is scaled is not the tensor that they are of, or a weight stands between"
+        "the mean square has a factor {factor} under the root, and what is scaled is not the tensor that it is of, "
+        "or a weight stands between"
     )
     def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """Y · rsqrt(sum(x²) + eps)."""
