@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusion._torch.fakes import FakeCopyMode, fresh_fake_mode
+from fusion._torch.fakes import FakeCopyOfData, fresh_fake_mode
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
@@ -35,7 +35,8 @@ def explain(
 
     Nothing is run and no input, parameter or cache is changed: the model and its inputs are copied as fake tensors,
     which have no memory. Takes the arguments that the call would take; `options` as for the backend. Where Python reads
-    a number or a size that depends on data, it gets 1, and True for a truth value; the report says where.
+    a number or a size that depends on data, it gets 1, and True for a truth value; the report says where. Only what is
+    computed from whole numbers that are passed in alone, in tensors of one element on the CPU, is what it is.
 
     Returns:
         The report over all graphs of the call.
@@ -48,7 +49,7 @@ def explain(
     backend = FusionBackend(checked, None if rules is None else tuple(rules))
     mode = fresh_fake_mode(Guesses)
     copied: dict[int, Any] = {}
-    with FakeCopyMode(mode):
+    with FakeCopyOfData(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
     explainer = Explainer(backend, parts, _positional(fn_or_module), _originals(copied))
     keep_marks(tree_leaves((args, kwargs)), copied)

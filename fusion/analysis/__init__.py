@@ -5,6 +5,7 @@ row_layout, repetition          how rows come out of reshapes and permutes; entr
 predicates, integers            a mask as a formula over its own positions, and integers as affine expressions of them
 affine, extents                 such expressions and formulas, and which imply which others
 intervals, floors, infinities   between which numbers an element lies; which may be infinite
+magnitudes                      which number of a float no element passes
 constant_folding, few_numbers   what depends on no input; tensors of few numbers
 exponentials, logarithms        softmax, sigmoid, log Σ exp, as models write them
 exp_monomials, elements         shares as products of exponentials; one entry of a dim, told from the others

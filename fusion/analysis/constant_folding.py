@@ -43,6 +43,22 @@ def _shift(value: Value, x: Array) -> Array:
     return x + (np.asarray(int(offset)).astype(x.dtype) if is_integer(value) else offset)
 
 
+def _power(value: Value, x: Array) -> Array | None:
+    """Of powers of 2 that give powers of 2, and nothing is rounded."""
+    return _of_two(x ** value.attrs[0]) if _of_two(x) is not None else None
+
+
+def _power_of(value: Value, x: Array) -> Array | None:
+    """A power of 2 to numbers by which it is one again."""
+    base = np.asarray(value.attrs[0])
+    return _of_two(base**x) if _of_two(base) is not None else None
+
+
+def _of_two(x: Array) -> Array | None:
+    """Numbers of which all are 2 to some whole number."""
+    return x if x.dtype.kind == "f" and (np.frexp(x)[0] == 0.5).all() else None
+
+
 def _slice(value: Value, x: Array) -> Array:
     axis, start, stop, step = value.attrs
     return x[(slice(None),) * axis + (slice(start, stop, step),)]
@@ -72,6 +88,8 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "cast": lambda value, x: x,
     "scale": _scale,
     "shift": _shift,
+    "power": _power,
+    "power_of": _power_of,
     "mul": lambda value, x, y: x * y,
     "add": lambda value, x, y: x + y,
     "below": lambda value, x: x < value.attrs[0],

@@ -123,6 +123,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "not": lambda value, sizes, x: x.logical_not(),
         "and": lambda value, sizes, x, y: x & y,
         "or": lambda value, sizes, x, y: x | y,
+        "power_of": lambda value, sizes, x: torch.pow(value.attrs[0], x),
         "exp": lambda value, sizes, x: x.exp(),
         "sigmoid": lambda value, sizes, x: x.sigmoid(),
     }

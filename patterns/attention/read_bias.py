@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
+from fusion.analysis.magnitudes import largest
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounding import exact, is_float
 from fusion.analysis.row_layout import broadcast_arranged, row_step
@@ -235,7 +236,9 @@ def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
 
 def _may_reach(most: float, x: Value, numbers: Array | None, weights: Collection[str]) -> bool:
     """Whether a bias may hold so large a number, or a larger one."""
-    return _may_hold(most, x, weights) if numbers is None else not (np.abs(numbers) < most).all()
+    if numbers is not None:
+        return not (np.abs(numbers) < most).all()
+    return not largest(x) < most and _may_hold(most, x, weights)
 
 
 def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:

@@ -21,6 +21,11 @@ def mean(x: Tensor, dim: int = -1) -> Tensor:
     return x.mean(dim, keepdim=True)
 
 
+def total(x: Tensor) -> Tensor:
+    """The sum over lanes, a dim of which is kept."""
+    return x.sum(-1, keepdim=True)
+
+
 def unit(x: Tensor, eps: float = EPS) -> Tensor:
     """X / sqrt(mean(x²) + eps)."""
     return x * rsqrt(mean(x.pow(2)) + eps)
@@ -47,7 +52,7 @@ def narrow_squares(x: Tensor, gain: Tensor) -> Tensor:
 
 
 OTHER = "is not the tensor whose mean square is under the root"
-SUMMED = "the squares are summed, not averaged"
+SUMMED = "and what is scaled is not the tensor that it is of"
 RMS = (
     Example("weight after the cast", lambda x, gain: gain * cast_twice(x), X_WEIGHT),
     Example("gain 1 + weight", lambda x, gain: (unit(x.float()) * (1.0 + gain.float())).type_as(x), X_WEIGHT),
@@ -59,7 +64,13 @@ RMS = (
     Example("damping", lambda x: cast_twice(x, 0.1), X, "is no guard against division by zero"),
     Example("statistics of another", lambda x, other: x * rsqrt(mean(other.pow(2)) + EPS), X_OTHER, OTHER),
     Example("mean over tokens", lambda x: x * rsqrt(mean(x.pow(2), -2) + EPS), X, "of x² over the last dim"),
-    Example("sum of squares", lambda x: x * rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS), X, SUMMED),
+    Example("sum of squares", lambda x: x * rsqrt(total(x.pow(2)) + EPS), X),
+    Example("sum of squares in float32", lambda x: (x.float() * rsqrt(total(x.float().pow(2)) + EPS)).to(x.dtype), X),
+    Example("sum of squares, product in the narrow dtype", lambda x: x * rsqrt(total(x.float() ** 2) + EPS).to(x), X),
+    Example("unbiased variance of what is centred", lambda x: _centred(x) / sqrt(_variance(x, True) + LAYER_EPS), X),
+    Example("sum of squares of another", lambda x, other: x * rsqrt(total(other.pow(2)) + EPS), X_OTHER, SUMMED),
+    Example("damped sum", lambda x: x * rsqrt(total(x.pow(2)) + 64 * 0.1), X, "is no guard against division by zero"),
+    Example("sum less", lambda x: x * rsqrt(EPS - total(x.pow(2))), X, "is multiplied by -64"),
     Example(
         "eps on each square", lambda x: x * rsqrt((x.pow(2) + EPS).sum(-1, keepdim=True)), X, "is added to each square"
     ),
@@ -119,7 +130,12 @@ LAYER = (
     Example("a gain 1 + weight, in float32", _one_more, X_WEIGHT_BIAS),
     Example("whole numbers", _whole, tensors((torch.arange(384) * 7 % 19).view(2, 3, 64), (64,), (64,))),
     Example("negative eps", lambda x: _centred(x) / sqrt(_variance(x) - LAYER_EPS), X, "is not positive"),
-    Example("unbiased variance", lambda x: _centred(x) / sqrt(_variance(x, True) + LAYER_EPS), X, "it is unbiased"),
+    Example(
+        "unbiased variance, a weight between",
+        lambda x, w: w * _centred(x) / sqrt(_variance(x, True) + LAYER_EPS),
+        X_WEIGHT,
+        "it is unbiased",
+    ),
     Example("eps outside", lambda x: _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + LAYER_EPS), X, OUTSIDE),
     Example("eps outside, unbiased", lambda x: _centred(x) / (x.std(-1, keepdim=True) + LAYER_EPS), X, UNBIASED),
     Example("not centred", lambda x: x * rsqrt(_variance(x) + LAYER_EPS), X, "is not the centred tensor"),

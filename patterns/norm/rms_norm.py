@@ -1,12 +1,15 @@
 """y = x / sqrt(mean(x²) + eps) · gamma  (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
 
 *Matches* the sum of squares over the last dim in float32 or in x's own dtype, the weight before or after the cast back,
-gamma itself, 1 + weight, or no weight. *Replaces with* `npu_rms_norm` or `npu_gemma_rms_norm`.
+gamma itself, 1 + weight, or no weight; without one the sum of the squares as well, as L2 norms have it:
+x / sqrt(n · mean(x²) + eps) = x / sqrt(mean(x²) + eps / n) / sqrt(n).
+*Replaces with* `npu_rms_norm` or `npu_gemma_rms_norm`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +71,28 @@ class RMSNorm(Rule):
         root = p.rsqrt(p.mean(p.maybe_cast(p.square(h), to=f32)) + eps)
         return p.as_dtype(x * p.maybe_cast(root, to=x), like=x)
 
-    def guard(self, eps: float):
+    def _over_length(self, p, h, eps, factor):
+        """1 / sqrt(factor · mean(x²) + eps)."""
+        return p.rsqrt(p.shift(p.scale(p.maybe_cast(p.mean(p.maybe_cast(p.square(h), to=f32)), to=f32), factor), eps))
+
+    @pattern
+    def of_length(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """The squares are summed, as in an L2 norm."""
+        h = p.maybe_cast(x, to=f32)
+        return p.as_dtype(h * self._over_length(p, h, eps, factor), like=x)
+
+    @pattern
+    def of_length_narrow(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """The same with statistics in float32, product in x's own dtype."""
+        h = p.maybe_cast(x, to=f32)
+        return p.as_dtype(x * p.maybe_cast(self._over_length(p, h, eps, factor), to=x), like=x)
+
+    def guard(self, eps: float, factor: float | None):
         """Only a small positive eps is a guard against division by zero."""
         require(eps > 0, "eps={eps} is not positive, as the operator needs", eps=eps)
+        eps /= factor or 1
         require(eps <= 0.02, "eps={eps} is no guard against division by zero but a damping term", eps=eps)
+        require(factor is None or factor > 0, "the mean square under the root is multiplied by {factor}", factor=factor)
 
     @lookalike(
         "what is scaled is not the tensor whose mean square is under the root (another tensor, or one that was not "
@@ -82,17 +103,20 @@ class RMSNorm(Rule):
         return p.rsqrt(p.mean(p.square(x)) + eps)
 
     @lookalike(
+        "the mean square has a factor {factor} under the root, and what is scaled is not the tensor that it is of, "
+        "or a weight stands between"
+    )
+    def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """Y · rsqrt(sum(x²) + eps)."""
+        return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
+
+    @lookalike(
         "a norm takes (mean of x² over the last dim + eps) to the power -0.5; "
         "here the mean of x to the power {exponent} over dims {dims} is taken to the power {root}"
     )
     def other_root(self, p, x=tensor("*B D"), eps=scalar(), dims=attribute(), exponent=attribute(), root=attribute()):
         """(mean(xᵃ) + eps)ᵇ."""
         return p.power(p.mean(p.power(x, exponent), dims) + eps, root)
-
-    @lookalike("the squares are summed, not averaged: their mean has a factor {factor} under the root")
-    def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """Rsqrt(sum(x²) + eps)."""
-        return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
 
     @lookalike("the variance beside the squared mean has a factor {factor}: it is unbiased, so both are no mean square")
     def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
@@ -137,12 +161,20 @@ class RMSNorm(Rule):
         return p.power(p.op("clip", p.mean(p.square(x))), root)
 
     @lowering
-    def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float):
+    def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float, factor: float | None):
         """One operator; gamma in x's dtype or float32."""
         require(weight is None, "the gain is 1 + weight, not a tensor of its own")
+        require(factor is None, "the squares are summed, not averaged")
         gain = unit_gain(x) if gamma is None else gamma
         gain = gain if gain.dtype in (x.dtype, f32) else gain.to(f32)
         return torch.ops.npu.npu_rms_norm(x, gain, eps)[0]
+
+    @lowering
+    def scaled(self, x: Tensor, eps: float, factor: Any):
+        """One operator for a sum of squares; the gain is 1 / sqrt(factor)."""
+        require(factor is not None, "the squares are averaged, not summed")
+        gain = torch.full(x.shape[-1:], factor**-0.5, dtype=f32, device=x.device)
+        return torch.ops.npu.npu_rms_norm(x, gain, eps / factor)[0]
 
     @lowering
     def gemma(self, x: Tensor, weight: Tensor | None, eps: float):

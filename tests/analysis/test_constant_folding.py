@@ -28,3 +28,25 @@ def test_fractions_are_cut_off_and_whole_numbers_wrap_round():
     assert halves is not None
     assert bytes_ is not None
     assert (halves.tolist(), bytes_.tolist()) == ([0, 0, 1, 1], [255, 0])
+
+
+def power_of(a: Algebra, base: float, x: Value) -> Value:
+    """Base ** x."""
+    return a.make("power_of", (x,), (base,), x.shape, x.dtype)
+
+
+def test_powers_of_two_are_what_they_are():
+    """Slopes of four heads: 1 / 2 ** 2, 1 / 2 ** 4, …"""
+    a = Algebra()
+    slopes = Folder().fold(a.power(power_of(a, 2.0, counted(a, 2, 2, 4, 1)), -1))
+    assert slopes is not None
+    assert slopes.tolist() == [0.25, 0.0625, 2**-6, 2**-8]
+
+
+def test_powers_that_are_rounded_are_not_known():
+    """Slopes of sixteen heads hold a root of 2; a third of 2 is as inexact."""
+    a = Algebra()
+    assert Folder().fold(power_of(a, 2.0, counted(a, 1, 1, 4, 0.5))) is None
+    assert Folder().fold(power_of(a, 3.0, counted(a, 1, 1, 4, 1))) is None
+    assert Folder().fold(a.power(counted(a, 2, 1, 2, 1), -1)) is None
+    assert Folder().fold(a.power(counted(a, 2, 0, 2, 1), 0.5)) is None

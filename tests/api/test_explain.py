@@ -134,6 +134,28 @@ def test_code_behind_numbers_that_depend_on_data_is_traced_and_the_report_says_w
     assert all(isinstance(size, int) for size in sizes)
 
 
+def test_single_numbers_that_are_passed_in_are_what_they_are():
+    """How far a cache is filled; a copy of it is written to, and not the number itself."""
+
+    def step(x, w, filled):
+        rows = x[:, int(filled) :]
+        filled.add_(2)
+        return norm(rows, w), torch.zeros(int(filled + 1))
+
+    filled = torch.tensor(3)
+    report = explain(step, numbers(2, 7, 64), W, filled)
+    assert (report.ops, report.guesses, int(filled)) == ({"npu::npu_rms_norm": 1}, {}, 3)
+    made = {tuple(shape_of(node)) for graph in report.graphs for node in graph.graph.nodes}
+    assert (2, 4, 64) in made
+    assert (6,) in made
+
+
+@pytest.mark.parametrize("filled", [torch.tensor([1, 3]), torch.tensor(3.0)])
+def test_other_numbers_that_are_passed_in_are_guessed(filled):
+    report = explain(lambda x, w, filled: norm(x[:, int(filled.max()) :], w), numbers(2, 7, 64), W, filled)
+    assert len(report.guesses) == 1
+
+
 def shape_of(node):
     val = node.meta.get("val")
     return val.shape if isinstance(val, torch.Tensor) else ()

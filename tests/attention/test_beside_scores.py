@@ -293,6 +293,35 @@ def test_one_that_may_be_is_refused():
     assert any("it may hide keys, beside a mask of finite numbers" in each for each in reasons), reasons
 
 
+FILLED = torch.tensor(3)
+
+
+def by_slopes(q: Tensor, k: Tensor, v: Tensor, base: float) -> Tensor:
+    """BLOOM behind a static cache, in float16: the least number hides keys, and a bias comes nowhere near it."""
+    powers = torch.arange(1, N + 1, dtype=torch.int32)
+    bias = torch.pow(torch.full((), base), powers)[:, None, None] * torch.arange(S)
+    seen = torch.arange(S) <= torch.arange(S)[:, None] + FILLED
+    hidden = torch.where(seen[None, None], 0.0, least(q)).to(q.dtype)
+    return (q @ k.mT / 4 + bias.to(q.dtype) + hidden).softmax(-1) @ v
+
+
+def gentle_slopes(q, k, v):
+    return by_slopes(q, k, v, 2**-0.5)
+
+
+def steep_slopes(q, k, v):
+    return by_slopes(q, k, v, 200.5)
+
+
+def test_slopes_hide_no_key_in_float16_unless_they_are_steep():
+    trial = tried(gentle_slopes, torch.float16)
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"], trial.outcome.refusals
+    testing.means_what_it_says(trial)
+    steep = tried(steep_slopes, torch.float16).outcome
+    assert not steep.chosen
+    assert any("it may hide keys, beside a mask of finite numbers" in each.reason for each in steep.refusals)
+
+
 def chosen_of_two_products(q, k, v):
     return torch.where(future(), q @ OWN[:, None, 0].mT, q @ k.mT).softmax(-1) @ v
 

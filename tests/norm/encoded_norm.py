@@ -185,7 +185,7 @@ SPELLINGS = (
     _spelling("unrounded_sum", UnroundedSum, "vLLM's native norm: float32 sum, float32 weight"),
     _spelling("scales_of_buffers", Block, "MindIE: lines of a scale in a buffer would cost a launch each", ALONE,
               linear=HeldInBuffers),
-    _spelling("read_twice", ReadTwice, "the norm in floats is a result, too", (ADD_RMS_NORM, RMS_NORM_QUANT)),
+    _spelling("read_twice", ReadTwice, "the norm in floats is a result, too", (ADD_RMS_NORM, "npu::npu_quantize")),
     _spelling("no_residual", NoResidual, "the first layer of a model", ALONE),
     _spelling("no_residual_torch", NoResidual, "behind F.rms_norm, in float32", ALONE, norm=torch_norm, linear=InFloat),
     _spelling("no_residual_bias", NoResidualWithBias, "the same with a bias", ALONE),

@@ -15,7 +15,7 @@ D = 64
 
 
 def unbiased_variance(x, weight, bias):
-    return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + EPS) * weight + bias
+    return weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + EPS) + bias
 
 
 def deviation_plus_eps(x, weight, bias):

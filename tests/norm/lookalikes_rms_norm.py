@@ -77,15 +77,9 @@ def mean_over_two_dimensions(x, weight):
     return (h * torch.rsqrt(h.pow(2).mean((-2, -1), keepdim=True) + EPS)).to(x.dtype) * weight
 
 
-def sum_of_squares(x, weight):
-    h = x.float()
-    return (h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + EPS)).to(x.dtype) * weight
-
-
-def divided_by_root_of_size(x, weight):
-    h = x.float()
-    mean_square = h.pow(2).sum(-1, keepdim=True) / h.shape[-1] ** 0.5
-    return (h * torch.rsqrt(mean_square + EPS)).to(x.dtype) * weight
+def sum_of_squares_of_another(x, other, weight):
+    h = other.float()
+    return (x * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + EPS)).to(x.dtype) * weight
 
 
 def fourth_power(x, weight):
@@ -243,13 +237,12 @@ LOOKALIKES = (
         _rms,
         "twice the norm of x, which may fuse; it is not the norm of 2 x",
     ),
-    _not_rms(squares_of_another_scale, "factor"),
+    _not_rms(squares_of_another_scale, "a weight stands between"),
     _not_rms(unbiased_second_moment, "unbiased"),
     _not_rms(third_power_of_magnitudes, "power"),
     _not_rms(mean_over_tokens, "last dim|dim(ension)? -?\\d"),
     _not_rms(mean_over_two_dimensions, "last dim|dim(ension)?s?"),
-    _not_rms(sum_of_squares, "sum.*mean|1 ?/ ?D|mean"),
-    _not_rms(divided_by_root_of_size, "1 ?/ ?D|mean|size"),
+    _not_rms(sum_of_squares_of_another, "not the tensor that it is of", _x_other_weight, _rms_last_weight),
     _not_rms(fourth_power, "square|power"),
     _not_rms(fourth_power_square_root, "square|power"),
     _not_rms(mean_absolute, "square|root"),

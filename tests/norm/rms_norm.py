@@ -32,10 +32,11 @@ def _spelling(
     one_plus: bool = False,
     weight_in_float: bool = False,
     times: float = 1.0,
+    factor: float = 1.0,
 ) -> Spelling:
     """`form` takes x [B, S, D] (or [B, S, N, D] for given heads) and weight [D]; eps None is torch's default.
 
-    The form takes the norm of x · `times`.
+    The form takes the norm of x · `times`, with `factor` times the mean square.
     """
 
     def inputs(B: int, S: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,8 @@ def _spelling(
     def expected(dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
         x, weight = inputs(B, S)
         gamma = weight + 1 if one_plus else weight if weighted else torch.ones_like(weight)
-        return (reference(x * times, gamma, torch.finfo(wide(dtype)).eps if eps is None else eps),)
+        small = torch.finfo(wide(dtype)).eps if eps is None else eps
+        return (reference(x * times, gamma * factor**-0.5, small / factor),)
 
     expect = {GEMMA_RMS_NORM if one_plus else RMS_NORM: 1}
     return Spelling(f"rms_norm/{label}", "rms_norm", make, expect, expected, note)
@@ -114,5 +116,9 @@ SPELLINGS = (
     _spelling("size_under_the_root", means.size_under_the_root, "sqrt(D) outside, D · eps inside", weighted=False),
     _spelling("scaled_embedding", means.scaled_embedding, "Gemma: embeddings times sqrt(D)", times=4),
     _spelling("functional_of_scaled", means.functional_of_scaled, "a divided input", times=0.25),
+    _spelling("l2norm", means.l2norm, "transformers: Qwen3-Next", D=128, factor=128, weighted=False),
+    _spelling("unit_length_in_float", means.unit_length_in_float, "divided by the length", factor=64, weighted=False),
+    _spelling("sum_of_squares", means.sum_of_squares, "the same with a gain", factor=64),
+    _spelling("divided_by_root_of_size", means.divided_by_root_of_size, "divided by sqrt(D)", factor=8),
     _spelling("functional_of_scaled_bare", means.functional_of_scaled_bare, "no weight", times=0.5, weighted=False),
 )

@@ -58,3 +58,23 @@ def functional_of_scaled(x, weight):
 
 def functional_of_scaled_bare(x):
     return F.rms_norm(0.5 * x, (x.shape[-1],), None, EPS)
+
+
+def l2norm(x):
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPS)
+
+
+def unit_length_in_float(x):
+    h = x.float()
+    return (h / torch.sqrt(h.pow(2).sum(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def sum_of_squares(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + EPS)).to(x.dtype) * weight
+
+
+def divided_by_root_of_size(x, weight):
+    h = x.float()
+    mean_square = h.pow(2).sum(-1, keepdim=True) / h.shape[-1] ** 0.5
+    return (h * torch.rsqrt(mean_square + EPS)).to(x.dtype) * weight

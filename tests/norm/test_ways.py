@@ -22,7 +22,14 @@ def test_a_gain_of_its_own_is_not_one_plus_a_weight(way: str):
 
 def test_one_plus_a_weight_is_no_gain_of_its_own():
     with pytest.raises(Refused, match="the gain is 1"):
-        RMSNorm().npu(X, None, GAIN, 1e-6)
+        RMSNorm().npu(X, None, GAIN, 1e-6, None)
+
+
+def test_a_sum_of_squares_is_no_mean_of_them():
+    with pytest.raises(Refused, match="summed, not averaged"):
+        RMSNorm().npu(X, None, None, 1e-6, 64.0)
+    with pytest.raises(Refused, match="averaged, not summed"):
+        RMSNorm().scaled(X, 1e-6, None)
 
 
 def test_a_layer_norm_is_told_of_no_sum():

@@ -44,6 +44,33 @@ class Mosaic(nn.Module):
         return self.out_proj(y.transpose(1, 2).reshape(b, s, DIM))
 
 
+class Wide(nn.Module):
+    """MPT in transformers: slopes of a whole context stay float32 beside narrow scores."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.Wqkv, self.out_proj, self.heads = linear(DIM, 3 * DIM), linear(DIM, DIM), heads
+
+    def forward(self, x: Tensor, valid: Tensor, longest: int = 64) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (each.reshape(b, s, self.heads, -1).transpose(1, 2) for each in self.Wqkv(x).chunk(3, dim=2))
+        whole = (torch.arange(1 - longest, 1, dtype=torch.int32).view(1, 1, 1, longest) * slopes(self.heads)).squeeze(0)
+        scores = torch.matmul(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        scores = scores + whole[:, max(0, whole.size(1) - s) :, max(0, whole.size(2) - s) :]
+        order = torch.ones(s, s, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(order | ~valid[:, None, None], torch.finfo(q.dtype).min)
+        y = F.softmax(scores.float(), dim=-1).to(v.dtype) @ v
+        return self.out_proj(y.permute(0, 2, 1, 3).contiguous().view(b, s, -1))
+
+
+def wide(dtype: torch.dtype, heads: int = 8) -> Made:
+    return Wide(heads).to(dtype), (normal(dtype, 2, 24, DIM), torch.arange(24) >= torch.tensor([[5], [0]]))
+
+
+def sixteen(dtype: torch.dtype) -> Made:
+    return wide(dtype, 16)
+
+
 def mosaic(dtype: torch.dtype) -> Made:
     return Mosaic().to(dtype), (normal(dtype, 2, 24, DIM), torch.arange(24) >= torch.tensor([[5], [0]]))
 
@@ -93,6 +120,8 @@ def pairs(dtype: torch.dtype) -> Made:
 
 PIECES = (
     Piece("mosaicml/llm-foundry", "attention with slopes, padded on the left", mosaic, why="bias"),
+    Piece("huggingface/transformers", "MPT, slopes of eight heads", wide),
+    Piece("huggingface/transformers", "MPT, slopes of 16 heads", sixteen, why="rounded from float32"),
     Piece(
         "allenai/OLMo",
         "attention with slopes",

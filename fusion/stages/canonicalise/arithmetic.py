@@ -97,6 +97,16 @@ def _power(a: Algebra, out: Out, x: Value, exponent: Any) -> Translated:
     return a.power(a.cast(x, out.dtype), exponent) if is_number(exponent) else None
 
 
+def _power_of(a: Algebra, out: Out, base: Any, x: Value) -> Translated:
+    """A number ** x, or that of one tensor of it."""
+    if isinstance(base, Value):
+        base = base.below("reshape", "expand")
+        must(base.op == "full")
+        base = _held(out, base.attrs[0])
+    must(is_number(base) and proven(out.dtype).is_floating_point)
+    return a.make("power_of", (a.cast(x, out.dtype),), (float(base),), out.shape, out.dtype)
+
+
 def _relu(a: Algebra, x: Value) -> Value:
     """max(x, 0), with a positive factor outside."""
     if x.op == "scale" and x.attrs[0] > 0:
@@ -205,6 +215,7 @@ translations(
         "aten.neg.default": lambda a, out, x: a.scale(x, -1),
         "aten.addcmul.default": _addcmul,
         "aten.pow.Tensor_Scalar": _power,
+        "aten.pow.Scalar aten.pow.Tensor_Tensor": _power_of,
         "aten.square.default": partial(_power, exponent=2),
         "aten.sqrt.default": partial(_power, exponent=0.5),
         "aten.rsqrt.default": partial(_power, exponent=-0.5),
