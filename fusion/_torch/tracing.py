@@ -262,9 +262,10 @@ def argument_path(node: fx.Node) -> tuple[str, ...]:
 def buffer_path(node: fx.Node) -> str:
     """Of which module an input of a Dynamo graph is a buffer, and its name, as "attn.bias"; "" for other inputs.
 
-    Private: `torch._dynamo.source` and the attribute `_dynamo_source` of placeholders.
+    Private: `torch._dynamo.source`, `torch._guards` and the attribute `_dynamo_source` of placeholders.
     """
-    from torch._dynamo.source import ChainedSource, UnspecializedParamBufferSource
+    from torch._dynamo.source import UnspecializedParamBufferSource
+    from torch._guards import ChainedSource
 
     source: Any = getattr(node, "_dynamo_source", None)
     base = getattr(source, "base", None)
