@@ -52,6 +52,7 @@ def explain(
     with FakeCopyMode(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
     keep_marks(tree_leaves((args, kwargs)), copied)
+    mode.given.give(copied, copied.get(id(copied), ()))  # what deepcopy keeps alive: all that it copied
     for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())
     try:
         with (

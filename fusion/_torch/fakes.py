@@ -60,6 +60,11 @@ def in_fake_mode(op: Any, mode: FakeTensorMode, args: Sequence[Any], kwargs: Map
     return op.python_key_table[FakeTensorMode](mode, *args, **kwargs)
 
 
+def without_fakes() -> AbstractContextManager[Any]:
+    """Where real tensors are computed although a fake mode is on. Private: `unset_fake_temporarily`."""
+    return unset_fake_temporarily()
+
+
 def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:
     """A fake mode of its own, in which real tensors that a function closes over may appear."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -12,6 +12,7 @@ from operator import add, mul
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, disjunction, negation, spread
@@ -164,12 +165,12 @@ class Positions(Integers):
 
     @proof
     def _held(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """0 and -inf of a tensor that depends on no input, however it was filled."""
+        """0 and one other number of a tensor that depends on no input, however it was filled."""
         numbers = proven(self._folder.fold(x))
-        hides = numbers == -math.inf
-        must(hides.any() and (hides | (numbers == 0)).all())
-        hidden = ("is", Leaf(x, tuple(at)))
-        return merged([(-math.inf, hidden), (0.0, negation(hidden))], x.dtype)
+        others = np.unique(numbers[numbers != 0])
+        must(len(others) == 1 and not math.isnan(others[0]))
+        there = ("is", Leaf(x, tuple(at)))
+        return merged([(float(others[0]), there), (0.0, negation(there))], x.dtype)
 
     @proof
     def _picked(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
