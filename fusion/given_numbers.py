@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion._torch.fakes import FakeTensor, without_fakes
-from fusion._torch.operators import OpOverload
+from fusion._torch.operators import OpOverload, schema_of
 from fusion._torch.tensors import WeakTensors, leaves, map_only, storage_of
 
 MOST = 2**16
@@ -44,14 +44,16 @@ class GivenNumbers:
         if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags or _makes_none(func):
             return None
         tensors = [each for each in leaves(args, kwargs) if isinstance(each, torch.Tensor)]
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self._forget(tensors)
             return None
         if any(isinstance(each, _SYMBOLS) for each in leaves(args, kwargs)):
             return None
         if any(self.of(each) is None for each in tensors) or not (tensors or _makes_few(func, args)):
             return None
-        on_host = {name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in kwargs.items()}
+        on_host = {
+            name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in kwargs.items()
+        }
         try:
             with without_fakes():
                 return func(*map_only(torch.Tensor, self.of, tuple(args)), **map_only(torch.Tensor, self.of, on_host))
@@ -81,11 +83,11 @@ def _is_whole(x: torch.Tensor) -> bool:
 
 def _makes_none(func: OpOverload) -> bool:
     """Whether a call gives memory with no numbers in it."""
-    return "empty" in func._schema.name
+    return "empty" in schema_of(func).name
 
 
 def _makes_few(func: OpOverload, args: Sequence[Any]) -> bool:
     """Whether a call without tensors makes few numbers enough, by the size or the numbers that it is given."""
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else ()
-    counted = "arange" in func._schema.name or "linspace" in func._schema.name
+    counted = "arange" in schema_of(func).name or "linspace" in schema_of(func).name
     return math.prod(sizes) <= MOST and not (counted and any(abs(each) > MOST for each in args))

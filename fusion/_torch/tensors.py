@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary as WeakTensors
 
-__all__ = ["WeakTensors", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map", "tree_map_only"]  # of torch, as is
+__all__ = [
+    "WeakTensors",
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]  # of torch, as is
 
 aten = torch.ops.aten
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -211,8 +210,9 @@ def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtyp
         alike = dtype is not None and all(each.mask.dtype == dtype and each.factor == 1 for each in terms)
         apart = all(each.scores is not None and each.scores.dtype == dtype for each in terms)
         wide = torch.float32 if len(terms) > 2 and not together else dtype
-        masks = [a.cast(each.mask, wide) for each in terms] if alike and (together or apart) else [None]
-        total = reduce(lambda x, y: x and y and a.add(x, y), masks)
+        total: Value | None = a.cast(terms[0].mask, wide) if alike and (together or apart) else None
+        for each in terms[1:]:
+            total = total and a.add(total, a.cast(each.mask, wide))
         return "as a bias it is the sum of several, which would be rounded" if total is None else a.cast(total, dtype)
     value, factor = terms[0].mask, terms[0].factor
     while value.op == "expand" or exact(value) is not value:

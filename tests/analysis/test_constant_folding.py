@@ -28,3 +28,19 @@ def test_fractions_are_cut_off_and_whole_numbers_wrap_round():
     assert halves is not None
     assert bytes_ is not None
     assert (halves.tolist(), bytes_.tolist()) == ([0, 0, 1, 1], [255, 0])
+
+
+def test_rows_are_written_from_a_known_position_on_into_the_first_sequences():
+    a = Algebra()
+    cache, rows = (a.make("full", (), (float(n),), (n, n), torch.float32) for n in (4, 2))
+    for start in (0, 1, 2):
+        number = a.make("number", (cache,), (start,), (), torch.int64)
+        made = Folder().fold(a.make("write", (cache, rows, number), (1,), (4, 4), torch.float32))
+        want = torch.full((4, 4), 4.0)
+        want[:2, start : start + 2] = 2.0
+        assert made is not None
+        assert made.tolist() == want.tolist()
+    beyond = a.make("number", (cache,), (3,), (), torch.int64)
+    assert Folder().fold(a.make("write", (cache, rows, beyond), (1,), (4, 4), torch.float32)) is None
+    given = a.make("input", (), ("place", 0), (), torch.int64)
+    assert Folder().fold(a.make("write", (cache, rows, given), (1,), (4, 4), torch.float32)) is None

@@ -72,7 +72,7 @@ def beside_a_product(q, k, v, seen):
 
 
 def beside_what_is_taken(q, k, v, seen):
-    """As in SEW-D: scores of relative positions are taken from those of all of them, divided by a number like the rest."""
+    """As in SEW-D: scores of positions are taken from those of all, and divided by a number like the rest."""
     places = q @ torch.linspace(-1, 1, D * (2 * S - 1)).view(D, -1).to(q.dtype)
     apart = torch.arange(S)[:, None] - torch.arange(S) + S - 1
     taken = places.gather(-1, apart.expand(B, N, S, S))
