@@ -22,7 +22,9 @@ AMID = "between the products of queries and keys and the softmax stands {}, whic
 BEHIND = "how its weights meet the values is not read as a product of all keys"
 _CHOOSE = ("topk", "sort", "argmax", "max", "multinomial", "nonzero", "one_hot", "kthvalue", "log")
 _MEET = ("matmul", "bmm", "mm", "einsum", "linear")
-_PASSED = ("cast", "reshape", "permute", "slice", "expand", "scale", "shift", "add", "where", "cat", "mul", "narrow")
+_REDUCE = ("sum", "mean", "amax", "amin", "prod", "var", "any", "all")
+_ARRANGED = ("cast", "reshape", "permute", "slice", "narrow", "expand", "scale", "shift")
+_PASSED = (*_ARRANGED, "add", "where", "cat", "mul")
 _FAR = 24
 """Calls after which it is not asked any more what becomes of weights."""
 
@@ -49,12 +51,14 @@ def unread(graph: Graph, told: Collection[Value]) -> Iterator[Found]:
 
 
 def _reason(graph: Graph, softmax: Value) -> str:
-    meets, chooses = _fate(graph.places[softmax])
+    meets, chooses, leaves = _fate(graph.places[softmax])
     products = list(_products(softmax.arg))
     attends = [odd for product, odd in products if not any(map(graph.is_fixed, product.args))]
-    if not products and not chooses and softmax.rank > 3:
-        return PASSED_IN
-    if chooses or not (attends or (products and meets)):
+    if chooses or graph.is_fixed(softmax.arg):
+        return ""
+    if not products and softmax.arg.below(*_ARRANGED).op == "input":
+        return PASSED_IN if meets or (softmax.rank == 4 and softmax.attrs[0] == -1) else ""
+    if not (meets or (attends and leaves)):
         return ""
     if not attends:
         return OF_A_LAYER
@@ -67,20 +71,20 @@ def _named(op: str) -> str:
     return op.removeprefix("aten.").removesuffix(".default")
 
 
-def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool]:
-    """Whether weights are multiplied with something, and whether something is chosen by them."""
-    waiting, seen, meets = list(nodes), set(nodes), False
+def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool, bool]:
+    """Whether weights are multiplied with something, whether something is chosen by them, and whether they leave."""
+    waiting, seen, meets, leaves = list(nodes), set(nodes), False, False
     while waiting and len(seen) < _FAR:
         for user in waiting.pop(0).users:
             name = str(user.target).removeprefix("aten.").partition(".")[0]
             if name in _CHOOSE:
-                return meets, True
-            product = name in _MEET or (name == "mul" and len(user.all_input_nodes) == 2)
-            meets |= product
-            if user not in seen and name not in _MEET and user.op == "call_function":
+                return meets, True, leaves
+            meets |= name in _MEET or (name == "mul" and len(user.all_input_nodes) == 2)
+            leaves |= user.op == "output" and not meets
+            if user not in seen and name not in (*_MEET, *_REDUCE) and user.op == "call_function":
                 seen.add(user)
                 waiting.append(user)
-    return meets, False
+    return meets, False, leaves
 
 
 def _products(scores: Value) -> Iterator[tuple[Value, str]]:
