@@ -35,7 +35,8 @@ def explain(
 
     Nothing is run and no input, parameter or cache is changed: the model and its inputs are copied as fake tensors,
     which have no memory. Takes the arguments that the call would take; `options` as for the backend. Where Python reads
-    a number or a size that depends on data, it gets 1, and True for a truth value; the report says where.
+    a number or a size that follows from the whole numbers of the call alone, it gets that; of other data it gets 1, and
+    True for a truth value, and the report says where.
 
     Returns:
         The report over all graphs of the call.

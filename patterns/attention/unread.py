@@ -56,8 +56,8 @@ def _reason(graph: Graph, softmax: Value) -> str:
     attends = [odd for product, odd in products if not any(map(graph.is_fixed, product.args))]
     if chooses or graph.is_fixed(softmax.arg):
         return ""
-    if not products and softmax.arg.below(*_ARRANGED).op == "input":
-        return PASSED_IN if meets or (softmax.rank == 4 and softmax.attrs[0] == -1) else ""
+    if not products and _is_passed_in(softmax.arg):
+        return PASSED_IN if meets or (softmax.rank > 3 and softmax.attrs[0] == -1) else ""
     if not (meets or (attends and leaves)):
         return ""
     if not attends:
@@ -65,6 +65,13 @@ def _reason(graph: Graph, softmax: Value) -> str:
     if not meets:
         return LEAVES
     return AMID.format(_named(attends[0])) if all(attends) else BEHIND
+
+
+def _is_passed_in(scores: Value) -> bool:
+    """Whether scores are an input, perhaps with something added to it, or masked."""
+    whole = [each for each in scores.args if each.shape == scores.shape]
+    added = scores.op in _ARRANGED or (scores.op in ("add", "where") and len(whole) > 0)
+    return scores.op == "input" or (added and any(map(_is_passed_in, scores.args if scores.op in _ARRANGED else whole)))
 
 
 def _named(op: str) -> str:

@@ -66,6 +66,11 @@ def taken_over(scores: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v
 
 
+def masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores of all heads, in a graph that begins behind the product and ends before that with values."""
+    return (scores + mask).float().softmax(-1).to(scores.dtype)
+
+
 def chosen(layer: nn.Module, x: Tensor) -> Tensor:
     weights, places = layer(x).softmax(-1).topk(2)
     return (x.unsqueeze(-2) * weights.unsqueeze(-1)).sum(-2) + places.sum(-1, keepdim=True)
@@ -111,4 +116,5 @@ def test_what_stands_between_products_and_a_softmax_is_named():
 def test_weights_that_leave_a_graph_and_scores_that_come_into_one_are_told_of():
     assert softmax_refusals(given_away, *HEADS) == [LEAVES]
     assert softmax_refusals(taken_over, normal(B, N, S, S), HEADS[2]) == [PASSED_IN]
+    assert softmax_refusals(masked, normal(B, 2, N, S, S), normal(B, 1, 1, S, S)) == [PASSED_IN]
     assert softmax_refusals(attended, *HEADS) == []
