@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusion._torch.fakes import FakeCopyOfData, fresh_fake_mode
+from fusion._torch.fakes import FakeCopyMode, fresh_fake_mode
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
@@ -35,8 +35,8 @@ def explain(
 
     Nothing is run and no input, parameter or cache is changed: the model and its inputs are copied as fake tensors,
     which have no memory. Takes the arguments that the call would take; `options` as for the backend. Where Python reads
-    a number or a size that depends on data, it gets 1, and True for a truth value; the report says where. Only what is
-    computed from whole numbers that are passed in alone, in tensors of one element on the CPU, is what it is.
+    a number or a size that follows from the whole numbers of the call alone, it gets that; of other data it gets 1, and
+    True for a truth value, and the report says where.
 
     Returns:
         The report over all graphs of the call.
@@ -49,10 +49,12 @@ def explain(
     backend = FusionBackend(checked, None if rules is None else tuple(rules))
     mode = fresh_fake_mode(Guesses)
     copied: dict[int, Any] = {}
-    with FakeCopyOfData(mode):
+    with FakeCopyMode(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
-    explainer = Explainer(backend, parts, _positional(fn_or_module), _originals(copied))
+    pairs = _copies(copied)
+    explainer = Explainer(backend, parts, _positional(fn_or_module), {id(fake): real for fake, real in pairs})
     keep_marks(tree_leaves((args, kwargs)), copied)
+    mode.given.give(pairs)
     for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())
     try:
         with (
@@ -71,10 +73,10 @@ def explain(
     return Report(Target.resolve(checked.target).name, tuple(parts), dict(mode.places))
 
 
-def _originals(copied: dict[int, Any]) -> dict[int, torch.Tensor]:
-    """By the id of each fake tensor, what it is a copy of; `copied`: the memo of `copy.deepcopy`."""
+def _copies(copied: dict[int, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each fake tensor with what it is a copy of; `copied`: the memo of `copy.deepcopy`, which keeps what it copies."""
     kept = [each for each in copied.get(id(copied), ()) if isinstance(each, torch.Tensor)]
-    return {id(copied[id(each)]): each for each in kept if id(each) in copied}
+    return [(copied[id(each)], each) for each in kept if id(each) in copied]
 
 
 def _positional(called: Callable[..., Any]) -> tuple[str, ...]:

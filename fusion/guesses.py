@@ -1,10 +1,14 @@
-"""Guesses: what Python reads from tensors where nothing is run, so that the code behind it is traced as well."""
+"""Guesses: what Python reads from tensors where nothing is run, so that the code behind it is traced as well.
+
+What follows from the whole numbers that the call is given is no guess (`given_numbers`).
+"""
 
 from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +16,21 @@ import torch
 
 from fusion._torch.fakes import FakeTensor, FakeTensorMode, in_fake_mode
 from fusion._torch.operators import higher_order
-from fusion._torch.tensors import map_only
+from fusion._torch.tensors import leaves, map_only
 from fusion.errors import FusionError
+from fusion.given_numbers import GivenNumbers
 
 MOST = 2**16
 _LIBRARIES = tuple(f"{Path(str(module)).parent}/" for module in (torch.__file__, __file__))
 
 
 class Guesses(FakeTensorMode):
-    """A fake mode in which a size or a number that depends on data is 1, and a truth value True.
+    """A fake mode in which a size or a number that depends on other data than whole numbers which are given is 1, and
+    a truth value True.
 
     Attributes:
         places: how often a guess was made, by `file:line` of the model's code.
+        given: the numbers that are known.
 
     Raises:
         FusionError: more than `MOST` guesses were made, as where a loop waits for another number.
@@ -34,6 +41,7 @@ class Guesses(FakeTensorMode):
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
         self.places: Counter[str] = Counter()
+        self.given = GivenNumbers()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -41,11 +49,28 @@ class Guesses(FakeTensorMode):
         """Run one operator; no symbol is left in what it gives."""
         if higher_order(func):  # its body is traced in this mode, too
             return in_fake_mode(func, self, args, kwargs or {})
+        numbers = self.given.result(func, args, kwargs or {})
+        if isinstance(numbers, (bool, int, float)):
+            return numbers
         if func is torch.ops.aten.equal.default:
             self._note()
             return True
+        noted = self.places.copy()
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if numbers is not None:
+            self.places = noted  # what a size within the call was taken for is no matter
+            result = map_only(FakeTensor, partial(self._sized, iter(leaves(numbers))), result)
+            self.given.keep(result, numbers)
+            return result
         return map_only((FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool), self._settled, result)
+
+    def _sized(self, numbers: Iterator[Any], result: FakeTensor) -> torch.Tensor:
+        """A result in the shape that its numbers have."""
+        known = next(numbers)
+        if result.shape == known.shape:
+            return result
+        with self:
+            return torch.empty(known.shape, dtype=result.dtype, device=result.device)
 
     def _settled(self, result: Any) -> Any:
         if isinstance(result, FakeTensor):

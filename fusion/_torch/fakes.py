@@ -39,27 +39,6 @@ aten = torch.ops.aten
 Mode = TypeVar("Mode", bound=FakeTensorMode)
 
 
-class FakeCopyOfData(FakeCopyMode):
-    """Copies tensors as fake ones, of which those on the CPU that hold one whole number or truth value keep it.
-
-    So Python may read from them how far a cache is filled; what is computed from them alone is known as well.
-    Private: `torch._subclasses.fake_tensor.FakeTensor.constant`, of which torch drops what is written to otherwise.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A copy, and the number in it."""
-        made = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.Tensor.__deepcopy__ and _holds_number(args[0]):
-            with unset_fake_temporarily(), torch._C.DisableTorchFunctionSubclass():
-                made.constant = args[0].detach().clone()
-        return made
-
-
-def _holds_number(x: torch.Tensor) -> bool:
-    plain = type(x) is torch.Tensor and x.device.type == "cpu" and x.layout is torch.strided
-    return plain and x.numel() == 1 and not (x.is_floating_point() or x.is_complex() or x.is_quantized)
-
-
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
     """The fake mode in which `gm` was captured: that of the values that its placeholders carry.
 
@@ -79,6 +58,11 @@ def in_fake_mode(op: Any, mode: FakeTensorMode, args: Sequence[Any], kwargs: Map
     if op in registered_hop_fake_fns:
         return FakeTensorMode.__torch_dispatch__(mode, op, [], args, kwargs)
     return op.python_key_table[FakeTensorMode](mode, *args, **kwargs)
+
+
+def without_fakes() -> AbstractContextManager[Any]:
+    """Where real tensors are computed although a fake mode is on. Private: `unset_fake_temporarily`."""
+    return unset_fake_temporarily()
 
 
 def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:

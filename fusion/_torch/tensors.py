@@ -15,8 +15,15 @@ from torch._prims_common import compute_elementwise_output_logical_to_physical_p
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary as WeakTensors
 
-__all__ = ["is_traceable_wrapper_subclass", "tree_leaves", "tree_map", "tree_map_only"]  # of torch, used as they are
+__all__ = [
+    "WeakTensors",
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]  # of torch, as is
 
 aten = torch.ops.aten
 
@@ -46,11 +53,13 @@ def map_only(kinds: type | tuple[type, ...], change: Callable[[Any], Any], argum
 
 
 def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, fake ones too, are views of one storage.
+    """Whether two tensors, fake ones too, are views of one storage."""
+    return storage_of(x) == storage_of(y)
 
-    Private: `torch.UntypedStorage._cdata`.
-    """
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+def storage_of(x: torch.Tensor) -> int:
+    """Which storage a tensor, a fake one too, is a view of. Private: `torch.UntypedStorage._cdata`."""
+    return x.untyped_storage()._cdata
 
 
 _MOST_NUMBERS = 256

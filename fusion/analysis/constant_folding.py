@@ -75,15 +75,29 @@ def _slice_scatter(value: Value, x: Array, written: Array) -> Array:
     return made
 
 
+def _write(value: Value, x: Array, rows: Array, start: Array) -> Array | None:
+    """Rows from one position on, in all the sequences that there are rows for."""
+    (axis,) = value.attrs
+    if start.size != 1 or not 0 <= (first := int(start.item())) <= x.shape[axis] - rows.shape[axis]:
+        return None
+    made = x.copy()
+    places = [slice(size) for size in rows.shape]
+    places[axis] = slice(first, first + rows.shape[axis])
+    made[tuple(places)] = rows
+    return made
+
+
 _FOLDS: Mapping[str, Callable[..., Any]] = {
     "arange": lambda value: value.attrs[0] + value.attrs[1] * np.arange(value.shape[0]),
     "constant": lambda value: np.array(value.attrs[0]).reshape(value.shape),
     "full": lambda value: np.full(value.shape, value.attrs[0]),
+    "number": lambda value, beside: np.array(value.attrs[0]) if isinstance(value.attrs[0], int) else None,
     "reshape": lambda value, x: x.reshape(value.shape),
     "expand": lambda value, x: np.broadcast_to(x, value.shape),
     "permute": lambda value, x: x.transpose(value.attrs),
     "slice": _slice,
     "slice_scatter": _slice_scatter,
+    "write": _write,
     "cat": lambda value, *pieces: np.concatenate(pieces, value.attrs[0]),
     "cast": lambda value, x: x,
     "scale": _scale,

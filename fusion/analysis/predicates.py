@@ -164,12 +164,12 @@ class Positions(Integers):
 
     @proof
     def _held(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """0 and -inf of a tensor that depends on no input, however it was filled."""
+        """0 and one other number of a tensor that depends on no input, however it was filled."""
         numbers = proven(self._folder.fold(x))
-        hides = numbers == -math.inf
-        must(hides.any() and (hides | (numbers == 0)).all())
-        hidden = ("is", Leaf(x, tuple(at)))
-        return merged([(-math.inf, hidden), (0.0, negation(hidden))], x.dtype)
+        others = numbers[numbers != 0]
+        must(others.size and (others == others[0]).all())  # NaN is not equal to itself
+        there = ("is", Leaf(x, tuple(at)))
+        return merged([(float(others[0]), there), (0.0, negation(there))], x.dtype)
 
     @proof
     def _picked(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:

@@ -4,6 +4,7 @@
 [S]    [N, S]    [M, G, S]             without a batch, where keys are repeated for heads or a sink is given to each
 [B, N]    [B, M, G]    [M, G]          one query of each head, without a dim for it
 [B · N, S]                             heads of all sequences in one dim
+[B, X, N, S]                           several sequences of each batch: blocks, rows of an alignment, streams
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Frame:
         scores, weights: each dim as a run of atoms, of the rows of the scores and of those of the weights.
         one_query: whether the last dim was added.
         opened: how many of the first dims were one, the first, of the softmax.
+        joined: the sizes of those of its first dims that are one.
     """
 
     shape: tuple[Any, ...]
@@ -44,6 +46,7 @@ class Frame:
     weights: Dims
     one_query: bool = False
     opened: int = 1
+    joined: tuple[Any, ...] = ()
 
     @property
     def sizes(self) -> tuple[Any, Any, Any]:
@@ -55,6 +58,12 @@ class Frame:
         lead = NO_ROWS * count
         return replace(self, shape=(1,) * count + self.shape, scores=lead + self.scores, weights=lead + self.weights)
 
+    def of_several_sequences(self) -> Frame:
+        """The same of the first two dims as one."""
+        (x, y, *scores), (u, v, *weights) = self.scores, self.weights
+        shape = (self.shape[0] * self.shape[1], *self.shape[2:])
+        return Frame(shape, (x + y, *scores), (u + v, *weights), joined=self.shape[:2])
+
     def of_one_query(self) -> Frame:
         """The same of heads, each with one query."""
         scores, weights = self.scores + NO_ROWS, self.weights + NO_ROWS
@@ -62,6 +71,10 @@ class Frame:
 
     def seen(self, a: Algebra, x: Value) -> Value:
         """What broadcasts to scores [*rows, T], with the dim for one query if it was added, and all that were one."""
+        if self.joined and x.rank > len(self.shape):
+            apart = (*(1,) * (len(self.shape) + 2 - x.rank), *x.shape)
+            lead = apart[:2] if apart[:2] == (1, 1) else self.joined
+            return a.reshape(a.expand(a.reshape(x, apart), (*lead, *apart[2:])), (prod(lead), *apart[2:]))
         if x.rank == len(self.shape) + 2 - self.opened and x.shape[0] != 1:
             return a.reshape(x, (*self.shape[: self.opened], *x.shape[1:]))
         return a.reshape(x, (*x.shape[:-1], 1, *x.shape[-1:])) if self.one_query else x
@@ -107,6 +120,8 @@ class Attended:
             yield from () if opened is None else (opened,)
             yield from (plain.unbatched(),) if self._is_repeated(plain) else ()
         yield plain
+        if len(shape) == 4:
+            yield plain.of_several_sequences()
         if len(shape) == 2:
             yield plain.of_one_query()
         if sunk:

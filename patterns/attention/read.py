@@ -28,11 +28,13 @@ from patterns.attention.mask_terms import Term, hides_by_truths
 from patterns.attention.masks import NOT_LOST, OF_HEADS, Masks
 from patterns.attention.operands import APART, SEVERAL, Outcome, Parts, operands_of
 from patterns.attention.output_view import named_view, view_steps
+from patterns.attention.places import ATTENDING, is_end, is_one_call, only_arranges
 from patterns.attention.products import contraction
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, stays_finite, unparted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, scores_of
 from patterns.attention.unlike import OVER_QUERIES, unlike, without_softmax
+from patterns.attention.unread import completed
 from patterns.attention.weights import Weights, dropped, empty_rows, weights_of
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent.int8_probabilities import int8_probability_attention
@@ -49,9 +51,6 @@ _SUNK = "a sink stands beside the scores of rows that a list names: the operator
 _SCALED = "scores of rows that a list names are multiplied by tensors: the operator multiplies all by one number"
 _CLAMPED = "masked scores of rows that a list names are clamped to finite numbers"
 _LENGTHS = ("window", "kv_len", "kv_lens")
-_ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
-"""Ops of values that may be attention."""
-
 
 _GIVEN = (
     SOFTMAX_ATTENTION, TOPK_MASK, LISTED_ATTENTION, INT8_LATENT_ATTENTION, FOLDED_QUERY, INT8_PROBABILITY_ATTENTION,
@@ -61,6 +60,10 @@ _GIVEN = (
 @reader(gives=_GIVEN)
 def attentions(graph: Graph) -> Iterator[Found]:
     """Every attention that nodes compute, its mask if that lists keys; why what looks like one is none."""
+    return completed(graph, _attentions(graph))
+
+
+def _attentions(graph: Graph) -> Iterator[Found]:
     assumed = Assumed.of(graph)
     read, in_int8 = partial(attention, assumed), torch.int8 in graph.dtypes
     for value in list(graph.places):
@@ -69,11 +72,11 @@ def attentions(graph: Graph) -> Iterator[Found]:
         if value.op in ("cat", "matmul") and (whole := of_all_heads(graph.algebra, value)) is not None:
             yield from _named(value, whole, read(whole))
             continue
-        if value.op not in _ATTENDING or _only_arranges(graph, value):
+        if value.op not in ATTENDING or only_arranges(graph, value):
             continue
         outcome = read(value)
         rounded = int8_probability_attention(graph.algebra, value, read) if outcome is None and in_int8 else None
-        if isinstance(rounded, Miss) and not _ends(graph, value):
+        if isinstance(rounded, Miss) and not is_end(graph, value):
             continue
         if not (outcome or rounded):
             product = stripped(value)[0]
@@ -81,7 +84,7 @@ def attentions(graph: Graph) -> Iterator[Found]:
             outcome = missed(reason, product) if reason else {}
         outcome = rounded or outcome or {}
         reading = outcome.get(value) if isinstance(outcome, dict) else None
-        if isinstance(reading, Reading) and "empty_bias" in reading.captures and _is_one_call(graph, value):
+        if isinstance(reading, Reading) and "empty_bias" in reading.captures and is_one_call(graph, value):
             bias = reading.captures["bias"].below("reshape", "expand")
             outcome = missed(f"{unproven(bias)}; {GUARDED}", value, (bias,))
         listed = _listed(assumed, value) if outcome else []
@@ -103,24 +106,6 @@ def _named(value: Value, whole: Value, outcome: Outcome | Miss | None) -> Iterat
         yield value, replace(outcome, of=value)
     elif outcome:
         yield from ((value if each is whole else each, said) for each, said in outcome.items())
-
-
-def _is_one_call(graph: Graph, value: Value) -> bool:
-    """Whether the model calls attention by its name."""
-    return any("scaled_dot_product" in str(node.target) for node in graph.places[value])
-
-
-def _only_arranges(graph: Graph, value: Value) -> bool:
-    """Whether a node only passes on a contraction that the node before it holds, in another arrangement."""
-    product, _ = stripped(value)
-    held = (graph.held.get(source) for source in graph.places[value][0].all_input_nodes)
-    return any(isinstance(each, Value) and each.dtype == value.dtype and stripped(each)[0] is product for each in held)
-
-
-def _ends(graph: Graph, value: Value) -> bool:
-    """Whether what uses a value does more than to scale it, to cast it or to arrange it otherwise."""
-    held = [graph.held.get(user) for node in graph.places[value] for user in node.users]
-    return not any(isinstance(each, Value) and each.op in _ATTENDING for each in held)
 
 
 def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:

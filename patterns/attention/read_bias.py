@@ -204,16 +204,17 @@ def _named(dtype: torch.dtype | None) -> str:
 def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtype | None) -> Value | str:
     """All that is added, if it is rounded no more than by the model.
 
-    Of two that are added one after the other, where the model rounds scores s, s + x and s + x + y to the dtype of x
-    and y, the sum may be rounded: |x + y| <= |s| + |s + x + y|.
+    Of some that are added one after the other, where the model rounds scores s, s + x, .. and s + x + y to the dtype of
+    x and y, the sum may be rounded once: |x + y| <= |s| + |s + x + y|. Of more than two it is in float32 until then.
     """
     if len(terms) > 1:
-        alike = all(each.mask.dtype == dtype and each.factor == 1 for each in terms)
-        apart = len(terms) == 2 and all(each.scores is not None and each.scores.dtype == dtype for each in terms)
-        total = terms[0].mask if alike and (together or apart) else None
+        alike = dtype is not None and all(each.mask.dtype == dtype and each.factor == 1 for each in terms)
+        apart = all(each.scores is not None and each.scores.dtype == dtype for each in terms)
+        wide = torch.float32 if len(terms) > 2 and not together else dtype
+        total: Value | None = a.cast(terms[0].mask, wide) if alike and (together or apart) else None
         for each in terms[1:]:
-            total = total and a.add(total, each.mask)
-        return total or "as a bias it is the sum of several, which would be rounded"
+            total = total and a.add(total, a.cast(each.mask, wide))
+        return "as a bias it is the sum of several, which would be rounded" if total is None else a.cast(total, dtype)
     value, factor = terms[0].mask, terms[0].factor
     while value.op == "expand" or exact(value) is not value:
         value = value.arg

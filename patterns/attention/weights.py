@@ -112,8 +112,10 @@ def _hidden_twice(a: Algebra, p: Value) -> Value | None:
 
 
 def _of_scores(x: Value) -> Sequence[Value]:
-    """What scores are made of, down to products."""
-    return () if x.op == "matmul" else x.args
+    """What scores are made of, down to products: not where they are taken, nor a number by which all are multiplied."""
+    if x.op == "mul":
+        return [each for each in x.args if each.shape != ()]
+    return () if x.op == "matmul" else x.args[:1] if x.op in _TAKING else x.args
 
 
 def _hides_no_key(x: Value) -> bool:
@@ -137,7 +139,8 @@ def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
     return z, sink
 
 
-_SEEING = ("matmul", *PLAIN, "add", "slice", "narrow", "cat", "expand")
+_TAKING = ("take", "index")
+_SEEING = ("matmul", *PLAIN, *_TAKING, "mul", "add", "slice", "narrow", "cat", "expand")
 """Ops of scores, and of a bias that is computed from the queries, which hide no key."""
 
 _REWRITTEN = {"permute": _of_columns, "mul": _beside_sink, "where": _hidden_twice}

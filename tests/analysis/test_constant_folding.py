@@ -50,3 +50,19 @@ def test_powers_that_are_rounded_are_not_known():
     assert Folder().fold(power_of(a, 3.0, counted(a, 1, 1, 4, 1))) is None
     assert Folder().fold(a.power(counted(a, 2, 1, 2, 1), -1)) is None
     assert Folder().fold(a.power(counted(a, 2, 0, 2, 1), 0.5)) is None
+
+
+def test_rows_are_written_from_a_known_position_on_into_the_first_sequences():
+    a = Algebra()
+    cache, rows = (a.make("full", (), (float(n),), (n, n), torch.float32) for n in (4, 2))
+    for start in (0, 1, 2):
+        number = a.make("number", (cache,), (start,), (), torch.int64)
+        made = Folder().fold(a.make("write", (cache, rows, number), (1,), (4, 4), torch.float32))
+        want = torch.full((4, 4), 4.0)
+        want[:2, start : start + 2] = 2.0
+        assert made is not None
+        assert made.tolist() == want.tolist()
+    beyond = a.make("number", (cache,), (3,), (), torch.int64)
+    assert Folder().fold(a.make("write", (cache, rows, beyond), (1,), (4, 4), torch.float32)) is None
+    given = a.make("input", (), ("place", 0), (), torch.int64)
+    assert Folder().fold(a.make("write", (cache, rows, given), (1,), (4, 4), torch.float32)) is None

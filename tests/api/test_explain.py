@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fusion
@@ -124,7 +125,8 @@ def experts(x, w, chosen):
 
 
 def test_code_behind_numbers_that_depend_on_data_is_traced_and_the_report_says_where():
-    report = explain(experts, numbers(6, 64), W, torch.tensor([0, 2, 1, 1, 0, 3]))
+    scores = torch.tensor([0, 2, 1, 1, 0, 3])[:, None] == torch.arange(4)
+    report = explain(lambda x, w, scores: experts(x, w, scores.argmax(-1)), numbers(6, 64), W, scores.float())
     assert report.ops == {"npu::npu_rms_norm": 3}
     assert len(report.guesses) >= 4
     assert all(place.startswith(f"{__file__}:") for place in report.guesses)
@@ -140,20 +142,57 @@ def test_single_numbers_that_are_passed_in_are_what_they_are():
     def step(x, w, filled):
         rows = x[:, int(filled) :]
         filled.add_(2)
-        return norm(rows, w), torch.zeros(int(filled + 1))
+        return norm(rows, w)
 
     filled = torch.tensor(3)
     report = explain(step, numbers(2, 7, 64), W, filled)
     assert (report.ops, report.guesses, int(filled)) == ({"npu::npu_rms_norm": 1}, {}, 3)
-    made = {tuple(shape_of(node)) for graph in report.graphs for node in graph.graph.nodes}
-    assert (2, 4, 64) in made
-    assert (6,) in made
+    assert (2, 4, 64) in {tuple(shape_of(node)) for graph in report.graphs for node in graph.graph.nodes}
 
 
-@pytest.mark.parametrize("filled", [torch.tensor([1, 3]), torch.tensor(3.0)])
-def test_other_numbers_that_are_passed_in_are_guessed(filled):
+def test_other_numbers_that_are_passed_in_are_guessed():
+    filled = torch.tensor([1.0, 3.0])
     report = explain(lambda x, w, filled: norm(x[:, int(filled.max()) :], w), numbers(2, 7, 64), W, filled)
     assert len(report.guesses) == 1
+
+
+def test_whole_numbers_that_are_given_are_read_as_they_are():
+    report = explain(experts, numbers(6, 64), W, torch.tensor([0, 2, 1, 1, 0, 3]))
+    assert report.ops == {"npu::npu_rms_norm": 4}, "of all rows, of two, of one, and of all behind a guess"
+    normed = [node.args[0].meta["val"].shape[0] for graph in report.graphs for node in calls_of(graph, "rms_norm")]
+    assert normed == [6, 2, 1, 6]
+    assert {place.split(":")[-1] for place in report.guesses} == {str(experts.__code__.co_firstlineno + 8)}
+
+
+def images(x, sizes):
+    """Rows of each image apart, as vision towers attend."""
+    lengths = torch.repeat_interleave(sizes[:, 1] * sizes[:, 2], sizes[:, 0])
+    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    parts = torch.split(x, (ends[1:] - ends[:-1]).tolist())
+    return torch.cat([F.scaled_dot_product_attention(each, each, each) for each in parts])
+
+
+def test_what_follows_from_whole_numbers_that_are_given_is_no_guess():
+    report = explain(images, numbers(20, 4, 16), torch.tensor([[1, 2, 4], [2, 3, 2]]))
+    assert report.guesses == {}
+    attended = [node.args[0].meta["val"].shape[0] for graph in report.graphs for node in calls_of(graph, "attention")]
+    assert sorted(attended) == [6, 6, 8]
+
+
+def calls_of(graph, name):
+    return [node for node in graph.graph.nodes if node.op == "call_function" and name in str(node.target)]
+
+
+def test_numbers_that_are_written_over_are_not_known_any_more():
+    def step(x, w, place):
+        view = place[0]
+        place += (x.sum() > 0).long()
+        return norm(x[: int(view)], w)
+
+    report = explain(step, numbers(6, 64), W, torch.tensor([3]))
+    assert sum(report.guesses.values()) == 1
+    (normed,) = [node for graph in report.graphs for node in calls_of(graph, "rms_norm")]
+    assert normed.args[0].meta["val"].shape == (1, 64)
 
 
 def shape_of(node):

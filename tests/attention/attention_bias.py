@@ -52,6 +52,15 @@ def of_two(q, k, v, bias, other):
     return (scores_of(q, k) + bias + other).softmax(-1) @ v
 
 
+def of_three(q, k, v, bias, other):
+    return (scores_of(q, k) + bias + other + bias.flip(-1)).softmax(-1) @ v
+
+
+def of_one_twice(q, k, v, bias, other):
+    """As of the windows of Swin v2, whose mask is added twice."""
+    return (scores_of(q, k) + bias + other + other).softmax(-1) @ v
+
+
 def of_one_query(q, k, v, bias):
     return (scores_of(q, k) + bias[:, :, :1]).softmax(-1) @ v
 
@@ -161,13 +170,15 @@ BUCKETS = Buckets()
 _given, _sloped = meaning(lambda bias: bias), meaning(lambda: -SLOPES[:, None, None] * distances().abs())
 _behind = meaning(lambda slopes: slopes[:, None, None] * distances(), future)
 _ones = torch.cat((torch.ones(S, T - S), torch.zeros(S, S)), -1)
-_LOW = tensors(SLOPES)
+_LOW, _TWO = tensors(SLOPES), tensors(WHOLE, activations(7, N, 1, S))
 SEEN = torch.arange(S) < torch.tensor([[4], [S]])
 SPELLINGS = (
     Entry(biased, more=tensors(activations(8, S, S)), meaning=_given),
     Entry(biased, more=tensors(activations(8, N, 1, S)), meaning=_given),
     Entry(biased, more=tensors(INFINITE), meaning=_given),
-    Entry(of_two, more=tensors(WHOLE, activations(7, N, 1, S)), meaning=meaning(lambda bias, other: bias + other)),
+    Entry(of_two, more=_TWO, meaning=meaning(lambda bias, other: bias + other)),
+    Entry(of_three, more=_TWO, meaning=meaning(lambda bias, other: bias + other + bias.flip(-1))),
+    Entry(of_one_twice, more=_TWO, meaning=meaning(lambda bias, other: bias + other + other)),
     Entry(grouped, heads=M, keys=T, more=tensors(activations(8, 1, N, S, T)), meaning=_given),
     Entry(of_one_query, queries=1, more=tensors(WHOLE), meaning=meaning(lambda bias: bias[:, :, :1])),
     Entry(by_einsum, layout="BSND", more=tensors(WHOLE), meaning=_given),
@@ -262,8 +273,8 @@ def of_either(q, k, v, bias):
     return (scores_of(q, k) + torch.where(future(), bias, bias * 0.5)).softmax(-1) @ v
 
 
-def of_three(q, k, v, bias, other):
-    return (scores_of(q, k) + bias + other + bias.flip(-1)).softmax(-1) @ v
+def of_three_and_scaled(q, k, v, bias, other):
+    return ((scores_of(q, k) + bias + other + bias.flip(-1)) * 0.5).softmax(-1) @ v
 
 
 def capped(q, k, v, bias):
@@ -298,7 +309,7 @@ LOOKALIKES = (
     Entry(infinite_both_ways, "", "a bias of inf", more=tensors(torch.arange(S) < 3)),
     Entry(infinite_beside_a_bias, "", "a bias of inf", more=tensors(WHOLE)),
     Entry(raised_beside_a_sink, "", "without a bias"),
-    Entry(of_three, "", "the sum of several", more=tensors(WHOLE, activations(7, N, 1, S))),
+    Entry(of_three_and_scaled, "", "the sum of several", more=tensors(WHOLE, activations(7, N, 1, S))),
     Entry(capped, "", "capped softly", more=tensors(WHOLE)),
     Entry(beside_a_sink, "", "without a bias", more=tensors(WHOLE)),
     Entry(of_no_keys, "", "gives the mean of all values, beside a bias", more=tensors(WHOLE, torch.tensor([0, 4]))),

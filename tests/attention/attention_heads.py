@@ -396,7 +396,7 @@ def sequences_of_one_head(q, k, v, seen):
 
 
 LOOKALIKES = (
-    Entry(softmax_that_is_multiplied, "", more=tensors(activations(8, B, N, S, S))),
+    Entry(softmax_that_is_multiplied, "", "how its weights meet", more=tensors(activations(8, B, N, S, S))),
     Entry(
         sequences_of_one_head,
         "dense",

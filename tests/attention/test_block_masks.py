@@ -34,6 +34,14 @@ def filled(low: Callable[[torch.dtype], float], *blocks: tuple[int, int, int, in
     return mask
 
 
+def flat(dtype: torch.dtype) -> Tensor:
+    """Pixtral's: rows and columns alone, of which the first block stands at the start of both."""
+    made = torch.full((T, T), fill_value=torch.finfo(dtype).min, dtype=dtype)
+    for start, stop in pairwise(ENDS):
+        made[start:stop, start:stop] = 0
+    return made[None, None, :, :].expand(1, 1, -1, -1)
+
+
 def truths(dtype: torch.dtype) -> Tensor:
     made = torch.zeros([1, T, T], dtype=torch.bool)
     for start, stop in pairwise(ENDS):
@@ -57,6 +65,7 @@ def infinite(dtype: torch.dtype) -> float:
 SQUARES = tuple((start, stop, start, stop) for start, stop in pairwise(ENDS))
 BLOCKS: dict[str, Mask] = {
     "least": filled(least, *SQUARES), "infinite": filled(infinite, *SQUARES), "truths": truths, "causal": causal,
+    "flat": flat,
 }  # fmt: skip
 OTHERS: dict[str, Mask] = {
     "a block that reaches into the next": filled(least, *SQUARES[1:], (0, 160, 0, 161)),
@@ -64,6 +73,7 @@ OTHERS: dict[str, Mask] = {
     "the same of -inf": filled(infinite, *SQUARES[1:], (0, 159, 0, 160), (159, 160, 0, 159)),
     "a query that sees no key": filled(infinite, *SQUARES[1:], (0, 159, 0, 160)),
     "a key of another segment": filled(least, *SQUARES, (0, 1, 200, 201)),
+    "two numbers beside 0": lambda dtype: flat(dtype).clone().index_fill_(3, torch.tensor([3]), -1.0),
     "a block that is lowered a little": filled(least, *SQUARES[1:], (0, 160, 0, 160), (160, 161, 0, 160), value=-1.0),
 }
 

@@ -186,3 +186,55 @@ def test_lanes_that_are_chosen_themselves_are_not():
     places = a.make("input", (), ("places", 0), (8,), torch.int64)
     values = rows(a, a.cut(table, -1, 0, 6), places, 1)
     assert _of_lanes(a, values, rows(a, table, places, 1)) is values
+
+
+B, X, N, S = 2, 3, 4, 5
+
+
+def streams(hidden: Callable[[], Tensor], bias: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """ProphetNet: several streams of each sequence, of which each has a mask of its own."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.where(hidden(), torch.finfo(q.dtype).min, 0.0).to(q.dtype).expand(B, N, X, S, S)
+        scores = torch.einsum("bxnsd,bxntd->bxnst", q, k) + bias(q) + mask.permute(0, 2, 1, 3, 4)
+        return torch.einsum("bxnst,bxnte->bxnse", scores.float().softmax(-1).to(q.dtype), v)
+
+    return form
+
+
+def of_streams() -> Tensor:
+    """A stream further ahead sees less, but always the first key."""
+    ahead = torch.arange(S) - torch.arange(S)[:, None]
+    return (ahead >= 1 - torch.arange(X)[:, None, None]) & (torch.arange(S) > 0)
+
+
+def of_streams_and_heads() -> Tensor:
+    return of_streams() & (torch.arange(N)[:, None, None, None] > 0)
+
+
+def of_rows(q: Tensor) -> Tensor:
+    """A bias that the queries give."""
+    return q[..., :S].tanh()
+
+
+STREAMS = tuple(numbers(B, X, N, S, D, seed=each) for each in range(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_masks_of_several_streams_are_those_of_sequences(dtype: torch.dtype):
+    given = tuple(each.to(dtype) for each in STREAMS)
+    found = testing.trial_of(capture(streams(of_streams, of_rows), given, "composite"))
+    assert [each.match.rule.name for each in found.outcome.chosen] == ["attention"], found.outcome.refusals
+    assert found.outcome.chosen[0].match.captures["q"].shape == (B * X, N, S, D)
+    testing.means_what_it_says(found)
+
+
+def test_masks_of_streams_and_heads_are_not():
+    found = testing.trial_of(capture(streams(of_streams_and_heads, of_rows), STREAMS, "composite"))
+    assert not found.outcome.chosen
+    assert any("differs from head to head" in each.reason for each in found.outcome.refusals), found.outcome.refusals
+
+
+def test_heads_of_four_dims_stay_heads_where_one_mask_is_of_all():
+    form = streams(lambda: of_streams()[:1], of_rows)
+    assert read(form, *STREAMS) == [(B, X * N, S, D)]

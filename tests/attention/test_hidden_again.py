@@ -71,7 +71,20 @@ def beside_a_product(q, k, v, seen):
     return scores.softmax(-1).masked_fill(~seen, 0.0) @ v
 
 
-@pytest.mark.parametrize("form", [of_pairs, where_seen, in_float, beside_a_product], ids=lambda each: each.__name__)
+def beside_what_is_taken(q, k, v, seen):
+    """As in SEW-D: scores of positions are taken from those of all, and divided by a number like the rest."""
+    places = q @ torch.linspace(-1, 1, D * (2 * S - 1)).view(D, -1).to(q.dtype)
+    apart = torch.arange(S)[:, None] - torch.arange(S) + S - 1
+    taken = places.gather(-1, apart.expand(B, N, S, S))
+    root = torch.sqrt(torch.tensor(D, dtype=torch.float) * 3).to(q.dtype)
+    scores = (q @ (k.mT / root) + taken / root).masked_fill(~seen, torch.finfo(q.dtype).min)
+    return scores.softmax(-1).masked_fill(~seen, 0) @ v
+
+
+MADE_0 = [of_pairs, where_seen, in_float, beside_a_product, beside_what_is_taken]
+
+
+@pytest.mark.parametrize("form", MADE_0, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_of_hidden_keys_may_be_made_0(form: Form, dtype: torch.dtype, level: Level):
@@ -108,6 +121,11 @@ def beside_what_is_passed_in(q, k, v, seen):
     return scores.masked_fill(~seen, lowest(q)).softmax(-1).masked_fill(~seen, 0) @ v
 
 
+def beside_what_is_taken_of_what_is_passed_in(q, k, v, seen):
+    taken = k[:, :, 0, :1].expand(B, N, S).gather(-1, torch.zeros(B, N, S, dtype=torch.long))
+    return (scores_of(q, k) + taken[:, :, None]).masked_fill(~seen, lowest(q)).softmax(-1).masked_fill(~seen, 0) @ v
+
+
 def over_queries(q, k, v, seen):
     return scores_of(q, k).masked_fill(~seen, lowest(q)).softmax(-2).masked_fill(~seen, 0) @ v
 
@@ -127,6 +145,7 @@ def of_whole_weights(q, k, v, seen):
         lowered_by_little,
         behind_another_mask,
         beside_what_is_passed_in,
+        beside_what_is_taken_of_what_is_passed_in,
         over_queries,
     ],
     ids=lambda each: each.__name__,

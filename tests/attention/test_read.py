@@ -283,7 +283,7 @@ def clamped(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
 
 
 def beside_a_bias(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
-    """The masks swallow it with the scores; an operator adds it to whatever it is shown."""
+    """The masks swallow it with the scores, as they do where all three are one bias."""
     scores = q @ k.mT / 4 + ordered(LEAST / 2) + padded(padding, LEAST / 4)
     return (scores + (q[..., :1] * torch.arange(KEYS)).tanh()).softmax(-1) @ v
 
@@ -300,10 +300,18 @@ def rounded_behind(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
     return scores.bfloat16().softmax(-1) @ v
 
 
-@pytest.mark.parametrize("form", [zero_without_a_key, clamped, beside_a_bias, scaled_between, rounded_behind])
+@pytest.mark.parametrize("form", [zero_without_a_key, clamped, scaled_between, rounded_behind])
 def test_which_keys_it_sees_is_not_told_where_levels_do_not_tell_it(form: Callable[..., Tensor]):
     (reason,) = missed(form, *LONG, PADDED)
     assert reason.startswith("a query that sees no key would see those that are lowered least")
+
+
+def test_masks_and_a_bias_that_they_swallow_are_a_bias():
+    trial = testing.trial_of(capture(beside_a_bias, (*LONG, PADDED)))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    assert captures(beside_a_bias, *LONG, PADDED)[0]["bias"].shape == (2, 2, KEYS, KEYS)
+    (eager,), (fused,) = trial.captured.graph(*trial.captured.inputs), trial.fused(*trial.inputs())
+    torch.testing.assert_close(fused, eager)
 
 
 def of_each_head(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
