@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page: Path):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("name", ["first_fusion", "decorator"])
+@pytest.mark.parametrize("name", ["first_fusion", pytest.param("decorator", marks=pytest.mark.nightly)])
 def test_examples_run(name: str):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{name}.py")], cwd=ROOT, capture_output=True, text=True, timeout=300

@@ -68,6 +68,7 @@ def programs(draw: Callable[..., object]) -> Program:
     return generated(lambda options: draw(st.sampled_from(options)))
 
 
+@pytest.mark.nightly
 @seed(CHANGING)
 @settings(
     max_examples=40, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)

@@ -35,8 +35,15 @@ def report(route: str, shapes: str) -> dict[str, Any]:
 
 
 @requires_torch_npu
-@pytest.mark.parametrize("shapes", ["static", "dynamic"])
-@pytest.mark.parametrize("route", ["torchair", "npugraph_ex"])
+@pytest.mark.parametrize(
+    ("route", "shapes"),
+    [
+        ("torchair", "dynamic"),
+        ("npugraph_ex", "static"),
+        pytest.param("torchair", "static", marks=pytest.mark.nightly),
+        pytest.param("npugraph_ex", "dynamic", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_vendor_graph_runs_and_agrees_with_eager(route: str, shapes: str):
     result = report(route, shapes)
     assert result["graphs"] == 1

@@ -236,6 +236,7 @@ def test_inductor_calls_the_operators():
     torch.testing.assert_close(compiled(*inputs()), block(*inputs()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_inductor_inlines_with_the_table():
     table = {**select_decomp_table(), **decompositions()}
     compiled = torch.compile(block, backend=lambda graph, example: compile_fx(graph, example, decompositions=table))
