@@ -57,7 +57,7 @@ def _reason(graph: Graph, softmax: Value) -> str:
     if chooses or graph.is_fixed(softmax.arg):
         return ""
     if not products and _is_passed_in(softmax.arg):
-        return PASSED_IN if meets or (softmax.rank > 3 and softmax.attrs[0] == -1) else ""
+        return PASSED_IN if softmax.attrs[0] == -1 and (meets or softmax.rank > 3) else ""
     if not (meets or (attends and leaves)):
         return ""
     if not attends:

@@ -25,6 +25,7 @@ OTHER_MEANINGS = {
     ("cost.py", "linear"),  # an operator of aten
     ("hf.py", "attention"),  # an argument of transformers
     ("buffers.py", "write"),  # canonical ops of values
+    ("constant_folding.py", "write"),
     ("writes.py", "write"),
 }
 ENGINE = Path(fusion.__file__).parent
