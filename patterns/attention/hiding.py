@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.constant_folding import COMPARE
 from fusion.graph import Algebra, Value
 
 MASKED = -9984.0
@@ -31,11 +32,24 @@ def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
 
 
 def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | None:
-    """The same of a mask that a list is written to, made of the list alone: it may be filled as scores are shaped."""
-    if mask.op != "where" or mask.arg.op != "chosen":
+    """The same of a mask that a list is written to, made of the list alone: it may be filled as scores are shaped.
+
+    Or of what is compared with one number: zeros to which ones are written.
+    """
+    filled = next((each for each in mask.args if each.op != "full"), mask) if mask.op == "compare" else mask
+    if filled.op != "where" or filled.arg.op != "chosen" or filled.shape != mask.shape:
         return None
-    listed, other = (each.op == "full" and hides(each.attrs[0]) for each in mask.args[1:])
-    return None if listed == other else mask.arg if listed else negated(a, mask.arg)
+    listed, other = (_is_hidden(mask, filled, each, hides) for each in filled.args[1:])
+    return None if listed == other else filled.arg if listed else negated(a, filled.arg)
+
+
+def _is_hidden(mask: Value, filled: Value, side: Value, hides: Callable[[float], bool]) -> bool:
+    """Whether a mask hides where one number was filled in."""
+    sides = [side if each is filled else each for each in mask.args] if mask is not filled else [side]
+    if any(each.op != "full" for each in sides):
+        return False
+    numbers = [each.attrs[0] for each in sides]
+    return hides(COMPARE[mask.attrs[0]](*numbers) if mask is not filled else numbers[0])
 
 
 def negated(a: Algebra, mask: Value) -> Value:

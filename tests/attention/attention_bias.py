@@ -177,8 +177,6 @@ SPELLINGS = (
     Entry(biased, more=tensors(activations(8, N, 1, S)), meaning=_given),
     Entry(biased, more=tensors(INFINITE), meaning=_given),
     Entry(of_two, more=_TWO, meaning=meaning(lambda bias, other: bias + other)),
-    Entry(of_three, more=_TWO, meaning=meaning(lambda bias, other: bias + other + bias.flip(-1))),
-    Entry(of_one_twice, more=_TWO, meaning=meaning(lambda bias, other: bias + other + other)),
     Entry(grouped, heads=M, keys=T, more=tensors(activations(8, 1, N, S, T)), meaning=_given),
     Entry(of_one_query, queries=1, more=tensors(WHOLE), meaning=meaning(lambda bias: bias[:, :, :1])),
     Entry(by_einsum, layout="BSND", more=tensors(WHOLE), meaning=_given),
@@ -295,6 +293,12 @@ def of_no_keys(q, k, v, bias, lengths):
 def masks_of_heads(q, k, v, bias):
     return (scores_of(q, k) + bias).masked_fill(torch.ones(N, S, S).triu(1).bool(), -math.inf).softmax(-1) @ v
 
+
+SEVERAL = (
+    Entry(of_three, more=_TWO, meaning=meaning(lambda bias, other: bias + other + bias.flip(-1))),
+    Entry(of_one_twice, more=_TWO, meaning=meaning(lambda bias, other: bias + other + other)),
+)
+"""More than two, which are summed in float32 where they are narrow: for so small an attention it does not pay."""
 
 LOOKALIKES = (
     Entry(turned_round),

@@ -365,7 +365,7 @@ SPELLINGS = (
     Entry(widened_once, heads=1, meaning=of_lanes),
     Entry(joined_after_they_are_spread, heads=1, meaning=of_lanes),
     Entry(widened_cut_and_joined, heads=1, meaning=of_lanes),
-    Entry(gathered_lanes, heads=1, more=tensors(PLACES), meaning=of_gathered_lanes),
+    Entry(gathered_lanes, "", heads=1, more=tensors(PLACES), meaning=of_gathered_lanes),
     Entry(scaled_by_a_tensor, more=tensors(torch.tensor(0.25)), meaning=times(lambda x: x)),
     Entry(divided_by_its_root, more=tensors(torch.tensor(16.0)), meaning=times(lambda x: x**-0.5)),
     Entry(masked_behind_the_scale, *CAUSAL, more=tensors(torch.tensor([0.25])), meaning=times_causal),

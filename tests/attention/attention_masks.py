@@ -360,11 +360,11 @@ SPELLINGS = (
     Entry(added_of_whole_ones, "causal_upper_left", seen=causal_seen),
     Entry(added_infinity_times_filled, "causal_upper_left", seen=causal_seen),
     Entry(ends_aligned, "causal_lower_right", seen=lambda b, i, j: j <= i + T - S, keys=T),
-    Entry(Buffered(), "dense", seen=lambda b, i, j: j <= i + T - S, keys=T),
+    Entry(Buffered(), "causal_lower_right", seen=lambda b, i, j: j <= i + T - S, keys=T),
     Entry(window_of_triangles, "causal_lower_right window 2", seen=near_seen),
     Entry(window_of_tril_triu, "causal_lower_right window 2", seen=near_seen),
     Entry(window_of_distance, "causal_lower_right window 2", seen=near_seen),
-    Entry(window_on_both_sides, "mask", seen=lambda b, i, j: abs(i - j) <= 1),
+    Entry(window_on_both_sides, "dense", seen=lambda b, i, j: abs(i - j) <= 1),
     Entry(chunked_blocks, "dense", seen=lambda b, i, j: j <= i and i // 2 == j // 2),
     Entry(
         padded_keys, "dense", seen=lambda b, i, j: bool(left_padded[b, j]), more=tensors(left_padded.bool())

@@ -75,6 +75,16 @@ def test_spelling_is_fused_and_told_what_is_seen(entry: Entry, level: testing.Le
     testing.emits_valid_calls(t)
 
 
+@pytest.mark.parametrize("level", ["decomposed", "core"])
+@pytest.mark.parametrize("entry", attention_bias.SEVERAL, ids=lambda each: each.name)
+def test_more_than_two_biases_are_one(entry: Entry, level: testing.Level):
+    t = tried(entry.form, entry.inputs(torch.float32), level)
+    assert told(t) == "none", "\n".join(map(str, t.outcome.refusals))
+    testing.means_what_it_says(t)
+    narrow = tried(entry.form, entry.inputs(torch.bfloat16), level)
+    assert any("more, not less" in str(each.reason) for each in narrow.outcome.refusals)
+
+
 @settings(LOOKALIKES, 1)
 def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, level: testing.Level):
     t = tried(entry.form, entry.inputs(torch.float32), level)
