@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusion._torch.tensors import stamps
+from fusion._torch.tensors import WeakTensors, stamps
 from fusion._torch.tracing import Boxed, boxed, dynamo_position
 from fusion.bands import Band, band_of
 from fusion.facts import FORMATS, Facts, window
@@ -188,7 +187,7 @@ def remembering(kind: str | Band) -> Callable[[Tensor], bool]:
     """
     if kind in FORMATS:
         return lambda x: is_fractal(x) in (None, kind == "FRACTAL_NZ")
-    known: Any = WeakTensorKeyDictionary()
+    known: Any = WeakTensors()
 
     def as_expected(mask: Tensor) -> bool:
         return band_of(mask) == kind if isinstance(kind, Band) else holds(mask, kind)

@@ -55,7 +55,7 @@ class Guesses(FakeTensorMode):
         if func is torch.ops.aten.equal.default:
             self._note()
             return True
-        noted = self.places.copy()
+        noted = self.places if numbers is None else self.places.copy()
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
         if numbers is not None:
             self.places = noted  # what a size within the call was taken for is no matter

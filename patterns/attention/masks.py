@@ -290,7 +290,9 @@ class Masks:
     def _shows_all(self, term: Term) -> bool:
         """Whether a mask hides no key, and names none."""
         positions = self.positions.over(self.positions.shape)
-        return visible(positions, (term,)) is True and not positions.lists_all
+        shows = visible(positions, (term,)) is True and not positions.lists_all
+        self.positions.relied.update(positions.relied)
+        return shows
 
     def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
         """What broadcasts to the scores before it was expanded, and its dims with those of size 1 in front."""
