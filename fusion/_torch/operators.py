@@ -48,6 +48,11 @@ def short_name(target: Any) -> str:
     return schema_of(target).name.split("::")[-1] if isinstance(target, OpOverload) else ""
 
 
+def is_composite(op: OpOverload) -> bool:
+    """True if torch makes `op` of other operators on every device. Private: `OpOverload._can_decompose`."""
+    return op._can_decompose()
+
+
 def has_kernel(operator: str, device: str) -> bool:
     """Whether an operator (`npu::npu_rms_norm`) has a kernel of its own for a dispatch key such as "CPU".
 

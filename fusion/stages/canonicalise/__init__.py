@@ -23,6 +23,7 @@ from fusion.graph.proof import proof, proven
 from fusion.mutation import closing_writes, is_write, reserves, written_by
 from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
 from fusion.stages.canonicalise.banded import banded
+from fusion.stages.canonicalise.composites import Composites
 from fusion.stages.canonicalise.translate import OF_COMPLEX, Out, Translated, translator_of
 from fusion.weights import derived
 
@@ -63,6 +64,7 @@ class _Walk:
         self.regions: dict[fx.Node, int] = {}
         self._region = 0  # how many writes to memory stand before a node, the closing ones not counted
         self._closing = closing_writes(source)
+        self._composites = Composites()
         vals = [node.meta.get("val") for node in source.nodes]
         self._devices = {each.device for each in vals if isinstance(each, torch.Tensor)}
 
@@ -140,13 +142,44 @@ class _Walk:
             return known if known is not None else self._opaque(node, val)
         if not isinstance(node.target, OpOverload):
             return self._opaque(node, val) if isinstance(val, torch.Tensor) else None
-        args, kwargs = map_arg((node.args, node.kwargs), self._operand)
-        translator = translator_of(node.target, args)
-        if translator is not None and not (len(self._devices) > 1 and _moves(node)):
-            translated = self._translate(translator, val, args, kwargs)
-            if translated is not None:
-                return translated
-        return self._opaque(node, val)
+        return self._canonical(node, self._operand) or self._by_parts(node) or self._opaque(node, val)
+
+    def _canonical(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> Held | None:
+        """Return what a call of an operator holds by its translation; None where that does not apply."""
+        target: Any = node.target
+        args, kwargs = map_arg((node.args, node.kwargs), operand)
+        translator = translator_of(target, args)
+        if translator is None or (len(self._devices) > 1 and _moves(node)):
+            return None
+        return self._translate(translator, node.meta.get("val"), args, kwargs)
+
+    def _by_parts(self, node: fx.Node) -> Held | None:
+        """Return what a composite call holds by the translations of its parts; None where one has none but the last.
+
+        An opaque value that no node holds could not be built.
+        """
+        parts = self._composites.parts(node)
+        if parts is None:
+            return None
+        inside = dict(zip(parts.find_nodes(op="placeholder"), map(self._operand, node.all_input_nodes), strict=True))
+
+        def operand(part: fx.Node) -> Any:
+            val = part.meta.get("val")
+            return dim_of(val) if isinstance(val, torch.SymInt) else inside[part]
+
+        result: Any = parts.output_node().args[0]
+        for part in parts.nodes:
+            if part.op != "call_function" or isinstance(part.meta.get("val"), torch.SymInt):
+                continue
+            if part.target is operator.getitem:
+                inside[part] = inside[part.all_input_nodes[0]][part.args[1]]
+            else:
+                found = self._canonical(part, operand)
+                inside[part] = self._opaque(part, part.meta["val"], operand) if part is result and not found else found
+            if inside[part] is None:
+                return None
+        results: Any = map_arg(result, operand)
+        return tuple(results) if isinstance(results, list) else results
 
     @proof
     def _translate(
@@ -178,18 +211,18 @@ class _Walk:
             complex_numbers.pair(self.algebra, re, im, out) if isinstance(re, Value) and isinstance(im, Value) else None
         )
 
-    def _opaque(self, node: fx.Node, val: Any) -> Value:
+    def _opaque(self, node: fx.Node, val: Any, operand: Callable[[fx.Node], Any] | None = None) -> Value:
         """A value known only by its operator and arguments; equal calls are equal unless they have a state."""
         args: list[Value] = []
 
         def slot(argument: fx.Node) -> Any:
-            operand = self._operand(argument)
-            if isinstance(operand, tuple):  # the results of one call, of which this one has no canonical form
-                args.extend(each for each in operand if isinstance(each, Value))
+            given = (operand or self._operand)(argument)
+            if isinstance(given, tuple):  # the results of one call, of which this one has no canonical form
+                args.extend(each for each in given if isinstance(each, Value))
                 return str(argument)
-            if not isinstance(operand, Value):
-                return str(operand) if isinstance(operand, fx.Node) else operand
-            args.append(operand)
+            if not isinstance(given, Value):
+                return str(given) if isinstance(given, fx.Node) else given
+            args.append(given)
             return f"%{len(args)}"
 
         spec = map_arg((node.args, node.kwargs), slot)
