@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch.operators import OpOverload, schema_of, short_name
-from fusion._torch.tensors import count, hint, leaves
+from fusion._torch.tensors import count, hint, leaves, shares_memory
 from fusion.mutation import is_write, reserves
 from fusion.target import Target
 
@@ -24,6 +24,7 @@ _VIEWS = {
     "view_as_real", "view_as_complex", "real", "imag", "sym_size", "sym_stride", "_assert_tensor_metadata",
     "_assert_scalar",
 }  # fmt: skip
+_VIEW_OR_COPY = {"reshape", "flatten"}  # composites, which only graphs of torch.export hold
 # A composite operator is no kernel: what its decomposition launches on an NPU.
 _COMPOSITES = {
     "aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1,
@@ -71,11 +72,19 @@ def is_bookkeeping(node: fx.Node) -> bool:
 
 
 def is_call(node: fx.Node) -> bool:
-    """Whether a node is live and does more than view memory or compute a size."""
-    if node.op not in ("call_function", "call_method", "call_module") or is_view(node.target):
+    """True if a node is live and does more than view memory or compute a size."""
+    views = is_view(node.target) and not is_reshaping_copy(node)
+    if views or node.op not in ("call_function", "call_method", "call_module"):
         return False
     scalar = isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
     return bool(node.users or is_write(node)) and not scalar
+
+
+def is_reshaping_copy(node: fx.Node) -> bool:
+    """True if a call of the model's own that views memory where strides allow has copied, as its fake tensor shows."""
+    if short_name(node.target) not in _VIEW_OR_COPY or "fusion" in node.meta:
+        return False
+    return not shares_memory(node.meta["val"], node.all_input_nodes[0].meta["val"])
 
 
 def call_cost(
@@ -116,7 +125,8 @@ def node_cost(node: fx.Node, machine: Target) -> float:
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     result = node.meta.get("val")
     if not _computes(node.target):
-        return call_cost(node.target, inputs, result, machine)
+        target = torch.ops.aten.clone.default if is_reshaping_copy(node) else node.target
+        return call_cost(target, inputs, result, machine)
     args = map_arg(node.args, lambda each: each.meta.get("val"))
     between = _scores_moved(node.target, args)
     return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result), between)

@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from fusion._torch.operators import OpOverload, schema_of, short_name
 from fusion._torch.tensors import count, leaves
+from fusion._torch.tracing import rename
 
 _RESERVING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema does not say so
@@ -33,8 +34,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return []
     target: Any = node.target
     declared = schema_of(target).arguments
-    given = _given(target, node.args, node.kwargs)
-    written = [given.get(each.name) for each in declared if each.alias_info is not None and each.alias_info.is_write]
+    arguments = given(target, node.args, node.kwargs)
+    written = [
+        arguments.get(each.name) for each in declared if each.alias_info is not None and each.alias_info.is_write
+    ]
     return [each for each in leaves(written) if isinstance(each, fx.Node)]
 
 
@@ -81,8 +84,8 @@ def _may_alias(target: OpOverload, number: int) -> list[tuple[int, str]]:
     return [(place, name) for place, name, own in declared if not shared or not shared.isdisjoint(own.before_set)]
 
 
-def _given(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+def given(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of the operator `target` by the names of its schema."""
     names = (each.name for each in schema_of(target).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -123,6 +126,13 @@ def is_copy_unseen(copy: fx.Node, source: fx.Node) -> bool:
 def outputs(source: fx.Graph) -> list[fx.Node]:
     """The results of a graph that nodes give, in order, each as often as it is returned."""
     return [each for each in leaves(source.output_node().args) if isinstance(each, fx.Node)]
+
+
+def name_results(source: fx.Graph, names: Sequence[str]) -> None:
+    """Give the `outputs` that calls compute these names, by which the signature of an exported program finds them."""
+    for node, name in zip(outputs(source), names, strict=True):
+        if node.op == "call_function" and node.name != name:
+            rename(node, name)
 
 
 def sharing(source: fx.Graph) -> tuple[str, ...]:

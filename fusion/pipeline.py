@@ -1,7 +1,7 @@
 """The pipeline: the one place that knows the order of the stages.
 
-layers → canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify, and the same
-for the bodies of `cond`, `while_loop` and the like
+dead code → layers → canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify, and
+the same for the bodies of `cond`, `while_loop` and the like
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from fusion import operators
 from fusion._torch.operators import higher_order
-from fusion._torch.tracing import refill
+from fusion._torch.tracing import copied, refill
 from fusion.bodies import bodies
 from fusion.collection import uncollected
 from fusion.errors import Failure, FormatError, StageError
@@ -33,6 +33,7 @@ from fusion.records import Candidate, Refusal, Rewritten
 from fusion.refusals import useless, worth_telling
 from fusion.stack import roomy
 from fusion.stages.canonicalise import canonicalise
+from fusion.stages.dead_code import drop_dead_code
 from fusion.stages.host_reads import read_on_host
 from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
 from fusion.stages.match import match
@@ -58,11 +59,13 @@ def fuse_graph(
     facts: Facts = Facts(),
     original: fx.Graph | None = None,
     told: bool = True,
+    in_place: bool = True,
 ) -> Outcome:
     """Rewrite one functional aten graph in place, with the bodies that its calls run.
 
     Every node outside the chosen matches stays the same object; a body becomes another module. `original` is a copy of
-    the graph, where the caller has one. Refusals are worked out only where they are `told`.
+    the graph, where the caller has one. Refusals are worked out only where they are `told`. Without `in_place` the
+    graph stays functional, for a compiler that chooses by itself what is written in place.
 
     A rule that raises is refused where it does so; the others go on.
 
@@ -73,10 +76,10 @@ def fuse_graph(
     with stage("operators"):
         operators.ensure()
         target = Target.resolve(options.target)
-    kept = copy.deepcopy(source) if original is None else original
+    kept = copied(source) if original is None else original
     try:
         with uncollected():
-            search = _Search(library, options, target, told)
+            search = _Search(library, options, target, told, in_place)
             outcome = roomy(partial(_stored, source, kept, search, facts))
             with stage("bodies"):
                 return _entered(source, search, outcome)
@@ -97,11 +100,17 @@ def _stored(source: fx.Graph, kept: fx.Graph, search: _Search, facts: Facts) -> 
 
 def _fused(source: fx.Graph, kept: fx.Graph, search: _Search, facts: Facts) -> Outcome:
     calls = live_calls(source)
+    with stage("dead_code"):
+        dropped = drop_dead_code(source)
     made = search.rewritten(source, facts)
     with stage("report"):
         before = tally(calls, made.chosen)
     outcome = Outcome(facts, made.chosen, made.refusals, before, failures=_apart(made.failures))
-    return _finished(source, kept, search, made, outcome) if made.chosen else outcome
+    if made.chosen:
+        return _finished(source, kept, search, made, outcome)
+    if dropped:
+        refill(source, kept)
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -127,12 +136,21 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Search:
-    """How graphs are searched: with which rules, for which target, and whether someone is told what was refused."""
+    """How graphs are searched and rewritten.
+
+    Attributes:
+        library: the rules and readers.
+        options: the options of the user.
+        target: the chip.
+        told: whether refusals are worked out.
+        in_place: whether caches may be written in place.
+    """
 
     library: Library
     options: Options
     target: Target
     told: bool
+    in_place: bool
 
     def rewritten(self, source: fx.Graph, facts: Facts, times: Mapping[fx.Node, int] = MappingProxyType({})) -> _Made:
         """Rewrite one graph in place; of equal layers three are searched. `times`: for how many nodes one stands."""
@@ -202,7 +220,7 @@ def _finished(source: fx.Graph, kept: fx.Graph, search: _Search, made: _Made, ou
         verify(source, before, [node for each in made.done for node in each.added], names)
     with stage("reinplace"):
         decomposed = lowering == "eager" and not target.is_npu
-        in_place = reinplace(source, operators.HOST if decomposed else lowering)
+        in_place = reinplace(source, operators.HOST if decomposed else lowering) if search.in_place else ()
         waits = read_on_host(source, lowering) if target.is_npu else 0
     with stage("verify"):
         verify(source, before, [], names)
@@ -248,7 +266,7 @@ def _body(code: fx.GraphModule, search: _Search, used: int) -> tuple[fx.GraphMod
     fresh, fuel = fx.GraphModule(code, copy.deepcopy(code.graph)), search.options.fuel
     options = search.options if fuel is None else replace(search.options, fuel=max(fuel - used, 0))
     try:
-        outcome = fuse_graph(fresh.graph, search.library, options, told=search.told)
+        outcome = fuse_graph(fresh.graph, search.library, options, told=search.told, in_place=search.in_place)
     except StageError as error:
         return code, Outcome(before=counted(code.graph), failures=(error.failure,))
     fresh.recompile()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
 from fusion.graph import dim_of
 from fusion.language import Refused
@@ -44,9 +45,7 @@ class SizeNodes:
         if isinstance(dim, int):
             return dim
         if dim not in self._nodes:
-            made = self._make(dim)
-            made.meta.setdefault("val", size)
-            self._nodes[dim] = made
+            self._nodes[dim] = self._make(dim)
         return self._nodes[dim]
 
     def can_make(self, dim: Any) -> bool:
@@ -75,13 +74,15 @@ class SizeNodes:
         parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in of]
         return reduce(lambda whole, part: self._call(join, (whole, part), given), parts)
 
-    def _call(self, target: Any, args: tuple[Any, ...], given: bool) -> fx.Node:
-        """Behind the inputs where they give it, else at the graph's insertion point."""
+    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], given: bool) -> fx.Node:
+        """Add a call, with its size: behind the inputs where they give it, else at the graph's insertion point."""
         if not given or self._last is None:
-            return self._source.call_function(target, args)
-        with self._source.inserting_after(self._last):
-            self._last = self._source.call_function(target, args)
-        return self._last
+            made = self._source.call_function(target, args)
+        else:
+            with self._source.inserting_after(self._last):
+                made = self._last = self._source.call_function(target, args)
+        made.meta["val"] = target(*map_arg(args, lambda each: each.meta["val"]))
+        return made
 
 
 def _joined(dim: Any) -> tuple[Callable[..., Any], Sequence[Any]] | None:

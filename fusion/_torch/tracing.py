@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -290,6 +291,22 @@ def dynamo_position(node: fx.Node) -> int | None:
     return described.idx if isinstance(described, PlainAOTInput) else None
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph, node for node and name for name."""
+    fresh = copy.deepcopy(graph)
+    keep_names(graph, fresh)
+    return fresh
+
+
+def keep_names(graph: fx.Graph, fresh: fx.Graph) -> None:
+    """Give the nodes of `fresh`, a copy of `graph`, their names: fx renames those that are named like a builtin.
+
+    torch.export names inputs like the arguments of a model, `input` for one.
+    """
+    for node, other in zip(graph.nodes, fresh.nodes, strict=True):
+        other.name = node.name
+
+
 def refill(graph: fx.Graph, kept: fx.Graph) -> None:
     """Make a graph what a copy of it still is, node for node and name for name.
 
@@ -303,6 +320,18 @@ def refill(graph: fx.Graph, kept: fx.Graph) -> None:
     copies: dict[fx.Node, fx.Node] = {}
     for node in kept.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    keep_names(kept, graph)
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give `node` a name; another node of the graph that has it gets a fresh one.
+
+    Private: `torch.fx.Node._rename`.
+    """
+    for other in node.graph.nodes:
+        if other is not node and other.name == name:
+            other._rename(name)
+    node.name = name
 
 
 def unwrapped(error: Exception) -> Exception:
