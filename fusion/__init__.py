@@ -1,8 +1,11 @@
 """cann-fusion: plain PyTorch graphs in, fused CANN operators out."""
 
+from typing import TYPE_CHECKING, Any
+
 from fusion.backend import fuse
 from fusion.errors import FusionError
 from fusion.explain import explain
+from fusion.exported import fuse_exported
 from fusion.language import (
     Example,
     Group,
@@ -23,10 +26,12 @@ from fusion.language import (
     word,
 )
 from fusion.options import Options
-from fusion.passes import FusionPass
 from fusion.prepared import refresh
 from fusion.report import Report
 from fusion.target import Target
+
+if TYPE_CHECKING:
+    from fusion.passes import FusionPass
 
 __all__ = [
     "Example",
@@ -43,6 +48,7 @@ __all__ = [
     "calls",
     "explain",
     "fuse",
+    "fuse_exported",
     "lookalike",
     "lowering",
     "pattern",
@@ -55,3 +61,12 @@ __all__ = [
     "variants",
     "word",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `FusionPass` at its first use: its base is a class of Inductor, whose import takes seconds."""
+    if name == "FusionPass":
+        from fusion.passes import FusionPass
+
+        return FusionPass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

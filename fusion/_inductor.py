@@ -15,10 +15,12 @@ from torch import fx
 from fusion._torch.fakes import fake_mode_of
 from fusion._torch.functional import functional_graph
 from fusion._torch.tracing import Boxed, forget_output_strides
-from fusion.mutation import memory_of, outputs, shown, written_by
+from fusion.mutation import is_returned, memory_of, outputs, shown, written_by
 
 aten = torch.ops.aten
 _REINPLACED = {"index_put", "_unsafe_index_put", "slice_scatter", "select_scatter", "diagonal_scatter"}
+_REMOVED: dict[Any, int] = {aten.clone.default: 0, aten.copy.default: 1}
+"""Copies that Inductor removes, with the argument that takes their place."""
 
 
 def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
@@ -29,12 +31,11 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_forward, create_compiler_config_extra
-    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
 
     given: Any = config
     forget_output_strides()
-    functional = functional_graph(gm, select_decomp_table())
+    functional = functional_graph(gm, inductor_table())
     results: Any = functional.graph.output_node().args[0]
     with torch.no_grad(), given.patch(_passes()), V.set_fake_mode(fake_mode_of(functional)):
         run: Any = compile_fx_forward(
@@ -42,6 +43,35 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed
             create_compiler_config_extra(functional), is_inference=True,
         )  # fmt: skip
     return run
+
+
+def inductor_table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions that Inductor applies before its own passes.
+
+    Private: `torch._inductor.decomposition.select_decomp_table`.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def guest_table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions for what a guest adds: Inductor's, and the exp of a softmax, as `_hide_exp` says."""
+    return {**inductor_table(), aten.exp.default: _hidden_exp}
+
+
+def _hidden_exp(x: torch.Tensor) -> Any:
+    return torch.ops.prims.exp.default(x) if x.is_floating_point() else NotImplemented
+
+
+def hosts_pass() -> bool:
+    """True if Inductor is compiling a graph in this thread, so that a pass that is called is its guest.
+
+    Private: `torch._inductor.virtualized.V.fake_mode`, set from AOT autograd to the end of code generation.
+    """
+    from torch._inductor.virtualized import NullHandler, V
+
+    return not isinstance(V.fake_mode, NullHandler)
 
 
 def _passes() -> dict[str, Any]:
@@ -101,26 +131,44 @@ def _rename(graph: fx.Graph, old: Any, new: Any) -> None:
 
 
 def copy_results(graph: fx.Graph) -> None:
-    """Copy what a graph returns of memory that Inductor could take for an input's.
+    """Copy what a graph returns of memory that Inductor could take for an input's, in place.
 
     For `y = k.index_copy(..); k.copy_(y); return y`, torch 2.13 writes into `k` and returns `k` itself: a later write
-    to it shows in the result (pytorch #198096 is of this kind). It takes a clone of the user's away before, and looks
-    for what it can write in place after this pass, so that a clone made here stays.
+    to it shows in the result (pytorch #198096 is of this kind).
     """
-    for memory in dict.fromkeys(map(memory_of, outputs(graph))):
-        if _may_become_input(memory):
-            with graph.inserting_after(memory):
-                fresh = graph.call_function(aten.clone.default, (memory,))
-            fresh.meta["val"] = memory.meta["val"].clone()
-            memory.replace_all_uses_with(fresh, lambda user, of=memory: user.op == "output" or shown(user) is of)
+    for memory in filter(_may_become_input, dict.fromkeys(map(memory_of, outputs(graph)))):
+        returning = [each for each in memory.users if each.op == "output" or _is_returned_view(each, memory)]
+        fresh = _copied(memory)
+        for user in returning:
+            user.replace_input_with(memory, fresh)
+
+
+def _is_returned_view(node: fx.Node, memory: fx.Node) -> bool:
+    return shown(node) is memory and is_returned(node)
+
+
+def _copied(memory: fx.Node) -> fx.Node:
+    """Add a copy of a tensor that no pass of Inductor removes: a choice between the tensor and itself."""
+    val = memory.meta["val"]
+    with memory.graph.inserting_after(memory):
+        choice = memory.graph.call_function(aten.full.default, ((), False), {"dtype": torch.bool, "device": val.device})
+    with memory.graph.inserting_after(choice):
+        fresh = memory.graph.call_function(aten.where.self, (choice, memory, memory))
+    with val.fake_mode:
+        choice.meta["val"] = aten.full.default(*choice.args, **choice.kwargs)
+        fresh.meta["val"] = val.clone()
+    return fresh
 
 
 def _may_become_input(memory: fx.Node) -> bool:
-    """Whether memory is made by writes over an input that the graph writes to anyway."""
-    is_fresh = memory.op == "call_function"
-    while _is_reinplaced(memory):
-        memory = memory_of(memory.args[0])  # pyright: ignore[reportArgumentType]
-    return is_fresh and memory.op == "placeholder" and any(memory in written_by(user) for user in memory.users)
+    """True if memory is made by writes, and copies that go, over an input that the graph writes to anyway."""
+    writes = False
+    while _is_reinplaced(memory) or memory.target in _REMOVED:
+        writes |= memory.target not in _REMOVED
+        source: Any = memory.args[_REMOVED.get(memory.target, 0)]
+        memory = memory_of(source)
+    is_input = memory.op in ("placeholder", "get_attr")  # AOTInductor reads buffers by get_attr
+    return writes and is_input and any(memory in written_by(user) for user in memory.users)
 
 
 def _is_reinplaced(node: fx.Node) -> bool:

@@ -184,12 +184,17 @@ class FusionBackend:
         return outcome
 
     def fuse(
-        self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None, told: bool = True
+        self,
+        gm: fx.GraphModule,
+        facts: Facts = Facts(),
+        original: fx.Graph | None = None,
+        told: bool = True,
+        in_place: bool = True,
     ) -> GraphReport:
         """Rewrite one functional aten graph in place and report; its code is not made again.
 
         `original` is a copy of the graph, where there is one. Refusals are worked out only where they are `told`: a
-        compilation tells none.
+        compilation tells none. Without `in_place` the graph stays functional.
 
         Raises:
             FusionError: the options or a rule cannot be used.
@@ -197,16 +202,23 @@ class FusionBackend:
         """
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
-        outcome = fuse_graph(gm.graph, library_for(self.options, self.rules), self.options, facts, original, told)
+        library = library_for(self.options, self.rules)
+        outcome = fuse_graph(gm.graph, library, self.options, facts, original, told, in_place)
         dump("fused", gm.graph)
         machine = Target.resolve(self.options.target)
-        report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on)
+        report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
         log.info("fused %d places", len(report.chosen))
         return report
 
-    def hand_on(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The graph as it is handed to the compiler that runs it."""
-        return handed_on(gm, route(self.options.lower))
+    def failed(self, gm: fx.GraphModule, error: StageError) -> GraphReport:
+        """Return the report of a graph that stays as it came, because a stage failed."""
+        outcome = Outcome(before=counted(gm.graph), failures=(error.failure,))
+        machine = Target.resolve(self.options.target)
+        return GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
+
+    def hand_on(self) -> Callable[[fx.GraphModule], fx.GraphModule]:
+        """Return what makes of a graph the one that is handed to the compiler that runs it."""
+        return partial(handed_on, by=route(self.options.lower))
 
 
 @dataclass(frozen=True)
@@ -240,11 +252,7 @@ class Explainer:
             self.parts.append(self.backend.fuse(gm, facts, original.graph))
             gm.recompile()
         except StageError as error:
-            failed = Outcome(before=counted(original.graph), failures=(error.failure,))
-            machine = Target.resolve(self.backend.options.target)
-            self.parts.append(
-                GraphReport(**vars(failed), graph=original, machine=machine, hand_on=self.backend.hand_on)
-            )
+            self.parts.append(self.backend.failed(original, error))
         return boxed(fx.Interpreter(original).run)
 
 

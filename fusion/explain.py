@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fusion._torch.exported import is_exported
 from fusion._torch.fakes import FakeCopyMode, fresh_fake_mode
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
+from fusion.exported import explain_exported
 from fusion.guesses import Guesses
 from fusion.language import Rule
 from fusion.options import Options
@@ -22,9 +24,12 @@ from fusion.progress import watched
 from fusion.report import Report
 from fusion.target import Target
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 
 def explain(
-    fn_or_module: Callable[..., Any],
+    fn_or_module: Callable[..., Any] | ExportedProgram,
     *args: Any,
     options: Options | Mapping[str, Any] | None = None,
     dynamic: bool | None = None,
@@ -36,7 +41,8 @@ def explain(
     Nothing is run and no input, parameter or cache is changed: the model and its inputs are copied as fake tensors,
     which have no memory. Takes the arguments that the call would take; `options` as for the backend. Where Python reads
     a number or a size that follows from the whole numbers of the call alone, it gets that; of other data it gets 1, and
-    True for a truth value, and the report says where.
+    True for a truth value, and the report says where. An ExportedProgram, which has its inputs, is given alone: its
+    report is what `fuse_exported` makes of it.
 
     Returns:
         The report over all graphs of the call.
@@ -44,6 +50,8 @@ def explain(
     Raises:
         FusionError: the options or rules cannot be used.
     """
+    if is_exported(fn_or_module) and not (args or kwargs):
+        return explain_exported(fn_or_module, options, rules)
     checked = Options.of(options)
     parts: list[GraphReport] = []
     backend = FusionBackend(checked, None if rules is None else tuple(rules))

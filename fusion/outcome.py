@@ -10,13 +10,14 @@ from typing import Any
 import torch.fx as fx
 
 from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.pickled import pack, unpack
 from fusion.bodies import bodies
 from fusion.cost import is_bookkeeping, is_launch
 from fusion.errors import Failure
 from fusion.facts import Facts
 from fusion.failures import raised
 from fusion.language import Rule, call
-from fusion.operators import operator_of
+from fusion.operators import ensure, operator_of
 from fusion.origin import location, module_path
 from fusion.records import Candidate, Prepared, Refusal
 from fusion.target import Target
@@ -100,6 +101,8 @@ class Outcome:
 class GraphReport(Outcome):
     """The outcome for one graph, with that graph; what is told of it is worked out when it is read.
 
+    Reports pickle, but for `chosen`, whose candidates are of the search: `matches` has what is told of them.
+
     Attributes:
         graph: the rewritten graph, with real operator names, before lowering.
         machine: the target.
@@ -109,6 +112,14 @@ class GraphReport(Outcome):
     graph: fx.GraphModule
     machine: Target
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+
+    def __getstate__(self) -> dict[str, Any]:
+        told = {"matches": self.matches, "after": self.after}
+        return {**vars(self), **told, "chosen": (), "graph": pack(self.graph)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ensure()  # the graph calls operators by their names
+        vars(self).update(state, graph=unpack(state["graph"]))
 
     @cached_property
     def matches(self) -> tuple[MatchReport, ...]:

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusion import operators
+from fusion._inductor import copy_results, guest_table, hosts_pass
+from fusion._torch.tracing import copied, refill
 from fusion.errors import StageError
-from fusion.failures import warn
+from fusion.failures import stage, warn
 from fusion.language import Library, Rule
 from fusion.language.code import loaded, names_of
 from fusion.library import library_for
+from fusion.mutation import name_results, outputs
 from fusion.options import Options
+from fusion.outcome import Outcome
 from fusion.pipeline import fuse_graph
 from fusion.routes import vendor
+from fusion.routes.guest import decompose_added, is_on_npu
 from fusion.target import Target
 
 
-class FusionPass:
-    """A callable over a functionalised aten graph, which it rewrites in place.
+class FusionPass(CustomGraphPass):
+    """A callable over a functional aten graph, which it rewrites in place; nodes carry fake tensors in `meta["val"]`.
 
-    Works as torchair's and npugraph_ex's `post_grad_custom_pre_pass` (which pass further arguments) and as Inductor's
-    `CustomGraphPass`: nodes must carry fake tensors in `meta["val"]`.
+    Works as every custom pass of Inductor after tracing (`post_grad_custom_pre_pass`, `joint_custom_post_pass`, ...),
+    whose cache of graphs it keeps on, and as torchair's and npugraph_ex's `post_grad_custom_pre_pass` (which pass
+    further arguments). In a graph of Inductor on a CPU or GPU, fused operators are replaced by their decompositions, so
+    that Inductor generates code for them. Passes pickle, and copies of one have equal keys.
 
     Attributes:
         options: how graphs are fused.
+        rules: the rules to choose from, as they were given; None for the installed ones.
         library: the rules and readers in use.
     """
 
@@ -36,7 +46,12 @@ class FusionPass:
         self, options: Options | Mapping[str, Any] | None = None, rules: Library | Iterable[Rule] | None = None
     ) -> None:
         self.options = Options.of(options)
-        self.library = library_for(self.options, rules)
+        self.rules = rules if rules is None or isinstance(rules, Library) else tuple(rules)
+        self.library = library_for(self.options, self.rules)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild the pass from what it was given: the installed library is that of the process that unpickles."""
+        return type(self), (self.options, self.rules)
 
     def __call__(self, graph: fx.GraphModule | fx.Graph, *context: Any) -> None:
         """Fuse in place; a graph without any match stays node for node as it is.
@@ -48,7 +63,7 @@ class FusionPass:
         """
         source = graph.graph if isinstance(graph, fx.GraphModule) else graph
         try:
-            outcome = fuse_graph(source, self.library, self.options, told=False)
+            outcome = self._fuse(source)
         except StageError as error:
             warn([error.failure])
             return
@@ -59,10 +74,36 @@ class FusionPass:
         if isinstance(graph, fx.GraphModule):
             graph.recompile()
 
+    def _fuse(self, source: fx.Graph) -> Outcome:
+        """Rewrite `source` in place, in calls that its host lowers.
+
+        Inductor chooses by itself what it writes in place, but for operators of an NPU, which it launches one by one.
+        Results keep their names, by which the signature of an exported program finds them.
+
+        Raises:
+            FusionError: the graph carries no shapes.
+            StageError: a stage failed; the graph is as it came.
+        """
+        kept, options, inductor, on_npu = copied(source), self.options, hosts_pass(), is_on_npu(source)
+        if inductor and on_npu and not options.plan_lower:
+            options = replace(options, plan_lower="inductor")
+        outcome = fuse_graph(source, self.library, options, original=kept, told=False, in_place=on_npu or not inductor)
+        if inductor and outcome.chosen:
+            try:
+                with stage("lower"):
+                    decompose_added(source, guest_table())
+                    copy_results(source)
+            except StageError:
+                refill(source, kept)
+                raise
+        name_results(source, [node.name for node in outputs(kept)])
+        return outcome
+
     def uuid(self) -> str:
-        """A key for caches of compiled graphs: all code that decides, target, options and versions."""
+        """Return a key for caches of compiled graphs: all code that decides, target, options and versions."""
         content = [
             names_of(self.library),
+            *sorted(map(repr, self.library.rules)),
             loaded(self.library),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),

@@ -10,6 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
+from fusion._torch.pickled import portable_metadata
 from fusion.graph import Miss, Value
 from fusion.language import Capture, Pattern, Refused, Rule, call
 from fusion.origin import location, module_path, source_text
@@ -42,6 +43,13 @@ class Refusal:
     about: fx.Node | None = field(default=None, repr=False)
     blamed: fx.Node | None = field(default=None, repr=False)
     words: frozenset[str] | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the text and the place of a refusal, without the graph that its node is of."""
+        place = fx.Graph().placeholder(self.node.name)
+        place.meta = portable_metadata(self.blamed or self.node)
+        place.meta.pop("val", None)
+        return Refusal, (self.rule, self.reason, place, self.target, self.variant, self.benefit)
 
     @property
     def reason(self) -> str:

@@ -11,9 +11,12 @@ it needs; what they give are words, as the names of rules are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
 
 from fusion.errors import RuleError
 from fusion.graph import Graph
@@ -68,10 +71,21 @@ class Reader:
     refines: frozenset[str] = frozenset()
     words: tuple[Word, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a reader by its name in its module, as a function is; a local one by its parts."""
+        place = self.read.__module__, self.read.__qualname__
+        if vars(sys.modules[place[0]]).get(place[1]) is self:
+            return _declared, place
+        return Reader, tuple(getattr(self, each.name) for each in fields(self))
+
     def waits_for(self, other: Reader) -> bool:
         """Whether another must have run before."""
         known = (other.gives | other.refines) & self.needs or other.gives & self.refines
         return other is not self and bool(known)
+
+
+def _declared(module: str, name: str) -> Reader:
+    return getattr(import_module(module), name)
 
 
 def reader(

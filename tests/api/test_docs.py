@@ -27,7 +27,12 @@ def build() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("page", "least"), [("README.md", 4), pytest.param("docs/generate.md", 3, marks=pytest.mark.nightly)]
+    ("page", "least"),
+    [
+        ("README.md", 4),
+        pytest.param("docs/generate.md", 3, marks=pytest.mark.nightly),
+        pytest.param("docs/guests.md", 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_the_code_of_a_page_runs(page: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)

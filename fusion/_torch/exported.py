@@ -1,0 +1,149 @@
+"""Exported programs: their graphs with writes at the end, as graphs of AOT autograd have them, and back."""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, fx
+
+from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.tracing import copied
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.export.graph_signature import ExportGraphSignature, InputSpec
+
+aten = torch.ops.aten
+
+
+def is_exported(value: object) -> TypeGuard[ExportedProgram]:
+    """True if `value` is an ExportedProgram; without torch.export imported there is none."""
+    module = sys.modules.get("torch.export")
+    return module is not None and isinstance(value, module.ExportedProgram)
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """Return a program that computes what `program` does, with a functional graph of its own.
+
+    What `torch.export.export` gives is made functional by `run_decompositions({})`, which keeps composite operators.
+    Private: `ExportedProgram.dialect`.
+    """
+    targets = (node.target for node in program.graph.nodes if isinstance(node.target, OpOverload))
+    if program.dialect == "TRAINING" or any(schema_of(each).is_mutable for each in targets):
+        return program.run_decompositions({})
+    gm = fx.GraphModule(program.graph_module, copied(program.graph))
+    return _with_graph(program, gm, copy.deepcopy(program.graph_signature), program.state_dict)
+
+
+def parameters(signature: ExportGraphSignature) -> frozenset[str]:
+    """Return the names of the inputs that hold Parameters which the program does not write to."""
+    written = set(signature.parameters_to_mutate.values())
+    held = signature.inputs_to_parameters.items()
+    return frozenset(name for name, target in held if target not in written)
+
+
+def write_at_end(gm: fx.GraphModule, signature: ExportGraphSignature) -> None:
+    """Copy each result that is the new content of an input over that input, at the end of `gm`, in place."""
+    nodes = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    output = gm.graph.output_node()
+    results: Any = output.args[0]
+    pairs = list(zip(_written(signature), results, strict=True))
+    with gm.graph.inserting_before(output):
+        for place, result in pairs:
+            if place:
+                write = gm.graph.call_function(aten.copy_.default, (nodes[place], result))
+                write.meta["val"] = nodes[place].meta["val"]
+    output.args = (tuple(result for place, result in pairs if not place),)
+
+
+def return_writes(gm: fx.GraphModule, signature: ExportGraphSignature) -> None:
+    """Undo `write_at_end`, in place: return what the copies write, and erase them.
+
+    A value that is written to two inputs is copied, because a signature tells results by their names.
+    """
+    writes: dict[Any, Any] = {node.args[0]: node for node in gm.graph.nodes if node.target is aten.copy_.default}
+    contents = {place.name: write.args[1] for place, write in writes.items()}
+    for write in writes.values():
+        gm.graph.erase_node(write)
+    output = gm.graph.output_node()
+    others = iter(cast(tuple[Any, ...], output.args[0]))
+    results: list[Any] = []
+    for place in _written(signature):
+        result = contents[place] if place else next(others)
+        results.append(_clone(result) if place and result in results else result)
+    output.args = (tuple(results),)
+
+
+def with_buffers(program: ExportedProgram, gm: fx.GraphModule, buffers: Mapping[str, Tensor]) -> ExportedProgram:
+    """Return `program` with the graph `gm`, whose further inputs become buffers, checked by its verifier.
+
+    Parameters that only `program` reads go: their place in the state dict would be one that nothing reads.
+
+    Args:
+        program: the program as it came, functional.
+        gm: its new graph, which becomes part of the result.
+        buffers: the tensor that each further input is to hold.
+    """
+    from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+    signature, tensors = copy.deepcopy(program.graph_signature), dict(program.state_dict)
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    for name in _dropped_parameters(program, gm):
+        del tensors[str(specs.pop(name).target)]
+    numbered = (f"prepared_{number}" for number in count())
+    for name, tensor in buffers.items():
+        target = next(each for each in numbered if each not in tensors)
+        tensors[target] = tensor
+        specs[name] = InputSpec(InputKind.BUFFER, TensorArgument(name), target, persistent=True)
+    signature.input_specs = _in_order(gm.graph, specs, InputKind.USER_INPUT)
+    return _with_graph(program, gm, signature, tensors)
+
+
+def _dropped_parameters(program: ExportedProgram, gm: fx.GraphModule) -> list[str]:
+    """Return the inputs for Parameters that some call of `program` reads and none of `gm`."""
+    read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
+    now = {node.name for node in gm.graph.find_nodes(op="placeholder") if node.users}
+    return [name for name in parameters(program.graph_signature) if name in read - now]
+
+
+def _in_order(source: fx.Graph, specs: Mapping[str, InputSpec], last: Any) -> list[InputSpec]:
+    """Erase the inputs without a spec, and move those of the kind `last` behind the others; return specs in order."""
+    placeholders = source.find_nodes(op="placeholder")
+    kept = [node for node in placeholders if node.name in specs]
+    ordered = sorted(kept, key=lambda node: specs[node.name].kind == last)
+    for node in reversed(ordered):
+        next(iter(source.nodes)).prepend(node)
+    for node in placeholders:
+        if node.name not in specs:
+            source.erase_node(node)
+    return [specs[node.name] for node in ordered]
+
+
+def _written(signature: ExportGraphSignature) -> list[str]:
+    """Return, for each result, the input whose new content it is; "" for a result of the model."""
+    from torch.export.graph_signature import OutputKind
+
+    writes = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+    inputs = {spec.target or spec.arg.name: spec.arg.name for spec in signature.input_specs}
+    return [inputs[str(spec.target)] if spec.kind in writes else "" for spec in signature.output_specs]
+
+
+def _clone(node: fx.Node) -> fx.Node:
+    with node.graph.inserting_before(node.graph.output_node()):
+        clone = node.graph.call_function(aten.clone.default, (node,))
+    clone.meta = dict(node.meta)
+    return clone
+
+
+def _with_graph(
+    program: ExportedProgram, gm: fx.GraphModule, signature: ExportGraphSignature, tensors: Mapping[str, Any]
+) -> ExportedProgram:
+    """Private: `ExportedProgram._update`."""
+    return program._update(gm, signature, state_dict=dict(tensors), constants=dict(program.constants))

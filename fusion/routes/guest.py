@@ -1,0 +1,54 @@
+"""guest: the calls that a rewrite added to a graph of Inductor → calls that Inductor lowers at that point.
+
+Inductor applies its table of decompositions before its passes. Of an operator in that table, or of ours, it could only
+launch a fallback kernel behind its passes: it refuses the former, and cannot fuse the latter.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import fx
+
+from fusion._torch.functional import functional_graph
+from fusion._torch.operators import OpOverload, is_composite
+from fusion._torch.tensors import leaves
+from fusion.bodies import bodies
+from fusion.operators import decompositions
+from fusion.routes.expand import Table, expand
+from fusion.routes.inline import replace_calls
+
+_NPU = ("npu", "privateuseone")
+
+
+def is_on_npu(source: fx.Graph) -> bool:
+    """True if some tensor of the graph is on an NPU, where its operators have kernels."""
+    return any(each.device.type in _NPU for node in source.nodes for each in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [each for each in leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+
+
+def decompose_added(source: fx.Graph, table: Table) -> None:
+    """Replace the calls that the pass added to `source`, bodies included, by what `table` leaves of them, in place.
+
+    Our operators are replaced by their decompositions, unless the graph is on an NPU.
+    """
+    ours = {} if is_on_npu(source) else decompositions()
+    _decompose(source, ours, table)
+    for code in dict.fromkeys(each.code for each in bodies(source) if each.is_entered):
+        _decompose(cast(fx.GraphModule, code).graph, ours, table)
+
+
+def _decompose(source: fx.Graph, ours: Table, table: Table) -> None:
+    added = [node for node in source.nodes if "fusion" in node.meta and isinstance(node.target, OpOverload)]
+    calls = [node for node in added if node.target in ours or node.target in table or is_composite(node.target)]
+    replace_calls(cast(fx.GraphModule, source.owning_module), calls, partial(_parts, ours=ours, table=table))
+
+
+def _parts(alone: fx.GraphModule, ours: Table, table: Table) -> fx.GraphModule:
+    """Return the functional graph of one call, as AOT autograd would trace it for Inductor."""
+    return functional_graph(expand(alone, ours), table)
