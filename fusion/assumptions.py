@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion._torch.tensors import WeakTensors, stamps
+from fusion._torch.memory import stamps
+from fusion._torch.tensors import WeakTensors
 from fusion._torch.tracing import Boxed, boxed, dynamo_position
 from fusion.bands import Band, band_of
 from fusion.facts import FORMATS, Facts, window

@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,7 +30,7 @@ from fusion.options import Options
 from fusion.origin import render
 from fusion.outcome import GraphReport, Outcome, counted
 from fusion.pipeline import fuse_graph
-from fusion.prepared import supply
+from fusion.prepared import foreseen, obstacles, supply
 from fusion.progress import watched
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
@@ -141,7 +141,7 @@ class FusionBackend:
         except StageError as error:
             return self._as_it_came(original, example_inputs, error)
         warn(outcome.failures)
-        run = supply(run, gm.graph, outcome.prepared)
+        run = supply(run, gm.graph, outcome.prepared, known.names_in(gm.graph))
         if self.options.verify:
             run = verified(original, run)
         checks = checks_of(gm.graph, facts, outcome.assumed)
@@ -242,15 +242,18 @@ class Explainer:
         specialise_floats(gm)
         inline_regions(gm)
         known = Known.of(gm, example_inputs, self.positional, self.originals)
-        return capture(gm, example_inputs, partial(self._compile, known))
+        real = [self.originals.get(id(each), each) for each in example_inputs]
+        return capture(gm, example_inputs, partial(self._compile, known, obstacles(real)))
 
-    def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
+    def _compile(self, known: Known, stuck: Sequence[str], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
         original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.backend.options.assume)
-            self.parts.append(self.backend.fuse(gm, facts, original.graph))
+            report = self.backend.fuse(gm, facts, original.graph)
             gm.recompile()
+            with stage("prepare"):
+                self.parts.append(replace(report, prepared=foreseen(report.prepared, gm.graph, stuck)))
         except StageError as error:
             self.parts.append(self.backend.failed(original, error))
         return boxed(fx.Interpreter(original).run)

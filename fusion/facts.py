@@ -33,6 +33,7 @@ class Facts:
             empty if it is known of none. A functional graph may say otherwise: what it computes from a cache that is
             written in place lies like a copy of that cache.
         extensible: whether the graph may be given further inputs even if none of its own holds a Parameter.
+        wrapped: where in the model the Parameters are that wrap other tensors: nothing is prepared from these.
     """
 
     parameters: frozenset[str] = frozenset()
@@ -42,6 +43,7 @@ class Facts:
     arguments: Mapping[str, str] = immutable_dict()
     strides: tuple[tuple[Any, ...] | None, ...] = ()
     extensible: bool = False
+    wrapped: tuple[str, ...] = ()
 
     @property
     def prepares(self) -> bool:

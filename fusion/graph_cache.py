@@ -265,11 +265,11 @@ def _recipe(prepared: Prepared) -> list[Any]:
     for node in prepared.module.graph.nodes:
         rows.append(_call(node, numbers))
         numbers[node] = len(numbers)
-    return [prepared.name, list(prepared.sources), prepared.key, prepared.joined, prepared.bytes, rows]
+    return [prepared.name, list(prepared.sources), prepared.key, prepared.size, prepared.copied, rows]
 
 
 def _prepared(told: Sequence[Any], modules: dict[str, fx.GraphModule]) -> Prepared:
-    name, sources, key, joined, held, rows = told
+    name, sources, key, size, copied, rows = told
     if key not in modules:
         graph = fx.Graph()
         given: dict[int, fx.Node] = {}
@@ -277,4 +277,4 @@ def _prepared(told: Sequence[Any], modules: dict[str, fx.GraphModule]) -> Prepar
             read_back = (_argument(each, given, torch.empty_strided) for each in (args, kwargs))
             given[number] = graph.create_node(op, _called(op, target), *read_back)
         modules[key] = fx.GraphModule({}, graph)
-    return Prepared(name, tuple(sources), modules[key], key, joined, held)
+    return Prepared(name, tuple(sources), modules[key], key, size, copied)

@@ -11,14 +11,14 @@ import torch
 import torch.fx as fx
 from torch.fx.immutable_collections import immutable_dict
 
-from fusion._torch.tracing import argument_path, buffer_path, dynamo_position, results_before
+from fusion._torch.tracing import argument_path, buffer_path, dynamo_position, parameter_path, results_before
 from fusion.assumptions import ArgumentPath, facts_of
 from fusion.bands import Band, band_of
 from fusion.facts import Facts
 from fusion.graph import dims_of
 from fusion.mutation import is_written, outputs
 from fusion.storage import may_be_fractal, supposed_fractal
-from fusion.weights import Mark, marks, parameter_inputs
+from fusion.weights import Mark, is_wrapper, marks, parameter_inputs
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class Known:
 
     Attributes:
         paths: for each input, where it is found in the arguments of the compiled function; empty if not there.
-        names: which buffer of the model each input is, or what Dynamo calls it.
+        names: which buffer or Parameter of the model each input is, or what Dynamo calls it.
         fractal: whether each input, where it may, lies in FRACTAL_NZ as far as can be told.
         bands: which band each input holds that is a buffer, None for the others.
         marked: which inputs are Parameters.
+        wrapped: where in the model the Parameters are that wrap other tensors.
         results: what the graph returns: fake tensors as the model gives them when it runs without a compiler.
     """
 
@@ -39,6 +40,7 @@ class Known:
     fractal: Sequence[bool]
     bands: Sequence[Band | None]
     marked: Sequence[Mark | None]
+    wrapped: tuple[str, ...]
     results: Sequence[Any]
 
     @staticmethod
@@ -58,8 +60,9 @@ class Known:
         buffers = list(map(buffer_path, inputs))
         real = [originals.get(id(each), each) for each in example_inputs]
         bands = [band_of(each) if path else None for path, each in zip(buffers, real, strict=True)]
-        names = [path or node.name for path, node in zip(buffers, inputs, strict=True)]
-        return Known(paths, names, fractal, bands, marks(example_inputs), returned(gm))
+        names = [path or parameter_path(node) or node.name for path, node in zip(buffers, inputs, strict=True)]
+        wrapped = tuple(name for name, each in zip(names, example_inputs, strict=True) if is_wrapper(each))
+        return Known(paths, names, fractal, bands, marks(example_inputs), wrapped, returned(gm))
 
     def facts(self, source: fx.Graph, assume: Mapping[str, str]) -> Facts:
         """What is known of the captured graph, with what the user says of its inputs."""
@@ -69,7 +72,13 @@ class Known:
         """What the user says of a graph, which inputs hold Parameters, how they and the results lie."""
         lie = strides_of(self.results, source)
         parameters = parameter_inputs(source, self.marked)
-        return replace(self._held(told, source), parameters=parameters, strides=lie, extensible=True)
+        known = self._held(told, source)
+        return replace(known, parameters=parameters, wrapped=self.wrapped, strides=lie, extensible=True)
+
+    def names_in(self, source: fx.Graph) -> dict[str, str]:
+        """Name the inputs of the captured graph as the model does."""
+        positions = {node.name: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
+        return {name: self.names[at] for name, at in positions.items() if at is not None}
 
     def _held(self, told: Facts, source: fx.Graph) -> Facts:
         """What is known, which inputs lie in FRACTAL_NZ, and which hold a band; of an assumed mask nobody asks."""

@@ -14,7 +14,7 @@ from fusion.errors import OptionError
 from fusion.facts import KINDS, window
 from fusion.target import Target
 
-PREPACK = ("copy", "replace")
+PREPACK = ("share", "copy")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
 LENGTHS = ("auto", "host")
 PLAN_CACHE = ("disk", "memory", "off")
@@ -41,8 +41,8 @@ class Options:
             uses what needs none.
         fuel: at most so many rewrites, to find the guilty one; None for all.
         verify: compare the first call of every fused graph with the original graph.
-        prepack: what becomes of Parameters that were concatenated along dim 0: "copy" keeps them beside the joined
-            tensor, "replace" makes them views of it.
+        prepack: "share" makes Parameters that are joined views of the joined tensor, so that nothing is held twice;
+            "copy" keeps them beside it.
         plan_cache: where plans, and what has come of whole graphs, are kept for later compilations: "disk" (the user's
             cache folder, for later processes too), "memory" or "off"; $CANN_FUSION_PLAN_CACHE, where that is set.
         progress: show a line on the terminal where compiling takes more than five seconds; never in CI.
@@ -60,7 +60,7 @@ class Options:
     lengths: str = "auto"
     fuel: int | None = None
     verify: bool = False
-    prepack: str = "copy"
+    prepack: str = "share"
     plan_cache: str = ""
     progress: bool = True
     dump_dir: str = ""

@@ -96,6 +96,20 @@ class Outcome:
     result_copies: int = 0
     failures: tuple[Failure, ...] = ()
 
+    @property
+    def unprepared(self) -> str:
+        """Say what is not prepared although it comes from Parameters, and why; "" where all is."""
+        if not self.facts.prepares:
+            return (
+                "anything: FusionPass is a guest of a compiler that passes it no further inputs. Weights are joined, "
+                "transposed or cast at every call or not at all; the backend cann_fusion does this once"
+            )
+        if self.facts.wrapped:
+            first, more = self.facts.wrapped[0], len(self.facts.wrapped) - 1
+            several = f"{first} and {more} more: they wrap" if more else f"{first}: it wraps"
+            return f"{several} other tensors (DTensor, a quantised subclass), which are no Parameters"
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReport(Outcome):
@@ -140,6 +154,13 @@ class GraphReport(Outcome):
     def prepared_bytes(self) -> int:
         """Bytes that the prepared weights hold beside the Parameters, for one set of Parameters."""
         return sum(each.bytes for each in self.prepared)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Count the bytes of the Parameters that the graph reads."""
+        inputs = self.graph.graph.find_nodes(op="placeholder")
+        vals = [each.meta["val"] for each in inputs if each.name in self.facts.parameters]
+        return sum(each.numel() * each.element_size() for each in vals)
 
 
 def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:

@@ -204,16 +204,26 @@ class Prepared:
         sources: the inputs that hold the Parameters, in the order in which `module` takes them.
         module: computes it from them.
         key: equal for two of them exactly when they compute the same from Parameters of the same metadata.
-        joined: whether the Parameters are to become views of it.
-        bytes: what it holds beside the Parameters.
+        size: bytes of what is copied into it, if Parameters are.
+        copied: why it holds a copy of Parameters; "" where they become views of it.
     """
 
     name: str
     sources: tuple[str, ...]
     module: fx.GraphModule = field(repr=False)
     key: str = field(repr=False)
-    joined: bool
-    bytes: int
+    size: int
+    copied: str
+
+    @property
+    def joined(self) -> bool:
+        """True if the Parameters become views of it."""
+        return not self.copied
+
+    @property
+    def bytes(self) -> int:
+        """Count the bytes that it holds beside the Parameters."""
+        return self.size if self.copied else 0
 
 
 LEAST_BENEFIT = 1e-6

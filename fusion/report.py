@@ -85,6 +85,26 @@ class Report:
         return sum(part.prepared_bytes for part in self.parts)
 
     @property
+    def parameter_bytes(self) -> int:
+        """Count the bytes of the Parameters that the graphs read."""
+        return sum(part.parameter_bytes for part in self.parts)
+
+    @property
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Count the prepared tensors that are copies, and their bytes, by the reason."""
+        kinds: dict[str, tuple[int, int]] = {}
+        for each in self.prepared:
+            if each.copied:
+                tensors, size = kinds.get(each.copied, (0, 0))
+                kinds[each.copied] = tensors + 1, size + each.bytes
+        return kinds
+
+    @property
+    def unprepared(self) -> list[str]:
+        """Say what is not prepared although it comes from Parameters, and why."""
+        return list(dict.fromkeys(part.unprepared for part in self.parts if part.unprepared))
+
+    @property
     def layers(self) -> dict[str, LayerReport]:
         """The same per module path, with calls on integers alone counted apart."""
         before = reduce(together, (part.before for part in self.parts), dict[str, Tally]())
@@ -104,6 +124,9 @@ class Report:
                 "tensors": len(self.prepared),
                 "joined": sum(each.joined for each in self.prepared),
                 "bytes": self.prepared_bytes,
+                "parameter_bytes": self.parameter_bytes,
+                "copies": [{"why": why, "tensors": n, "bytes": size} for why, (n, size) in self.copies.items()],
+                "not": self.unprepared,
             },
             "layers": {path: asdict(layer) for path, layer in self.layers.items()},
             "assumptions": self.assumptions,
@@ -126,7 +149,7 @@ class Report:
         """The report as `rich` renderables, for a terminal with colours."""
         always = [self._operators(), self._modules()]
         others = (self._failed(), self._remarks(), self._assumed(), self._guessed(), self._prepared(), self._refused())
-        return always + [each for each in others if each.row_count]
+        return always + [each for each in others if each.row_count or each.caption]
 
     def _operators(self) -> Any:
         before, after = self.launches
@@ -170,12 +193,21 @@ class Report:
         return _table("read from data, as nothing was run taken for 1", ("read at", "times:"), self.guesses.items())
 
     def _prepared(self) -> Any:
-        kinds: dict[str, list[int]] = {"a copy": [], "in place of them": []}
-        for each in self.prepared:
-            kinds["in place of them" if each.joined else "a copy"].append(each.bytes)
-        rows = [(kind, len(those), f"{sum(those):,}") for kind, those in kinds.items() if those]
-        title = f"prepared, once: {self.prepared_bytes:,} bytes beside the Parameters"
-        return _table(title, ("held as", "tensors:", "bytes:"), rows)
+        views = sum(each.joined for each in self.prepared)
+        rows = [("in place of the Parameters", views, *self._size(0))] if views else []
+        rows += [(f"a copy: {why}", tensors, *self._size(size)) for why, (tensors, size) in self.copies.items()]
+        mebibytes, share = self._size(self.prepared_bytes)
+        notes = [f"not prepared: {each}" for each in self.unprepared]
+        if any(each.copied and each.sources for each in self.prepared):
+            notes.append(
+                "copies: writes through .data are seen on the host alone; elsewhere call fusion.refresh(model)"
+            )
+        title = f"prepared, once: {mebibytes} MiB beside the Parameters, {share} of these"
+        return _table(title, ("held as", "tensors:", "MiB:", "of the Parameters:"), rows, notes)
+
+    def _size(self, size: int) -> tuple[str, str]:
+        """Write bytes in MiB, and in per cent of the Parameters."""
+        return f"{size / 2**20:,.2f}", f"{100 * size / self.parameter_bytes:.2f} %" if self.parameter_bytes else "-"
 
     def _refused(self) -> Any:
         kinds: dict[tuple[str, str], list[Refusal]] = {}

@@ -1,4 +1,4 @@
-"""What a graph computes from Parameters alone: the same at every call, so that it can be prepared once."""
+"""Find what a graph computes from Parameters alone: equal at every call, so that it can be prepared once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
 from fusion._torch.tensors import is_traceable_wrapper_subclass, leaves
+from fusion._torch.tracing import dynamo_position
 from fusion.cost import is_view
 from fusion.graph import dims_of
 from fusion.mutation import is_write, is_written
@@ -19,33 +20,32 @@ Mark = tuple[tuple[Any, ...], torch.dtype]
 _PURE = ("aten", "prims")  # a call of the user's to another library may talk to other processes
 
 
-def marks(inputs: Sequence[Any]) -> tuple[Mark | None, ...]:
-    """Shape and dtype of each input of Dynamo's graph that is a Parameter, None for the others.
+def is_wrapper(tensor: Any) -> bool:
+    """True if a Parameter wraps other tensors, as DTensor does: AOT autograd passes on those inside."""
+    return isinstance(tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
-    Empty where an input is a tensor that wraps others: AOT autograd passes on those inside it.
-    """
-    if any(map(is_traceable_wrapper_subclass, inputs)):
-        return ()
-    return tuple(_mark(each) if isinstance(each, torch.nn.Parameter) else None for each in inputs)
+
+def marks(inputs: Sequence[Any]) -> tuple[Mark | None, ...]:
+    """Return shape and dtype of each input of Dynamo's graph that is a Parameter, None for wrappers and all others."""
+    parameters = [isinstance(each, torch.nn.Parameter) and not is_wrapper(each) for each in inputs]
+    return tuple(_mark(each) if is_one else None for each, is_one in zip(inputs, parameters, strict=True))
 
 
 def parameter_inputs(source: fx.Graph, marked: Sequence[Mark | None]) -> frozenset[str]:
-    """Names of the inputs that hold Parameters and that the graph does not write to.
+    """Name the inputs that hold Parameters and that the graph does not write to.
 
-    AOT autograd keeps Dynamo's inputs in their order, unless one that is written to shares its memory with another: it
-    joins them to one. Then nothing is said of any.
+    AOT autograd says of each input which of Dynamo's it is; of the common memory of several that share it, nothing.
     """
-    placeholders = source.find_nodes(op="placeholder")
-    if len(placeholders) != len(marked):
-        return frozenset()
-    pairs = [(node, mark) for node, mark in zip(placeholders, marked, strict=True) if mark is not None]
+    positions = {node: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
+    found = {node: marked[at] for node, at in positions.items() if at is not None and at < len(marked)}
+    pairs = [(node, mark) for node, mark in found.items() if mark is not None]
     return frozenset(node.name for node, mark in pairs if mark == _mark(node.meta["val"]) and not is_written(node))
 
 
 def derived(source: fx.Graph, parameters: Collection[str], constants: bool = False) -> set[fx.Node]:
-    """These inputs, and every node that is computed from them and constants alone, by pure and deterministic calls.
+    """Return the `parameters`, and every node that pure and deterministic calls compute from them and constants alone.
 
-    With `constants` also what is computed from no input at all.
+    With `constants` also the nodes that are computed from no input.
     """
     found: set[fx.Node] = set()
     constant: set[fx.Node] = set()
@@ -64,7 +64,7 @@ def _mark(tensor: torch.Tensor) -> Mark:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether a call gives the same tensors, of fixed shapes, each time that its inputs are the same."""
+    """True if a call gives equal tensors, of fixed shapes, each time that its inputs are equal."""
     results = leaves(node.meta.get("val"))
     if not results or not all(isinstance(each, torch.Tensor) and _is_fixed(each) for each in results):
         return False

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -94,24 +94,6 @@ def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
         return None
     with unset_fake_temporarily():
         return tuple(found.detach().reshape(-1).tolist())
-
-
-def stamps(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Addresses and versions: one of them changes when a tensor is written to, except through `.data`.
-
-    Tensors made under `torch.inference_mode` count no versions. Private: `Tensor._version`.
-    """
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
-    if any(map(torch.Tensor.is_inference, tensors)):
-        return addresses, [-1 if each.is_inference() else each._version for each in tensors]
-    return addresses, [each._version for each in tensors]
-
-
-def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its memory to itself, all of it. Private: `torch._C._storage_Use_Count`."""
-    storage = tensor.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)  # the tensor, and `storage`
-    return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

@@ -87,7 +87,7 @@ def test_mode_is_accepted_because_generate_passes_it():
         ({"unsafe": "ropee"}, "'rope'"),
         ({"fuel": -1}, "number of rewrites"),
         ({"plan_lower": "torchar"}, "'torchair'"),
-        ({"prepack": "replac"}, "'replace'"),
+        ({"prepack": "shar"}, "'share'"),
     ],
     ids=str,
 )

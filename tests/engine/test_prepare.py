@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import conv1d, silu
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fusion
-from fusion import Library, Options
+import fusion.joined
+from fusion import Library, Options, hf
 from fusion.errors import VerificationError
 from fusion.facts import Facts
 from fusion.pipeline import fuse_graph
-from fusion.stages.prepare import _is_join, prepare
+from fusion.stages import prepare as stage
+from fusion.stages.prepare import layout
 from fusion.stages.verify import contract, verify
 from fusion.testing import capture
 from fusion.weights import derived, marks, parameter_inputs
@@ -77,13 +81,12 @@ def test_what_parameters_alone_give_becomes_the_last_input():
     (each,) = outcome.prepared
     assert inputs_of(gm) == ["arg0_1", "arg1_1", "arg2_1", each.name]
     assert len(each.sources) == 2
-    assert each.bytes == 2 * 32 * 16 * 4
     assert "aten.cat.default" not in names(gm)
     assert names(each.module) == ["aten.cat.default"]
 
 
 def test_views_of_it_cost_nothing_and_stay():
-    gm, outcome = prepared(gated, X, A, B, rule=TurnedGate(), prepack="replace")
+    gm, outcome = prepared(gated, X, A, B, rule=TurnedGate())
     assert names(gm)[:2] == ["aten.permute.default"] * 2
     (each,) = outcome.prepared
     assert names(each.module) == ["aten.permute.default", "aten.permute.default", "aten.cat.default"]
@@ -183,14 +186,14 @@ def test_random_numbers_writes_and_other_inputs_are_not_of_parameters_alone():
     assert {node.name for node in found if node.op != "placeholder"} == {"cos", "tan", "exp", "mul"}
 
 
-def test_inputs_are_told_by_their_place_or_not_at_all():
+def test_parameters_are_known_by_their_place_among_the_inputs_of_dynamo():
     captured = capture(gated, (X, A, B))
     source, inputs = captured.graph.graph, captured.inputs
     names_of = {
         name for name, each in zip(inputs_of(captured.graph), inputs, strict=True) if isinstance(each, nn.Parameter)
     }
     assert parameter_inputs(source, marks(inputs)) == names_of
-    assert parameter_inputs(source, marks(inputs[:2])) == set()
+    assert parameter_inputs(source, marks(inputs[:2])) == names_of & set(inputs_of(captured.graph)[:2])
     assert parameter_inputs(source, marks([nn.Parameter(numbers(5)) for _ in inputs])) == set(), "other shapes"
     written = capture(lambda w, x: w.add_(x), (nn.Parameter(numbers(4)), numbers(4)))
     assert parameter_inputs(written.graph.graph, marks(written.inputs)) == set()
@@ -209,18 +212,33 @@ def test_verification_accepts_exactly_the_inputs_that_were_added():
 
 
 @pytest.mark.parametrize(
-    ("shapes", "joined"),
-    [(((32, 16, 1), (32, 16, 1)), True), (((3, 5, 1), (3, 5, 1)), False)],
+    ("shapes", "why"),
+    [(((32, 16, 1), (32, 16, 1)), ""), (((3, 5, 1), (3, 5, 1)), layout.UNEVEN.format(60, 64))],
     ids=["aligned", "not aligned"],
 )
-def test_a_concatenation_of_parameters_can_take_their_place(shapes, joined):
+def test_parameters_become_views_of_their_concatenation(shapes, why):
     x, a, b = numbers(2, shapes[0][1], 3), *(nn.Parameter(numbers(*shape, seed=1)) for shape in shapes)
-    _, outcome = prepared(gated, x, a, b, prepack="replace")
+    _, outcome = prepared(gated, x, a, b)
     (each,) = outcome.prepared
-    assert each.joined is joined
-    assert (each.bytes == 0) is joined
-    _, other = prepared(lambda x, a, b: gated(x, a * 2, b), x, a, b, prepack="replace")
-    assert not other.prepared[0].joined, "what was computed is not a view of anything"
+    assert (each.copied, each.joined) == (why, not why)
+    assert each.bytes == (2 * a.numel() * 4 if why else 0)
+    _, other = prepared(lambda x, a, b: gated(x, a * 2, b), x, a, b)
+    assert other.prepared[0].copied == layout.COMPUTED
+    _, kept = prepared(gated, x, a, b, prepack="copy")
+    assert (kept.prepared[0].copied, kept.prepared[0].bytes) == (layout.BY_OPTION, 2 * a.numel() * 4)
+
+
+def test_a_parameter_becomes_a_view_of_one_join():
+    """The second join of one Parameter with others is a copy; the same join again is the same input."""
+
+    def thrice(x, a, b, c):
+        return gated(x, a, b), gated(x.sin(), b, c), gated(x.cos(), a, b)
+
+    gm, outcome = prepared(thrice, X, A, B, C)
+    first, second = outcome.prepared
+    assert (first.copied, second.copied) == ("", layout.TAKEN)
+    assert first.key != second.key
+    assert inputs_of(gm)[-2:] == [first.name, second.name]
 
 
 def test_a_cast_to_the_format_of_a_chip_is_a_step_that_other_machines_skip():
@@ -229,6 +247,7 @@ def test_a_cast_to_the_format_of_a_chip_is_a_step_that_other_machines_skip():
     assert "npu.npu_format_cast.default" in names(each.module)
     assert "npu.npu_format_cast.default" not in names(gm)
     assert torch.equal(each.module(A, B), torch.cat([A, B]))
+    assert each.copied == layout.IN_BLOCKS
 
 
 def explain(model, rule=CountedGate(), **options):
@@ -238,15 +257,50 @@ def explain(model, rule=CountedGate(), **options):
 def test_explain_tells_the_bytes_and_runs_nothing():
     RAN.clear()
     report = explain(Layers(Gate(), Gate(factor=3.0)))
-    assert report.prepared_bytes == 2 * (2 * 32 * 16 * 4)
+    weights = 4 * 32 * 16 * 4
+    assert (report.prepared_bytes, report.parameter_bytes) == (weights, weights)
     assert [part.prepared_bytes for part in report.parts] == [report.prepared_bytes]
-    assert "8,192 bytes" in str(report)
+    assert "0.01 MiB beside the Parameters, 100.00 % of these" in str(report)
     assert '"bytes": 8192' in report.to_json()
     assert not RAN
-    replaced = explain(Layers(Gate(), Gate(factor=3.0)), JoinedGate(), prepack="replace")
-    assert replaced.prepared_bytes == 2 * 32 * 16 * 4
-    assert "in place of them" in str(replaced)
-    assert "a copy" in str(replaced)
+    shared = explain(Layers(Gate(), Gate(factor=3.0)), JoinedGate())
+    assert (shared.prepared_bytes, shared.copies) == (weights // 2, {layout.COMPUTED: (1, weights // 2)})
+    assert "in place of the Parameters" in str(shared)
+    assert f"a copy: {layout.COMPUTED}" in str(shared)
+    assert "fusion.refresh" in str(shared)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda model: nn.Parameter(model.gate.weight.data), fusion.joined.SHARED),
+        (lambda model: setattr(model.gate.weight, "data", numbers(64, 16, 1)[:32]), fusion.joined.SLICE),
+        (lambda model: model.gate.weight.share_memory_(), fusion.joined.PROCESSES),
+    ],
+)
+def test_explain_foresees_which_parameters_stay_where_they_are(spoil, why):
+    model = Gate()
+    assert explain(model, JoinedGate()).prepared_bytes == 0
+    other = spoil(model)
+    report = explain(model, JoinedGate())
+    assert report.copies == {why: (1, 32 * 16 * 4)}, "the other Parameter becomes a view"
+    del other
+
+
+def test_what_a_guest_and_a_wrapped_parameter_lose_is_told():
+    report = explain(Gate(), JoinedGate())
+    assert report.unprepared == []
+    (part,) = report.parts
+    assert "FusionPass is a guest" in replace(part, facts=Facts()).unprepared
+    model = Gate()
+    model.up.weight = nn.Parameter(TwoTensor(model.up.weight.data, model.up.weight.data), requires_grad=False)
+    told = explain(model, JoinedGate())
+    assert told.prepared == []
+    assert told.unprepared == [
+        "up.weight: it wraps other tensors (DTensor, a quantised subclass), which are no Parameters"
+    ]
+    assert "not prepared: up.weight" in str(told)
+    assert "up.weight" in told.to_json()
 
 
 def test_a_buffer_is_not_a_parameter():
@@ -284,46 +338,87 @@ def part(build, weight):
     return build(aten.slice.Tensor, weight, 0, 0, 16)
 
 
-def turned(build, weight):
+def transposed(build, weight):
     return build(aten.t.default, weight)
 
 
-def turned_back(build, weight):
+def transposed_back(build, weight):
     return build(aten.t.default, build(aten.t.default, weight))
 
 
-def narrow(build, weight):
+def in_heads(build, weight):
+    return build(aten.view.default, weight, [2, 16, 16])
+
+
+def reshaped_in_another_order(build, weight):
+    """A reshape that has to copy, and another back to the shape of the Parameter."""
+    return build(aten.reshape.default, build(aten.reshape.default, build(aten.t.default, weight), [-1]), [32, 16])
+
+
+def half(build, weight):
     return build.input(32, 16, dtype=torch.float16)
 
 
-def turned_square(build, weight):
+def transposed_square(build, weight):
     return build(aten.t.default, build.input(16, 16))
 
 
-def lying_otherwise(build, weight):
-    """A Parameter that lies column by column."""
+def columns_first(build, weight):
+    """A Parameter that is contiguous column by column."""
     made = build.input(16, 16)
     made.meta["val"] = made.meta["val"].new_empty_strided((16, 16), (1, 16))
     return made
 
 
-def lying_otherwise_and_turned(build, weight):
-    return build(aten.t.default, lying_otherwise(build, weight))
+def columns_first_transposed(build, weight):
+    return build(aten.t.default, columns_first(build, weight))
+
+
+def row(build, weight):
+    return build(aten.view.default, weight, [1, 512])
+
+
+def interleaved(build):
+    """Two stacks, joined matrix by matrix."""
+    stacks = [build(aten.stack.default, [build.input(8, 16) for _ in range(3)]) for _ in range(2)]
+    return build(aten.cat.default, stacks, 1)
+
+
+def with_an_empty_line(build):
+    return build(aten.cat.default, [build.input(0), build.input(8, 16)], 1)
+
+
+def cast(build):
+    return build(aten.cat.default, [build(aten._to_copy.default, build.input(8, 16), dtype=torch.float16)] * 2)
+
+
+def twice(build):
+    return build(aten.cat.default, [build.input(8, 16)] * 2)
+
+
+def transposed_copy(build):
+    return build(aten.clone.default, build(aten.t.default, build.input(8, 16)), memory_format=torch.contiguous_format)
 
 
 @pytest.mark.parametrize(
-    ("form", "is_join"),
+    ("form", "why"),
     [
-        (joined(itself, itself), True), (joined(itself, turned_back), True), (joined(itself, itself, dim=()), True),
-        (joined(itself, itself, dim=(-2,)), True), (joined(itself, itself, dim=(1,)), False),
-        (joined(itself, itself, dim=(-1,)), False), (joined(part, part), False), (joined(turned, turned), False),
-        (joined(itself, narrow), False), (joined(itself, turned_square), False),
-        (joined(itself, lying_otherwise), False), (joined(itself, lying_otherwise_and_turned), False),
-        (joined(itself, itself, target=aten.stack.default), False),
+        (joined(itself, itself), ""), (joined(itself, transposed_back), ""), (joined(itself, itself, dim=()), ""),
+        (joined(itself, itself, dim=(-2,)), ""), (joined(itself, itself, dim=(1,)), layout.REORDERED),
+        (joined(itself, itself, dim=(-1,)), layout.REORDERED), (joined(part, part), layout.PARTS),
+        (joined(transposed, transposed), layout.REORDERED), (joined(itself, half), layout.CAST.format(torch.float32)),
+        (joined(itself, transposed_square), layout.REORDERED), (joined(itself, columns_first), layout.REORDERED),
+        (joined(itself, columns_first_transposed), layout.REORDERED), (joined(in_heads, in_heads), ""),
+        (joined(itself, itself, target=aten.stack.default), ""),
+        (joined(itself, itself, target=aten.stack.default, dim=(1,)), layout.REORDERED), (interleaved, ""),
+        (joined(row, row, target=aten.cat.default, dim=(1,)), ""), (with_an_empty_line, layout.REORDERED),
+        (joined(itself, reshaped_in_another_order), layout.REORDERED), (cast, layout.CAST.format(torch.float16)),
+        (twice, layout.REORDERED), (transposed_copy, layout.REORDERED),
     ],
 )  # fmt: skip
-def test_parameters_become_views_of_their_join_if_they_lie_in_it_as_they_are(form, is_join):
-    assert _is_join(form(Build())) == is_join
+def test_parameters_become_views_of_what_lays_them_one_behind_the_other(form, why):
+    node = form(Build())
+    assert layout.why_copied(node, stage._closure(node), layout.parts(node)) == why
 
 
 def test_nothing_is_prepared_where_a_graph_takes_nothing():
@@ -333,4 +428,89 @@ def test_nothing_is_prepared_where_a_graph_takes_nothing():
     node = build.graph.create_node("get_attr", "held")
     node.meta["val"] = held
     build.graph.output((build(torch.ops.aten.cos.default, node),))
-    assert prepare(build.graph, Facts(extensible=True), "copy") == ()
+    assert stage.prepare(build.graph, Facts(extensible=True), "share") == ()
+
+
+class Int8(nn.Module):
+    """A layer in W8A8 whose weight is a Parameter."""
+
+    def __init__(self):
+        super().__init__()
+        weight = torch.randint(-128, 128, (96, 64), generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(96) + 0.5, requires_grad=False)
+
+    def forward(self, x):
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
+        rows = torch.round(x / scale).to(torch.int8)
+        return (torch._int_mm(rows, self.weight.t()).float() * scale * self.scale).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("target", ["host", "ascend910_93"])
+@pytest.mark.parametrize(("prepack", "why"), [("share", {}), ("copy", {layout.BY_OPTION: (1, 96 * 64)})])
+def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack, why):
+    model, x = Int8(), numbers(32, 64)
+    options = {"target": target, "lower": "eager", "prepack": prepack}
+    report = fusion.explain(model, x, options=options)
+    assert report.ops["npu::npu_quant_matmul"] == 1
+    assert report.copies == why
+    run = torch.compile(model, backend="cann_fusion", options=options)
+    with torch.no_grad():
+        close(run(x).float(), model(x).float(), 1e-2)
+        model.weight.data.neg_()
+        close(run(x).float(), model(x).float(), 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("target", "copied"), [("host", {layout.PARTS}), ("ascend910_93", {layout.PARTS, layout.IN_BLOCKS})]
+)
+def test_latent_attention_holds_what_its_operators_cannot_read_as_stored(target, copied):
+    call = hf.build(hf.Request("deepseek_v3", mode="decode", layers=1))
+    report = fusion.explain(call.model, **call.kwargs, options={"target": target, "lower": "eager"})
+    assert report.ops["npu::npu_mla_prolog_v3"] == 1
+    assert report.copies.keys() - {layout.CONSTANT} == copied
+    assert report.prepared_bytes < (0.02 if target == "host" else 0.12) * report.parameter_bytes
+
+
+def test_parameters_are_named_in_the_order_of_their_memory():
+    node = interleaved(Build())
+    given = node.graph.find_nodes(op="placeholder")
+    assert layout.parts(node) == [given[number] for number in (0, 3, 1, 4, 2, 5)]
+
+
+class Experts(nn.Module):
+    """Experts as modules, each token to two of them."""
+
+    def __init__(self, count=4, width=64, inner=32):
+        super().__init__()
+        self.router = nn.Linear(width, count, bias=False)
+        self.gates, self.ups = (
+            nn.ModuleList(nn.Linear(width, inner, bias=False) for _ in range(count)) for _ in range(2)
+        )
+        self.downs = nn.ModuleList(nn.Linear(inner, width, bias=False) for _ in range(count))
+
+    def forward(self, x):
+        weights, chosen = torch.topk(F.softmax(self.router(x).float(), -1), 2, -1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        y = torch.zeros_like(x)
+        for number, (gate, up, down) in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
+            y = y + down(F.silu(gate(x)) * up(x)) * ((chosen == number) * weights).sum(-1, keepdim=True)
+        return y
+
+
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_experts_that_are_modules_are_held_once(lower):
+    """The operator reads [E, H, 2I]: a transposed view of [E, 2I, H], where gate and up of an expert are neighbours."""
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(16, 64)
+    report = fusion.explain(model, x, options={"target": "ascend910_93"})
+    assert report.ops["npu::npu_grouped_matmul"] == 2
+    assert report.prepared_bytes == 0
+    run = torch.compile(model, backend="cann_fusion", options={"lower": lower})
+    with torch.no_grad():
+        close(run(x), model(x))
+        for each in model.parameters():
+            each.data += 0.01
+        close(run(x), model(x))
+    gate, up = model.gates[1].weight, model.ups[1].weight
+    assert up.data_ptr() == gate.data_ptr() + gate.numel() * 4

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -13,7 +11,7 @@ from torch import nn
 
 import fusion
 from fusion import prepared
-from fusion._torch.tensors import stamps
+from fusion._torch.memory import stamps
 
 from .graphs import numbers
 from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, Layers, backend, close
@@ -80,10 +78,9 @@ def replace(model):
     model.up.weight = nn.Parameter(numbers(32, 16, 1, seed=6))
 
 
-@pytest.mark.filterwarnings("ignore:prepack='replace' keeps a copy")
 @pytest.mark.parametrize("change", [write, assign, load, replace])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("options", [{}, {"prepack": "replace"}], ids=["copy", "replace"])
+@pytest.mark.parametrize("options", [{"prepack": "copy"}, {"prepack": "share"}], ids=["copy", "share"])
 def test_a_change_is_seen(change, context, options):
     model = Gate()
     run = compiled(model, JoinedGate(), **options)
@@ -122,41 +119,6 @@ def test_another_dtype_frees_what_the_old_one_held():
     assert len(entries()) == 2
     assert all(entry.tensor.dtype == torch.float64 for entry in entries())
     assert all(each() is None for each in old)
-
-
-def test_a_write_that_nothing_shows_needs_a_refresh():
-    model = Gate()
-    run = compiled(model)
-    agree(run, model)
-    delta = (numbers(32, 2, seed=7) @ numbers(2, 16, seed=8))[..., None]
-    with torch.no_grad():
-        before = run(X)
-        model.gate.weight.data.add_(delta)
-        assert torch.equal(run(X), before), "neither address nor version tell"
-        fusion.refresh(model)
-        close(run(X), model(X))
-        for given in (model.up.weight, [model.up.weight], model.parameters()):
-            model.up.weight.data.add_(delta)
-            fusion.refresh(given)
-            close(run(X), model(X))
-    others = Gate()
-    ran = RAN["join"]
-    fusion.refresh(others)
-    agree(run, model)
-    assert RAN["join"] == ran, "the Parameters of another model"
-
-
-def test_parameters_of_inference_mode_count_no_versions():
-    with torch.inference_mode():
-        model = Gate()
-        run = compiled(model)
-        close(run(X), model(X))
-        model.gate.weight.add_(1)
-        fusion.refresh(model)
-        close(run(X), model(X))
-        model.gate.weight.data = numbers(32, 16, 1)
-        close(run(X), model(X))
-    assert RAN["join"] == 3
 
 
 def test_instances_of_one_class_share_the_graph_and_nothing_else():
@@ -202,7 +164,7 @@ def test_tied_weights_are_prepared_once():
     assert RAN["join"] == 2
     own = Gate()
     own.up.weight = own.gate.weight
-    for prepack in ("copy", "replace"):
+    for prepack in ("copy", "share"):
         torch.compiler.reset()
         run = compiled(own, JoinedGate(), prepack=prepack)
         agree(run, own)
@@ -272,83 +234,6 @@ def test_a_rule_that_fails_costs_its_own_places_only():
     with pytest.warns(UserWarning, match="could not fuse by the rule .broken. and goes on without it"):
         agree(compiled(model, Broken()), model)
     assert entries() == []
-
-
-def storages(model):
-    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.parameters()}
-
-
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
-def test_parameters_become_views_of_what_was_joined(lower):
-    model = Gate()
-    state = copy.deepcopy(model.state_dict())
-    own = [id(each) for each in model.parameters()]
-    held = sum(storages(model).values())
-    run = compiled(model, JoinedGate(), lower=lower, prepack="replace")
-    agree(run, model)
-    (entry,) = entries()
-    assert storages(model) == {entry.tensor.untyped_storage().data_ptr(): held}
-    assert [id(each) for each in model.parameters()] == own
-    assert all(each.requires_grad and each.is_leaf for each in model.parameters())
-    assert list(model.state_dict()) == list(state)
-    assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
-    with torch.no_grad():
-        model.gate.weight.data.add_(1)
-        close(run(X), model(X))
-        model.load_state_dict(state)
-        close(run(X), model(X))
-    assert len(storages(model)) == 1
-    fusion.refresh(model)
-    agree(run, model)
-    assert entries()[0].tensor.data_ptr() == entry.tensor.data_ptr()
-
-
-def test_joined_parameters_stay_joined_for_the_next_graph():
-    model = Gate()
-    agree(compiled(model, JoinedGate(), prepack="replace"), model)
-    place = storages(model)
-    torch.compiler.reset()
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        agree(compiled(model, JoinedGate(), prepack="replace"), model)
-    assert storages(model) == place
-
-
-def test_what_a_joined_parameter_was_can_be_put_back():
-    model = Gate()
-    run = compiled(model, JoinedGate(), prepack="replace")
-    agree(run, model)
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    backup = model.gate.weight.data
-    model.gate.weight.data = numbers(32, 16, 1)
-    with pytest.warns(UserWarning, match="keeps a copy"):
-        agree(run, model)
-    model.gate.weight.data = backup
-    agree(run, model)
-    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-
-
-def test_weights_that_others_share_do_not_move():
-    model = Gate()
-    other = nn.Parameter(model.gate.weight.data)
-    run = compiled(model, JoinedGate(), prepack="replace")
-    with pytest.warns(UserWarning, match="share their memory"):
-        agree(run, model)
-    assert other.data_ptr() == model.gate.weight.data_ptr()
-    with torch.no_grad():
-        other.add_(1)
-    fusion.refresh(model)
-    agree(run, model)
-
-
-def test_trained_after_it_was_joined():
-    model = Gate()
-    run = compiled(model, JoinedGate(), prepack="replace")
-    agree(run, model)
-    model(X).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    agree(run, model)
 
 
 def test_a_stamp_is_address_and_version():

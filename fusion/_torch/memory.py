@@ -1,0 +1,124 @@
+"""Ask of the memory of tensors: versions, other readers, owner, samples; make a storage over a part of it."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary as WeakTensors
+
+RUNS = 64
+_SAMPLES: WeakTensors = WeakTensors()  # tensor -> the view of its samples
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: NaN differs from itself
+_OURS: dict[int, StorageWeakRef] = {}
+"""By address the storages that `with_own_storage` made; no other has the address as long as the reference is kept."""
+_MAPPINGS = Path("/proc/self/maps")  # of Linux
+_SLICED = ("cpu", "cuda")  # devices of which DLPack gives a tensor that torch treats as its own
+
+
+def stamps(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return addresses and versions: one of them changes when a tensor is written to, except through `.data`.
+
+    Tensors made under `torch.inference_mode` count no versions. Private: `Tensor._version`.
+    """
+    addresses = list(map(Tensor.data_ptr, tensors))
+    if any(map(Tensor.is_inference, tensors)):
+        return addresses, [-1 if each.is_inference() else each._version for each in tensors]
+    return addresses, [each._version for each in tensors]
+
+
+def holders(tensor: Tensor, sampled: Tensor | None = None) -> int:
+    """Count what refers to the storage of `tensor`: tensors, itself among them, and storages.
+
+    The `samples` of the tensor, or of `sampled`, do not count. NumPy arrays and DLPack exports of a tensor do, as each
+    of them keeps one. Private: `torch._C._storage_Use_Count`, `UntypedStorage._cdata`.
+    """
+    storage = tensor.untyped_storage()
+    view = _SAMPLES.get(tensor if sampled is None else sampled)
+    of_samples = view is not None and view.untyped_storage()._cdata == storage._cdata
+    return torch._C._storage_Use_Count(storage._cdata) - of_samples - 1  # without `storage`
+
+
+def fills_its_storage(tensor: Tensor) -> bool:
+    """True if the storage of `tensor` holds no element but its own."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def is_between_processes(tensor: Tensor) -> bool:
+    """True if the memory of `tensor` is mapped: another process may write to it, or it is a file."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
+
+
+def is_from_torch(tensor: Tensor) -> bool:
+    """True if nothing but storages of torch can refer to the memory of `tensor`.
+
+    An allocator of torch made it, `with_own_storage` did, or it is a checkpoint that was mapped for this process alone,
+    as `torch.load(mmap=True)` and safetensors do. NumPy's memory, that of other libraries and whatever cannot be told
+    from it is not.
+    """
+    storage = tensor.untyped_storage()
+    return storage.resizable() or storage._cdata in _OURS or _is_mapped_file(tensor)
+
+
+def _is_mapped_file(tensor: Tensor) -> bool:
+    """True if the memory of `tensor` is a private mapping of a file; False where no list of mappings is."""
+    if tensor.device.type != "cpu" or not _MAPPINGS.exists():
+        return False
+    mappings = _MAPPINGS.read_text().splitlines()  # by address
+    behind = bisect_right(mappings, tensor.data_ptr(), key=lambda line: int(line.partition("-")[0], 16))
+    if not behind:
+        return False
+    span, access, _, _, inode, *_ = mappings[behind - 1].split()
+    return tensor.data_ptr() < int(span.partition("-")[2], 16) and access.endswith("p") and inode != "0"
+
+
+def with_own_storage(part: Tensor) -> Tensor:
+    """Return a tensor over the memory of `part`, contiguous [N], whose storage ends where `part` does.
+
+    `torch.save`, `pickle`, `copy.deepcopy` and safetensors write and compare storages: one that holds more than its
+    tensor is written whole for each of its tensors, or refused. The memory lives as long as the result. On devices
+    whose DLPack import is not known to give an ordinary tensor the result is a view with the storage of `part`.
+
+    Private: `UntypedStorage._cdata`.
+    """
+    if part.device.type not in _SLICED:
+        return part.data
+    given: Any = torch.from_dlpack(part.detach().view(torch.uint8))  # not every dtype has a code in DLPack
+    storage = given.untyped_storage()
+    _OURS[storage._cdata] = StorageWeakRef(storage)
+    return given.view(part.dtype).data  # a view would keep its base, which refers to the storage as well
+
+
+def forget_freed() -> None:
+    """Forget the storages of `with_own_storage` that have been freed."""
+    for key, storage in list(_OURS.items()):
+        if storage.expired():
+            del _OURS[key]
+
+
+def samples(tensor: Tensor) -> Tensor:
+    """View elements of `tensor` as integers [n]: evenly spread, one in each run of 1/64 of its memory.
+
+    All elements where they are few. There is one such view for each tensor, so that `holders` can leave it out.
+    """
+    sampled = _SAMPLES.get(tensor)
+    if sampled is None or sampled.data_ptr() != tensor.data_ptr():
+        sampled = _SAMPLES[tensor] = _sampled(tensor)
+    return sampled
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    apart = span // RUNS
+    step = max(1, apart if apart % 2 else apart - 1)  # odd: rows of an even length are not sampled in one column
+    count = -(-span // step) if tensor.numel() else 0
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]).as_strided((count,), (step,)).data  # without base
