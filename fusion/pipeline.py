@@ -38,7 +38,7 @@ from fusion.stages.host_reads import read_on_host
 from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
-from fusion.stages.prepare import prepare
+from fusion.stages.prepare import prepare, read_as_stored
 from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
@@ -214,6 +214,8 @@ def _finished(source: fx.Graph, kept: fx.Graph, search: _Search, made: _Made, ou
     with stage("verify"):  # sizes that the search has found equal are, in the copy too
         before = contract(kept, outcome.facts.strides)
     with stage("prepare"):
+        if options.prepack == "share":
+            read_as_stored(source, outcome.facts, target.is_npu)
         prepared = prepare(source, outcome.facts, options.prepack)
     names = [each.name for each in prepared]
     with stage("verify"):

@@ -112,6 +112,8 @@ class Operator:
     fractal: Callable[..., Mapping[str, bool]] | None = None
     """Arguments whose storage format a call goes by, with whether it reads them in FRACTAL_NZ, of what it names; None
     where no format decides."""
+    either: frozenset[str] = field(default_factory=frozenset[str])
+    """Weights that the kernel reads in ND, a transposed view too, as well as in FRACTAL_NZ, which it reads faster."""
     empty: frozenset[str] = field(default_factory=frozenset[str])
     """Dims that may be 0: of a tensor that a mode of the operator leaves alone. All others have elements."""
 
@@ -123,7 +125,7 @@ class Operator:
         self._require(set(self.limits) - {HOST, *CHIPS}, "chips", (HOST, *CHIPS))
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
         named = calling.named(self.compute) | calling.named(self.outputs) | {*self.copied, *self.dims, *self.dtypes}
-        self._require((named | self.overwrites | self.on_host) - known, "arguments", tuple(known))
+        self._require((named | self.overwrites | self.on_host | self.either) - known, "arguments", tuple(known))
         self._require(self.empty - self._sizes, "dims", tuple(self._sizes))
 
     @cached_property

@@ -135,6 +135,7 @@ GROUPED_MATMUL = Operator(
         ),
         **dict.fromkeys(A2_A3, _GROUPED),
     },
+    either=frozenset({"weight"}),
     flops=lambda x, weight: product(x[0], weight[0].shape[2]),
     source=(
         "op-plugin: torch_npu.npu_grouped_matmul (A2 and A3; x, weight and result one tensor each); of int8 CANN: "

@@ -177,6 +177,7 @@ QUANT_MATMUL = Operator(
         ),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
+    either=frozenset({"x2"}),
     source="op-plugin: torch_npu.npu_quant_matmul (A2 and A3; table of the dtypes that go together)",
     # Int8 is multiplied twice as fast as the 16-bit numbers that targets are rated in.
     flops=lambda x1, x2: product(x1, x2.shape[-1]) / 2,

@@ -1,4 +1,4 @@
-"""Stage 8, prepare: what a rewrite computes from Parameters or constants alone leaves the graph, to be an input."""
+"""Stage 8, prepare: make what a rewrite computes from Parameters or constants alone an input of the graph."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from fusion.cost import is_view
 from fusion.facts import Facts
 from fusion.mutation import is_returned, is_written
 from fusion.records import Prepared
+from fusion.stages.prepare.layout import BY_OPTION, TAKEN, parts, why_copied
+from fusion.stages.prepare.stored import read_as_stored
 from fusion.weights import derived
 
-ALIGNMENT = 64  # bytes: where kernels like a tensor to begin, also one that lies inside a joined tensor
+__all__ = ["prepare", "read_as_stored"]
 
 
 def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...]:
     """Cut out of a rewritten graph, in place, what its new nodes compute from Parameters or constants alone.
 
     Each value that the rest of the graph needs becomes a placeholder behind the others. Views of Parameters stay: they
-    cost nothing. With `prepack` "replace", a concatenation of Parameters along dim 0 is to take their place.
+    cost nothing. With `prepack` "share", Parameters become views of what joins them, so that nothing is held twice.
     """
     placeholders = source.find_nodes(op="placeholder")
     if not facts.prepares or not placeholders:
@@ -34,10 +36,13 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
     wanted = _frontier(source, found)
     left = {each for node in wanted for each in _closure(node)}
     placed: dict[tuple[str, tuple[str, ...]], tuple[fx.Node, Prepared]] = {}
-    modules: dict[str, fx.GraphModule] = {}
-    for node, recipe in [(node, _extract(node, prepack == "replace", modules)) for node in wanted]:
+    taken: set[str] = set()  # Parameters that become views
+    for node, recipe in _recipes(wanted, prepack):
         same = (recipe.key, recipe.sources)
         if same not in placed:
+            if recipe.joined and not taken.isdisjoint(recipe.sources):
+                recipe = replace(recipe, copied=TAKEN, key=f"{recipe.key}{TAKEN}")
+            taken.update(recipe.sources if recipe.joined else ())
             with source.inserting_after(placeholders[-1]):
                 place = source.placeholder(f"prepared_{len(placed)}")
             placeholders.append(place)
@@ -50,8 +55,14 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
     return tuple(prepared for _, prepared in placed.values())
 
 
+def _recipes(wanted: Sequence[fx.Node], prepack: str) -> list[tuple[fx.Node, Prepared]]:
+    """Describe how to compute each node: all of them before the first of them is replaced."""
+    modules: dict[str, fx.GraphModule] = {}
+    return [(node, _extract(node, prepack, modules)) for node in wanted]
+
+
 def _frontier(source: fx.Graph, found: Collection[fx.Node]) -> list[fx.Node]:
-    """The new results of real work on Parameters that are read, directly or through views, by the rest of the graph."""
+    """Return the new results of real work on Parameters that the rest of the graph reads, directly or through views."""
     read = {each for node in source.nodes if node not in found for each in node.all_input_nodes if each in found}
     wanted: list[fx.Node] = []
     for node in reversed(source.nodes):
@@ -65,14 +76,14 @@ def _frontier(source: fx.Graph, found: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_work(node: fx.Node) -> bool:
-    """Whether a node is a tensor with memory of its own."""
+    """True if `node` is a tensor with memory of its own."""
     if node.target is operator.getitem:
         return not is_view(node.all_input_nodes[0].target)
     return isinstance(node.meta["val"], torch.Tensor) and not is_view(node.target)
 
 
 def _closure(node: fx.Node) -> list[fx.Node]:
-    """The node and everything that it is computed from, arguments first."""
+    """Return `node` and all nodes that it is computed from, arguments first."""
     done: dict[fx.Node, None] = {}
     waiting = [(node, False)]
     while waiting:
@@ -85,13 +96,17 @@ def _closure(node: fx.Node) -> list[fx.Node]:
     return list(done)
 
 
-def _extract(node: fx.Node, may_join: bool, modules: dict[str, fx.GraphModule]) -> Prepared:
-    """How to compute `node` from Parameters, without the name of the input that will hold it.
+def _extract(node: fx.Node, prepack: str, modules: dict[str, fx.GraphModule]) -> Prepared:
+    """Describe how to compute `node` from Parameters, without the name of the input that will hold the result.
 
-    What computes the same is one of `modules`, which grow: equal layers need one.
+    Equal computations share one of `modules`, which grow: equal layers need one. Parameters that become views are
+    named in the order of their memory.
     """
     closure = _closure(node)
-    parameters = [each for each in closure if each.op == "placeholder"]
+    given = [each for each in closure if each.op == "placeholder"]
+    found = parts(node)
+    copied = why_copied(node, closure, found) if prepack == "share" or not given else BY_OPTION
+    parameters = given if copied or found is None else found
     names = {each: f"%{number}" for number, each in enumerate(parameters)}
     made: dict[str, fx.Node] = {}  # by what each call is
     for each in closure:
@@ -99,18 +114,16 @@ def _extract(node: fx.Node, may_join: bool, modules: dict[str, fx.GraphModule]) 
             call = repr((each.target, *map_arg((each.args, each.kwargs), names.__getitem__)))
             first = made.setdefault(call, each)
             names[each] = names.get(first, f"%{len(parameters) + len(made)}")
-    joined = may_join and _is_join(node)
-    key = "\n".join([*made, names[node], *(_layout(each.meta["val"]) for each in (*parameters, node)), str(joined)])
+    key = "\n".join([*made, names[node], *(_layout(each.meta["val"]) for each in (*parameters, node)), copied])
     if key not in modules:
         modules[key] = _module(parameters, list(made.values()), names, names[node])
-    held = 0 if joined else _bytes(node.meta["val"])
-    return Prepared("", tuple(each.name for each in parameters), modules[key], key, joined, held)
+    return Prepared("", tuple(each.name for each in parameters), modules[key], key, _bytes(node.meta["val"]), copied)
 
 
 def _module(
     parameters: Sequence[fx.Node], calls: Sequence[fx.Node], names: Mapping[fx.Node, str], result: str
 ) -> fx.GraphModule:
-    """Calls in their order as a module of the Parameters; nodes with one name are one value."""
+    """Build a module of the Parameters from `calls` in their order; nodes with one name are one value."""
     graph = fx.Graph()
     copies = {names[each]: graph.placeholder(f"p{number}") for number, each in enumerate(parameters)}
     for each in calls:
@@ -119,31 +132,6 @@ def _module(
         copies[names[each]] = graph.call_function(target, args, kwargs)
     graph.output(copies[result])
     return fx.GraphModule({}, graph)
-
-
-def _is_join(node: fx.Node) -> bool:
-    """Whether a node concatenates Parameters along dim 0, so that each of them can become a view of the result."""
-    if node.target is not torch.ops.aten.cat.default:
-        return False
-    pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    parts: list[Any] = list(pieces) if isinstance(pieces, (list, tuple)) else []
-    parameters = [_whole_parameter(each) for each in parts]
-    if dim not in (0, -node.meta["val"].dim()) or None in parameters or len(set(parameters)) < len(parameters):
-        return False
-    return all(_fits(each.meta["val"], node.meta["val"]) for each in parts)
-
-
-def _whole_parameter(part: fx.Node) -> fx.Node | None:
-    """The Parameter that a contiguous operand is, perhaps by way of views that end where they began."""
-    origin = part
-    while origin.op == "call_function" and is_view(origin.target) and len(origin.all_input_nodes) == 1:
-        origin = origin.all_input_nodes[0]
-    same = origin.op == "placeholder" and origin.meta["val"].shape == part.meta["val"].shape
-    return origin if same and origin.meta["val"].is_contiguous() else None
-
-
-def _fits(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    return part.dtype == whole.dtype and part.is_contiguous() and _bytes(part) % ALIGNMENT == 0
 
 
 def _layout(val: torch.Tensor) -> str:

@@ -1,0 +1,130 @@
+"""Let calls read Parameters as these are stored, in place of copies in another order or storage format.
+
+    op(format_cast(clone(t(w))))   →   op(t(w)): nothing is to be prepared
+    op(stack(t(v), t(w)))          →   op(mT(clone(mT(stack(t(v), t(w)))))): the clone holds v and w as they are stored
+
+A host has no storage formats, and decompositions read tensors of any strides; on a chip an operator has to say that it
+reads an argument so (`Operator.either`).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from fusion._torch.operators import OpOverload, short_name
+from fusion._torch.tensors import leaves, shares_memory
+from fusion.cost import is_view
+from fusion.facts import Facts
+from fusion.mutation import is_returned, is_written
+from fusion.operators import operator_of
+from fusion.origin import inherit
+from fusion.stages.prepare.layout import JOINS, order_of, parts
+from fusion.weights import derived
+
+aten = torch.ops.aten
+_PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default})
+
+
+def read_as_stored(source: fx.Graph, facts: Facts, on_chip: bool) -> None:
+    """Rewrite what is computed from Parameters so that as little as possible of it is a copy, in place."""
+    found = derived(source, facts.parameters)
+    for node in reversed(source.nodes):
+        if node not in found or "fusion" not in node.meta or is_written(node) or is_returned(node):
+            continue
+        if node.target is aten.clone.default or short_name(node.target) == "npu_format_cast":
+            _read_through(source, node, on_chip)
+        elif node.target in JOINS and parts(node) is None:
+            _join_in_memory_order(source, node, on_chip)
+
+
+def _read_through(source: fx.Graph, copied: fx.Node, on_chip: bool) -> None:
+    """Drop a copy that gives the elements of its input in the same places, where all readers take the input itself."""
+    stored = copied.all_input_nodes[0]
+    vals = _seen_through(copied, stored.meta["val"], on_chip)
+    if vals is None:
+        return
+    for view, val in vals.items():
+        view.meta["val"] = val
+    copied.replace_all_uses_with(stored)
+    source.erase_node(copied)
+
+
+def _join_in_memory_order(source: fx.Graph, join: fx.Node, on_chip: bool) -> None:
+    """Store what joins Parameters in the order of their own memory, if they then follow each other there.
+
+    join [E, H, I]   →   clone(permute(join)) [E, I, H], permuted back
+    """
+    order = order_of(join)
+    back = [order.index(dim) for dim in range(len(order))]
+    outer = join.meta["val"].permute(order)
+    inner = outer.contiguous()
+    vals = None if order == sorted(order) else _seen_through(join, inner.permute(back), on_chip)
+    if vals is None:
+        return
+    readers = list(join.users)
+    turned = _added(source, join, aten.permute.default, (join, order), outer)
+    stored = _added(source, turned, aten.clone.default, (turned,), inner, memory_format=torch.contiguous_format)
+    if parts(stored) is None:
+        source.erase_node(stored)
+        source.erase_node(turned)
+        return
+    seen = _added(source, stored, aten.permute.default, (stored, back), inner.permute(back))
+    for reader in readers:
+        reader.replace_input_with(join, seen)
+    for view, val in vals.items():
+        view.meta["val"] = val
+
+
+def _added(
+    source: fx.Graph, behind: fx.Node, target: OpOverload, args: tuple[Any, ...], val: torch.Tensor, **kwargs: Any
+) -> fx.Node:
+    """Add a call of the same rewrite as the node `behind` which it stands."""
+    with source.inserting_after(behind):
+        node = source.call_function(target, args, kwargs)
+    inherit(node, behind)
+    node.meta |= {"val": val, "fusion": behind.meta["fusion"]}
+    return node
+
+
+def _seen_through(node: fx.Node, val: torch.Tensor, on_chip: bool) -> dict[fx.Node, torch.Tensor] | None:
+    """Return what the views of `node` are once it has the strides of `val`; None where a reader cannot take these."""
+    vals: dict[fx.Node, torch.Tensor] = {}
+    for reader in node.users:
+        if "fusion" not in reader.meta:
+            return None
+        if reader.op == "call_function" and is_view(reader.target) and reader.target is not operator.getitem:
+            inner = _view_of(reader, node, val)
+            below = None if inner is None else _seen_through(reader, inner, on_chip)
+            if inner is None or below is None:
+                return None
+            vals |= {reader: inner, **below}
+        elif not _reads_as_stored(reader, node, val, on_chip):
+            return None
+    return vals
+
+
+def _view_of(view: fx.Node, node: fx.Node, val: torch.Tensor) -> torch.Tensor | None:
+    """Return the view of `node` once it is `val`; None where this would be a copy."""
+    target: Any = view.target
+    args, kwargs = map_arg((view.args, view.kwargs), lambda each: val if each is node else each.meta["val"])
+    try:
+        result = target(*args, **kwargs)
+    except (RuntimeError, ValueError):  # no view has such strides
+        return None
+    return result if isinstance(result, torch.Tensor) and shares_memory(result, val) else None
+
+
+def _reads_as_stored(reader: fx.Node, node: fx.Node, val: torch.Tensor, on_chip: bool) -> bool:
+    """True if a call takes `node` in ND and with the strides of `val`, and is not much slower for that."""
+    called = operator_of(reader.target)
+    given = called.bind(reader.args, reader.kwargs) if called else {}
+    if called and all(name in called.either for name, each in given.items() if node in leaves(each)):
+        return True
+    # By many transposed matrices at once, in 16 bits, a CPU was seen to multiply 14 times slower.
+    is_in_rows = val.dim() <= 2 or val.stride(-1) == 1
+    return not on_chip and is_in_rows and (called is not None or reader.target in _PRODUCTS)
