@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,9 @@ from fusion.target import Target
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+
+
+STAY = "the program reads its Parameters elsewhere too"
 
 
 def fuse_exported(
@@ -98,13 +101,14 @@ def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:
     except StageError as error:
         report = backend.failed(gm, error)
     dropped = {node.name for node in gm.graph.find_nodes(op="placeholder") if not node.users}
-    prepared = tuple(_in_place_of(each) if dropped.issuperset(each.sources) else each for each in report.prepared)
+    prepared = tuple(_as_buffer(each, dropped) for each in report.prepared)
     return replace(report, prepared=prepared, hand_on=partial(handed_on, by=backend.options.lower))
 
 
-def _in_place_of(prepared: Prepared) -> Prepared:
-    """Return the record of a tensor whose Parameters leave the program."""
-    return replace(prepared, joined=True, bytes=0)
+def _as_buffer(prepared: Prepared, dropped: Set[str]) -> Prepared:
+    """Return the record of a buffer, which costs nothing if all Parameters that it is computed from are `dropped`."""
+    leave = prepared.sources and dropped >= set(prepared.sources)  # a constant has none
+    return replace(prepared, copied="" if leave else prepared.copied or STAY)
 
 
 def _program(plain: ExportedProgram, report: GraphReport, lower: str) -> ExportedProgram:
