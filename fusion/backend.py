@@ -212,7 +212,7 @@ class FusionBackend:
 
     def failed(self, gm: fx.GraphModule, error: StageError) -> GraphReport:
         """Return the report of a graph that stays as it came, because a stage failed."""
-        outcome = Outcome(before=counted(gm.graph), failures=(error.failure,))
+        outcome = Outcome(facts=Facts(extensible=True), before=counted(gm.graph), failures=(error.failure,))
         machine = Target.resolve(self.options.target)
         return GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
 

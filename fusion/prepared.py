@@ -257,12 +257,13 @@ def foreseen(prepared: Sequence[Prepared], source: fx.Graph, stuck: Sequence[str
     """Return what is prepared as the first call will find it, where the inputs of Dynamo's graph are `stuck`."""
     placeholders = source.find_nodes(op="placeholder")
     positions = {node.name: at for node in placeholders if (at := dynamo_position(node)) is not None}
-    sizes = {node.name: node.meta["val"].numel() * node.meta["val"].element_size() for node in placeholders}
+    vals = {node.name: node.meta["val"] for node in placeholders}
     found: list[Prepared] = []
     for each in prepared:
         left = {name: why for name in each.sources if (why := stuck[positions[name]])} if each.joined else {}
         why = next(iter(left.values()), each.copied)
-        found.append(replace(each, copied=why, size=sum(map(sizes.__getitem__, left))) if left else each)
+        size = sum(vals[name].numel() * vals[name].element_size() for name in left)
+        found.append(replace(each, copied=why, size=size) if left else each)
     return tuple(found)
 
 
