@@ -24,7 +24,7 @@ from fusion._torch.tensors import held_by, map_only
 from fusion._torch.tracing import refill
 from fusion.facts import Facts
 from fusion.language import Library
-from fusion.language.code import is_of_its_module, names_of
+from fusion.language.code import keys_of
 from fusion.options import Options
 from fusion.origin import inherit
 from fusion.outcome import Outcome
@@ -167,13 +167,14 @@ class Entry:
 
 
 def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) -> Entry | None:
-    """The place of a graph among those that are kept; None where it can have none.
+    """Find the cache entry of a graph; None where it can have none.
 
     Graphs that are dumped are searched, so that there is something to see.
     """
     graphs = text_cache("graphs", library, options, MOST)
     mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
-    if graphs is None or mode is None or options.dump_dir or not all(map(is_of_its_module, library.rules)):
+    keys = keys_of(library)
+    if graphs is None or mode is None or options.dump_dir or keys is None:
         return None
     try:
         told = [_told_of(node) for node in source.nodes]
@@ -188,7 +189,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
         facts.strides,
         facts.prepares,
     ]
-    parts = [*told, names_of(library), Target.resolve(options.target).name, repr(options.key()), repr(known)]
+    parts = [*told, keys, Target.resolve(options.target).name, repr(options.key()), repr(known)]
     digest = sha256("\n".join(parts).encode()).hexdigest()
     return Entry(digest, source, facts, _nodes(source), partial(fake_tensor, mode), graphs)
 

@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["OpOverload"]  # of torch, used as they are
+__all__ = ["OpOverload", "OpOverloadPacket"]  # of torch, used as they are
 
 aten = torch.ops.aten
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import operator
 import sqlite3
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -252,11 +253,19 @@ def test_tensors_of_symbolic_sizes_are_not_told():
         graph_cache._look(val)
 
 
-def test_graphs_of_rules_that_no_file_tells_are_searched():
+def test_graphs_of_rules_that_have_no_key_are_searched():
     class Own(type(installed().rules[0])):
         pass
 
-    library = replace(installed(), rules=(*installed().rules[1:], Own()))
+    class Waiting(type(installed().rules[0])):
+        lock = threading.Lock()
+
     from_ = capture(block, inputs())
-    assert graph_cache.entry(from_.graph.graph, from_.facts, installed(), OPTIONS) is not None
-    assert graph_cache.entry(from_.graph.graph, from_.facts, library, OPTIONS) is None
+    libraries = [replace(installed(), rules=(*installed().rules[1:], rule)) for rule in (Own(), Waiting())]
+    known, own, waiting = (
+        graph_cache.entry(from_.graph.graph, from_.facts, each, OPTIONS) for each in (installed(), *libraries)
+    )
+    assert known is not None
+    assert own is not None
+    assert own.digest != known.digest
+    assert waiting is None

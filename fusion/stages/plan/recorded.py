@@ -20,8 +20,8 @@ from fusion._torch.tensors import count
 from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, but_ones, dims_of, lie_alike, unviewed
-from fusion.language import Lowering, Refused, Rule
-from fusion.language.code import is_of_its_module
+from fusion.language import Lowering, Refused
+from fusion.language.code import key_of
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
 from fusion.recording import Fakes
@@ -63,6 +63,7 @@ class PlanBook:
         self._looks: dict[int, tuple[torch.Tensor, Hashable]] = {}
         self._refusals: dict[Any, str | None] = {}  # by call, as far as limits speak of it
         self.is_prepared = cache(partial(_is_prepared, graph))
+        self._key_of = cache(key_of)
 
     def of(self, match: Match) -> Plans:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
@@ -99,7 +100,7 @@ class PlanBook:
         """Plans that an earlier graph has left; else what is recorded now, and left for later ones."""
         ways = [each.name for each in self._ways(match)]
         depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
-        name = digest(match.rule, *depends) if self._texts else None
+        name = digest(self._key_of(match.rule), *depends) if self._texts else None
         if self._texts is None or name is None:
             return self._record_all(match, captures, kept)
         text = self._texts.get(name)
@@ -270,15 +271,15 @@ def _seen(value: Value) -> tuple[Value, ...]:
     return value.args if value.op == "reshape" else ()
 
 
-def digest(rule: Rule, *parts: Any) -> str | None:
-    """What tells plans apart beside the versions; None where no text can."""
-    if not is_of_its_module(rule):
+def digest(key: str | None, *parts: Any) -> str | None:
+    """Digest what the plans of the rule of this `key` depend on beside the versions; None where no text can say it."""
+    if key is None:
         return None
     try:
-        told = json.dumps([type(rule).__module__, type(rule).__qualname__, written(parts)])
+        text = json.dumps([key, written(parts)])
     except UnwrittenError:
         return None
-    return sha256(told.encode()).hexdigest()
+    return sha256(text.encode()).hexdigest()
 
 
 def text_of(plans: Plans) -> str | None:
