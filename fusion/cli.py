@@ -7,11 +7,11 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,10 +21,13 @@ from rich.table import Table
 from fusion import catalogue, hf, operators
 from fusion.errors import FusionError, OptionError
 from fusion.explain import explain as explain_call
+from fusion.failures import worded
 from fusion.library import library_for
 from fusion.options import Options
+from fusion.report import Report
 
-BAD_INPUT = 2
+MODEL_FAILED, BAD_INPUT = 1, 2
+"""Exit codes of the command, beside 0."""
 _WIDTH = 130
 _HUB = "Hugging Face models (hf:...)"
 
@@ -95,6 +98,9 @@ def explain(
     A factory is called without arguments and returns a module or function, with its arguments if it takes any:
     `model`, `(model, args)` or `(model, args, kwargs)`.
 
+    Exit code 0: all of the call is explained. 1: the model raised, and the report is of what was traced before. 2: an
+    argument is wrong.
+
     [dim]cann-fusion explain hf:gpt_oss --mode decode --context 1024[/dim]
 
     [dim]cann-fusion explain hf:phi3 --disable npu_apply_rotary_pos_emb --json[/dim]
@@ -105,12 +111,15 @@ def explain(
         library_for(options)
         named = model.removeprefix("hf:")
         request = hf.Request(named, mode, layers, dtype, attn, batch, seq, context, cache, tiny)
-        function, args, kwargs = _factory(model) if named == model else _hub(request)
-        report = explain_call(function, *args, options=options, **kwargs)
+        failures: list[str] = []
+        calls = hf.calls(request, failures) if named != model else [_factory(model)]
+        report = _explained(calls, failures, options)
     if as_json:
         typer.echo(report.to_json())
-        return
-    _console().print(*report.tables())
+    else:
+        _console().print(*report.tables())
+    if report.interruption is not None:
+        _fail(f"explaining {model}", str(report.interruption), report.interruption.traceback if full else "")
 
 
 @app.command()
@@ -148,7 +157,7 @@ def rules(
 
 @contextmanager
 def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
-    """Errors in words on stderr: exit code 2 for what the user can mend, 1 for a model that fails."""
+    """Print errors in words on stderr and exit: with 2 for what the user can mend, with 1 for a model that fails."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="torch")
@@ -157,12 +166,17 @@ def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
         _complain(str(error))
         raise typer.Exit(BAD_INPUT) from None
     except Exception as error:
-        if full:
-            traceback.print_exc()
-        told = " ".join(str(error).split("\n\n")[0].split())[:400]
-        hint = "" if full else "; --traceback shows where"
-        _complain(f"{doing}: the model cannot be traced: {type(error).__name__}: {told}{hint}")
-        raise typer.Exit(1) from None
+        _fail(doing, worded(error), traceback.format_exc() if full else "")
+
+
+def _fail(doing: str, error: str, shown: str) -> NoReturn:
+    """Say that a model failed, with the traceback that is to be shown, and exit."""
+    if shown:
+        typer.echo(shown, err=True)
+    _complain(
+        f"{doing}: the model cannot be traced to the end: {error}" + ("" if shown else "; --traceback shows where")
+    )
+    raise typer.Exit(MODEL_FAILED) from None
 
 
 def _complain(text: str) -> None:
@@ -178,18 +192,22 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH, emoji=False)
 
 
-Traceable = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+def _explained(calls: Iterable[hf.Call], failures: list[str], options: Options) -> Report:
+    """Explain `calls` up to the first that is traced to its end; if none is, give the report of the first."""
+    reports: list[Report] = []
+    for call in calls:
+        for notice in call.notices:
+            _tell(f"[dim]note: {escape(notice)}[/dim]")
+        explained = explain_call(call.model, *call.args, options=options, **call.kwargs)
+        reports.append(replace(explained, notes=call.notices))
+        if explained.interruption is None:
+            return reports[-1]
+        failures.append(explained.interruption.error)
+    return reports[0]
 
 
-def _hub(request: hf.Request) -> Traceable:
-    call = hf.build(request)
-    for notice in call.notices:
-        _tell(f"[dim]note: {escape(notice)}[/dim]")
-    return call.model, (), call.kwargs
-
-
-def _factory(model: str) -> Traceable:
-    """The call that a factory, named as module:attribute, returns."""
+def _factory(model: str) -> hf.Call:
+    """Call a factory, named as module:attribute, for the model and its arguments."""
     place, _, name = model.partition(":")
     doing = f"explaining {model}"
     if not place or not name:
@@ -207,7 +225,7 @@ def _factory(model: str) -> Traceable:
     return _checked(factory(), doing)
 
 
-def _checked(returned: Any, doing: str) -> Traceable:
+def _checked(returned: Any, doing: str) -> hf.Call:
     parts: tuple[Any, ...] = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
         raise OptionError(
@@ -221,7 +239,7 @@ def _checked(returned: Any, doing: str) -> Traceable:
                 f"{doing}: the factory returned {type(given).__name__} as {what}; "
                 "return model, (model, args) or (model, args, kwargs)"
             )
-    return model, tuple(args), kwargs
+    return hf.Call(model, kwargs, args=tuple(args))
 
 
 def _operators(entries: list[catalogue.OperatorEntry]) -> Table:

@@ -1,29 +1,47 @@
-"""Numbers that follow from the whole numbers that a call is given: tokens, masks, sizes of images, lengths of caches.
+"""Numbers beside fake tensors: those that follow from the whole numbers of a call, and samples of what data decides.
 
-They are computed beside fake tensors, on copies, so that what Python reads of them is what it would read.
+They are computed on copies, so that what Python reads of them is what it would read: tokens, masks, sizes of images,
+lengths of caches. Whole numbers and truth values that depend on other data are a sample which is consistent in itself:
+the choices of a top-k are chosen by every row alike, comparisons hold, other numbers are 1. So the counts of what was
+chosen add up, and rows that were split by them are as many as there are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion._torch.fakes import FakeTensor, without_fakes
-from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.operators import OpOverload, schema_of, short_name
 from fusion._torch.tensors import WeakTensors, leaves, map_only, storage_of
 
 MOST = 2**16
 """Elements of a tensor whose numbers are followed."""
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """Result of a call on numbers.
+
+    Attributes:
+        values: its results: real tensors, or numbers of Python.
+        sampled: whether they follow from a sample.
+    """
+
+    values: Any
+    sampled: bool
+
+
 class GivenNumbers:
-    """Which fake tensors hold known numbers; what is written to holds none."""
+    """Numbers of fake tensors, where they are known; views of one share memory, so that writes reach all of them."""
 
     def __init__(self) -> None:
         self._known = WeakTensors()
+        self._sampled = WeakTensors()
 
     def give(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take over the whole numbers of tensors: of each fake copy with what it is a copy of."""
@@ -38,17 +56,39 @@ class GivenNumbers:
             return x if (_is_whole(x) or x.numel() <= 1) and x.numel() <= MOST else None
         return self._known.get(x)
 
-    def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives of known numbers alone; None where that is not known."""
-        if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags or _makes_none(func):
+    def is_sampled(self, x: Any) -> bool:
+        """True if the numbers of a tensor follow from a sample."""
+        return isinstance(x, FakeTensor) and x in self._sampled
+
+    def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Numbers | None:
+        """Compute a call on numbers, writes included; None where the numbers of an argument are not known."""
+        if not isinstance(func, OpOverload):
             return None
+        written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
         tensors = [each for each in leaves(args, kwargs) if isinstance(each, torch.Tensor)]
-        if schema_of(func).is_mutable:
-            self._forget(tensors)
+        values = self._computed(func, args, kwargs, tensors, written)
+        if values is None:
+            self._forget(written)
+            return None
+        sampled = any(map(self.is_sampled, tensors))
+        self._note_writes(written, sampled)
+        return Numbers(values, sampled)
+
+    def _computed(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+    ) -> Any:
+        if func.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         if any(isinstance(each, _SYMBOLS) for each in leaves(args, kwargs)):
             return None
         if any(self.of(each) is None for each in tensors) or not (tensors or _makes_few(func, args)):
+            return None
+        if not all(isinstance(each, FakeTensor) for each in written):  # of the caller, and not to be written to
             return None
         on_host = {
             name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in kwargs.items()
@@ -59,18 +99,46 @@ class GivenNumbers:
         except Exception:  # the model's own call says why
             return None
 
+    def _note_writes(self, written: Sequence[torch.Tensor], sampled: bool) -> None:
+        """Forget aliases of `written` whose numbers are another copy; mark the others as sampled if `written` is."""
+        memory = {storage_of(each): storage_of(self._known[each]) for each in written}
+        for each in [each for each in self._known if storage_of(each) in memory]:
+            if storage_of(self._known[each]) != memory[storage_of(each)]:
+                del self._known[each]
+            elif sampled:
+                self._sampled[each] = True
+
     def _forget(self, written: Sequence[torch.Tensor]) -> None:
-        """Know nothing more of what shares memory with tensors that are written to."""
+        """Forget the numbers of all tensors that share memory with those in `written`."""
         places = {storage_of(each) for each in written}
-        for each in [each for each in self._known if storage_of(each) in places]:
+        for each in [each for each in self._known if storage_of(each) in places] if places else ():
             del self._known[each]
 
-    def keep(self, result: Any, numbers: Any) -> None:
+    def keep(self, result: Any, numbers: Numbers) -> None:
         """Remember the numbers of what a call gave."""
-        for fake, real in zip(leaves(result), leaves(numbers), strict=False):
+        for fake, real in zip(leaves(result), leaves(numbers.values), strict=False):
             few = isinstance(real, torch.Tensor) and real.numel() <= MOST
             if few and isinstance(fake, FakeTensor) and fake.shape == real.shape:
                 self._known[fake] = real
+                self._sampled.pop(fake, None)
+                if numbers.sampled:
+                    self._sampled[fake] = True
+
+    def sample(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Take a sample for the whole numbers and truth values of a result that depend on data."""
+        if not isinstance(func, OpOverload) or schema_of(func).is_mutable or _makes_none(func):
+            return
+        for fake in leaves(result):
+            if isinstance(fake, FakeTensor) and _is_whole(fake) and fake.numel() <= MOST and fake not in self._known:
+                with without_fakes():
+                    self._known[fake] = _sample(func, _bound(func, args, kwargs), tuple(fake.shape)).to(fake.dtype)
+                self._sampled[fake] = True
+
+    def positions(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
+        """Find the places at which a mask is true, as one index tensor for each dim; None where they are not known."""
+        numbers = self.of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool else None
+        with without_fakes():
+            return None if numbers is None else numbers.nonzero(as_tuple=True)
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -80,13 +148,52 @@ def _is_whole(x: torch.Tensor) -> bool:
     return x.layout is torch.strided and not (x.is_floating_point() or x.is_complex() or x.is_quantized or x.is_meta)
 
 
+def _bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the arguments of a call, with the defaults of the others."""
+    declared = schema_of(func).arguments
+    defaults = {each.name: each.default_value for each in declared if each.has_default_value()}
+    return defaults | {each.name: value for each, value in zip(declared, args, strict=False)} | dict(kwargs)
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """List the arguments that a call writes to."""
+    if not schema_of(func).is_mutable:
+        return []
+    given = _bound(func, args, kwargs)
+    return leaves([given[each.name] for each in schema_of(func).arguments if each.is_write and each.name in given])
+
+
 def _makes_none(func: OpOverload) -> bool:
-    """Whether a call gives memory with no numbers in it."""
+    """True if a call gives memory without numbers, as fake mode itself asks for."""
     return "empty" in schema_of(func).name
 
 
 def _makes_few(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether a call without tensors makes few numbers enough, by the size or the numbers that it is given."""
+    """True if a call without tensors makes numbers, and few enough, by the size or the numbers that it is given."""
+    if _makes_none(func):
+        return False
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else ()
     counted = "arange" in schema_of(func).name or "linspace" in schema_of(func).name
     return math.prod(sizes) <= MOST and not (counted and any(abs(each) > MOST for each in args))
+
+
+def _sample(func: OpOverload, given: Mapping[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """Take numbers for a result of this shape: places in an order along a dim, counts that add up, or ones."""
+    name, ones = short_name(func), torch.ones(shape, dtype=torch.int64)
+    if name == "bincount":
+        return _shares(given["self"].numel(), shape[0])
+    if name not in _ORDERS or "dim" not in given or not given["self"].numel():
+        return ones
+    x, dim = given["self"], given["dim"]
+    if dim is None or x.dim() == 0 or len(shape) < x.dim():
+        return ones % (x.numel() if dim is None else x.shape[dim] if x.dim() else 1)
+    return ones.cumsum(dim) % x.shape[dim]
+
+
+_ORDERS = ("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "median", "mode")
+"""Operators that give places in an order along a dim."""
+
+
+def _shares(total: int, count: int) -> torch.Tensor:
+    """Split `total` into `count` whole numbers, as even as possible."""
+    return (torch.arange(count) < total % count) + torch.full((count,), total // count)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,24 +81,105 @@ class Call:
     model: Callable[..., Any]
     kwargs: Mapping[str, Any]
     notices: tuple[str, ...] = ()
+    args: tuple[Any, ...] = ()
 
 
 def build(request: Request) -> Call:
-    """The call that `request` describes; fake tensors have no memory, whatever the size of the model.
+    """Build the call that `request` describes; fake tensors have no memory, whatever the size of the model.
 
     Raises:
         OptionError: there is no such model type, or it is no causal language model.
-        FusionError: transformers is not installed, or the model cannot be built.
+        FusionError: transformers is not installed.
+    """
+    return next(calls(request, []))
+
+
+def calls(request: Request, failures: list[str]) -> Iterator[Call]:
+    """Build the calls that `request` describes, nearest first: a model may run and yet not be traced with one cache.
+
+    A model whose own code fails is built in other sizes, and given another cache; `notices` say so, with the first of
+    `failures`, to which those of the model are added, and whoever traces the calls adds what failed there.
+
+    Raises:
+        OptionError: there is no such model type, or it is no causal language model.
+        FusionError: transformers is not installed.
     """
     transformers = _transformers()
-    config, notices = _config(transformers, request)
-    if not request.tiny:
+    _check_type(transformers, request.model_type)
+    first: Exception | None = None
+    built: Size | None = None
+    for size, cache in _ways(request):
+        if built is not None and size != built:
+            continue
         try:
-            return _call(transformers, config, request, notices, fresh_fake_mode(Guesses))
-        except Exception as error:  # a model's own code may fail under fake tensors in any way
-            told = _first_line(error)
-            notices += (f"{request.model_type} cannot be built of fake tensors ({told}): real tensors, small sizes",)
-    return _call(transformers, _shrunk(config), request, notices, nullcontext())
+            call = _call(transformers, request, size, cache)
+        except Exception as error:  # of a model's own code, in any way
+            first = first or error
+            failures.append(_why(error))
+            continue
+        built = size
+        yield replace(call, notices=(*call.notices, *_changed(request, size, cache, failures)))
+    if built is not None:
+        return
+    assert first is not None
+    raise first
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size in which a model is built.
+
+    Attributes:
+        fake: of fake tensors, else with real weights.
+        shrunk: with sizes that a laptop holds; "head" keeps the size of a head, "hidden" that of all heads.
+        layers: "few", as many as the request asks for; "kinds", at least one of every kind; or "all".
+        dtype: other than that of the request, "" for that.
+    """
+
+    fake: bool
+    shrunk: str = ""
+    layers: str = "few"
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        """Name it in a notice."""
+        layers = {"few": "", "kinds": ", one layer of every kind", "all": ", all layers"}[self.layers]
+        dtype = f", {self.dtype}" if self.dtype else ""
+        small = "real tensors of small sizes" + " and small heads" * (self.shrunk == "hidden")
+        return ("fake tensors of real sizes" if self.fake else small) + layers + dtype
+
+
+def _sizes(request: Request) -> list[Size]:
+    """List the sizes to try, that of `request` first."""
+    small = [Size(fake=False, shrunk="head", layers=each) for each in ("few", "kinds")]
+    small.append(Size(fake=False, shrunk="hidden"))
+    real = [Size(fake=True, layers=each) for each in ("few", "kinds", "all")]
+    first = small + real if request.tiny else [*real[:2], *small, real[2]]
+    return first if request.dtype == "f32" else [*first, replace(first[0], dtype="f32")]
+
+
+def _ways(request: Request) -> list[tuple[Size, str]]:
+    """List the sizes and caches to try, those of `request` first; without a cache last, and only for a prefill."""
+    sizes = _sizes(request)
+    caches = ["none"] if request.cache == "none" else [request.cache, "own", "grown"]
+    without = [(size, "none") for size in sizes] if request.mode == "prefill" else []
+    return list(dict.fromkeys([*((size, cache) for size in sizes for cache in caches), *without]))
+
+
+_CACHES = {
+    "static": "a static cache", "dynamic": "a dynamic cache", "own": "the cache that the model makes",
+    "grown": "a dynamic cache of no layers at first", "none": "no cache",
+}  # fmt: skip
+
+
+def _changed(request: Request, size: Size, cache: str, failures: Sequence[str]) -> tuple[str, ...]:
+    """Note which size and cache differ from `request`, with the first of `failures` as the reason."""
+    wanted = _ways(request)[0]
+    if not failures or (size, cache) == wanted:
+        return ()
+    parts = [str(size)] * (size != wanted[0]) + [_CACHES[cache]] * (cache != wanted[1])
+    asked = [str(wanted[0])] * (size != wanted[0]) + [_CACHES[wanted[1]]] * (cache != wanted[1])
+    return (f"{request.model_type} cannot be run with {', '.join(asked)} ({failures[0]}): {', '.join(parts)}",)
 
 
 def _transformers() -> Any:
@@ -111,74 +192,119 @@ def _transformers() -> Any:
         ) from error
 
 
-def _config(transformers: Any, request: Request) -> tuple[Any, tuple[str, ...]]:
-    """The default config of the type with fewer and dense layers, and what had to be left as it is."""
+def _check_type(transformers: Any, model_type: str) -> None:
     known = list(transformers.CONFIG_MAPPING.keys())
-    if request.model_type not in known:
-        near = difflib.get_close_matches(request.model_type, known, n=4, cutoff=0.4)
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=4, cutoff=0.4)
         hint = f"; did you mean {', '.join(near)}?" if near else "; its config.json names it as model_type"
-        raise OptionError(f"building a Hugging Face model: there is no model type {request.model_type!r}{hint}")
-    config = transformers.AutoConfig.for_model(request.model_type).get_text_config(decoder=True)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OptionError(f"building a Hugging Face model: there is no model type {model_type!r}{hint}")
+    if type(_default(transformers, model_type)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise OptionError(
-            f"building a Hugging Face model: {request.model_type} is no causal language model (AutoModelForCausalLM "
+            f"building a Hugging Face model: {model_type} is no causal language model (AutoModelForCausalLM "
             "does not know it); name one that is, or write a factory of your own: package.module:name"
         )
-    return config, _fewer_layers(config, request.layers)
 
 
-def _fewer_layers(config: Any, layers: int) -> tuple[str, ...]:
+def _default(transformers: Any, model_type: str) -> Any:
+    """Make the default config of the type, with the sizes that some defaults leave out."""
+    config = transformers.AutoConfig.for_model(model_type).get_text_config(decoder=True)
+    for name, source in _LEFT_OUT.items():
+        if _read(config, name, 0) is None and _read(config, source) is not None:
+            setattr(config, name, _read(config, source))
+    if _read(config, "attn_layer_indices", ()) is None:
+        config.attn_layer_indices = [1]
+    return config
+
+
+_LEFT_OUT = {"num_key_value_heads": "num_attention_heads", "decoder_vocab_size": "vocab_size"}
+"""Sizes that a default config may lack, and what they are then."""
+
+
+def _read(config: Any, name: str, default: Any = None) -> Any:
+    """Read an attribute of a config; `default` where there is none, or one for each layer."""
+    try:
+        return getattr(config, name, default)
+    except Exception:  # configs compute attributes, and raise what they like
+        return default
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    """Set an attribute of a config, if it has one that can be set."""
+    with suppress(AttributeError):
+        setattr(config, name, value)
+
+
+def _fewer_layers(config: Any, layers: int, of_every_kind: bool) -> tuple[str, ...]:
     """Keep `layers` layers, the first of every kind before others of the same kind, with dense feed-forwards."""
-    total = int(getattr(config, "num_hidden_layers", 0))
+    total = int(_read(config, "num_hidden_layers", 0))
     per_layer = {
         name: value for name, value in config.to_dict().items() if isinstance(value, list) and len(value) == total > 3
     }
     sparse = per_layer.pop("mlp_layer_types", None) is not None
     kinds = [tuple(str(each[index]) for each in per_layer.values()) for index in range(total)]
     by_kind = sorted(range(total), key=lambda index: kinds.index(kinds[index]) != index)
-    kept = sorted(by_kind[:layers])
-    config.num_hidden_layers = len(kept)
+    least = max(len(set(kinds)), _until_every_kind(config, total)) if of_every_kind else 0
+    chosen = sorted(by_kind[: max(layers, least)])
+    for name in ("num_hidden_layers", "decoder_layers", "encoder_layers"):
+        if isinstance(_read(config, name), int):
+            _set(config, name, len(chosen))
     for name, value in per_layer.items():
-        setattr(config, name, [value[index] for index in kept])
+        _set(config, name, [value[index] for index in chosen])
+    if _read(config, "num_kv_shared_layers", 0):
+        _set(config, "num_kv_shared_layers", 0)
     if sparse:
-        config.mlp_layer_types = ["dense"] * len(kept)
-    for name, value in (("first_k_dense_replace", len(kept)), ("mlp_only_layers", list(range(len(kept))))):
+        config.mlp_layer_types = ["dense"] * len(chosen)
+    for name, value in (("first_k_dense_replace", len(chosen)), ("mlp_only_layers", list(range(len(chosen))))):
         sparse = sparse or hasattr(config, name)
         if hasattr(config, name):
             setattr(config, name, value)
-    notices = (f"{len(kept)} of {total} layers",) if len(kept) < total else ()
+    notices = (f"{len(chosen)} of {total} layers",) if len(chosen) < total else ()
     return (*notices, "dense feed-forwards in place of experts") if sparse else notices
 
 
-def _shrunk(config: Any) -> Any:
-    """Sizes that a laptop holds; the sizes of one head stay as they are."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _until_every_kind(config: Any, total: int) -> int:
+    """Count the layers up to the first of the last kind, where the config computes the kind of each; else 0."""
+    computed: list[Any] = _read(config, "layers_block_type") or []
+    if len(computed) != total or "layers_block_type" in config.to_dict():
+        return 0
+    return 1 + max(computed.index(kind) for kind in computed)
+
+
+def _shrink(config: Any, what: str) -> None:
+    """Make sizes small enough for a laptop; the size of a head stays, or that of all its heads."""
+    hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
+    if hidden is None:
+        raise FusionError("its config has no hidden_size that could be made small")
+    head = _read(config, "head_dim") or (hidden // heads if hidden and heads else None)
     for name, size in _TINY.items():
-        value = getattr(config, name, None)
+        value = _read(config, name)
         if isinstance(value, int) and value > size:
-            setattr(config, name, size)
-    if hasattr(config, "head_dim"):
-        config.head_dim = head
-    if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:
-        config.pad_token_id = 0
-    return config
+            _set(config, name, size)
+    if _read(config, "head_dim") and head:
+        _set(config, "head_dim", head if what == "head" else config.hidden_size // config.num_attention_heads)
+    if (_read(config, "pad_token_id") or 0) >= _read(config, "vocab_size", 0):
+        _set(config, "pad_token_id", 0)
 
 
-def _call(
-    transformers: Any, config: Any, request: Request, notices: tuple[str, ...], context: AbstractContextManager[Any]
-) -> Call:
-    with context, torch.no_grad():
-        model, told = _model(transformers, config, request)
+def _call(transformers: Any, request: Request, size: Size, cache: str) -> Call:
+    config = _default(transformers, request.model_type)
+    notices = _fewer_layers(config, request.layers, size.layers == "kinds") if size.layers != "all" else ()
+    if size.shrunk:
+        _shrink(config, size.shrunk)
+    dtype = DTYPES[size.dtype or request.dtype]
+    with fresh_fake_mode(Guesses) if size.fake else nullcontext(), torch.no_grad():
+        with importlib.import_module("transformers.initialization").no_init_weights() if size.fake else nullcontext():
+            model, told = _model(transformers, config, dtype, request)  # initial numbers of fake tensors are nothing
+        model.tie_weights()
+        given = _cache(transformers, model, request, cache)
         tokens = request.seq if request.mode == "prefill" else 1
         ids = torch.zeros(request.batch, tokens, dtype=torch.long)
-        cache = _cache(transformers, model, request)
-    kwargs = {"input_ids": ids, "use_cache": cache is not None}
-    return Call(model, kwargs | ({} if cache is None else {"past_key_values": cache}), (*notices, *told))
+    kwargs = {"input_ids": ids, "use_cache": cache != "none"}
+    return Call(model, kwargs | ({} if given is None else {"past_key_values": given}), (*notices, *told))
 
 
-def _model(transformers: Any, config: Any, request: Request) -> tuple[Any, tuple[str, ...]]:
+def _model(transformers: Any, config: Any, dtype: torch.dtype, request: Request) -> tuple[Any, tuple[str, ...]]:
     make = transformers.AutoModelForCausalLM.from_config
-    dtype = DTYPES[request.dtype]
     try:
         return make(config, dtype=dtype, attn_implementation=request.attention).eval(), ()
     except ValueError as error:
@@ -188,27 +314,35 @@ def _model(transformers: Any, config: Any, request: Request) -> tuple[Any, tuple
     return make(config, dtype=dtype, attn_implementation="eager").eval(), told
 
 
-def _cache(transformers: Any, model: Any, request: Request) -> Any:
-    """A cache of the model's own shapes: filled by a short prefill, and emptied again for a prefill."""
-    if request.cache == "none":
-        return None
-    if request.cache == "dynamic":
-        cache = transformers.DynamicCache(config=model.config)
-        if request.mode == "decode":
-            _prefill(model, request, cache, request.context)
+def _cache(transformers: Any, model: Any, request: Request, kind: str) -> Any:
+    """Make a cache of the shapes of `model`: filled by a prefill, and empty for a prefill.
+
+    None where the call passes none, as in a prefill for which the model makes its own. A short prefill is run in any
+    case, so that a model that raises does so here.
+    """
+    decodes = request.mode == "decode"
+    given = {"config": model.config} if kind != "grown" else {}
+    filled = request.context if decodes else _FILL
+    if kind == "static":
+        capacity = max(request.context, 0 if decodes else request.seq, _FILL + 1)
+        cache = transformers.StaticCache(**given, max_cache_len=capacity)
+        _prefill(model, request, _FILL, cache)
+        if not decodes:
+            cache.reset()
         return cache
-    capacity = max(request.context, request.seq if request.mode == "prefill" else 0, _FILL + 1)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=capacity)
-    _prefill(model, request, cache, _FILL)
-    if request.mode == "prefill":
-        cache.reset()
-    return cache
+    if kind in ("dynamic", "grown"):
+        cache = transformers.DynamicCache(**given)
+        _prefill(model, request, filled, cache)
+        return cache if decodes else transformers.DynamicCache(**given)
+    result = _prefill(model, request, filled, None, use_cache=kind != "none")
+    return result.past_key_values if decodes else None
 
 
-def _prefill(model: Any, request: Request, cache: Any, tokens: int) -> None:
-    model(torch.zeros(request.batch, tokens, dtype=torch.long), past_key_values=cache, use_cache=True)
+def _prefill(model: Any, request: Request, tokens: int, cache: Any, use_cache: bool = True) -> Any:
+    return model(torch.zeros(request.batch, tokens, dtype=torch.long), past_key_values=cache, use_cache=use_cache)
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:80] if lines else ''}"
+def _why(error: Exception) -> str:
+    """Shorten the error of a model to one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"there is no {lines[0][:80]}" if isinstance(error, KeyError) else lines[0][:80]

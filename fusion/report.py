@@ -19,18 +19,62 @@ from fusion.records import Prepared, Refusal
 
 
 @dataclass(frozen=True)
+class Break:
+    """Place at which Python leaves the graphs: its code is in none of them.
+
+    Attributes:
+        where: `file:line` in the model's code; of a function that is not traced, its first line.
+        reason: why, in one line.
+        function: the name of a function that is not traced itself, only what it calls; "" for a break between graphs.
+    """
+
+    where: str
+    reason: str
+    function: str = ""
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """Error of the model, or of tracing it, behind which nothing was traced.
+
+    Attributes:
+        error: type and message, in one line.
+        where: `file:line` in the model's code.
+        advice: what a user can do about it, "" where that is not known.
+        traceback: all of it, as Python prints it.
+    """
+
+    error: str
+    where: str
+    advice: str = ""
+    traceback: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        """Format error, place and advice as one sentence."""
+        parts = self.error, f"at {self.where}" * bool(self.where), f"({self.advice})" * bool(self.advice)
+        return " ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
 class Report:
-    """What fused in a model, over all its graphs.
+    """Report over all graphs of a model.
 
     Attributes:
         target: name of the target that it was planned for.
         parts: one report per graph.
-        guesses: how often Python read a number that depends on data, by `file:line`; it got 1, as nothing was run.
+        guesses: how often Python read a number that data decides, by `file:line`; it was read from a sample, as nothing
+            was run.
+        breaks: where Python leaves the graphs.
+        interruption: the error that ended the call before all of it was traced; None where none did.
+        notes: what a reader should know of the call that was traced.
     """
 
     target: str
     parts: tuple[GraphReport, ...]
     guesses: Mapping[str, int] = field(default_factory=dict[str, int])
+    breaks: tuple[Break, ...] = ()
+    interruption: Interruption | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
@@ -131,6 +175,9 @@ class Report:
             "layers": {path: asdict(layer) for path, layer in self.layers.items()},
             "assumptions": self.assumptions,
             "guesses": dict(self.guesses),
+            "breaks": [asdict(each) for each in self.breaks],
+            "interruption": None if self.interruption is None else asdict(self.interruption),
+            "notes": list(self.notes),
             "matches": [asdict(each) for each in self.matches],
             "refusals": [{name: getattr(each, name) for name in told} for each in self.refusals],
             "failures": [{"graph": number, **asdict(each)} for number, each in self._numbered_failures()],
@@ -146,10 +193,11 @@ class Report:
         return text.getvalue()
 
     def tables(self) -> list[Any]:
-        """The report as `rich` renderables, for a terminal with colours."""
+        """Render the report for `rich`, for a terminal with colours."""
         always = [self._operators(), self._modules()]
-        others = (self._failed(), self._remarks(), self._assumed(), self._guessed(), self._prepared(), self._refused())
-        return always + [each for each in others if each.row_count or each.caption]
+        first = (self._noted(), self._interrupted(), self._failed(), self._broken())
+        others = (self._remarks(), self._assumed(), self._guessed(), self._prepared(), self._refused())
+        return always + [each for each in (*first, *others) if each.row_count or each.caption]
 
     def _operators(self) -> Any:
         before, after = self.launches
@@ -181,6 +229,21 @@ class Report:
         title = "failed in the pass: please report it, with the graph that options={'dump_dir': folder} writes"
         return _table(title, ("graph", "stage", "runs", "error", "at"), rows)
 
+    def _noted(self) -> Any:
+        return _table("of the call that was traced", ("note",), [(each,) for each in self.notes])
+
+    def _interrupted(self) -> Any:
+        given = self.interruption
+        rows = [] if given is None else [(given.error, given.where, given.advice)]
+        return _table("not traced to the end: the report is of the graphs before", ("error", "at", "advice"), rows)
+
+    def _broken(self) -> Any:
+        rows = [
+            (f"{each.function} is not traced itself" if each.function else "break", each.where, each.reason)
+            for each in self.breaks
+        ]
+        return _table("where Python leaves the graphs", ("what", "at", "reason"), rows)
+
     def _remarks(self) -> Any:
         counts = Counter((each.rule, each.remark) for each in self.matches if each.remark)
         rows = [(rule, count, remark) for (rule, remark), count in counts.items()]
@@ -190,7 +253,8 @@ class Report:
         return _table("assumed, and checked at every call", ("argument", "assumed to be"), self.assumptions.items())
 
     def _guessed(self) -> Any:
-        return _table("read from data, as nothing was run taken for 1", ("read at", "times:"), self.guesses.items())
+        title = "read from data, as nothing was run from a sample of it"
+        return _table(title, ("read at", "times:"), self.guesses.items())
 
     def _prepared(self) -> Any:
         views = sum(each.joined for each in self.prepared)

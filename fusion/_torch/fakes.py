@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion._torch.tensors import leaves, map_only
 
-__all__ = ["FakeCopyMode", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]  # of torch, used as they are
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]  # of torch, used as they are
 
 aten = torch.ops.aten
 
@@ -70,6 +70,45 @@ def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return kind(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+class CopyMode(FakeCopyMode):
+    """Copy mode of explain: tensors become fake; a `CausalBias` stays itself, as its numbers mean nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function; `Tensor.__deepcopy__` gives a fake copy."""
+        from torch.nn.attention.bias import CausalBias  # which loads Dynamo
+
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], CausalBias):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+OUTSIDE = "a causal bias is made outside of fake mode"
+"""Reason for a graph break that is not one where the model runs."""
+
+
+@contextmanager
+def real_causal_biases() -> Generator[None]:
+    """Let `causal_lower_right` and `causal_upper_left` make real tensors inside a fake mode.
+
+    torch refuses to make a subclass by its default constructor there. The memory of a bias is never written to.
+    """
+    from torch.nn.attention.bias import CausalBias
+
+    kind: Any = CausalBias
+
+    def made(cls: Any, *given: Any) -> Any:
+        with unset_fake_temporarily():
+            return torch.Tensor.__new__(cls, *given)
+
+    kind.__new__ = torch.compiler.disable(made, reason=OUTSIDE)
+    try:
+        yield
+    finally:
+        del kind.__new__
 
 
 def fake_like(fake: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from fusion import hf
 from fusion.catalogue import operator_entries, rule_entries
 from fusion.cli import app
 from fusion.hf import Request, build
@@ -51,6 +53,14 @@ def no_model():
 
 def broken():
     return norm, ("text",)
+
+
+def ending():
+    def model(x):
+        y = norm(x)
+        return {0: y}[int(y.argmax())]
+
+    return model, (torch.randn(2, 64),)
 """
 
 
@@ -135,6 +145,18 @@ def test_a_model_that_fails_is_not_bad_input(factories: str):
     assert "Traceback" in run("explain", f"{factories}:broken", "--traceback").stderr
 
 
+def test_a_model_that_fails_is_reported_up_to_there(factories: str):
+    done = run("explain", f"{factories}:ending", "--json")
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert report["ops"] == {"npu::npu_rms_norm": 1}
+    assert report["interruption"]["error"] == "KeyError: 1"
+    line = 1 + FACTORIES.splitlines().index("        return {0: y}[int(y.argmax())]")
+    assert report["interruption"]["where"].endswith(f":{line}")
+    assert "KeyError: 1 at " in done.stderr
+    assert "not traced to the end" in run("explain", f"{factories}:ending").stdout
+
+
 def test_every_operator_is_listed():
     content = json.loads(run("ops", "--json").stdout)
     assert [each["name"] for each in content["operators"]] == sorted(OPERATORS)
@@ -216,6 +238,86 @@ def test_a_static_cache_is_empty_before_a_prefill():
     cache = build(Request("llama", tiny=True)).kwargs["past_key_values"]
     assert int(cache.get_seq_length()) == 0
     assert not cache.layers[0].keys.any()
+
+
+# models whose own code fails ------------------------------------------------------------------------------------------
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, request: Request, fails: Callable[[hf.Size, str], bool]) -> list[hf.Call]:
+    """Build calls where some sizes and caches fail."""
+
+    def build(transformers: object, request: Request, size: hf.Size, cache: str) -> hf.Call:
+        if fails(size, cache):
+            raise ValueError(f"no {cache}")
+        return hf.Call(print, {"size": size, "cache": cache})
+
+    monkeypatch.setattr(hf, "_call", build)
+    return list(hf.calls(request, []))
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_cache_that_cannot_be_static_is_another_one_with_a_note(mode: str, monkeypatch: pytest.MonkeyPatch):
+    calls = tried(monkeypatch, Request("qwen3", mode), lambda _, cache: cache == "static")
+    wanted = ["own", "grown", "none"] if mode == "prefill" else ["own", "grown"]
+    assert [each.kwargs["cache"] for each in calls] == wanted
+    assert calls[0].notices == ("qwen3 cannot be run with a static cache (no static): the cache that the model makes",)
+    assert {each.kwargs["size"] for each in calls} == {hf.Size(fake=True)}
+
+
+def test_a_model_that_cannot_be_small_has_its_real_sizes(monkeypatch: pytest.MonkeyPatch):
+    calls = tried(monkeypatch, Request("qwen3", tiny=True), lambda size, _: not size.fake)
+    assert (calls[0].kwargs["size"], calls[0].kwargs["cache"]) == (hf.Size(fake=True), "static")
+    (note,) = calls[0].notices
+    assert note.endswith("real tensors of small sizes (no static): fake tensors of real sizes")
+
+
+def test_a_model_that_fails_in_every_way_fails_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="no static"):
+        tried(monkeypatch, Request("qwen3", tiny=True), lambda *_: True)
+
+
+def test_a_model_that_is_as_it_was_asked_for_has_no_note(monkeypatch: pytest.MonkeyPatch):
+    assert tried(monkeypatch, Request("qwen3"), lambda *_: False)[0].notices == ()
+
+
+def test_a_call_that_cannot_be_traced_gives_way_to_one_with_another_cache(monkeypatch: pytest.MonkeyPatch):
+    def model(cache: str) -> torch.Tensor:
+        if cache == "static":
+            raise ValueError("behind a static cache")
+        return torch.ones(2).sin()
+
+    def build(transformers: object, request: Request, size: hf.Size, cache: str) -> hf.Call:
+        return hf.Call(model, {"cache": cache})
+
+    monkeypatch.setattr(hf, "_call", build)
+    done = run("explain", "hf:qwen3", "--json")
+    assert done.exit_code == 0, done.output
+    (note,) = json.loads(done.stdout)["notes"]
+    assert note.endswith("a static cache (ValueError: behind a static cache): the cache that the model makes")
+    assert "behind a static cache" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cache"),
+    [
+        ("deepseek_v4", "the cache that the model makes"),
+        *(
+            pytest.param(name, cache, marks=pytest.mark.nightly)
+            for name, cache in (
+                ("minimax", "the cache that the model makes"), ("mpt", "the cache that the model makes"),
+                ("hrm_text", "a dynamic cache"), ("mamba2", "fake tensors of real sizes"), ("helium", "small heads"),
+                ("jamba", "one layer of every kind"), ("bart", ""), ("falcon", ""), ("gemma3n", ""), ("jetmoe", ""),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_need_another_cache_or_size_are_explained(model_type: str, cache: str):
+    done = run("explain", f"hf:{model_type}", "--mode", "decode", "--tiny", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["interruption"] is None
+    assert sum(cache in note for note in report["notes"]) == bool(cache), report["notes"]
+    assert report["launches"]["after"] <= report["launches"]["before"]
 
 
 def test_without_transformers_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
