@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fusion.backend import fuse
+from fusion.backend import FusionBackend, fuse
 from fusion.errors import FusionError
 from fusion.explain import explain
 from fusion.exported import fuse_exported
@@ -25,6 +25,7 @@ from fusion.language import (
     variants,
     word,
 )
+from fusion.library import installed
 from fusion.options import Options
 from fusion.prepared import refresh
 from fusion.report import Report
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Example",
+    "FusionBackend",
     "FusionError",
     "FusionPass",
     "Group",
@@ -49,6 +51,7 @@ __all__ = [
     "explain",
     "fuse",
     "fuse_exported",
+    "installed",
     "lookalike",
     "lowering",
     "pattern",

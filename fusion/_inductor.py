@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -72,6 +73,18 @@ def hosts_pass() -> bool:
     from torch._inductor.virtualized import NullHandler, V
 
     return not isinstance(V.fake_mode, NullHandler)
+
+
+def inductor_mode(mode: str) -> AbstractContextManager[Any]:
+    """Let Inductor compile inside this context as `torch.compile(mode=mode)` lets it: CUDA graphs, tuning.
+
+    Raises:
+        RuntimeError: Inductor has no such mode.
+    """
+    from torch._inductor import config, list_mode_options
+
+    given: Any = config
+    return given.patch(list_mode_options(mode))
 
 
 def _passes() -> dict[str, Any]:

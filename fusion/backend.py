@@ -6,6 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -17,15 +18,16 @@ import torch.fx as fx
 from torch.fx.immutable_collections import immutable_dict
 
 from fusion import graph_cache
+from fusion._inductor import inductor_mode
 from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
 from fusion.assumptions import assumed, checks_of
 from fusion.collection import uncollected
-from fusion.errors import FusionError, StageError
+from fusion.errors import FusionError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.failures import stage, warn
 from fusion.known import Known
-from fusion.language import Library, Rule
-from fusion.library import library_for
+from fusion.language import Library, Reader, Rule
+from fusion.library import completed, library_for
 from fusion.options import Options
 from fusion.origin import render
 from fusion.outcome import GraphReport, Outcome, counted
@@ -49,14 +51,27 @@ def cann_fusion(
     options: Options | Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo; the function behind `torch.compile(model, backend="cann_fusion", options={...})`.
+    """Compile a graph of Dynamo; the function behind `torch.compile(model, backend="cann_fusion", options={...})`."""
+    return _compile_by(lambda: FusionBackend().changed(options, mode), gm, example_inputs)
 
-    `mode` is accepted because transformers' `generate` passes it; how graphs run is decided by `options["lower"]`.
 
-    Raises:
-        FusionError: the options, the rules or a vendor compiler cannot be used.
+def _compile_by(
+    make: Callable[[], FusionBackend], gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile one graph by the backend that `make` gives.
+
+    Where an option or a rule is wrong, the returned function raises the `FusionError`, so that the caller sees it even
+    if Dynamo suppresses errors.
     """
-    return FusionBackend(Options.of(options))(gm, example_inputs)
+    try:
+        backend = make()
+    except FusionError as error:
+        return partial(_raise, error.with_traceback(None))
+    return backend.compile(gm, example_inputs)
+
+
+def _raise(error: FusionError, *inputs: Any) -> Any:
+    raise error
 
 
 @overload
@@ -87,8 +102,10 @@ def fuse(
     instance (`model = fuse(model)`).
 
     Raises:
-        OptionError: an option is not known.
+        OptionError: an option is not known, or has a value that it cannot have.
     """
+    if model is not None and not callable(model):
+        raise OptionError(f"decorating: {model!r} is no model; give options by name, as fuse(options={{...}})")
     backend = FusionBackend(Options.of(options, **fields))
 
     def decorate(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,19 +116,57 @@ def fuse(
 
 @dataclass(frozen=True)
 class FusionBackend:
-    """A backend with its options and, if they are not the installed ones, its rules.
+    """Backend of `torch.compile` with its options and, if they are not the installed ones, its rules.
 
     Attributes:
-        options: how models are fused.
-        rules: the rules to choose from, alone or with readers of their own; None for the installed ones.
+        options: how models are fused; a mapping of names to values as well.
+        rules: the rules to choose from: a library, as `fusion.installed() + [MyRule()]`, or rules and readers, to which
+            the installed readers are added; None for the installed ones.
+
+    Raises:
+        OptionError: an option has a value that it cannot have, or names a rule that does not exist.
+        RuleError: a rule is declared wrongly.
     """
 
-    options: Options
-    rules: Library | tuple[Rule, ...] | None = None
+    options: Options = Options()
+    rules: Library | Iterable[Rule | Reader] | None = None
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph; what `torch.compile` calls."""
+    def __post_init__(self) -> None:
+        """Check options and rules before anything is compiled."""
+        object.__setattr__(self, "options", Options.of(self.options))
+        if self.rules is not None:
+            object.__setattr__(self, "rules", completed(self.rules))
+        library_for(self.options, self.rules)
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options | Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph; `options` and `mode`, if `torch.compile` passes them, replace those of this backend."""
+        return _compile_by(lambda: self.changed(options, mode), gm, example_inputs)
+
+    def changed(self, options: Options | Mapping[str, Any] | None, mode: str | None) -> FusionBackend:
+        """Copy this backend with the values of `options` and with `mode`, each if not None, in place of its own.
+
+        Raises:
+            OptionError: one of them is wrong.
+        """
+        more = {} if mode is None else {"mode": mode}
+        if options is None and not more:
+            return self
+        given = Options.of(options, **more)
+        if isinstance(options, Options):
+            return replace(self, options=given)
+        named = {name: getattr(given, name) for name in (*(options or ()), *more)}
+        return replace(self, options=replace(self.options, **named))
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph of Dynamo; a graph that is traced for training runs unfused, with a warning."""
         specialise_floats(gm)
+        _warn_of_mode(self.options)
         if is_training(gm, example_inputs):
             warnings.warn(
                 "cann-fusion fuses inference graphs only, and this one is traced for training: it runs unfused. "
@@ -137,7 +192,7 @@ class FusionBackend:
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         try:
             with stage("lower"):
-                run = lower(gm, [*example_inputs, *prepared], route(self.options.lower))
+                run = self._lowered(gm, [*example_inputs, *prepared])
         except StageError as error:
             return self._as_it_came(original, example_inputs, error)
         warn(outcome.failures)
@@ -148,9 +203,9 @@ class FusionBackend:
         return assumed(run, partial(self._unfused, original, example_inputs), checks) if checks else run
 
     def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
-        """The plain graph, with one warning; raises where the compiler is at fault, not what was fused."""
+        """Compile the plain graph and warn once; raises where the compiler is at fault, not the fused graph."""
         log.debug("fusing a graph failed", exc_info=error)
-        run = lower(original, example_inputs, route(self.options.lower))
+        run = self._lowered(original, example_inputs)
         if isinstance(error, StageError):
             warn([error.failure])
         else:
@@ -158,11 +213,17 @@ class FusionBackend:
         return run
 
     def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        """The graph as it came, compiled after Dynamo has set its guards: with symbolic sizes only node by node,
-        because a compiler may ask for another guard, which nothing would check."""
+        """Compile the plain graph after Dynamo has set its guards; graphs of symbolic sizes run node by node, as a
+        compiler may ask for another guard, which nothing would check."""
         symbolic = any(isinstance(node.meta.get("val"), torch.SymInt) for node in original.graph.nodes)
         with outside_modes():
-            return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
+            return self._lowered(original, example_inputs, "eager" if symbolic else None)
+
+    def _lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any], by: str | None = None) -> Boxed:
+        """Compile a graph by the compiler `by`, that of the options if None: Inductor in the mode of the options."""
+        by = by or route(self.options.lower)
+        with inductor_mode(self.options.mode) if by == "inductor" else nullcontext():
+            return lower(gm, example_inputs, by)
 
     def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
         """As `fuse` does; where an equal graph was fused before, what has come of it is made again.
@@ -200,11 +261,12 @@ class FusionBackend:
             FusionError: the options or a rule cannot be used.
             StageError: a stage failed; the graph is not to be used.
         """
-        dump = partial(_dump, self.options.dump_dir, next(_numbers))
-        dump("captured", gm.graph)
+        number = next(_numbers)
+        dumped = _dump(self.options.dump_dir, f"graph{number}_captured.txt", gm.graph)
         library = library_for(self.options, self.rules)
         outcome = fuse_graph(gm.graph, library, self.options, facts, original, told, in_place)
-        dump("fused", gm.graph)
+        if dumped:
+            _dump(self.options.dump_dir, f"graph{number}_fused.txt", gm.graph)
         machine = Target.resolve(self.options.target)
         report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
         log.info("fused %d places", len(report.chosen))
@@ -259,8 +321,35 @@ class Explainer:
         return boxed(fx.Interpreter(original).run)
 
 
-def _dump(folder: str, number: int, name: str, source: fx.Graph) -> None:
-    if folder:
-        with stage("dump"):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / f"graph{number}_{name}.txt").write_text(render(source))
+def _warn_of_mode(options: Options) -> None:
+    """Warn where the mode has no effect, as the compiler that runs graphs here has none."""
+    by = route(options.lower)
+    if options.mode != "default" and by != "inductor":
+        warnings.warn(
+            f"cann-fusion runs fused graphs by {by!r} here, and mode={options.mode!r}, a mode of Inductor, changes "
+            "nothing. Set option lower to 'inductor', or on an NPU to 'npugraph_ex', which captures graphs.",
+            stacklevel=2,
+        )
+
+
+def _dump(folder: str, name: str, source: fx.Graph) -> bool:
+    """Write a graph as text into a folder, if one is named; True if it was written.
+
+    Where it cannot be written, a warning says so, and the graph is fused all the same.
+    """
+    if not folder:
+        return False
+    with stage("dump"):
+        text = render(source)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / name).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"cann-fusion could not write {name} into the folder {folder!r} ({why}): the graph is fused without a "
+            "dump. Name a folder in option dump_dir that can be written to.",
+            stacklevel=2,
+        )
+        return False
+    return True

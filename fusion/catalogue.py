@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from fusion.language import Rule
-from fusion.library import GROUP, installed, provided_by
+from fusion.library import GROUP, installed, provided_by, rule_called
 from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator
 from fusion.options import check_names
 
@@ -92,13 +92,13 @@ def operator_entry(name: str) -> OperatorEntry:
 
 
 def rule_entry(name: str) -> RuleEntry:
-    """The installed rule of this name.
+    """Find the installed rule of this name.
 
     Raises:
         OptionError: there is none; the message names the nearest.
     """
     entries = {each.name: each for each in rule_entries()}
-    check_names("rule", [name], entries)
+    check_names("rule", [name], entries, rule_called(name, installed().rules))
     return entries[name]
 
 

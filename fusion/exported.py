@@ -17,7 +17,7 @@ from fusion.backend import FusionBackend
 from fusion.errors import OptionError, StageError
 from fusion.facts import Facts
 from fusion.failures import stage, warn
-from fusion.language import Library, Rule
+from fusion.language import Library, Reader, Rule
 from fusion.mutation import name_results, outputs
 from fusion.options import Options
 from fusion.outcome import GraphReport
@@ -38,7 +38,7 @@ def fuse_exported(
     program: ExportedProgram,
     *,
     options: Options | Mapping[str, Any] | None = None,
-    rules: Library | Iterable[Rule] | None = None,
+    rules: Library | Iterable[Rule | Reader] | None = None,
 ) -> ExportedProgram:
     """Return a functional program that computes what `program` does by fused operators; `program` is not changed.
 
@@ -51,8 +51,8 @@ def fuse_exported(
     Where the pass fails, the result is `program` in functional form, with a warning.
 
     Raises:
-        OptionError: an option is not known, or checks calls, of which an exported program has none.
-        FusionError: the rules cannot be used.
+        OptionError: an option is wrong, or checks calls, of which an exported program has none.
+        RuleError: a rule is declared wrongly.
     """
     plain, backend = functional(program), _backend(options, rules)
     report = _report(plain, backend)
@@ -68,19 +68,21 @@ def fuse_exported(
 def explain_exported(
     program: ExportedProgram,
     options: Options | Mapping[str, Any] | None = None,
-    rules: Library | Iterable[Rule] | None = None,
+    rules: Library | Iterable[Rule | Reader] | None = None,
 ) -> Report:
     """Return the report of `fuse_exported`; nothing is computed.
 
     Raises:
-        OptionError: an option is not known, or checks calls, of which an exported program has none.
-        FusionError: the rules cannot be used.
+        OptionError: an option is wrong, or checks calls, of which an exported program has none.
+        RuleError: a rule is declared wrongly.
     """
     backend = _backend(options, rules)
     return Report(Target.resolve(backend.options.target).name, (_report(functional(program), backend),))
 
 
-def _backend(options: Options | Mapping[str, Any] | None, rules: Library | Iterable[Rule] | None) -> FusionBackend:
+def _backend(
+    options: Options | Mapping[str, Any] | None, rules: Library | Iterable[Rule | Reader] | None
+) -> FusionBackend:
     checked = Options.of(options)
     for name in ("assume", "verify"):
         if getattr(checked, name):
@@ -88,7 +90,7 @@ def _backend(options: Options | Mapping[str, Any] | None, rules: Library | Itera
                 f"fusing an exported program, with option {name}: what it says is checked when a compiled graph is "
                 "called, and nothing of this package sees the calls of a program; compile its module to use the option"
             )
-    return FusionBackend(checked, rules if rules is None or isinstance(rules, Library) else tuple(rules))
+    return FusionBackend(checked, rules)
 
 
 def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:

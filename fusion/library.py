@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
 
 from fusion.errors import NoRulesError, OptionError, RuleError
 from fusion.language import Example, Library, Rule
+from fusion.language.checks import check_library
+from fusion.language.code import names_read
 from fusion.operators import OPERATORS
 from fusion.options import Options, check_names
 
@@ -27,13 +29,14 @@ def installed() -> Library:
     """
     found = Library(())
     for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
-        found = found.joined(provided_by(entry.load()))
+        found += provided_by(entry.load())
     if not found.rules:
         raise NoRulesError(
             f"loading rules: no installed package provides the entry-point group {GROUP!r}, so nothing could ever be "
             "fused; install the package instead of only importing its folder (pip install -e .)"
         )
-    return found.checked()
+    check_library(found)
+    return found
 
 
 @cache
@@ -53,28 +56,95 @@ def examples() -> Mapping[str, tuple[Example, ...]]:
 
 
 def provided_by(provider: object) -> Library:
-    """What the object of an entry point gives: a library, or rules alone, or a function of either."""
-    provided: Any = provider() if callable(provider) else provider
-    return provided if isinstance(provided, Library) else Library(tuple(provided))
+    """Make a library of the object of an entry point: a library, rules alone, or a function of either."""
+    return Library.of(provider() if callable(provider) else provider)
 
 
-def library_for(options: Options, given: Library | Iterable[Rule] | None = None) -> Library:
-    """The rules that these options leave, and all readers; rules that are given alone have the installed readers.
+def library_for(options: Options, given: object = None) -> Library:
+    """Select the rules that `options` leave of the library `given`, with all its readers.
+
+    Args:
+        options: which rules and operators are used.
+        given: a library, a rule, or a collection of rules and readers, to which the installed readers are added; None
+            for the installed library.
 
     Raises:
         OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator; `opt_in`:
             none that is off otherwise), or `rules` one that is off.
+        RuleError: what is given is declared wrongly.
     """
-    if not isinstance(given, Library):
-        given = installed() if given is None else Library(tuple(given), installed().readers)
-    known = [rule.name for rule in given.rules]
-    switched = {rule.name for rule in given.rules if rule.opt_in}
-    check_names("opt-in rule", options.opt_in, sorted(switched))
+    library = installed() if given is None else _checked(completed(given))
+    rules = {rule.name: rule for rule in library.rules}
+    switched = {name for name, rule in rules.items() if rule.opt_in}
+    operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
+    _check_rules("rule", options.rules | options.unsafe, library, rules)
+    _check_rules("rule", options.disable, library, {*rules, *operators})
+    for name in sorted((options.opt_in & rules.keys()) - switched):
+        check_names("opt-in rule", [name], switched, f"{name!r} is on anyway: leave it out. ")
+    _check_rules("opt-in rule", options.opt_in, library, switched)
     if off := sorted((options.rules & switched) - options.opt_in):
         raise OptionError(f"reading options: rules names {off[0]!r}, which is off; add it to opt_in as well")
-    operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
-    for names in (options.rules, options.disable - operators, options.unsafe):
-        check_names("rule", names, known)
-    kept = options.rules or frozenset(known)
-    left = (rule for rule in given.rules if rule.name in kept and rule.name not in options.disable)
-    return replace(given, rules=tuple(left))
+    names = (options.rules or frozenset(rules)) - options.disable
+    return replace(library, rules=tuple(rule for name, rule in rules.items() if name in names))
+
+
+def completed(given: object) -> Library:
+    """Make a library of rules and readers that are handed over, with the installed readers; of a library, itself."""
+    return given if isinstance(given, Library) else Library((), installed().readers) + given
+
+
+@cache
+def _checked(library: Library) -> Library:
+    check_library(library, _installed_names)
+    return library
+
+
+def _installed_names() -> frozenset[str]:
+    """List installed rules and words; none where nothing is installed."""
+    try:
+        library = installed()
+    except NoRulesError:
+        return frozenset()
+    return frozenset([*library.words(), *(rule.name for rule in library.rules)])
+
+
+def _check_rules(what: str, names: Collection[str], library: Library, known: Collection[str]) -> None:
+    """Raise an OptionError for the first of `names` that is not `known`, with the rule that it may stand for."""
+    for name in sorted(set(names) - set(known)):
+        listed = [rule.name for rule in library.rules if rule.name in known]
+        check_names(what, [name], known, rule_called(name, library.rules), listed)
+
+
+def rule_called(name: str, rules: Iterable[Rule]) -> str:
+    """Say which of some rules `name` stands for: an alias, one of its forms, or an operator that it emits; else ""."""
+    for names_of, verb in ((_aliases, "is"), (_parts_of, "is part of"), (_operators_of, "is emitted by")):
+        named = [rule.name for rule in rules if _plain(name) in map(_plain, names_of(rule))]
+        if 0 < len(named) <= _MOST_RULES:
+            return f"{name!r} {verb} the rule{'s' * (len(named) > 1)} {', '.join(map(repr, named))}. "
+    return ""
+
+
+_MOST_RULES = 6
+"""Rules that one name may stand for: one that stands for more, such as "written", says nothing."""
+
+
+def _plain(name: str) -> str:
+    """Strip a name of case, hyphens, underscores and namespace."""
+    return re.sub(r"[^a-z0-9.]", "", name.lower().rpartition("::")[2])
+
+
+def _aliases(rule: Rule) -> Iterable[str]:
+    return rule.name, *rule.aliases
+
+
+def _parts_of(rule: Rule) -> Iterable[str]:
+    methods = {each.method for each in (*rule.patterns(), *rule.lookalikes(), *rule.lowerings())}
+    return *methods, *(f"{rule.name}.{method}" for method in methods)
+
+
+@cache
+def _operators_of(rule: Rule) -> Iterable[str]:
+    """List the operators that the code of a rule names, with their forms that write in place."""
+    read = names_read(type(rule))
+    emitted = [each for each in OPERATORS.values() if each.short.partition(".")[0] in read]
+    return [each.partition("::")[2].partition(".")[0] for one in emitted for each in (one.name, one.in_place)]

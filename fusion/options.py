@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from torch.fx.immutable_collections import immutable_dict
@@ -16,6 +17,8 @@ from fusion.target import Target
 
 PREPACK = ("share", "copy")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
+MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of `torch.compile`, which are those of Inductor."""
 LENGTHS = ("auto", "host")
 PLAN_CACHE = ("disk", "memory", "off")
 PLAN_CACHE_VARIABLE = "CANN_FUSION_PLAN_CACHE"
@@ -23,12 +26,13 @@ PLAN_CACHE_VARIABLE = "CANN_FUSION_PLAN_CACHE"
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is fused.
+    """Options of fusing a model.
 
     Attributes:
         target: the chip that fusions are planned for: "auto", "ascend910b", "ascend910_93", "ascend950" or "host".
         lower: who runs the fused graph here: "auto", "eager", "inductor", "torchair" or "npugraph_ex".
         plan_lower: who would run it on the target; "" for torchair on an Ascend target, else for `lower`.
+        mode: how Inductor compiles the fused graph, as `torch.compile(mode=...)`; other compilers have no such modes.
         rules: names of the only rules to use; empty for all.
         disable: names of rules and of operators not to use, e.g. {"rope", "npu_swiglu"}.
         opt_in: names of rules to use that are off otherwise: what they emit is no part of torch_npu, or is compiled for
@@ -52,6 +56,7 @@ class Options:
     target: str = "auto"
     lower: str = "auto"
     plan_lower: str = ""
+    mode: str = "default"
     rules: frozenset[str] = frozenset()
     disable: frozenset[str] = frozenset()
     opt_in: frozenset[str] = frozenset()
@@ -66,35 +71,27 @@ class Options:
     dump_dir: str = ""
 
     def __post_init__(self) -> None:
-        """Normalise collections and check every value that can be checked here."""
-        for name in ("rules", "disable", "opt_in", "unsafe"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, frozenset((given,)) if isinstance(given, str) else frozenset(given))
-        object.__setattr__(self, "assume", immutable_dict(self.assume))
-        object.__setattr__(self, "dump_dir", str(self.dump_dir or ""))
-        object.__setattr__(self, "plan_cache", self.plan_cache or os.environ.get(PLAN_CACHE_VARIABLE, "disk"))
-        Target.resolve(self.target)
-        launchers = ("lower", self.lower, LOWER), ("plan_lower", self.plan_lower or "auto", LOWER)
-        others = ("lengths", LENGTHS), ("prepack", PREPACK), ("plan_cache", PLAN_CACHE)
-        for name, value, known in (*launchers, *((each, getattr(self, each), known) for each, known in others)):
-            check_names(f"value of option {name}", [value], known)
-        for name, kind in self.assume.items():
-            _check_assumption(name, kind)
-        if self.fuel is not None and self.fuel < 0:
-            raise OptionError(f"setting option fuel: {self.fuel} is negative; give the number of rewrites allowed")
+        """Check each value by its type and content, and normalise collections."""
+        for name, checked in _CHECKS.items():
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
 
     @staticmethod
-    def of(given: Options | Mapping[str, Any] | None, **more: Any) -> Options:
-        """Options from what a user gave: nothing, options, or a mapping of names to values.
+    def of(given: Any, **more: Any) -> Options:
+        """Make Options of `given` (Options, a mapping of names to values, or None), with `more` in place of its values.
 
         Raises:
             OptionError: a name or a value is not known; the message names the nearest.
         """
+        if not isinstance(given, Options | Mapping | None):
+            raise OptionError(
+                f"reading options: {given!r} is no mapping; give a mapping of names to values, such as "
+                "{'target': 'ascend910_93'}, or fusion.Options(...)"
+            )
+        known = [each.name for each in fields(Options)]
+        check_names("option", [*(() if isinstance(given, Options) else given or ()), *more], known)
         if isinstance(given, Options):
-            return given
-        values = {**dict(given or {}), **more}
-        check_names("option", values, [each.name for each in fields(Options)])
-        return Options(**values)
+            return replace(given, **more) if more else given
+        return Options(**{**(given or {}), **more})
 
     def key(self) -> tuple[Any, ...]:
         """All values, hashable and in a fixed order."""
@@ -105,21 +102,124 @@ class Options:
         )
 
 
-def _check_assumption(name: str, kind: str) -> None:
-    if kind in KINDS[:2] or window(str(kind)):
+def check_names(
+    what: str, names: Iterable[Any], known: Iterable[str], meant: str = "", listed: Iterable[str] | None = None
+) -> None:
+    """Raise `OptionError` for the first of `names` that is not `known`.
+
+    Args:
+        what: the kind of name that is wanted.
+        names: what was given.
+        known: what may be given.
+        meant: what the first unknown name stands for; the nearest known names where that is not known.
+        listed: the known names that the message lists; None for all.
+    """
+    known = list(known)
+    unknown = next((each for each in sorted(names, key=str) if each not in known), None)
+    if unknown is None:
         return
-    near = difflib.get_close_matches(str(kind), KINDS, n=1, cutoff=0)[0]
+    near = difflib.get_close_matches(str(unknown), known, n=2, cutoff=0.5)
+    hint = meant or (f"did you mean {' or '.join(map(repr, near))}? " if near else "")
+    all_of_them = ", ".join(filter(None, known if listed is None else listed))
+    raise OptionError(f"reading options: {unknown!r} is not a known {what}; {hint}known: {all_of_them}")
+
+
+def _wrong(option: str, given: object, wanted: str) -> OptionError:
+    kind = "" if given is None else f" of type {type(given).__name__}"
+    return OptionError(f"setting option {option}: {given!r}{kind} is not accepted; give {wanted}")
+
+
+def _target(option: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise _wrong(option, given, "the name of a target, such as 'ascend910_93', or 'auto' for this machine")
+    Target.resolve(given)
+    return given
+
+
+def _one_of(known: tuple[str, ...], option: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise _wrong(option, given, f"one of {', '.join(map(repr, known))}")
+    check_names(f"value of option {option}", [given], known)
+    return given
+
+
+def _plan_cache(option: str, given: Any) -> str:
+    default = os.environ.get(PLAN_CACHE_VARIABLE)
+    if given == "" and default is not None:
+        return _one_of(PLAN_CACHE, f"{option}, which ${PLAN_CACHE_VARIABLE} sets", default)
+    return _one_of(PLAN_CACHE, option, given if given != "" else PLAN_CACHE[0])
+
+
+def _names(option: str, given: Any) -> frozenset[str]:
+    names = [given] if isinstance(given, str) else given
+    wanted = f"names, such as {{'rms_norm'}}, or leave {option} out"
+    if isinstance(names, Mapping) or not isinstance(names, Iterable):
+        raise _wrong(option, given, wanted)
+    listed: list[Any] = list(names)
+    for each in listed:
+        if not isinstance(each, str):
+            raise _wrong(option, each, f"{wanted}; hand rules over as the argument `rules` of fusion.FusionBackend")
+    return frozenset(listed)
+
+
+def _assumptions(option: str, given: Any) -> Mapping[str, str]:
+    wanted = "a mapping of arguments to kinds of masks, such as {'attention_mask': 'causal'}"
+    if not isinstance(given, Mapping):
+        raise _wrong(option, given, wanted)
+    for name, kind in given.items():
+        if not isinstance(name, str) or not name:
+            raise _wrong(option, name, f"{wanted}; an argument is named by its path, as 'attention_mask'")
+        if not isinstance(kind, str):
+            raise _wrong(option, kind, f"{wanted}; a mask inside an argument has a path, as '{name}.full_attention'")
+        _check_assumption(name, kind)
+    return immutable_dict(given)
+
+
+def _check_assumption(name: str, kind: str) -> None:
+    if kind in KINDS[:2] or window(kind):
+        return
+    near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0)[0]
     raise OptionError(
         f"setting option assume: {kind!r} is nothing that can be assumed of {name!r}; did you mean {near!r}? "
         f"Give one of {', '.join(KINDS)}, where n is the positive number of keys that a query sees"
     )
 
 
-def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `OptionError` for the first name that is not known, with the nearest ones."""
-    known = list(known)
-    for name in sorted(names):
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-            raise OptionError(f"reading options: {name!r} is not a known {what}; {hint}known: {', '.join(known)}")
+def _fuel(option: str, given: Any) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise _wrong(option, given, "the number of rewrites allowed, or None for all")
+    if given < 0:
+        raise OptionError(f"setting option fuel: {given} is negative; give the number of rewrites allowed")
+    return given
+
+
+def _flag(option: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise _wrong(option, given, "True or False")
+    return given
+
+
+def _folder(option: str, given: Any) -> str:
+    if not isinstance(given, str | os.PathLike | None):
+        raise _wrong(option, given, "the path of a folder")
+    return str(given) if given else ""
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "target": _target,
+    "lower": partial(_one_of, LOWER),
+    "plan_lower": partial(_one_of, ("", *LOWER)),
+    "mode": partial(_one_of, MODES),
+    **dict.fromkeys(("rules", "disable", "opt_in", "unsafe"), _names),
+    "assume": _assumptions,
+    "lengths": partial(_one_of, LENGTHS),
+    "fuel": _fuel,
+    "verify": _flag,
+    "prepack": partial(_one_of, PREPACK),
+    "plan_cache": _plan_cache,
+    "progress": _flag,
+    "dump_dir": _folder,
+}
+"""Function by option that checks a value, and gives it back normalised."""

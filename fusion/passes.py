@@ -16,9 +16,9 @@ from fusion._inductor import copy_results, guest_table, hosts_pass
 from fusion._torch.tracing import copied, refill
 from fusion.errors import StageError
 from fusion.failures import stage, warn
-from fusion.language import Library, Rule
-from fusion.language.code import loaded, names_of
-from fusion.library import library_for
+from fusion.language import Library, Reader, Rule
+from fusion.language.code import keys_of, loaded
+from fusion.library import completed, library_for
 from fusion.mutation import name_results, outputs
 from fusion.options import Options
 from fusion.outcome import Outcome
@@ -43,10 +43,10 @@ class FusionPass(CustomGraphPass):
     """
 
     def __init__(
-        self, options: Options | Mapping[str, Any] | None = None, rules: Library | Iterable[Rule] | None = None
+        self, options: Options | Mapping[str, Any] | None = None, rules: Library | Iterable[Rule | Reader] | None = None
     ) -> None:
         self.options = Options.of(options)
-        self.rules = rules if rules is None or isinstance(rules, Library) else tuple(rules)
+        self.rules = None if rules is None else completed(rules)
         self.library = library_for(self.options, self.rules)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,11 +99,17 @@ class FusionPass(CustomGraphPass):
         name_results(source, [node.name for node in outputs(kept)])
         return outcome
 
-    def uuid(self) -> str:
-        """Return a key for caches of compiled graphs: all code that decides, target, options and versions."""
+    def uuid(self) -> str | None:
+        """Key compiled graphs by all code that decides, target, options and versions.
+
+        Returns:
+            The key; None, for which Inductor keeps no graph, where a rule reads what is of this process alone.
+        """
+        keys = keys_of(self.library)
+        if keys is None:
+            return None
         content = [
-            names_of(self.library),
-            *sorted(map(repr, self.library.rules)),
+            keys,
             loaded(self.library),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),

@@ -5,7 +5,7 @@ from fusion.language.groups import Group, attribute, scalar, tensor
 from fusion.language.marks import alternative, calls, lookalike, lowering, pattern, refused_on, variants
 from fusion.language.meanings import relied
 from fusion.language.reader import Library, Reader, Word, levels, ordered, reader, word
-from fusion.language.rule import Example, Lowering, Refused, Rule, call, require
+from fusion.language.rule import Example, Lowering, Refused, Rule, ask_guard, call, require
 from fusion.language.terms import Bindings, Capture, Term
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Term",
     "Word",
     "alternative",
+    "ask_guard",
     "attribute",
     "call",
     "calls",

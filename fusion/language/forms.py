@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from dis import get_instructions
 from functools import cache, cached_property
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 from fusion.errors import RuleError
@@ -65,10 +68,19 @@ class Pattern:
         return frozenset[str]().union(*self.needed)
 
 
+State = tuple[tuple[str, Any], ...]
+"""Fields of a rule with their values."""
+
+
 @cache
-def traced(kind: type, role: str) -> tuple[Pattern, ...]:
-    """The forms of a kind of rule, or its look-alikes."""
-    rule = kind()
+def traced(kind: type, state: State, role: str) -> tuple[Pattern, ...]:
+    """Trace the forms, or the look-alikes, of a rule of this `kind` with these fields.
+
+    Raises:
+        RuleError: a method is declared wrongly, or raised.
+    """
+    rule = object.__new__(kind)
+    vars(rule).update(state)
     return tuple(
         _trace(rule, label, method, chosen)
         for name, method in marked(kind, role)
@@ -85,14 +97,13 @@ def _trace(rule: Any, name: str, method: Callable[..., Any], chosen: Mapping[str
     def capture(name: str, declared: Any) -> Capture | Parameter:
         return captures.setdefault(name, _capture(where, name, declared))
 
-    for parameter in list(inspect.signature(method).parameters.values())[2:]:
+    for parameter in _taken(where, method):
         declared = chosen.get(parameter.name, parameter.default)
         if is_group(declared):
             given[parameter.name], arguments[parameter.name] = declared, declared.made(parameter.name, capture)
         elif parameter.name not in chosen:
             arguments[parameter.name] = capture(parameter.name, declared)
-    result = method(rule, Vocabulary(), **arguments)
-    results = result if isinstance(result, tuple) else (result,)
+    results = _returned(where, method, rule, arguments)
     reason = getattr(method, "fusion_reason", "")
     kinds = {group: kind for group, kind in given.items() if is_group(kind)}
     apart = tuple(f"{group}.{name}" for group, kind in kinds.items() for name in kind.differing)
@@ -104,13 +115,54 @@ def _trace(rule: Any, name: str, method: Callable[..., Any], chosen: Mapping[str
     return Pattern(name, results, captures, reason, apart, given, bool(chosen), chosen, alternative)
 
 
+def _taken(where: str, method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """List the parameters of a form that are captures: all behind `self` and the vocabulary `p`."""
+    parameters = list(inspect.signature(method).parameters.values())
+    if len(parameters) < 2 or parameters[1].default is not inspect.Parameter.empty:
+        raise RuleError(
+            f"tracing pattern {where} ({place_of(method)}): its first parameter is no vocabulary; "
+            "declare it as `def form(self, p, x=tensor(...), ...)`"
+        )
+    return parameters[2:]
+
+
+def _returned(where: str, method: Callable[..., Any], rule: Any, arguments: Mapping[str, Any]) -> tuple[Term, ...]:
+    """Call a form with its captures for the terms that it returns."""
+    try:
+        result = method(rule, Vocabulary(), **arguments)
+    except Exception as error:
+        what = str(error) if isinstance(error, RuleError) else f"it raised {type(error).__name__}: {error}"
+        raise RuleError(f"tracing pattern {where} ({place_of(method, error)}): {what}") from error
+    results = result if isinstance(result, tuple) else (result,)
+    for each in results:
+        if not isinstance(each, Term):
+            raise RuleError(
+                f"tracing pattern {where} ({place_of(method)}): it returned {each!r}; return the term, or the tuple of "
+                "terms, that the rule replaces"
+            )
+    return results
+
+
+def place_of(method: Any, error: BaseException | None = None, name: str = "") -> str:
+    """Say at which `file:line` a method is written: the line that raised `error`, or reads `name`, or its first."""
+    code: CodeType = method.__code__
+    line = code.co_firstlineno
+    if error is not None:
+        line = next((at for frame, at in walk_tb(error.__traceback__) if frame.f_code is code), line)
+    elif name:
+        reading = (each for each in get_instructions(code) if each.argval == name and each.positions)
+        line = next((each.positions.lineno for each in reading if each.positions and each.positions.lineno), line)
+    return f"{code.co_filename}:{line}"
+
+
 def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
     if isinstance(declared, Tensor):
         return Capture(name, declared.dims, declared.optional, declared.needed)
     if isinstance(declared, Attribute):
         return Parameter(name, declared.among)
+    what = "without a default" if declared is inspect.Parameter.empty else f"as {declared!r}"
     raise RuleError(
-        f"tracing pattern {pattern}: capture {name!r} is declared as {declared!r}; declare it with "
+        f"tracing pattern {pattern}: capture {name!r} is declared {what}; declare it with "
         'tensor("..."), scalar(), attribute() or a kind of Group as its default'
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from fusion.errors import RuleError
 from fusion.graph import Graph
@@ -40,10 +40,10 @@ class Word:
     meaning: str = ""
     captures: Mapping[str, str] | None = field(default=None, hash=False)
 
-    def require(self, who: str, used: Iterable[str]) -> None:
+    def require(self, who: Callable[[], str], used: Iterable[str]) -> None:
         """Raise a RuleError where `who` names what this word is not applied to."""
         if self.captures is not None:
-            _require_known(f"{who} {self.name} of", used, self.captures, "which is no capture of it")
+            require_known(lambda: f"{who()} {self.name} of", used, self.captures, "which is no capture of it")
 
 
 def word(name: str, meaning: str, /, **captures: str) -> Word:
@@ -73,9 +73,9 @@ class Reader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a reader by its name in its module, as a function is; a local one by its parts."""
-        place = self.read.__module__, self.read.__qualname__
-        if vars(sys.modules[place[0]]).get(place[1]) is self:
-            return _declared, place
+        module, name = self.read.__module__, self.read.__qualname__
+        if getattr(sys.modules.get(module), name, None) is self:
+            return _declared, (module, name)
         return Reader, tuple(getattr(self, each.name) for each in fields(self))
 
     def waits_for(self, other: Reader) -> bool:
@@ -103,41 +103,50 @@ def reader(
 
 @dataclass(frozen=True)
 class Library:
-    """What a package provides: rules, and the readers of the words that are no rules.
+    """Rules, and the readers of the words that are no rules, as a package provides them.
 
     Raises:
-        RuleError: a name occurs twice, a word is given by two readers or by nothing, or readers need each other.
+        RuleError: something is no rule or no reader, a name occurs twice, or a word is given twice.
     """
 
     rules: tuple[Rule, ...]
     readers: tuple[Reader, ...] = ()
 
     def __post_init__(self) -> None:
-        for kind, names in (("rule", [each.name for each in self.rules]), ("reader", [r.name for r in self.readers])):
-            _require_unique(kind, names)
-        _require_unique("word", [word for each in self.readers for word in each.gives])
+        for name, kind in (("rules", Rule), ("readers", Reader)):
+            object.__setattr__(self, name, tuple(_checked_kind(each, kind) for each in getattr(self, name)))
+        rules = [(each.name, _defined(type(each))) for each in self.rules]
+        _require_unique("rule", rules)
+        _require_unique("reader", ((each.name, _defined(each.read)) for each in self.readers))
+        words = [(word, f"the reader {each.name}") for each in self.readers for word in each.gives]
+        _require_unique("word", (*words, *((name, f"the rule {kind}") for name, kind in rules)))
 
     def words(self) -> dict[str, Word]:
         """What the readers give, by name."""
         return {each.name: each for reader in self.readers for each in reader.words}
 
-    def checked(self) -> Library:
-        """This library, if all words that its readers and rules use are given, and applied to what they declare."""
-        declared, given = self.words(), {word for each in self.readers for word in each.gives}
-        words = given | {rule.name for rule in self.rules}
-        for each in self.readers:
-            _require_known(f"reader {each.name} needs", each.needs | each.refines, given)
-        for rule in self.rules:
-            _require_known(f"rule {rule.name} uses", rule.uses(), words)
-            for name, captures in rule.applies():
-                if name in declared:
-                    declared[name].require(f"rule {rule.name} uses", captures)
-        ordered(self.readers)
-        return self
-
-    def joined(self, other: Library) -> Library:
-        """Both."""
+    def __add__(self, more: object) -> Library:
+        """Add the rules and readers of another library, of a list or one alone behind those of this one."""
+        other = Library.of(more)
         return Library((*self.rules, *other.rules), (*self.readers, *other.readers))
+
+    def __radd__(self, more: object) -> Library:
+        """Add the rules and readers of another library, of a list or one alone before those of this one."""
+        return Library.of(more) + self
+
+    @staticmethod
+    def of(given: object) -> Library:
+        """Make a library of a rule, a reader, or a collection of both; a library is given back as it is.
+
+        Raises:
+            RuleError: something is neither a rule nor a reader, or a name occurs twice.
+        """
+        if isinstance(given, Library):
+            return given
+        listed = given if isinstance(given, Iterable) and not isinstance(given, type | str) else [given]
+        checked = [_checked_kind(each, (Rule, Reader)) for each in listed]
+        rules = (each for each in checked if isinstance(each, Rule))
+        return Library(tuple(rules), tuple(each for each in checked if isinstance(each, Reader)))
 
 
 def ordered(readers: Sequence[Reader]) -> list[Reader]:
@@ -173,16 +182,65 @@ def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
     return found
 
 
-def _require_unique(kind: str, names: Sequence[str]) -> None:
-    twice = sorted({each for each in names if names.count(each) > 1})
-    if twice:
-        raise RuleError(f"loading rules and readers: the {kind} {twice[0]!r} is provided twice; rename one of them")
+Provided = TypeVar("Provided", bound=Rule | Reader)
 
 
-def _require_known(
-    who: str, words: Iterable[str], known: Iterable[str], wrong: str = "which no rule or reader gives"
+def _checked_kind(given: Any, wanted: type[Provided] | tuple[type[Provided], ...]) -> Provided:
+    """Give back a rule or a reader.
+
+    Raises:
+        RuleError: it is not what is `wanted`.
+    """
+    if isinstance(given, wanted) and _is_hashable(given):
+        return given
+    what, todo = f"{given!r} is neither a rule nor a reader", "hand over instances of classes derived from Rule"
+    if isinstance(given, type) and issubclass(given, Rule):
+        what, todo = f"{given.__name__} is a class", f"hand over an instance, {given.__name__}()"
+    elif isinstance(given, str):
+        what, todo = f"{given!r} is a name", "the option `rules` takes the names of rules, and the argument the rules"
+    elif isinstance(given, wanted):
+        what, todo = f"{given!r} has a field that cannot be hashed", "give it a value that cannot change, as a tuple"
+    elif isinstance(given, Rule | Reader):
+        what, todo = f"{given!r} stands in the place of the other", "write Library(rules, readers)"
+    elif callable(given):
+        what, todo = f"{given!r} is a function", "mark a reader with @reader(gives=...)"
+    raise RuleError(f"handing over rules: {what}; {todo}")
+
+
+def _is_hashable(given: Any) -> bool:
+    try:
+        hash(given)
+    except TypeError:
+        return False
+    return True
+
+
+def _defined(kind: Callable[..., Any] | type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _require_unique(kind: str, named: Iterable[tuple[str, str]]) -> None:
+    """Raise a RuleError where two providers, each with what it is defined as, have one name."""
+    seen: dict[str, str] = {}
+    for name, provider in named:
+        if name in seen:
+            both = f"by {seen[name]}" if seen[name] == provider else f"by {seen[name]} and by {provider}"
+            raise RuleError(
+                f"loading rules and readers: the {kind} {name!r} is provided twice, {both}; rename one of them, or "
+                "leave one out"
+            )
+        seen[name] = provider
+
+
+def require_known(
+    who: Callable[[], str],
+    used: Iterable[str],
+    known: Iterable[str],
+    wrong: str,
+    hints: Callable[[], Iterable[str]] = tuple,
 ) -> None:
-    for each in sorted(set(words) - set(known)):
-        near = get_close_matches(each, sorted(known), 1)
+    """Raise a RuleError for the first name in `used` that is not `known`, with the nearest of `known` and `hints`."""
+    for each in sorted(set(used) - set(known)):
+        near = get_close_matches(each, sorted({*known, *hints()}), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RuleError(f"loading rules and readers: {who} {each!r}, {wrong}{hint}")
+        raise RuleError(f"loading rules and readers: {who()} {each!r}, {wrong}{hint}")

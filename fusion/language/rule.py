@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from string import Formatter
 from typing import Any, ClassVar
 
 import torch
 
-from fusion.language.forms import Pattern, traced
+from fusion.language.forms import Pattern, State, traced
 from fusion.language.groups import is_group
 from fusion.language.marks import each_variant, marked
 
@@ -28,9 +29,30 @@ class Refused(Exception):  # noqa: N818 - a decision, not an error
 
 
 def require(condition: object, template: str, **values: object) -> None:
-    """Refuse the match unless `condition` holds; `template` says why not, in the user's terms."""
-    if not condition:
-        raise Refused(template, values)
+    """Refuse the match unless `condition` holds; `template` says why not, in the user's terms.
+
+    Raises:
+        Refused: `condition` does not hold.
+        TypeError: `template` names a field that is not among `values`.
+    """
+    if condition:
+        return
+    if missing := lacking(template, values):
+        raise TypeError(missing)
+    raise Refused(template, values)
+
+
+def lacking(template: str, given: Container[str]) -> str:
+    """Say which field of `template` is not among the names `given`, "" where none is."""
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        return f"its text {template!r} cannot be formatted ({error}); write {{{{ and }}}} for braces"
+    roots = [re.split(r"[.\[]", each, maxsplit=1)[0] for each in fields]
+    unknown = next((each for each in roots if each not in given), None)
+    if unknown is None:
+        return ""
+    return f"its text {template!r} names {{{unknown}}}, which is not given; give it by that name"
 
 
 @dataclass(frozen=True)
@@ -56,8 +78,15 @@ class Lowering:
         return all(choices.get(name, each) == each for name, each in self.chosen.items())
 
     def run(self, rule: Rule, captures: Mapping[str, Any]) -> Any:
-        """What it gives for captures."""
-        return call(getattr(rule, self.method), {**captures, **self.chosen})
+        """Run the method of `rule` on what it takes of `captures`.
+
+        Raises:
+            TypeError: it returned nothing.
+        """
+        result = call(getattr(rule, self.method), {**captures, **self.chosen})
+        if result is None:
+            raise TypeError("it returned nothing; return the tensors that replace the results of the form")
+        return result
 
 
 @dataclass(frozen=True)
@@ -92,10 +121,12 @@ class Rule:
     and methods marked `@lookalike`; 4. what does the NPU run: methods marked `@lowering`, best first. How it is tried
     stands apart, where only tests load it: the package's entry point of the group `fusion.examples`.
 
-    A rule that is `opt_in` is off, and costs nothing, unless the option of that name names it.
+    A rule that is `opt_in` is off, and costs nothing, unless the option of that name names it. `aliases` are other
+    names by which users know a rule, such as "swiglu": an option with one of them is answered with the rule's name.
     """
 
     opt_in: ClassVar[bool] = False
+    aliases: ClassVar[tuple[str, ...]] = ()
 
     @property
     def name(self) -> str:
@@ -117,12 +148,12 @@ class Rule:
         raise NotImplementedError
 
     def patterns(self) -> tuple[Pattern, ...]:
-        """The written forms, traced once."""
-        return traced(type(self), "pattern")
+        """Trace the written forms, once."""
+        return traced(type(self), tuple(vars(self).items()), "pattern")
 
     def lookalikes(self) -> tuple[Pattern, ...]:
-        """The forms that mean something else."""
-        return traced(type(self), "lookalike")
+        """Trace the forms that mean something else, once."""
+        return traced(type(self), tuple(vars(self).items()), "lookalike")
 
     def lowerings(self) -> tuple[Lowering, ...]:
         """The ways to run the rule, in order of declaration."""
@@ -141,13 +172,19 @@ class Rule:
         return frozenset()
 
     def uses(self) -> frozenset[str]:
-        """The semantic ops that its patterns mention."""
-        return _used(type(self))
+        """List the semantic ops that its patterns mention."""
+        return _used(type(self), tuple(vars(self).items()))
 
     def applies(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Each semantic op with what one of its patterns applies it to."""
         for form in (*self.patterns(), *self.lookalikes()):
             yield from form.applied
+
+
+@cache
+def _used(kind: type[Rule], state: State) -> frozenset[str]:
+    forms = (*traced(kind, state, "pattern"), *traced(kind, state, "lookalike"))
+    return frozenset().union(*(form.words for form in forms))
 
 
 @cache
@@ -165,14 +202,21 @@ def _lowerings(kind: type[Rule]) -> tuple[Lowering, ...]:
     )
 
 
-@cache
-def _used(kind: type[Rule]) -> frozenset[str]:
-    return frozenset(name for name, _ in kind().applies())
+def ask_guard(rule: Rule, captures: Mapping[str, Any]) -> None:
+    """Let the guard of `rule` look at `captures`.
+
+    Raises:
+        Refused: the match is not to be rewritten.
+        TypeError: the guard returned something, which refuses nothing.
+    """
+    answer = call(rule.guard, captures)
+    if answer is not None:
+        raise TypeError(f"it returned {answer!r}, which refuses nothing; refuse with require(condition, why)")
 
 
 def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
     """Call a guard or a lowering with those captures and groups that it names; what the form lacks is None."""
-    return method(**{name: _argument(name, captures) for name in _parameters(getattr(method, "__func__", method))})
+    return method(**{name: _argument(name, captures) for name in parameters_of(getattr(method, "__func__", method))})
 
 
 def _argument(name: str, captures: Mapping[str, Any]) -> Any:
@@ -181,5 +225,6 @@ def _argument(name: str, captures: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """List the parameters of a method that captures are given to."""
     return tuple(name for name in inspect.signature(function).parameters if name != "self")

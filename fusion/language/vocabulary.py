@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import torch
 
+from fusion.errors import RuleError
 from fusion.language.meanings import Meaning
 from fusion.language.steps import Cast, Scaled
 from fusion.language.terms import Apply, Capture, Parameter, Term
@@ -116,5 +118,16 @@ class Vocabulary:
         return partial(_meaning, op)
 
 
-def _meaning(op: str, **captures: Any) -> Term:
+FUNCTIONS = frozenset(name for name in vars(Vocabulary) if not name.startswith("_"))
+"""Names of `p` that are no semantic ops."""
+
+
+def _meaning(op: str, /, *terms: Any, **captures: Any) -> Term:
+    if terms:
+        near = get_close_matches(op, sorted(FUNCTIONS), 1)
+        hint = f"; did you mean p.{near[0]}?" if near else "."
+        raise RuleError(
+            f"p.{op} is no function of forms{hint} If it is a rule or what a reader gives, name what it is applied to, "
+            f"as p.{op}(x=x)"
+        )
     return Meaning(op, captures)

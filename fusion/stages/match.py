@@ -16,7 +16,7 @@ import torch.fx as fx
 from fusion.errors import Failure, RuleError
 from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Miss, Reading, Value
-from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, levels, relied, require
+from fusion.language import Bindings, Pattern, Refused, Rule, Term, ask_guard, captured, levels, relied, require
 from fusion.records import Match, Refusal
 
 
@@ -175,7 +175,7 @@ class _Search:
             try:
                 _require_elements(captures, results)
                 if rule.name not in self._unsafe:
-                    call(rule.guard, captures)
+                    ask_guard(rule, captures)
             except Refused as reason:
                 refused = refused or reason.with_traceback(None)  # its frames hold all of this search
                 self._guarded.add(value)

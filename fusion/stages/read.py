@@ -24,9 +24,9 @@ def read(graph: Graph, readers: Sequence[Reader]) -> tuple[Graph, list[Failure]]
 
 
 def _checked(reader: Reader, found: Iterable[Found]) -> Iterator[Found]:
-    """What a reader gives, if it is applied to what its words declare."""
+    """Pass on what a reader gives, if it is applied to what its words declare."""
     words = {each.name: each for each in reader.words}
     for value, reading in found:
         if isinstance(reading, Reading) and reading.op in words:
-            words[reading.op].require(f"reader {reader.name} gives", reading.captures)
+            words[reading.op].require(lambda: f"reader {reader.name} gives", reading.captures)
         yield value, reading

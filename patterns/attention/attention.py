@@ -34,6 +34,15 @@ _PACKED = "packed sequences take no bias"
 class Attention(SoftmaxAttention):
     """Softmax attention of queries over keys and values, which several query heads may share."""
 
+    aliases = (
+        "sdpa",
+        "scaled_dot_product_attention",
+        "softmax_attention",
+        "flash_attention",
+        "paged_attention",
+        "fusion_attention",
+    )
+
     @pattern
     @variants(source=SOURCES, result=RESULTS)
     def written(

@@ -48,6 +48,8 @@ Parts: Any = make_dataclass(
 class AttentionUpdate(Rule):
     """Outputs of attention over parts of the keys, merged by their log-sum-exps."""
 
+    aliases = ("lse_merge",)
+
     def reference(self, outs: list[Tensor], lses: list[Tensor]) -> Tensor:
         """The meaning: outs [*B, D] and log-sum-exps [*B] of each part → [*B, D]."""
         weights = torch.stack(lses).softmax(0).unsqueeze(-1)

@@ -211,6 +211,8 @@ def _norm(p: Any, gamma: Any, eps: Any, x: Any) -> Any:
 class QkvRmsNormRopeCache(Rule):
     """Norms and rotation of queries and keys, and the writes of keys and values."""
 
+    aliases = ("qkv_write",)
+
     def reference(self, q: Tensor, k: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Both:
         """The meaning without the writes: heads [*B, D], tables that broadcast to them."""
 

@@ -76,6 +76,8 @@ class Merged(Group):
 class RingMla(SoftmaxAttention):
     """Attention over some of the keys, with what other keys gave."""
 
+    aliases = ("ring_attention",)
+
     @pattern
     @variants(others=(Alone, Merged))
     def written(

@@ -139,6 +139,8 @@ LINES = (KeyValueLines,)
 class CacheWrite(Rule):
     """New rows of a cache."""
 
+    aliases = ("kv_cache", "paged_write", "sliding_write", "reshape_and_cache", "scatter_pa_kv_cache")
+
     def reference(self, cache: Tensor, rows: Tensor, start: Tensor, axis: int) -> Tensor:
         """The meaning: cache [*C], rows [*R] like it but for `axis`, start [] or one per batch row [B]."""
         positions = start.reshape(-1, 1) + torch.arange(rows.shape[axis])

@@ -43,6 +43,8 @@ class Pages(Group):
 class PageGather(Rule):
     """Rows of two caches, out of their pages."""
 
+    aliases = ("gather_pa_kv_cache",)
+
     def reference(self, key_pages: Tensor, value_pages: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         """The meaning: pages [Block, Size, W], table [B, M], lengths [B] → two times [T, W], T the sum of lengths."""
         tokens = [(row, int(length)) for row, length in zip(table, lengths, strict=True)]

@@ -133,6 +133,8 @@ class Whole(Scores):
 class AbsorbedProducts(Rule):
     """Products of attention over a latent instead of the keys and values that are projected from it."""
 
+    aliases = ("absorption",)
+
     def reference(self, nope: Tensor, up: Tensor, latent: Tensor) -> Tensor:
         """Scores without rotated lanes: nope [B, N, S, D], up [N, D, C], latent [B, T, C] → [B, N, S, T]."""
         return nope @ (latent.unsqueeze(1) @ up.transpose(1, 2)).transpose(2, 3)

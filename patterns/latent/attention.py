@@ -95,6 +95,14 @@ class AnyQueries(SoftmaxAttention):
 class LatentAttention(FewQueries, AnyQueries):
     """Softmax attention over a latent that all heads share, of few queries by an older operator too."""
 
+    aliases = (
+        "mla",
+        "latent_attention_atb",
+        "latent_attention_part",
+        "latent_attention_whole",
+        "paged_latent_attention",
+    )
+
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any, version: Any):
         """How pages hold their rows, what the log-sum-exp of the operator is of, and how many queries atb takes."""
         if version in ATB:

@@ -20,6 +20,8 @@ from patterns.attention.calls import viewed
 class HeadProjection(Rule):
     """Projection of every head by its own matrix."""
 
+    aliases = ("transpose_batchmatmul",)
+
     def reference(self, x: Tensor, weight: Tensor) -> Tensor:
         """The meaning: x [B, N, S, K] and weight [N, K, M] → [B, N, S, M]."""
         return x @ weight

@@ -32,6 +32,8 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]
 class KvRmsnormRopeCache(Rule):
     """Both writes, and perhaps the rows themselves."""
 
+    aliases = ("kv_write",)
+
     def reference(self, kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The rows: latents [*B, C] and, behind the lanes of kv [*B, C + Dr] that they are, rotated keys [*B, Dr]."""
         latent, rope = kv.split((gamma.shape[0], cos.shape[-1]), dim=-1)

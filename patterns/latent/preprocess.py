@@ -86,6 +86,8 @@ class Int8Pages(Int8LatentPages):
 class MlaPreprocess(Rule):
     """The whole prologue of latent attention in int8, up to both caches."""
 
+    aliases = ("preprocess", "mla_preprocess_whole", "mla_preprocess_fixed")
+
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
         return frozenset({"latent_attention"})

@@ -95,6 +95,17 @@ STORES = (Rows, *PAGES, Fresh, PackedPages, Int8QueryPages)
 class MlaProlog(Rule):
     """The prologue of latent attention with the writes into both caches."""
 
+    aliases = (
+        "prolog",
+        "mla_prolog_v2",
+        "mla_prolog_v3",
+        "mla_prolog_whole",
+        "mla_prolog_paged",
+        "mla_prolog_channels",
+        "mla_prolog_tiles",
+        "mla_prolog_quantised",
+    )
+
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
         return frozenset({"sparse_attention", "latent_attention"})

@@ -20,6 +20,18 @@ from patterns.linear.swiglu import GatedActivation
 class Activation(GatedActivation, WrittenGelu):
     """The activation of a feed-forward layer."""
 
+    aliases = (
+        "swiglu",
+        "geglu",
+        "gelu",
+        "silu_and_mul",
+        "gated_activation",
+        "written_gelu",
+        "clipped_swiglu",
+        "swiglu_quant",
+        "swiglu_projections",
+    )
+
     def reference(self, x: Tensor) -> Tensor:
         """The meaning with a gate, without bounds: x [*B, 2·H]; without one that of `WrittenGelu`."""
         return GatedActivation.reference(self, x)

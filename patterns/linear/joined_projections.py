@@ -65,6 +65,8 @@ class Layers(Group):
 class JoinedProjections(Rule):
     """Projections of one input, such as queries, keys and values."""
 
+    aliases = ("merged_projections", "qkv", "qkv_projection")
+
     def reference(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         """The meaning: x [*B, K], weights [N_i, K]; returns [*B, N_i] for each."""
         return tuple(F.linear(x, weight) for weight in weights)

@@ -59,6 +59,8 @@ def float32_sum(p, a, b) -> Any:
 class AddNorm(Rule):
     """Residual add and norm in one."""
 
+    aliases = ("add_rms_norm", "add_layer_norm", "residual_norm")
+
     def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The meaning for RMS norms: a and b [*B, D], gamma [D]; returns (norm, sum)."""
         s = a + b

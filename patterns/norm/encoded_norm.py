@@ -110,6 +110,8 @@ class Widened(Group):
 class EncodedNorm(Rule):
     """RMS norm and what its readers make of it in one, perhaps with the residual add before it."""
 
+    aliases = ("add_rms_norm_cast", "add_rms_norm_quant", "add_rms_norm_dynamic_quant", "rms_norm_quant", "norm_quant")
+
     def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """The meaning: a and b [*B, D], gamma [D]; returns whole numbers [*B, D], scales [*B, 1], and the sum."""
         norm, s = AddNorm().reference(a, b, gamma, eps)

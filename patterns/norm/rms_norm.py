@@ -24,6 +24,8 @@ f32 = torch.float32
 class RMSNorm(Rule):
     """Root mean square normalisation over the last dim, accumulated in float32."""
 
+    aliases = ("gemma_rms_norm",)
+
     def reference(self, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
         """The meaning: x [*B, D], gamma [D]."""
         h = x.float()

@@ -68,6 +68,8 @@ class RotatedRows(Group):
 class Quantisation(Rule):
     """Quantisation of rows to int8."""
 
+    aliases = ("quantization", "quantise", "quantize", "dynamic_quant", "static_quant", "rotate_quant")
+
     def reference(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The meaning: x [*B, D], a scale that broadcasts to it, None for max|x| / 127 of each token.
 

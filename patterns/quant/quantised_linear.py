@@ -90,6 +90,8 @@ class WeightOnly(Group):
 class QuantisedLinear(Rule):
     """Linear layer whose weight is kept in int8."""
 
+    aliases = ("quantized_linear", "quant_matmul", "weight_only_linear", "weight_quant_batchmatmul")
+
     def reference(self, x: Tensor, weight: Tensor, scale: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The meaning: x [*B, K], weight [N, K] of int8, scale [N]; in W8A8 x of int8, tokens [*B, 1].
 

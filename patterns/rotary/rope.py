@@ -32,6 +32,16 @@ TOGETHER = (SameTables,)
 class Rope(Rule):
     """Rotary position embedding of all lanes of a tensor, of the first or the last of them, or of queries and keys."""
 
+    aliases = (
+        "rotary",
+        "rotary_embedding",
+        "rotary_mul",
+        "apply_rotary_pos_emb",
+        "interleave_rope",
+        "rope_pair",
+        "partial_rope",
+    )
+
     def reference(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The meaning in half order: x [*B, D], tables broadcast to it."""
         low, high = x.chunk(2, dim=-1)

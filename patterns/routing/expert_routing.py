@@ -237,6 +237,8 @@ class SoftmaxShares(Rule):
 class ExpertRouting(SoftmaxShares, GatedScores):
     """The experts that a router chooses, and what each of them counts: by a softmax, or by other scores."""
 
+    aliases = ("router", "gating", "expert_gating", "moe_gating", "moe_gating_top_k", "moe_gating_top_k_softmax")
+
     def reference(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The meaning by a softmax; by other scores that of `GatedScores`."""
         return SoftmaxShares.reference(self, logits, count)

@@ -37,6 +37,8 @@ from patterns.routing.encodings import (
 class RoutedExperts(Rule):
     """What the experts that a token chose give of it, weighted and summed."""
 
+    aliases = ("experts", "moe", "mixture_of_experts", "fused_moe")
+
     def reference(self, tokens: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """The meaning: tokens [T, H], experts, weights [T, K], gate_up [E, H, 2 · I], down [E, I, H] → [T, H]."""
         gate, up = torch.einsum("th,tkhj->tkj", tokens, gate_up[experts]).chunk(2, dim=-1)

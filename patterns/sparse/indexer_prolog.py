@@ -117,6 +117,8 @@ class HeadWeights(Group):
 class LightningIndexerPrologPto(Rule):
     """Queries, keys and head weights of an int8 indexer over pages, with the writes of keys and of their scales."""
 
+    aliases = ("indexer_prolog",)
+
     opt_in = True
 
     def reference(self, latent: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, turn: Tensor) -> Tensor:

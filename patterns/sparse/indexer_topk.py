@@ -23,6 +23,8 @@ from patterns.sparse.indexer import INDEXERS, Seen
 class IndexerTopk(Rule):
     """Lists of keys."""
 
+    aliases = ("indexer", "lightning_indexer", "quant_lightning_indexer")
+
     def reference(self, query: Tensor, key: Tensor, weights: Tensor, count: int) -> Tensor:
         """The meaning: query [B, S, N, D], key [B, T, D], weights [B, S, N] → [B, S, count]."""
         products = torch.einsum("bsnd,btd->bsnt", query, key).relu()

@@ -97,6 +97,8 @@ class Packed(Group):
 class GatherSelectionKvCache(Rule):
     """Rows of listed keys that a buffer does not hold yet, copied from the cache of all keys into its free slots."""
 
+    aliases = ("gather_selection",)
+
     opt_in = True
 
     def reference(self, ids: Tensor, held: Tensor, buffer: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:

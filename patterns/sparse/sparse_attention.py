@@ -36,6 +36,8 @@ VALUES = ("transposed", "multiplied")
 class SparseAttention(Rule):
     """Attention over the keys that are listed for each query."""
 
+    aliases = ("dsa", "sparse_flash_attention", "top_k_attention")
+
     def reference(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor, scale: float) -> Tensor:
         """The meaning: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E], places [B, S, K] → [B, N, S, E]."""
         scores = (q @ k.transpose(-2, -1)).float() * scale

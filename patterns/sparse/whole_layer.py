@@ -148,6 +148,8 @@ class Attended(Group):
 class SparseAttentionPto(Rule):
     """A step of sparse attention over pages, with its prolog, its indexer and the writes into three caches."""
 
+    aliases = ("whole_layer",)
+
     opt_in = True
 
     def reference(self, x: Tensor, dq: Tensor, gamma: Tensor, iq: Tensor, iw: Tensor, keys: Tensor) -> Tensor:

@@ -56,7 +56,6 @@ def test_what_can_be_assumed(kind):
         ("window:-3", "'window:n'"),
         ("window:4.5", "'window:n'"),
         ("window: 4", "'window:n'"),
-        (True, "did you mean"),
     ],
 )
 def test_anything_else_is_refused_with_the_nearest(kind, nearest):

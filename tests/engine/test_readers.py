@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from fusion import Library, Rule, lowering, pattern, reader, tensor, word
 from fusion.errors import RuleError
 from fusion.graph import Algebra, Miss, Reading, Readings
 from fusion.language import Reader, ordered
-from fusion.language.code import code_of, names_of
+from fusion.language.checks import check_library
+from fusion.language.code import files_of, keys_of
 from fusion.library import installed
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
@@ -40,6 +42,7 @@ def gives(name: str, *needs: str) -> Reader:
     return Reader(f"reads_{name}", read.read, read.gives, read.needs)
 
 
+@dataclass(frozen=True)
 class Uses(Rule):
     """A rule over a word."""
 
@@ -65,13 +68,16 @@ def test_readers_run_after_what_they_need_and_otherwise_as_declared():
 
 def test_words_that_nothing_gives_are_errors_with_the_nearest_name():
     with pytest.raises(
-        RuleError, match=r"rule uses uses 'turned_lane', which no rule or reader gives; .* 'turned_lanes'"
+        RuleError,
+        match=rf"rule uses uses, in form written \({__file__}:\d+\), 'turned_lane', "
+        "which no rule or reader gives; .* 'turned_lanes'",
     ):
-        Library((Uses(),), (gives("turned_lanes"),)).checked()
+        check_library(Library((Uses(),), (gives("turned_lanes"),)))
     with pytest.raises(RuleError, match="reader reads_a needs 'c', which no rule or reader gives"):
-        Library((), (gives("a", "c"),)).checked()
+        check_library(Library((), (gives("a", "c"),)))
 
 
+@dataclass(frozen=True)
 class Applies(Rule):
     """A rule that applies a word to something else."""
 
@@ -94,8 +100,8 @@ def test_a_form_applies_a_word_to_what_it_declares_alone():
     def turned(graph):
         return iter(())
 
-    with pytest.raises(RuleError, match=r"rule applies uses turned_lanes of 'stat', .*; did you mean 'start'\?"):
-        Library((Applies(),), (turned,)).checked()
+    with pytest.raises(RuleError, match=r"rule applies uses, .* turned_lanes of 'stat', .*; did you mean 'start'\?"):
+        check_library(Library((Applies(),), (turned,)))
     with pytest.raises(RuleError, match="'turned' is provided twice"):
         Library((), (turned, turned))
 
@@ -156,7 +162,7 @@ def test_the_engine_names_no_rule_and_no_reading():
 def test_the_key_of_a_library_changes_with_any_file_and_any_rule(tmp_path, monkeypatch):
     whole = installed()
     fewer = Library(whole.rules[1:], whole.readers)
-    assert names_of(whole) != names_of(fewer)
+    assert keys_of(whole) != keys_of(fewer)
     package = tmp_path / "their_rules"
     package.mkdir()
     (package / "__init__.py").write_text("def read(graph):\n    return iter(())\n")
@@ -165,6 +171,6 @@ def test_the_key_of_a_library_changes_with_any_file_and_any_rule(tmp_path, monke
     import their_rules  # type: ignore[import-not-found]
 
     library = Library((), (Reader("theirs", their_rules.read, frozenset({"theirs"})),))
-    before = code_of(library)
+    before = files_of(library)
     (package / "helper.py").write_text("NUMBER = 2\n")
-    assert code_of(library) != before
+    assert files_of(library) != before

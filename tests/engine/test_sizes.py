@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -113,6 +114,7 @@ def test_a_size_that_is_no_longer_symbolic_is_a_number():
     assert plain(0.5) == 0.5
 
 
+@dataclass(frozen=True)
 class InPairs(Rule):
     """A sigmoid, with a zero for each pair of rows, of which nobody knows how many there are."""
 
