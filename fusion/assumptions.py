@@ -18,6 +18,7 @@ import difflib
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ from fusion._torch.memory import stamps
 from fusion._torch.tensors import WeakTensors
 from fusion._torch.tracing import Boxed, boxed, dynamo_position
 from fusion.bands import Band, band_of
-from fusion.facts import FORMATS, Facts, window
+from fusion.facts import FORMATS, LOWERED, ONES, Facts, plain, window
 from fusion.storage import is_fractal
 
 ArgumentPath = tuple[str, ...]
+_SWALLOWS = -1e30
+"""A number that no score changes to which it is added."""
 
 _UNKNOWN = (
     "a graph has no such tensor among its arguments ({}): nothing is assumed in this graph. Correct the name if no "
@@ -78,11 +81,36 @@ def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[st
         near = difflib.get_close_matches(name, list(arguments.values()), n=3, cutoff=0)
         known = f"the nearest are {', '.join(map(repr, near))}" if near else "it has none"
         _warn(name, assume[name], _UNKNOWN.format(known))
-    assumed = {node.name: assume[name] for node, name in names.items() if name}
+    assumed = {node.name: _encoded(node, assume[name]) for node, name in names.items() if name}
     unfit = {node.name for node, name in names.items() if name and not can_be(node.meta["val"])}
     for name in sorted(unfit):
-        _warn(arguments[name], assumed.pop(name), _UNFIT)
+        _warn(arguments[name], plain(assumed.pop(name)), _UNFIT)
     return Facts(assumed=assumed, arguments=arguments)
+
+
+def _encoded(mask: fx.Node, kind: str) -> str:
+    """Return `kind`, with `ONES` behind it of floats that are subtracted from 1, as those that are added never are."""
+    val = mask.meta["val"]
+    if not val.is_floating_point() or _of_keys(val, kind):
+        return kind
+    waiting, seen = list(mask.users), set(mask.users)
+    while waiting:
+        node = waiting.pop()
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        if (name == "rsub" and node.args[1] == 1) or (name == "sub" and node.args[1] == 1):
+            return kind + ONES
+        more = [each for each in node.users if each not in seen] if name in _VIEWS else []
+        seen.update(more)
+        waiting.extend(more)
+    return kind
+
+
+_VIEWS = ("view", "reshape", "unsqueeze", "expand", "slice", "select", "_to_copy", "clone", "alias", "permute", "index")
+
+
+def _of_keys(mask: Tensor, kind: str) -> bool:
+    """True if a mask is [B, T], which holds 1 for each key that is no padding."""
+    return mask.dim() == 2 and kind == "padding"
 
 
 def _warn(name: str, kind: str, wrong: str) -> None:
@@ -95,7 +123,7 @@ def _warn_of(name: str, kind: str | Band, other: Tensor) -> None:
     elif kind in FORMATS:
         warnings.warn(_ELSEWHERE.format(name, kind), stacklevel=2)
     else:
-        _warn(name, kind, _OTHER.format(list(other.shape), other.dtype))
+        _warn(name, plain(kind), _OTHER.format(list(other.shape), other.dtype))
 
 
 def _starts(path: ArgumentPath, name: str) -> bool:
@@ -115,28 +143,29 @@ def can_be(mask: Tensor) -> bool:
 def holds(mask: Tensor, kind: str) -> bool:
     """Whether a real mask is what was assumed, for any lengths L_b in [S, T]. Waits for the device once.
 
-    Bool masks: True is visible. Integer masks, and float masks [B, T] of "padding": 1 is visible, 0 is masked. Other
-    float masks are added to scores: 0 is visible, at most half of the least finite number (−inf too) is masked. Any
-    other content does not hold.
+    Bool masks: True is visible. Integer masks, float masks [B, T] of "padding", and those of a kind that ends in
+    `ONES`: 1 is visible, 0 is masked. Other float masks are added to scores: 0 is visible, at most half of the least
+    finite number (−inf too) is masked. Any other content does not hold.
 
     "padding" asks for one validity per key and sequence, the same for all queries and heads, and for nothing about
     where the invalid keys lie (left, right or between): a rewrite may take the masked keys from the mask, not count
     them. So a [B, T] mask may hold any zeros and ones.
 
     A query that sees nothing occurs in padding masks only, where keys are missing on the left. It holds in a bool or
-    integer mask and with −inf, of which attention gives zero or NaN; it does not hold with finite numbers, because
-    then plain attention gives the mean over all keys, which no fused operator does.
+    integer mask and with −inf, of which attention gives zero or NaN. With finite numbers plain attention gives the mean
+    over the keys that are lowered least: that holds for a kind that ends in `LOWERED`, if no score changes the numbers.
 
     Args:
         mask: [B | 1, N | 1, S, T], [B | 1, S, T], [S, T] (L the same for all), or for "padding" [B, T] instead.
-        kind: "causal", "window:n" or "padding".
+        kind: "causal", "window:n" or "padding", perhaps with `ONES` or `LOWERED` behind it.
     """
-    of_keys = mask.dim() == 2 and kind == "padding"
+    of_ones, lowered, kind = kind.endswith(ONES), kind.endswith(LOWERED), plain(kind)
+    of_keys = _of_keys(mask, kind)
     if not can_be(mask) or (not of_keys and mask.shape[-2] > mask.shape[-1]):
         return False
     if not mask.numel():
         return True
-    visible, legal = _read(mask, of_keys)
+    visible, legal = _read(mask, of_keys or of_ones, lowered)
     if of_keys:
         return bool(legal)
     visible = visible.reshape(mask.shape[0] if mask.dim() > 2 else 1, -1, *mask.shape[-2:])
@@ -144,13 +173,22 @@ def holds(mask: Tensor, kind: str) -> bool:
     return bool(legal & (visible == shape).all())
 
 
-def _read(mask: Tensor, of_keys: bool) -> tuple[Tensor, Tensor]:
-    """Which entries are visible, and whether all of them mean anything; `of_keys`: of a mask [B, T]."""
+def _read(mask: Tensor, of_ones: bool, lowered: bool) -> tuple[Tensor, Tensor]:
+    """Return which entries are visible, and whether all of them mean anything.
+
+    Args:
+        mask: the mask.
+        of_ones: whether 1 is visible, 0 is not.
+        lowered: whether finite numbers may hide all keys of a query.
+    """
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
-    if of_keys or not mask.is_floating_point():
+    if of_ones or not mask.is_floating_point():
         return mask == 1, ((mask == 0) | (mask == 1)).all()
-    visible, masked = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    least = torch.finfo(mask.dtype).min / 2
+    visible, masked = mask == 0, mask <= least
+    if lowered and least <= _SWALLOWS:
+        return visible, (visible | masked).all()
     blind = ~visible.any(-1, keepdim=True)
     return visible, ((visible | masked) & (~blind | mask.isneginf())).all()
 
@@ -212,8 +250,13 @@ def checks_of(source: fx.Graph, facts: Facts, relied: Collection[str]) -> dict[i
     return {position: facts.assumption(node.name) for position, node in placeholders if node.name in relied}
 
 
-def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tuple[str, str | Band]]) -> Boxed:
-    """`run` while every checked input is what was assumed; for other calls what `fallback` gives, with one warning.
+def assumed(
+    run: Boxed,
+    fallback: Callable[[], Boxed],
+    checks: Mapping[int, tuple[str, str | Band]],
+    looser: Callable[[], Boxed] | None = None,
+) -> Boxed:
+    """Run `run` while every checked input is what was assumed, else what `fallback` gives, with one warning.
 
     Checked before anything runs, so that the fallback sees inputs that nothing has written to. A new mask costs one
     wait for the device.
@@ -222,17 +265,29 @@ def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tupl
         run: the graph that relies on the assumptions.
         fallback: compiles the graph that relies on nothing; called when it is first needed.
         checks: by position among the inputs, the name and the assumed kind.
+        looser: compiles a graph for masks of padding that are `LOWERED`, which has checks of its own.
     """
     asked = {position: remembering(kind) for position, (_, kind) in checks.items()}
-    compiled: list[Boxed] = []
+    lowered = {each: remembering("padding" + LOWERED) for each, (_, kind) in checks.items() if kind == "padding"}
+    compiled: dict[bool, Boxed] = {}
 
     def call(*inputs: Any) -> Any:
         wrong = [position for position, check in asked.items() if not check(inputs[position])]
         if not wrong:
             return run(list(inputs))
-        if not compiled:
-            _warn_of(*checks[wrong[0]], inputs[wrong[0]])
-            compiled.append(fallback())
-        return compiled[0](list(inputs))
+        low = looser is not None and all(each in lowered and lowered[each](inputs[each]) for each in wrong)
+        if low not in compiled:
+            if not low:
+                _warn_of(*checks[wrong[0]], inputs[wrong[0]])
+            compiled[low] = looser() if low and looser is not None else fallback()
+        return compiled[low](list(inputs))
 
     return boxed(call)
+
+
+def loosened(source: fx.Graph, facts: Facts) -> Facts:
+    """Return `facts` of float masks of padding [.., S, T] that may hide every key of a query by finite numbers."""
+    masks = {node.name: node.meta["val"] for node in source.find_nodes(op="placeholder")}
+    added = {name for name, kind in facts.assumed.items() if kind == "padding" and masks[name].is_floating_point()}
+    low = {name: "padding" + LOWERED for name in added if masks[name].dim() > 2}
+    return replace(facts, assumed={**facts.assumed, **low})

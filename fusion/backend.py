@@ -20,7 +20,7 @@ from torch.fx.immutable_collections import immutable_dict
 from fusion import graph_cache
 from fusion._inductor import inductor_mode
 from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
-from fusion.assumptions import assumed, checks_of
+from fusion.assumptions import assumed, checks_of, loosened
 from fusion.collection import uncollected
 from fusion.errors import FusionError, OptionError, StageError
 from fusion.facts import Facts
@@ -186,8 +186,22 @@ class FusionBackend:
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.options.assume)
-            outcome = self.outcome(gm, facts, original.graph)
         except FusionError as error:  # whatever fails, the model runs as it came
+            return self._as_it_came(original, example_inputs, error)
+        return self._fused(known, facts, gm, original, example_inputs)
+
+    def _fused(
+        self,
+        known: Known,
+        facts: Facts,
+        gm: fx.GraphModule,
+        original: fx.GraphModule,
+        example_inputs: Sequence[Any],
+    ) -> Boxed:
+        """Fuse and lower `gm`, a copy of `original`, and check at each call what `facts` assume."""
+        try:
+            outcome = self.outcome(gm, facts, original.graph)
+        except FusionError as error:
             return self._as_it_came(original, example_inputs, error)
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         try:
@@ -200,7 +214,21 @@ class FusionBackend:
         if self.options.verify:
             run = verified(original, run)
         checks = checks_of(gm.graph, facts, outcome.assumed)
-        return assumed(run, partial(self._unfused, original, example_inputs), checks) if checks else run
+        if not checks:
+            return run
+        looser = loosened(original.graph, facts)
+        again = None
+        if looser != facts and not _is_symbolic(original.graph):
+            again = partial(self._fused_again, known, looser, original, example_inputs)
+        return assumed(run, partial(self._unfused, original, example_inputs), checks, again)
+
+    def _fused_again(
+        self, known: Known, facts: Facts, original: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Boxed:
+        """Fuse a graph once more, of which something else is assumed, after Dynamo has set its guards."""
+        fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
+        with outside_modes():
+            return self._fused(known, facts, fresh, original, example_inputs)
 
     def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
         """Compile the plain graph and warn once; raises where the compiler is at fault, not the fused graph."""
@@ -215,9 +243,8 @@ class FusionBackend:
     def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """Compile the plain graph after Dynamo has set its guards; graphs of symbolic sizes run node by node, as a
         compiler may ask for another guard, which nothing would check."""
-        symbolic = any(isinstance(node.meta.get("val"), torch.SymInt) for node in original.graph.nodes)
         with outside_modes():
-            return self._lowered(original, example_inputs, "eager" if symbolic else None)
+            return self._lowered(original, example_inputs, "eager" if _is_symbolic(original.graph) else None)
 
     def _lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any], by: str | None = None) -> Boxed:
         """Compile a graph by the compiler `by`, that of the options if None: Inductor in the mode of the options."""
@@ -319,6 +346,11 @@ class Explainer:
         except StageError as error:
             self.parts.append(self.backend.failed(original, error))
         return boxed(fx.Interpreter(original).run)
+
+
+def _is_symbolic(graph: fx.Graph) -> bool:
+    """True if a size in `graph` is symbolic."""
+    return any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes)
 
 
 def _warn_of_mode(options: Options) -> None:

@@ -13,6 +13,10 @@ from fusion.bands import Band
 
 KINDS = ("causal", "padding", "window:n")
 """What can be assumed of an attention mask; n is a positive number of keys."""
+ONES = ":ones"
+"""Ends the kind of a float mask of 0 and 1: 1 where a key is seen, and not 0, as where the mask is added to scores."""
+LOWERED = ":lowered"
+"""Ends the kind of a float mask of padding that may hide all keys of a query by finite numbers, not by -inf alone."""
 FORMATS = ("ND", "FRACTAL_NZ")
 """In which storage format a tensor lies, without and with blocks, see `fusion.storage`: found, and checked as well."""
 
@@ -23,7 +27,8 @@ class Facts:
 
     Attributes:
         parameters: inputs that hold Parameters of the model: what is computed from them alone is prepared once.
-        assumed: what the user says of an input, to be checked at every call, e.g. {"arg7_1": "causal"}.
+        assumed: what the user says of an input, to be checked at every call, e.g. {"arg7_1": "causal"}; with `ONES`
+            or `LOWERED` behind it, e.g. {"arg7_1": "causal:ones"}, of floats that the graph uses as 0 and 1.
         fractal: of each input that may lie in the storage format FRACTAL_NZ, whether it does; where nothing can tell,
             it is supposed to, and to be checked at every call.
         bands: what buffers hold that hold a band, `fusion.bands`, when the model is compiled; checked at every call.
@@ -56,7 +61,12 @@ class Facts:
         return self.arguments.get(name, name), known
 
 
+def plain(kind: str) -> str:
+    """Return a kind as the user gives it, without `ONES` and `LOWERED`."""
+    return kind.removesuffix(ONES).removesuffix(LOWERED)
+
+
 def window(kind: str) -> int | None:
-    """How many keys each query sees at most, its own among them: n of "window:n", None for any other kind."""
-    found = re.fullmatch(r"window:0*([1-9][0-9]*)", kind)
+    """Return how many keys each query sees at most, its own among them: n of "window:n", None for any other kind."""
+    found = re.fullmatch(r"window:0*([1-9][0-9]*)", plain(kind))
     return int(found[1]) if found else None

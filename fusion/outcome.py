@@ -14,7 +14,7 @@ from fusion._torch.pickled import pack, unpack
 from fusion.bodies import bodies
 from fusion.cost import is_bookkeeping, is_launch
 from fusion.errors import Failure
-from fusion.facts import Facts
+from fusion.facts import Facts, plain
 from fusion.failures import raised
 from fusion.language import Rule, call
 from fusion.operators import ensure, operator_of
@@ -147,8 +147,8 @@ class GraphReport(Outcome):
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """What the rewrites rely on: the kind of mask, or a storage format, by the path of the argument."""
-        return {name: str(kind) for name, kind in map(self.facts.assumption, sorted(self.assumed))}
+        """Return what the rewrites rely on: the kind of mask, or a storage format, by the path of the argument."""
+        return {name: plain(str(kind)) for name, kind in map(self.facts.assumption, sorted(self.assumed))}
 
     @property
     def prepared_bytes(self) -> int:

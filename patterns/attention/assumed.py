@@ -16,11 +16,12 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
 from fusion.analysis.constant_folding import Folder
+from fusion.analysis.dtypes import is_integer
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounded_later import RoundedLater
 from fusion.analysis.rounding import is_float
 from fusion.analysis.runs import run
-from fusion.facts import window
+from fusion.facts import LOWERED, ONES, plain, window
 from fusion.graph import Algebra, Graph, Value
 from patterns.attention.hiding import hidden
 from patterns.attention.mask_terms import Term
@@ -69,9 +70,9 @@ class Assumed:
         suppose: bool = False,
     ) -> Masks:
         """These masks of scores [*rows, T]; `keep_lists` as of `Positions`, `suppose` as `Positions.supposing` does."""
-        positions = Positions(shape, self.folder, self.visible, keep_lists)
+        positions = Positions(shape, self.folder, self.visible, keep_lists, self.holds_ones)
         positions = positions.supposing() if suppose else positions
-        return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]))
+        return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]), self.may_be_lowered)
 
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
         """Where the model writes as many rows as there are queries, into no more places than there are keys.
@@ -90,18 +91,37 @@ class Assumed:
         return frozenset(positions.affine(start, at) for start, at in starts.items())
 
     def visible(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
-        """Where a mask [B | 1, N | 1, S, T], [B | 1, S, T] or [S, T] shows a key; None where nothing is assumed."""
-        kind = self.kinds.get(mask.attrs[0]) if mask.op == "input" and mask.attrs[1] == 0 else None
-        if kind is None or mask.rank not in (2, 3, 4) or (mask.rank == 2 and kind == "padding"):  # that is [B, T]
+        """Read where a mask [B | 1, N | 1, S, T], [B | 1, S, T], [S, T] or [B, T] shows a key; None if not assumed."""
+        kind = self._kind(mask)
+        if kind is None or mask.rank not in (2, 3, 4):
             return None
         last = None if kind == "padding" else self._last(mask, at)
-        if last is None:  # then all that is said is that an added mask is one
-            return ("is", Leaf(mask, tuple(at))) if is_float(mask) else None
+        if last is None:  # then all that is said is what its numbers mean, as those of booleans and whole ones do
+            return ("is", Leaf(mask, tuple(at))) if is_float(mask) or self._is_of_keys(mask) else None
         ahead = at[-1] + at[-2].times(-1) + last.times(-1)
         keys = window(kind)
         if keys is None:
             return ("le", ahead)
         return conjunction(("le", ahead), ("le", ahead.times(-1).plus(1 - keys)))
+
+    def holds_ones(self, mask: Value) -> bool:
+        """True if a mask of numbers holds 1 where a key is seen, and 0 where it is hidden."""
+        floats = is_float(mask) and mask.op == "input"
+        return is_integer(mask) or (floats and (self._is_of_keys(mask) or self._said(mask).endswith(ONES)))
+
+    def may_be_lowered(self, mask: Value) -> bool:
+        """True if a mask may hide every key of a query by finite numbers, or by -inf."""
+        return self._said(mask).endswith(LOWERED)
+
+    def _said(self, mask: Value) -> str:
+        return self.kinds.get(mask.attrs[0], "") if mask.op == "input" and mask.attrs[1] == 0 else ""
+
+    def _kind(self, mask: Value) -> str | None:
+        return plain(self._said(mask)) or None
+
+    def _is_of_keys(self, mask: Value) -> bool:
+        """True if a mask is [B, T], which says of each key whether it is padding."""
+        return mask.rank == 2 and self._kind(mask) == "padding"
 
     def _last(self, mask: Value, at: Sequence[Affine]) -> Affine | None:
         """The last key that query 0 sees: L_b − S; None where it cannot be counted."""
@@ -126,7 +146,9 @@ class Assumed:
             row = row and a.slice(row, axis, 0, 1)
         if row is None:
             return None
-        return a.make("count", (_shown(a, a.reshape(row, (*lead, mask.shape[-1]))),), (), lead, torch.int64)
+        return a.make(
+            "count", (_shown(a, a.reshape(row, (*lead, mask.shape[-1])), self.holds_ones(mask)),), (), lead, torch.int64
+        )
 
 
 def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
@@ -142,8 +164,8 @@ def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
     return None if found is None or found.start is None else a.shift(found.start, found.offset), axis
 
 
-def _shown(a: Algebra, mask: Value) -> Value:
-    """The mask as booleans, true where a key is seen: floats are added to scores, everything else chooses."""
-    if not is_float(mask):
+def _shown(a: Algebra, mask: Value, of_ones: bool) -> Value:
+    """Build the mask as booleans, true where a key is seen: floats are added to scores but `of_ones`."""
+    if of_ones or not is_float(mask):
         return a.cast(mask, torch.bool)
     return a.make("not", (hidden(a, mask),), (), mask.shape, torch.bool)

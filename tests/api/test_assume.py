@@ -321,6 +321,56 @@ def test_another_mask_runs_the_unfused_graph_with_one_warning(spy, said, lower):
     assert "'attention_mask' is a causal mask, but this call passes another one ([1, 1, 4, 4]" in texts(said)[0]
 
 
+LEFT_PADDED = CAUSAL & LEFT
+"""Padding on the left: the first query sees no key."""
+
+
+def turned(low: float) -> Callable[..., Tensor]:
+    """Attention with a mask of 0 and 1 that the model turns into numbers that are added."""
+
+    def attend(x: Tensor, attention_mask: Tensor) -> Tensor:
+        return (x @ x.mT / 8 + (1.0 - attention_mask) * low).softmax(-1) @ x
+
+    return attend
+
+
+@pytest.mark.parametrize("low", [LEAST, -1e9, -1e4])
+@pytest.mark.parametrize(("kind", "mask"), [("causal", CAUSAL), ("padding", CAUSAL & (torch.arange(4) != 1))])
+def test_floats_of_0_and_1_are_turned_by_the_model(spy, said, low, kind, mask):
+    attend = turned(low)
+    run = compiled(attend, {"attention_mask": kind})
+    with torch.no_grad():
+        close(run(X, mask.float()), attend(X, mask.float()))
+        assert (spy.ran, texts(said)) == (["fused"], [])
+        close(run(X, mask.float() / 2), attend(X, mask.float() / 2))
+    assert spy.ran == ["fused", "plain"]
+    assert len(texts(said)) == 1
+
+
+@pytest.mark.parametrize("low", [LEAST, -1e9, -1e4])
+def test_a_query_that_floats_of_0_and_1_show_no_key(spy, low):
+    attend = turned(low)
+    run = compiled(attend, {"attention_mask": "padding"})
+    with torch.no_grad():
+        close(run(X, LEFT_PADDED.float()), attend(X, LEFT_PADDED.float()))
+    assert spy.ran == ["fused"]
+
+
+def test_left_padding_by_a_finite_number_that_is_added(spy, said):
+    def attend(x: Tensor, attention_mask: Tensor) -> Tensor:
+        return (x @ x.mT / 8 + attention_mask).softmax(-1) @ x
+
+    run, x = compiled(attend, {"attention_mask": "padding"}, {"target": "ascend910_93"}), X.bfloat16()
+    least = torch.finfo(x.dtype).min
+    with torch.no_grad():
+        for mask in (CAUSAL, LEFT_PADDED, CAUSAL):
+            low = added(mask, least).bfloat16()
+            torch.testing.assert_close(run(x, low), attend(x, low), rtol=2e-2, atol=2e-2)
+    assert (spy.ran[0], spy.ran[2]) == ("fused", "fused")  # by cost, the graph between may be either
+    assert len(spy.compiled) == 2
+    assert texts(said) == []
+
+
 def test_a_mask_that_is_changed_in_place_is_seen(spy):
     run, mask = compiled(attend, {"attention_mask": "causal"}), CAUSAL.clone()
     with torch.no_grad(), pytest.warns(UserWarning, match="passes another one"):
