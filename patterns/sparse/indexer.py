@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fusion import Group, attribute, require, tensor
 from patterns.attention.calls import MaskSpec, laid
-from patterns.cache.pages import cut
+from patterns.cache.pages import SIZES, cut
 from patterns.sparse.pages import of_rows, read
 
 
@@ -113,15 +114,27 @@ class Indexer(Group):
         return self.key.unsqueeze(2), self.key.shape[1], dict(layout_key="BSND")
 
     def apart(self, queries: Any) -> Indexer:
-        """The same with every query as a sequence of its own, whose keys are read as pages in their own order."""
-        batch, keys = self.key.shape[:2]
-        pages = cut(self.key.unsqueeze(2), 1).squeeze(2)
+        """Take every query for a sequence of its own, whose keys are read as pages in their own order.
+
+        Keys that no page divides are copied, with room behind them that no query sees.
+        """
+        whole = self.with_room()
+        pages = cut(whole.key.unsqueeze(2), 1).squeeze(2)
         size = pages.shape[1]
-        table = torch.arange(pages.shape[0], device=pages.device).reshape(batch, keys // size)
-        rows = dict(vars(self), pages=pages, block_table=table, size=size, layout="BSND")
-        if self.key_scale is None:
+        table = torch.arange(pages.shape[0], device=pages.device).reshape(whole.key.shape[0], -1)
+        rows = dict(vars(whole), pages=pages, block_table=table, size=size, layout="BSND")
+        if whole.key_scale is None:
             return PagedIndexer(**rows).apart(queries)
-        return PagedInt8Indexer(**rows, scale_pages=self.key_scale.reshape(-1, size)).apart(queries)
+        return PagedInt8Indexer(**rows, scale_pages=whole.key_scale.reshape(-1, size)).apart(queries)
+
+    def with_room(self) -> Indexer:
+        """Pad keys [B, T, Di] and their scales [B, T] so that the smallest page divides T."""
+        keys = self.key.shape[1]
+        room = -keys % SIZES[-1] if isinstance(keys, int) else 0
+        if not room:
+            return self
+        scale = None if self.key_scale is None else pad(self.key_scale, (0, room))
+        return replace(self, key=pad(self.key, (0, 0, 0, room)), key_scale=scale)
 
     def scales(self) -> Tensor:
         """The scales of int8 keys as they lie."""

@@ -7,7 +7,7 @@ An entry counts as often as it stands in a list, as for the operator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -18,12 +18,22 @@ from fusion.analysis.affine import conjuncts
 from fusion.analysis.intervals import bounds
 from fusion.analysis.row_layout import Step, named, uncast
 from fusion.analysis.runs import wrapped
-from fusion.graph import Miss, Reading, Value
+from fusion.graph import Algebra, Miss, Reading, Value
+from fusion.graph.logic import constant, where
 from fusion.graph.proof import must, proof, proven
-from patterns.attention.masks import Empty, Masks, unseen
+from patterns.attention.empty_rows import Empty
+from patterns.attention.masks import Masks, unseen
 from patterns.sparse.entries import Entries, unclamped
 from patterns.sparse.rows import Gathered, distinct, gathered
 from patterns.sparse.slots import Tabled, by_table
+
+ShowsOne = Callable[[Value], "frozenset[str] | None"]
+"""Names the inputs that a proof relies on that each query sees an entry of its list; None where there is no proof."""
+
+_LOWERED = (
+    "softmax: a query that sees none of its list gives what depends on its scores; npu_sparse_flash_attention requires "
+    "0, NaN or the mean of the listed rows; replace hidden scores by -inf, or show each query an entry"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Operands:
 class _Listed:
     """Attention of queries [*rows, D] over the rows of keys and values that the entries of lists name.
 
-    `empty` is what a query without keys gives.
+    `empty` is what a query without keys gives; `relies` names the inputs of which that takes something as given.
     """
 
     q: Value
@@ -55,12 +65,20 @@ class _Listed:
     empty: str
     scale: float
     of: Operands
+    relies: frozenset[str] = frozenset()
 
     def paged(self, by: Tabled) -> _Listed:
         """The same over rows that a block table names."""
         a, entries = self.entries.masks.a, replace(self.entries, places=by.places)
         k, v = (Gathered(by.rows(a, each.source), by.places, by.counted_back) for each in (self.k, self.v))
         return replace(self, k=k, v=v, entries=entries if self.empty == "mean" else unclamped(a, entries))
+
+    def relied_on(self, shows_one: ShowsOne) -> frozenset[str] | None:
+        """Apply `shows_one` to the lists, with -1 where entries are hidden; None if there are no such lists."""
+        found = self.reading()
+        if not isinstance(found, Reading):
+            return None
+        return shows_one(shown(self.entries.masks.a, found.captures["places"], found.captures.get("hidden")))
 
     @proof
     def reading(self) -> Reading | Miss | None:
@@ -88,14 +106,19 @@ class _Listed:
         }  # fmt: skip
         if hidden is not None:
             said["hidden"] = a.reshape(hidden, (*batch, places.shape[-1]))
-        return Reading("listed_attention", said, masks.positions.names())
+        return Reading("listed_attention", said, masks.positions.names() | self.relies)
 
 
 @proof
 def listed_attention(
-    masks: Masks, of: Operands, scale: float, softmax: Empty, beyond: str = ""
+    masks: Masks,
+    of: Operands,
+    scale: float,
+    softmax: Empty,
+    beyond: str = "",
+    shows_one: ShowsOne = lambda places: None,
 ) -> list[Reading | Miss] | None:
-    """Attention over listed rows, as it may be read, or why it is none; None if they are not gathered by one list.
+    """Read attention over listed rows, or why there is none; None if rows are not gathered by one list.
 
     Rows that a list names by their slots in pages are read as those of a block table besides.
 
@@ -105,6 +128,7 @@ def listed_attention(
         scale: what the scores are multiplied by.
         softmax: what the softmax makes of a row without a key.
         beyond: what else is done to the scores, of which the operator knows nothing.
+        shows_one: of lists [B, S, K] with -1 for hidden entries, by which each query is known to see one.
     """
     a = masks.a
     k, v = (proven(gathered(a, each)) for each in (of.k, of.v))
@@ -117,18 +141,29 @@ def listed_attention(
     seen = masks.visible()
     if isinstance(seen, str):
         return [_miss(seen)]
-    empty = "zero" if seen is True else unseen(masks.positions, masks.terms, softmax)
-    if not empty:
-        return [_miss("a query that sees none of its list would see what is lowered least: replace it by -inf")]
     rows, count = masks.positions.shape[:-1], prod(of.k.shape[:2])
     lists = proven(next((place for place in range(1, len(rows)) if prod(rows[:place]) == count), None))
     entries = Entries(masks, lists, k.places, conjuncts(seen))
-    entries = entries if empty == "mean" else unclamped(a, entries)
-    listed = _Listed(q, k, v, entries, empty, scale, of)
+    seeing = _Listed(q, k, v, unclamped(a, entries), "zero", scale, of)
+    empty = "zero" if seen is True else unseen(masks.positions, masks.terms, softmax)
+    relies = seeing.relied_on(shows_one) if empty in ("", "mean") else None
+    if relies is not None:
+        listed = replace(seeing, relies=relies)
+    elif not empty:
+        return [_miss(_LOWERED)]
+    else:
+        listed = replace(seeing, entries=entries if empty == "mean" else seeing.entries, empty=empty)
     found = proven(listed.reading())
-    table = by_table(a, entries.places, k.source.shape[1]) if k.groups == 1 else None
+    table = by_table(a, listed.entries.places, k.source.shape[1]) if k.groups == 1 else None
     paged = listed.paged(table).reading() if table is not None and isinstance(found, Reading) else None
     return [found, paged] if isinstance(paged, Reading) else [found]
+
+
+def shown(a: Algebra, places: Value, hidden: Value | None) -> Value:
+    """Build a list with -1 where an entry is hidden."""
+    return (
+        places if hidden is None else proven(where(a, hidden, constant(a, -1, (), places.dtype), places, places.dtype))
+    )
 
 
 def _miss(reason: str) -> Miss:

@@ -13,13 +13,13 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, moved, number
 from fusion.analysis.intervals import is_exact, uncast
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
-from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.mask_terms import hides_below
 from patterns.attention.masks import Masks, Term
 from patterns.sparse.entries import grows
+from patterns.sparse.listed import shown
 from patterns.sparse.read import Indexed, indexed
 from patterns.sparse.read_scores import NOT_A_SUM
 from patterns.sparse.score_tests import asks_for_hidden
@@ -32,35 +32,41 @@ _FEW = (
 _OTHERS = "-1 is not written over the places of keys that are hidden, and of these alone"
 
 
-@reader(gives=(INDEXER_LIST,), needs=("listed_attention", "topk_mask"), refines=("listed_attention",))
+@reader(gives=(INDEXER_LIST,), needs=("listed_attention", "lightning_indexer"), refines=("listed_attention",))
 def indexer_lists(graph: Graph) -> Iterator[Found]:
-    """Lists that nodes compute, and those by which rows are gathered; why they are none of an indexer."""
+    """Give lists that nodes compute, and those by which rows are gathered; or why they are none of an indexer.
+
+    Of a list that is read behind a mask, nothing more is said of the places that are listed without it.
+    """
     assumed, a = Assumed.of(graph), graph.algebra
+    read = {value.below("reshape", "expand", "cast") for value, _ in graph.readings.all("lightning_indexer")}
     for root, attention in graph.readings.all("listed_attention"):
         said = attention.captures
-        places = _shown(a, said["places"], said.get("hidden"))
-        found = None if places is None or said["fully_masked_row"] == "mean" else listed(assumed, places)
-        if places is not None and isinstance(found, Reading) and "offset" not in found.captures:
+        places = shown(a, said["places"], said.get("hidden"))
+        found = None if said["fully_masked_row"] == "mean" else listed(assumed, places)
+        if isinstance(found, Reading) and "offset" not in found.captures:
             captures = {name: each for name, each in said.items() if name != "hidden"}
             captures |= {"places": places, "ends": "indexer"}
             yield places, found
             yield root, Reading("listed_attention", captures, attention.relies | found.relies)
-        chosen = None if places is None else _places(places.below("reshape", "cast"))
+        chosen = _places(places.below("reshape", "cast"))
+        read |= {chosen[0]} if chosen is not None and isinstance(found, Reading) else set()
         if chosen is not None and indexed(assumed, chosen[0]) == NOT_A_SUM:
             yield chosen[0], Miss("indexer_topk", NOT_A_SUM)
     lists = [each for each in graph.places if each.dtype in INDEX_DTYPES]
-    written = {found[0] for each in lists if each.op == "where" and (found := _places(each))}
+    read |= {found[0] for each in lists if each.op == "where" and (found := _places(each))}
     for value in lists:
         found = listed(assumed, value)
         if isinstance(found, Reading):
             yield value, found
-        elif found is not None and (value.op == "where" or (value.op == "largest_index" and value not in written)):
+        elif found is not None and (value.op == "where" or (value.op == "largest_index" and value not in read)):
             yield value, Miss("indexer_topk", found)
 
 
-def _shown(a: Algebra, places: Value, hidden: Value | None) -> Value | None:
-    """A list with -1 where an entry is hidden."""
-    return places if hidden is None else where(a, hidden, constant(a, -1, (), places.dtype), places, places.dtype)
+def shows_one(assumed: Assumed, places: Value) -> frozenset[str] | None:
+    """Name what it relies on that each query sees an entry of `places`, the list of an indexer; None if it may not."""
+    found = listed(assumed, places)
+    return found.relies if isinstance(found, Reading) and found.captures["every_row_nonempty"] else None
 
 
 def listed(assumed: Assumed, value: Value) -> Reading | str | None:

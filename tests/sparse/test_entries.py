@@ -14,7 +14,8 @@ from fusion.graph import Algebra, Reading, Value
 from fusion.graph.logic import compare, constant, positions, where
 from fusion.graph.proof import proven
 from patterns.attention.assumed import Assumed
-from patterns.attention.mask_terms import Empty, Term
+from patterns.attention.empty_rows import Empty
+from patterns.attention.mask_terms import Term
 from patterns.sparse.listed import Entries, Operands, listed_attention
 
 B, S, N, T, K, D, C = 2, 3, 5, 16, 4, 8, 6
@@ -85,13 +86,16 @@ def gathered(places: Value, source: Value = KV) -> Value:
     return a.make("index", (source, EVERY, places), (0, 1), (*places.shape, source.shape[-1]), source.dtype)
 
 
+SOFTMAX = Empty(a.softmax(tensor("scores", 2, 4), -1, "nan"))
+
+
 def read(keys: Value, values: Value, hidden: Value | None = None) -> Any:
     """What is said of attention of N heads to these keys [X, M, K, D], for each list; None where it is none."""
     lists = keys.shape[:2]
     shape = (*lists, N, keys.shape[2])
     terms = [] if hidden is None else [Term("drop", a.reshape(hidden, (*lists, 1, shape[-1])), fill=-math.inf)]
     of = Operands(tensor("q", *shape[:-1], D), keys, values, bf16, ())
-    found = listed_attention(Assumed(a).masks(shape, terms, (lists[0], 1, *shape[1:3])), of, 1.0, Empty("nan", False))
+    found = listed_attention(Assumed(a).masks(shape, terms, (lists[0], 1, *shape[1:3])), of, 1.0, SOFTMAX)
     first = found[0] if found else None
     return first.captures if isinstance(first, Reading) else first
 
