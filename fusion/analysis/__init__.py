@@ -8,6 +8,7 @@ intervals, floors, infinities   between which numbers an element lies; which may
 magnitudes                      which number of a float no element passes
 constant_folding, few_numbers   what depends on no input; tensors of few numbers
 exponentials, logarithms        softmax, sigmoid, log Σ exp, as models write them
+equal_rows                      what comes of a row of one number, as of scores that a mask hides
 exp_monomials, elements         shares as products of exponentials; one entry of a dim, told from the others
 int8_grids, factored_products   floats that are (n + offset) · scale of int8 n; products and their scales
 rounding, rounded_later         casts, roundings and factors above a number; what is rounded only later

@@ -14,6 +14,9 @@ from fusion.graph.proof import proven
 _ROUNDED = 0.98
 """How much of a floor the roundings of a softmax and of a sum of its shares, in 16 bits, leave at least."""
 
+_SHARES = tuple((-1, "nan", less) for less in ("greatest", "nothing"))
+"""Attributes of a softmax whose shares add up to 1: a log-sum-exp that is subtracted is rounded."""
+
 
 def is_above(x: Value, number: float) -> bool:
     """Whether every element of floats is proven to be larger than a number, or to be NaN."""
@@ -48,7 +51,7 @@ def _mean_of_largest(x: Value) -> float:
         return 0.0
     shares = rows_below(largest.arg)
     size = shares.shape[-1]
-    if (shares.op, shares.attrs[:2]) != ("softmax", (-1, "nan")) or not isinstance(size, int):
+    if shares.op != "softmax" or shares.attrs not in _SHARES or not isinstance(size, int):
         return 0.0
     return _held(1 / size, shares)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fusion.graph import Value, but_ones
+from fusion.graph.identities import below_greatest
 
 
 def differences(x: Value) -> list[tuple[Value, Value]]:
@@ -18,19 +20,33 @@ def _of_rows(value: Value, z: Value) -> bool:
     return (1,) * (z.rank - value.rank) + value.shape == (*z.shape[:-1], 1)
 
 
-def summed(value: Value) -> Value | None:
-    """The x of which `value` is log Σ exp(x) over its last dim, for x or for x less a number for each row."""
+class LogSum(NamedTuple):
+    """log Σ exp(x) over the last dim of `x`; `guarded` if it stays finite where each exp(x) is 0."""
+
+    x: Value
+    guarded: bool
+
+
+def log_sum(value: Value) -> LogSum | None:
+    """Read `value` as log Σ exp(x), for x as they are or less a number of each row; None for any other value."""
     value = bare(value)
     if value.op == "log_sum_exp":
-        return value.arg if value.attrs == (-1,) else None
+        return LogSum(value.arg, True) if value.attrs == (-1,) else None
     if value.op == "log":
-        return _exponents(value)
+        z = _exponents(value)
+        return None if z is None else LogSum(z, below_greatest(z, -1) is not None)
     for top, log in (value.args, value.args[::-1]) if value.op == "add" else ():
         z = _exponents(bare(log))
-        for x, less in differences(z) if z is not None else ():
-            if bare(less) is bare(top):
-                return x
+        found = [] if z is None else [x for x, less in differences(z) if bare(less) is bare(top)]
+        if z is not None and found:
+            return LogSum(found[0], below_greatest(z, -1) is not None)
     return None
+
+
+def summed(value: Value) -> Value | None:
+    """Return the x of which `value` is log Σ exp(x) over the last dim; None for any other value."""
+    found = log_sum(value)
+    return found and found.x
 
 
 def _exponents(log: Value) -> Value | None:

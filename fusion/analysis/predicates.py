@@ -20,6 +20,7 @@ from fusion.analysis.dtypes import is_integer
 from fusion.analysis.elements import lists_all
 from fusion.analysis.few_numbers import logarithm, merged, of_truth, zero_at
 from fusion.analysis.integers import Integers
+from fusion.analysis.rounding import is_float
 from fusion.graph import Value
 from fusion.graph.proof import must, proof, proven
 
@@ -36,16 +37,20 @@ class Positions(Integers):
         folder: Folder,
         assumed: Assumption = lambda mask, at: None,
         keep_lists: bool = False,
+        of_ones: Callable[[Value], bool] = is_integer,
     ) -> None:
-        """`keep_lists`: a list of all places stays a list, for those who look for one."""
+        """Take a list of all places for one that shows everything, unless `keep_lists`.
+
+        `of_ones` says of a mask of numbers that is assumed whether 1 is visible there, not 0.
+        """
         super().__init__(shape, folder)
-        self._assumed, self._keep_lists = assumed, keep_lists
+        self._assumed, self._keep_lists, self._of_ones = assumed, keep_lists, of_ones
         self.relied: set[Value] = set()  # inputs of which something was assumed
         self.lists_all = False  # whether a list of all places was among what was evaluated
 
     def over(self, shape: Sequence[Any]) -> Positions:
         """The positions of a mask of another shape in the same graph."""
-        return Positions(shape, self._folder, self._assumed, self._keep_lists)
+        return Positions(shape, self._folder, self._assumed, self._keep_lists, self._of_ones)
 
     def supposing(self) -> Positions:
         """The same if whole numbers that are passed in were 0 or 1, to learn what else is not known then."""
@@ -54,7 +59,7 @@ class Positions(Integers):
             whole = mask.op == "input" and is_integer(mask)
             return ("is", Leaf(mask, tuple(at))) if whole else self._assumed(mask, at)
 
-        return Positions(self.shape, self._folder, supposed, self._keep_lists)
+        return Positions(self.shape, self._folder, supposed, self._keep_lists, self._of_ones)
 
     def names(self) -> frozenset[str]:
         """Names of the inputs of which something was assumed."""
@@ -69,7 +74,8 @@ class Positions(Integers):
         if known is not None:
             return known
         mask = x.arg if x.op == "cast" else x
-        said = self._said(mask, at) if mask.dtype is torch.bool or is_integer(mask) else None
+        truths = mask.dtype is torch.bool or self._of_ones(mask)
+        said = self._said(mask, at, None if is_float(mask) else ("is", Leaf(mask, tuple(at)))) if truths else None
         if said is not None:
             return said
         match x.op:
@@ -98,11 +104,12 @@ class Positions(Integers):
             case _:
                 return ("is", Leaf(x, tuple(at)))
 
-    def _said(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
-        """Where a mask that is passed in shows a key, if something is assumed of it; noted, to be checked."""
+    def _said(self, mask: Value, at: Sequence[Affine], known: Formula | None = None) -> Formula | None:
+        """Read where a mask that is passed in shows a key, if more is assumed than is `known`; noted, to be checked."""
         formula = self._assumed(mask, at)
-        if formula is not None:
-            self.relied.add(mask)
+        if formula is None or formula == known:
+            return None
+        self.relied.add(mask)
         return formula
 
     def _triangle(self, x: Value, at: Sequence[Affine]) -> Formula | None:
@@ -144,7 +151,7 @@ class Positions(Integers):
             return self.constants(*below)
         said = self._said(x, at)
         if said is not None:
-            return of_truth(x.dtype, said) if is_integer(x) else {0.0: said, -math.inf: negation(said)}
+            return of_truth(x.dtype, said) if self._of_ones(x) else {0.0: said, -math.inf: negation(said)}
         match x.op:
             case "full":
                 return merged([(x.attrs[0], True)], x.dtype)

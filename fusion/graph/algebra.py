@@ -254,6 +254,24 @@ class Algebra:
             return self.unary("sigmoid", logit)
         return self.make("power", (x,), (float(exponent),), x.shape, x.dtype)
 
+    def softmax(self, x: Value, axis: int, empty: str, less: str = "greatest") -> Value:
+        """Build exp(x - r) / Σ exp(x - r) along `axis`, r being one number of each row.
+
+        Attributes of the value: the axis counted from the end, `empty` and `less`. They say what a row gives in which a
+        mask hides every key, which differs from spelling to spelling.
+
+        Args:
+            x: the scores.
+            axis: the dim of the keys.
+            empty: the result of a row of -inf, "nan" or "zero".
+            less: r, which decides about rows of one number that is low, but finite: "greatest" entry of the row,
+                "nothing" (each exp(x) is 0), "log_sum" (log Σ exp x, in which the dtype of `x` may lose the logarithm
+                of the number of keys), "log_of_sum" (the same by exponentials of `x` itself, which are 0) or "unknown".
+        """
+        if (found := identities.below_greatest(x, axis % x.rank - x.rank)) is not None:
+            x, less = found, "greatest"
+        return self.make("softmax", (x,), (axis % x.rank - x.rank, empty, less), x.shape, x.dtype)
+
     def unary(self, op: str, x: Value) -> Value:
         """Any other function of one value, element by element; |x| of what is not negative is x."""
         return x if op == "abs" and is_nonnegative(x) else self.make(op, (x,), (), x.shape, x.dtype)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def softmax(a: Algebra, numerator: Value, inverse: Value) -> Value | None:
-    """exp(x) / Σ exp(x) over one dim: NaN in a row of -inf, or of numbers so low that each exp(x) is 0."""
+    """Build the softmax that exp(x) / Σ exp(x) over one dim is, in which nothing is subtracted before exp."""
     total = inverse.arg if inverse.op == "scale" else inverse
     if numerator.op != "exp" or total.op != "power" or total.arg.op != "mean" or total.arg.arg is not numerator:
         return None
@@ -20,7 +20,16 @@ def softmax(a: Algebra, numerator: Value, inverse: Value) -> Value | None:
     summed = a.sum(numerator, axes)
     if len(axes) != 1 or summed is None or inverse is not a.power(summed, -1):
         return None
-    return a.make("softmax", (numerator.arg,), (axes[0], "nan", False), numerator.shape, numerator.dtype)
+    return a.softmax(numerator.arg, axes[0], "nan", "nothing")
+
+
+def below_greatest(x: Value, axis: int) -> Value | None:
+    """Return the z of x = z - max(z) along `axis`, which is counted from the end; None for any other `x`."""
+    for z, minus in (x.args, x.args[::-1]) if x.op == "add" else ():
+        greatest = minus.arg if (minus.op, minus.attrs) == ("scale", (-1.0,)) else minus
+        if (greatest.op, greatest.attrs, greatest.args) == ("greatest", (axis,), (z,)):
+            return z
+    return None
 
 
 def normalised(a: Algebra, x: Value, root: Value) -> tuple[Value, Value] | None:

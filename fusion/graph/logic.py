@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion.graph import Algebra, Value, broadcast
-from fusion.graph.dims import is_symbolic
+from fusion.graph.dims import INDEX_DTYPES, is_symbolic
 from fusion.graph.proof import proven
 
 i64 = torch.int64
@@ -44,13 +44,31 @@ def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
 
 
 def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
-    """x where the condition holds, else y; a softmax with rows of -inf replaced by 0 is one that gives 0 there."""
+    """Build x where `condition` holds, else y.
+
+    A softmax with rows of -inf replaced by 0 is one that gives 0 there; a choice that the same condition, or its
+    contrary, has decided before is its result.
+    """
+    shape = broadcast(*(each.shape for each in (condition, x, y)))
+    x, y = _decided(a, condition, x, True), _decided(a, condition, y, False)
     replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs[:2] == (-1, "nan")
-    if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or _is_hidden(a, condition, y.arg)):
-        return softmax(a, y.arg, -1, "zero", y.attrs[2])
+    if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or hides(a, condition, y.arg)):
+        return a.softmax(y.arg, -1, "zero", y.attrs[2])
     if _is_never(condition) and y.shape == condition.shape and math.prod(x.shape) == 1:
         return y
-    return pointwise(a, "where", (condition, x, y), (), dtype)
+    chosen = pointwise(a, "where", (condition, x, y), (), dtype)
+    return chosen if chosen is None or shape is None else a.expand(chosen, shape)
+
+
+def _decided(a: Algebra, condition: Value, x: Value, holds: bool) -> Value:
+    """Return what `x` is where `condition` is known to hold, or not to hold."""
+    choice = x.below("expand")
+    if choice.op != "where" or choice.dtype != x.dtype:
+        return x
+    same = choice.arg.below("expand") is condition.below("expand")
+    if not same and not are_contrary(a, choice.arg.below("expand"), condition.below("expand")):
+        return x
+    return _decided(a, condition, choice.args[1 if same == holds else 2], holds)
 
 
 def _is_never(condition: Value) -> bool:
@@ -102,13 +120,15 @@ def _is_nan(condition: Value, x: Value) -> bool:
     return unequal or (condition.op == "isnan" and condition.arg is x)
 
 
-def _is_hidden(a: Algebra, condition: Value, scores: Value) -> bool:
-    """Whether a condition holds where scores have been replaced by -inf, or in rows in which all have."""
+def hides(a: Algebra, condition: Value, scores: Value, least: float = -math.inf) -> bool:
+    """True if `condition` holds where `scores` have been replaced by `least` or a lower number, or in rows of these."""
     scores = scores.below("cast")
     if scores.op != "where":
         return False
-    lowest = [each.op == "full" and each.attrs == (-math.inf,) for each in scores.args[1:]]
+    lowest = [each.op == "full" and each.attrs[0] <= least for each in scores.args[1:]]
     if lowest[0] and scores.args[0] is condition:
+        return True
+    if lowest[1] and condition.shape == scores.args[0].shape and are_contrary(a, condition, scores.args[0]):
         return True
     row = condition.below("reshape")
     each = row.arg.below("reshape") if row.op == "not" else row
@@ -116,21 +136,30 @@ def _is_hidden(a: Algebra, condition: Value, scores: Value) -> bool:
     if row is each or (each.op, each.attrs) != ("any", (-1,)) or lead != (*scores.args[0].shape[:-1], 1):
         return False
     seen = a.reshape(each.arg, scores.args[0].shape)
-    return (lowest[1] and seen is scores.args[0]) or (lowest[0] and _are_contrary(a, seen, scores.args[0]))
+    return (lowest[1] and seen is scores.args[0]) or (lowest[0] and are_contrary(a, seen, scores.args[0]))
 
 
-def _are_contrary(a: Algebra, x: Value, y: Value) -> bool:
-    """Whether one of two is what the other is not, perhaps with other dims."""
+def are_contrary(a: Algebra, x: Value, y: Value) -> bool:
+    """True if one of two conditions holds exactly where the other does not, perhaps with other dims."""
     below = [each.below("reshape") for each in (x, y)]
     return any(
-        one.op == "not" and math.prod(one.shape) == math.prod(other.shape) and a.reshape(one.arg, other.shape) is other
+        math.prod(one.shape) == math.prod(other.shape) and _is_negated(a, one, other)
         for one, other in ((below[0], y), (below[1], x))
     )
 
 
-def softmax(a: Algebra, x: Value, dim: int, empty: str, safe: bool = True) -> Value:
-    """exp(x) / Σ exp(x) along a dim; `empty` says what a row of -inf gives: "nan" or "zero".
-
-    A safe one subtracts the greatest of each row first. Another gives the same of a row whose exp(x) are all 0.
-    """
-    return a.make("softmax", (x,), (dim % x.rank - x.rank, empty, safe), x.shape, x.dtype)
+def _is_negated(a: Algebra, x: Value, y: Value) -> bool:
+    """True if `x` is written as what `y` is not: not y, y == False, or the contrary comparison."""
+    if x.op == "not":
+        return a.reshape(x.arg, y.shape) is y
+    if x.op != "compare":
+        return False
+    if x.attrs == ("eq",) and x.arg.dtype is torch.bool and (x.args[1].op, x.args[1].attrs) == ("full", (0,)):
+        return a.reshape(x.arg, y.shape) is y
+    other = y.below("reshape")
+    if other.op != "compare":
+        return False
+    kinds, whole = {x.attrs[0], other.attrs[0]}, all(each.dtype in INDEX_DTYPES for each in x.args)
+    return (kinds == {"eq", "ne"} and x.args == other.args) or (
+        kinds == {"lt", "le"} and whole and x.args == other.args[::-1]
+    )

@@ -56,7 +56,7 @@ class Vocabulary:
 
     def softmax(self, x: Term) -> Term:
         """exp(x) / Σ exp(x) over the last dim."""
-        return Apply((x,), ("softmax",), (-1, "nan", Parameter("safe")))
+        return Apply((x,), ("softmax",), (-1, "nan", Parameter("less")))
 
     def largest(self, x: Term, count: Any) -> Term:
         """The largest of the last dim, as many as the parameter takes, in descending order."""

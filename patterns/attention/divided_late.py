@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from fusion.analysis.row_layout import Step, row_step
+from fusion.analysis.row_sums import row_shares
 from fusion.graph import Algebra, Value
+from fusion.graph.proof import proven
 
 Finish = tuple[Step, ...]
 
@@ -23,15 +25,18 @@ def stripped(root: Value) -> tuple[Value, Finish]:
 
 
 def divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
-    """softmax(z) v for (exp(z) v) / Σ exp(z), sums as the product is arranged; None for another product."""
+    """Move a factor of each row from behind the product with values before it, by which weights become shares.
+
+    softmax(z) v for (exp(z) v) / Σ exp(z), with sums arranged as the product; None for any other `root`.
+    """
     value, finish = stripped(root)
     for product, inverse in (value.args, value.args[::-1]) if value.op == "mul" else ():
         sum_of, divided, steps = _below_views(a, product, inverse)
         exp = sum_of.arg.below("cast", "reshape") if sum_of.op == "matmul" else sum_of
-        if exp.op != "exp" or exp is sum_of or prod(exp.shape[:-1]) != prod(divided.shape):
+        if exp.op not in ("exp", "softmax") or exp is sum_of or prod(exp.shape[:-1]) != prod(divided.shape):
             continue
         share = a.mul(exp, _wide(a, _moved(a, divided, "reshape", (*exp.shape[:-1], 1)), exp.dtype))
-        if share is not None:
+        if share is not None and (exp.op == "exp" or row_shares(a, share) is not None):
             weights = _replaced(a, sum_of.arg, exp, share)
             whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
             widened = (("cast", (root.dtype,)),) if root is value else ()
@@ -56,14 +61,25 @@ def _below_views(a: Algebra, product: Value, inverse: Value) -> tuple[Value, Val
     return product, inverse, tuple(reversed(steps))
 
 
-def _moved(a: Algebra, inverse: Value, op: str, how: Sequence[Any]) -> Value:
-    """1 / x of an arrangement of x."""
-    if inverse.op == "power":
-        return a.power(_moved(a, inverse.arg, op, how), inverse.attrs[0])
-    if inverse.op in ("cast", "scale"):
-        below = _moved(a, inverse.arg, op, how)
-        return a.cast(below, inverse.dtype) if inverse.op == "cast" else a.scale(below, inverse.attrs[0])
-    return a.permute(inverse, how) if op == "permute" else a.reshape(inverse, tuple(how))
+def _moved(a: Algebra, x: Value, op: str, how: Sequence[Any]) -> Value:
+    """Arrange numbers of rows otherwise: what is computed element by element, from arranged arguments."""
+    if x.op in ("permute", "reshape"):
+        below = _moved(a, x.arg, x.op, x.attrs or x.shape)
+        if below is not x:
+            return _moved(a, below, op, how)
+    if x.op not in _ELEMENTWISE:
+        return a.permute(x, how) if op == "permute" else a.reshape(x, tuple(how))
+    args = [_moved(a, each if each.shape == x.shape else a.expand(each, x.shape), op, how) for each in x.args]
+    if x.op in _BUILT:
+        return proven(_BUILT[x.op](a, *args, *x.attrs, *([x.dtype] if x.op == "cast" else [])))
+    return a.make(x.op, args, x.attrs, args[0].shape, x.dtype)
+
+
+_ELEMENTWISE = ("power", "scale", "shift", "cast", "add", "mul", "exp", "log", "sigmoid", "aten.logaddexp.default")
+_BUILT: Mapping[str, Callable[..., Value | None]] = {
+    "power": Algebra.power, "scale": Algebra.scale, "shift": Algebra.shift, "cast": Algebra.cast, "add": Algebra.add,
+    "mul": Algebra.mul,
+}  # fmt: skip
 
 
 def _wide(a: Algebra, inverse: Value, dtype: Any) -> Value:

@@ -20,6 +20,7 @@ from fusion.analysis.row_layout import Arrangement, Dims, arranged, arrangement,
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
+from fusion.graph.logic import number
 from patterns.attention.mask_terms import Term
 from patterns.attention.row_heads import in_groups
 from patterns.attention.scores import Scores
@@ -197,12 +198,21 @@ def _common(lead: Sequence[Any], full: Sequence[Any]) -> list[Any]:
     return [*full[: own + 1], *lead[own + 1 :]]
 
 
-def per_head(a: Algebra, sink: Value, frame: Frame) -> Value | None:
-    """One number for each head, [N], of a sink that was spread over all rows."""
+def per_head(a: Algebra, sink: Value, frame: Frame, beside: Value) -> Value | None:
+    """Return the numbers [N] of `sink`, which is repeated for all rows; None where it differs within a head.
+
+    A number that no tensor holds is one of the device of `beside`.
+    """
+    heads = frame.sizes[1]
     while sink.op == "expand" or is_rounding(sink):
         sink = sink.arg
+    if sink.op == "full":
+        zero = a.cast(number(a, 0, beside), sink.dtype)
+        return a.expand(a.shift(a.reshape(zero, (1,)), sink.attrs[0]), (heads,))
+    if prod(sink.shape) == 1:
+        return a.expand(a.reshape(sink, (1,)), (heads,))
     sink = frame.seen(a, sink)
-    lead, heads = (*(1,) * (len(frame.shape) + 1 - sink.rank), *sink.shape), frame.sizes[1]
+    lead = (*(1,) * (len(frame.shape) + 1 - sink.rank), *sink.shape)
     return a.reshape(sink, (heads,)) if prod(lead[1:-2]) == heads == prod(lead) else None
 
 

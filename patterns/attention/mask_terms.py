@@ -14,6 +14,7 @@ from fusion.graph import Algebra, Value
 from fusion.graph.logic import constant, where
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.blame import unproven
+from patterns.attention.empty_rows import Empty
 from patterns.attention.hiding import MASKED, by_list, hidden, negated
 
 LOST = -1e30  # a finite number that swallows any score it is added to
@@ -21,20 +22,6 @@ REPLACED = "scores are replaced by something else than a number of at most -1e4"
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
 )
-
-
-@dataclass(frozen=True)
-class Empty:
-    """What a softmax makes of rows without a key.
-
-    Attributes:
-        of_infinite: "nan" or "zero", of a row of -inf.
-        of_low: whether it makes the same of a row of numbers so low that each exp(x) is 0. One that is not safe does,
-            as it does not subtract the greatest first; None where something else is subtracted.
-    """
-
-    of_infinite: str
-    of_low: bool | None
 
 
 @dataclass(frozen=True)
@@ -126,22 +113,26 @@ def hides_below(positions: Positions, term: Term) -> bool:
 def unseen(
     positions: Positions, terms: Sequence[Term], softmax: Empty, over: bool = False, floor: float = -math.inf
 ) -> str:
-    """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
+    """Return what a query gives that sees no key: "mean" (of all values), "zero", "nan", or "" where that is not known.
 
-    "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered,
-    unless nothing is subtracted from them. One that swallows scores is what they become, until the same replaces them.
-    Scores below `floor` are raised to it behind the masks; a bias may be added `over` what a mask has replaced.
+    A number that only hides a key beside others hides none where it is added to all of them, unless their exponentials
+    are 0. One that swallows scores is what they become, until the same number replaces them.
+
+    Args:
+        positions: those of the scores.
+        terms: the masks, the outermost first.
+        softmax: what the softmax makes of a row that holds one number.
+        over: whether a bias is added to scores that a mask has replaced.
+        floor: the number to which lower scores are raised behind the masks.
     """
     numbers = {max(number, floor) for number in numbers_of(positions, terms)}
-    finite = [number for number in numbers if number != -torch.inf]
-    if not finite or softmax.of_low:
-        return softmax.of_infinite
-    if softmax.of_low is None:
-        return ""
+    results = {softmax.of(number) for number in numbers or {-math.inf}}
+    if results != {"mean"}:
+        return results.pop() if len(results) == 1 else ""
     *outer, innermost = (each.how for each in terms)
-    replaced = "add" not in outer and (innermost != "add" or max(finite) <= LOST)
-    swallows = not over or max(finite) <= LOST
-    alone = floor == max(finite) and max(finite) <= LOST
+    replaced = "add" not in outer and (innermost != "add" or max(numbers) <= LOST)
+    swallows = not over or max(numbers) <= LOST
+    alone = floor == max(numbers) and max(numbers) <= LOST
     return "mean" if (alone or (replaced and swallows)) and len(numbers) == 1 else ""
 
 

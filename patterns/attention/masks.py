@@ -6,7 +6,7 @@ A single mask and the -inf, or the large number, by which it hides a key are rea
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,11 @@ from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import either
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
+from patterns.attention.empty_rows import Empty
 from patterns.attention.granted import granted
-from patterns.attention.hiding import list_in, names_keys
+from patterns.attention.hiding import MASKED, list_in, names_keys
 from patterns.attention.mask_terms import (
     LOST,
-    Empty,
     Term,
     addends,
     hidden_by,
@@ -51,6 +51,11 @@ NOT_LOST = (
     "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
     "them by 1e30 at least, or be proven to show a key to each query"
 )
+UNSHARED = (
+    "softmax: a query that sees no key gives neither 0, NaN nor the mean of all values, as what is subtracted from its "
+    "scores loses the logarithm of their number; npu_fused_infer_attention_score requires one of these; write "
+    "scores.softmax(-1), hide keys by -inf, or let each query see a key"
+)
 _OF_PADDING = (
     "; what is assumed to be padding may hide all of them: pass booleans in, as sdpa takes them, or assume a causal "
     "order where nothing is padded"
@@ -67,6 +72,7 @@ class Masks:
         terms: the masks.
         sizes: B, N, S and T.
         begins: where the model writes as many keys as there are queries, all of them inside.
+        lowered: of an assumed mask, whether it may hide every key of a query by finite numbers, or by -inf.
     """
 
     a: Algebra
@@ -74,6 +80,7 @@ class Masks:
     terms: Sequence[Term]
     sizes: Sizes
     begins: Collection[Affine] = ()
+    lowered: Callable[[Value], bool] = lambda mask: False
 
     def visible(self) -> Formula | str:
         """Where all of them let a score through, or why it cannot be said."""
@@ -130,13 +137,12 @@ class Masks:
         return {**found, "kv_lens": at_most}
 
     def spec(
-        self, empty: Empty, sunk: bool, biased: bool = False, over: bool = False, floor: float = -math.inf
+        self, empty: Empty, biased: bool = False, over: bool = False, floor: float = -math.inf
     ) -> dict[str, Any] | str:
-        """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
+        """Describe the masks to an operator: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:
             empty: what the softmax makes of a row without a key.
-            sunk: whether there is a sink, which takes all of a query that sees no key.
             biased: whether something else is added to the scores.
             over: whether it is added to scores that a mask has replaced.
             floor: the number to which lower scores are raised behind the masks.
@@ -149,10 +155,10 @@ class Masks:
             return found | (self._explicit() if self.positions.lists_all else {})
         bounds = self.limits(formula)
         some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
-        alike = "zero" if some or sunk else unseen(self.positions, self.terms, empty, over, floor)
-        levels = {} if alike or biased or floor > -math.inf else self._lowered(empty)
+        alike = "zero" if some else self._unseen(empty, over, floor)
+        levels = {} if alike or empty.sunk or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
-            return NOT_LOST + (_OF_PADDING if self.positions.relied else "")
+            return NOT_LOST + (_OF_PADDING if self.positions.relied else "") if self.are_shared(empty) else UNSHARED
         words = self.bounded(bounds)
         mask = self._explicit(beside_lists=not words)
         found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
@@ -162,6 +168,13 @@ class Masks:
             return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else self._of_heads()
         counts = not levels and "kv_lens" in words and not bounds.moving and bounds.low is None
         return found | {"count": words["kv_lens"]} if counts else found
+
+    def _unseen(self, empty: Empty, over: bool, floor: float) -> str:
+        """Return what a query gives that sees no key, as `unseen`; "" where masks may hide it by different numbers."""
+        if not any(map(self.lowered, self.positions.relied)):
+            return unseen(self.positions, self.terms, empty, over, floor)
+        results = {empty.of(number) for number in (-math.inf, LOST)}
+        return results.pop() if len(results) == 1 else ""
 
     def _of_heads(self) -> str:
         """Why a mask that is another one for each head is not told, by the list that it is made of, if it is."""
@@ -228,14 +241,15 @@ class Masks:
         return self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
 
     def _lowered(self, softmax: Empty) -> dict[str, Any]:
-        """What all masks together take from the scores, where a query that sees no key sees those lowered least alike.
+        """Sum what all masks take from the scores, where a query that sees no key shares out those lowered least.
 
         {} where that cannot be said: where a score is not swallowed, where the softmax makes of a row of -inf something
-        else than NaN, or is not known to be a safe one.
+        else than NaN or 0, or does not share out a row of one finite number.
         """
-        total = lowered(self.a, self.terms) if self.weakest() <= LOST and softmax.of_low is False else None
+        total = lowered(self.a, self.terms) if self.weakest() <= LOST and self.are_shared(softmax) else None
         wide, lead = self._led(total) if total is not None else (None, ())
-        empty = "lowest" if self._lowers_some() else "lowest_or_nan" if softmax.of_infinite == "nan" else ""
+        infinite = softmax.of(-math.inf)
+        empty = "lowest" if self._lowers_some() else f"lowest_or_{infinite}" if infinite in ("nan", "zero") else ""
         if wide is None or not empty or any(size != 1 for size in lead[1:-2]):
             return {}
         return {"fully_masked_row": empty, "levels": self._of_sequences(wide, lead)}
@@ -258,6 +272,11 @@ class Masks:
     def weakest(self) -> float:
         """The finite number nearest to 0 by which a mask hides a key; -inf where all of them hide by that."""
         return max(numbers_of(self.positions, self.terms), default=-torch.inf)
+
+    def are_shared(self, empty: Empty) -> bool:
+        """True if a row of each finite number by which a mask hides a key shares its weights among all keys."""
+        finite = [each for each in numbers_of(self.positions, self.terms) if each > -math.inf]
+        return all(empty.of(number) == "mean" for number in finite or [MASKED])
 
     def blur(self, least: float) -> bool:
         """Whether, added up in a dtype of that least number, they may be -inf, and else not far from it."""

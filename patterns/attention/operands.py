@@ -10,8 +10,8 @@ from fusion.analysis.row_layout import narrowed
 from fusion.graph import Algebra, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
 from patterns.attention.divided_late import Finish
+from patterns.attention.empty_rows import Empty
 from patterns.attention.frames import Attended, Frame, scaled_queries
-from patterns.attention.mask_terms import Empty
 from patterns.attention.read_int8 import are_int8
 from patterns.attention.scores import Scores
 from patterns.attention.weights import Weights, empty_rows

@@ -41,10 +41,15 @@ from patterns.latent.int8_probabilities import int8_probability_attention
 from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROBABILITY_ATTENTION
 from patterns.sparse.listed import Operands, listed_attention
 from patterns.sparse.read import topk_mask
+from patterns.sparse.read_lists import shows_one
 from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
 _REPEATED = "one score is repeated for several keys"
 _CUT = "the weights are cut, but not from a sink that stands last"
+_VALUED = (
+    "sink: it has a value of its own; npu_fused_infer_attention_score_v2 requires a sink without one; cut its column "
+    "off the weights"
+)
 _OTHERS = (None, APART, _REPEATED, SEVERAL)
 """Why a product is not that of queries and keys, where what is added to it may be."""
 _SUNK = "a sink stands beside the scores of rows that a list names: the operator takes none"
@@ -151,7 +156,7 @@ def _found(
     if not scores.scale or not isfinite(scores.scale):
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
-        return _CUT
+        return _CUT if weights.cut else _VALUED
     return value, weights, scores, finish
 
 
@@ -177,7 +182,8 @@ def _listed(assumed: Assumed, root: Value) -> list[Reading | Miss]:
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
     said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}
     beyond = next((why for why, met in said.items() if met), "")
-    return listed_attention(masks, operands, scores.scale, empty_rows(weights, scores), beyond) or []
+    empty = empty_rows(weights, scores)
+    return listed_attention(masks, operands, scores.scale, empty, beyond, partial(shows_one, assumed)) or []
 
 
 def _reading(
@@ -216,7 +222,7 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
         return "the result is arranged by several symbolic sizes"
     captures["output_view"] = steps
     if scores.sink is not None:
-        sink = per_head(a, scores.sink, frame)
+        sink = per_head(a, scores.sink, frame, attended.queries)
         if sink is None:
             return "the sink is not one number for each head"
         captures["sink"] = sink
@@ -256,11 +262,12 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     found = parted(masks)
     mask, bias = _told(assumed, found, frame, dtype, of)
     untold = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else isinstance(bias, str)
-    whole = unparted(masks, dtype) if untold and of.empty.of_low is False else None
-    finite = mask == NOT_LOST or of.scores.floor > -inf or (whole is not None and stays_finite(whole))
+    whole = unparted(masks, dtype) if untold and masks.are_shared(of.empty) else None
+    lowered = isinstance(mask, str) and mask.startswith(NOT_LOST)
+    finite = lowered or of.scores.floor > -inf or (whole is not None and stays_finite(whole))
     if whole is not None and finite:  # numbers that are added are exact as a bias, whether they hide a key or not
         told = _told(assumed, whole, frame, dtype, of)
-        fits = isinstance(told[1], dict) and (mask == NOT_LOST or "empty_bias" not in told[1])
+        fits = isinstance(told[1], dict) and (lowered or "empty_bias" not in told[1])
         found, (mask, bias) = (whole, told) if fits else (found, (mask, bias))
     if isinstance(mask, str):
         return missed(mask, of.product, found.masks.blamed().at)
@@ -270,7 +277,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     why = unproven(term.mask, hides_by_truths(found.masks.positions, term))
     supposed = why
     if why == TRUTHS:
-        supposed = assumed.masks(*of_scores, suppose=True).spec(of.empty, sunk=of.scores.sink is not None)
+        supposed = assumed.masks(*of_scores, suppose=True).spec(of.empty)
     why = f"{why}; and {supposed}" if isinstance(supposed, str) and supposed != why else why
     return missed(f"{why}; {bias}", of.product, term.at)
 
@@ -278,8 +285,8 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
 def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) -> tuple[Any, Any]:
     """What is said of the masks, and of the bias beside them, {} without one; each a reason where it cannot be said."""
     floor = of.scores.floor
-    mask = found.masks.spec(of.empty, of.scores.sink is not None, bool(found.biases), found.over, floor)
+    mask = found.masks.spec(of.empty, bool(found.biases), found.over, floor)
     if isinstance(mask, str) or not found.biases:
         return mask, {}
     in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
-    return mask, bias_of(assumed, found, frame, dtype, of.empty.of_infinite, in_words, floor)
+    return mask, bias_of(assumed, found, frame, dtype, of.empty.of(-inf), in_words, floor)

@@ -182,13 +182,19 @@ def bias_of(
         return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
     if floor > LOST and _may_reach(-floor / 4, value, numbers, assumed.weights):
         return "as a bias it may come near the number at which scores are clamped, which swallows none of them"
-    if not _may_reach(math.inf, value, numbers, assumed.weights):
+    if _is_finite(found.masks.positions, value) or not _may_reach(math.inf, value, numbers, assumed.weights):
         return {"bias": wide}
     if floor > -math.inf:
         return {"bias": a.make("clamp", (wide,), (floor, math.inf), wide.shape, wide.dtype)}
     if told:
         return "as a bias it may hold -inf, beside a mask of each head"
     return {"bias": wide, "empty_bias": empty}
+
+
+def _is_finite(positions: Positions, x: Value) -> bool:
+    """True if `x` is known to hold a few finite numbers, as what is computed from truths does."""
+    numbers = positions.constants(x, positions.of(x))
+    return numbers is not None and all(map(math.isfinite, numbers))
 
 
 def _holds(numbers: Array, dtype: torch.dtype | None) -> bool:

@@ -6,12 +6,17 @@ partial sums cancel. What is left must be one exponential each, over the sum of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fusion import reader
+from fusion.analysis.dtypes import held_number
 from fusion.analysis.elements import Pick, Picked, arranged_pick, cut, pick_on, stacked
+from fusion.analysis.equal_rows import on_equal_rows
 from fusion.analysis.exp_monomials import ONE, Share, divides, total
 from fusion.analysis.exponentials import Exponentials
 from fusion.analysis.logarithms import bare
@@ -19,15 +24,25 @@ from fusion.analysis.rounding import exact, is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
 from fusion.graph.proof import proof, proven
+from patterns.attention.hiding import MASKED
 from patterns.attention.words import LSE_MERGE, PARTS
 
 Outs = Mapping[Value, Share]
 
+_LOW = (-1e4, -1e9, torch.finfo(torch.float32).min)
+_OF_LOW = (
+    "lse: a query that sees no key of any part has low finite log-sum-exps, whose weights do not add up to 1 in "
+    "npu_attention_update; write torch.logsumexp over the parts and exp(lse - total), or hide keys by -inf"
+)
 
-@reader(gives=(LSE_MERGE,))
+
+@reader(gives=(LSE_MERGE,), needs=("softmax_attention",))
 def merges(graph: Graph) -> Iterator[Found]:
-    """The values that are such merges, and why others that weigh with exponentials are none."""
+    """Give the values that are such merges, and why others that weigh with exponentials are none."""
     a = graph.algebra
+    seeing = {
+        each for each, said in graph.readings.all("softmax_attention") if said.captures["fully_masked_row"] == "zero"
+    }
     walk = _Merges(a, Exponentials(a))
     found: dict[Value, Reading | Miss] = {}
     for value in list(graph.places):
@@ -38,6 +53,8 @@ def merges(graph: Graph) -> Iterator[Found]:
         outs = walk.outs(value, None)
         if len(outs) >= 2 and all(share.is_weight for share in outs.values()):
             outcome = _read(a, walk.exponentials, value, outs)
+            if isinstance(outcome, Reading) and not seeing & set(outs) and _gives_other(value, outcome):
+                outcome = _OF_LOW
             found[value] = Miss("attention_update", outcome) if isinstance(outcome, str) else outcome
     inner = _below(found)
     for value, outcome in found.items():
@@ -163,6 +180,32 @@ def _is_undivided(out: Value) -> bool:
     """Whether a part is a product with exponentials as they are."""
     product = out.below("cast", "reshape", "permute")
     return product.op == "matmul" and product.arg.below("cast", "reshape").op == "exp"
+
+
+def _gives_other(value: Value, merge: Reading) -> bool:
+    """True if a row that a finite number hides in all parts is merged to another sum than by the operator.
+
+    The operator weighs by exp(lseᵢ - lse): beside a large number log 2 is lost, so that both weights are 1.
+    """
+    captures = merge.captures
+    sums = [each for name, each in captures.items() if name.startswith("lse")]
+    outs = [each for name, each in captures.items() if name.startswith("out")]
+    if not all(map(_may_be_low, sums)):
+        return False
+    for number in _LOW:
+        known = {bare(each): number for each in sums} | {bare(each): 1.0 for each in outs}
+        found = on_equal_rows(value, {}, known)
+        total = held_number(number + math.log(len(sums)), torch.float32)
+        wanted = None if total is None else len(sums) * math.exp(number - total)
+        if found is None or wanted is None or not math.isclose(found, wanted, rel_tol=1e-6):
+            return True
+    return False
+
+
+def _may_be_low(lse: Value) -> bool:
+    """True if scores below a log-sum-exp may be hidden by a finite number."""
+    sources = lse.sources(lambda each: () if each.op == "matmul" else each.args)
+    return any(each.op in ("full", "scale") and -math.inf < each.attrs[0] <= MASKED for each in sources)
 
 
 def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> Reading | str:

@@ -15,14 +15,15 @@ import torch
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.infinities import may_be_infinite_beside_numbers
-from fusion.analysis.rounding import exact, is_float
+from fusion.analysis.logarithms import differences, log_sum
+from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, broadcast_arranged, row_step
 from fusion.graph import Algebra, Value, logic
 from fusion.graph.contractions import matmul, swapped
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.addends import addends_of, computed_from, product_in
 from patterns.attention.blame import passed_in
+from patterns.attention.empty_rows import Shift
 from patterns.attention.hiding import MASKED
 from patterns.attention.mask_terms import Term, mask_on
 
@@ -30,6 +31,11 @@ PLAIN = ("cast", "scale", "reshape", "permute")
 """What scores go through that nothing has hidden or capped yet."""
 _UNEVEN = "the scores are scaled by a tensor that is not the same for all keys"
 _OF_FLOATS = "; a mask of floats that is passed in is not known to hold 0 and 1 alone, as one of booleans is"
+SWALLOWED = (
+    "scores: what is subtracted from each row is computed from masked scores and may be the number that hides a key, "
+    "beside which the others are lost; npu_fused_infer_attention_score subtracts the greatest; write "
+    "scores - scores.amax(-1, keepdim=True)"
+)
 BIASED = "what is added to the scores is computed from them, and no mask"
 
 
@@ -37,10 +43,10 @@ BIASED = "what is added to the scores is computed from them, and no mask"
 class Scores:
     """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
 
-    `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
-    whole rows, which a softmax does not see; `safe`: the greatest of each was. `at`: what is odd. `biases`: products
-    that are added to that of queries and keys, as a bias of pairs is. `floor`: behind the masks lower scores are raised
-    to it. `overflow`: from it on, lower scores that are met below are -inf in a dtype to which they are cast.
+    `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifts` are added to rows, which a
+    softmax does not see, the last one first. `at`: what is odd. `biases`: products that are added to that of queries
+    and keys, as a bias of pairs is. `floor`: behind the masks lower scores are raised to it. `overflow`: from it on,
+    lower scores that are met below are -inf in a dtype to which they are cast.
     """
 
     product: Value | None = None
@@ -51,8 +57,7 @@ class Scores:
     sink: Value | None = None
     odd: str = ""
     at: tuple[Value, ...] = ()
-    shifted: bool = False
-    safe: bool = False
+    shifts: tuple[Shift, ...] = ()
     biases: frozenset[Value] = frozenset()
     floor: float = -math.inf
     overflow: float = -math.inf
@@ -80,7 +85,7 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
             if found.scale != 1 or found.factors or found.terms or found.steps or found.sink is not None:
                 return replace(found, odd="a sink is scaled or masked like a score", at=(z,))
-            return scores_of(a, replace(found, sink=z.args[1]), z.arg)
+            return _beside_sink(a, found, *z.args)
         case "add" | "where":
             return _masked(a, found, z)
         case "clip" if product_in(z.arg, found.biases) is not None:
@@ -196,10 +201,8 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     term = mask_on(z, scores, found.scale, found.overflow)
     if isinstance(term, Term) and term.how == "add":
         of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
-        own = computed_from(term.mask, product) and not may_be_infinite_beside_numbers(term.mask)
-        if of_rows and own and found.sink is None and not found.terms:
-            safe = found.safe or _is_greatest(term.mask, scores)
-            return scores_of(a, replace(found, shifted=True, safe=safe), scores)  # the same for a whole row
+        if of_rows and computed_from(term.mask, product) and found.sink is None and not found.terms:
+            return _shifted(a, found, Shift(term.mask, scores, found.scale))
     if isinstance(term, Term) and computed_from(term.mask, product):
         term = BIASED if term.how == "add" else "which keys are seen depends on the scores themselves"
     elif found.factors:
@@ -218,7 +221,7 @@ def _kept_by_factor(a: Algebra, z: Value) -> Value | None:
     """
     for kept, other in (z.args, z.args[::-1]) if z.op == "add" else ():
         for scores, factor in (kept.args, kept.args[::-1]) if kept.op == "mul" else ():
-            seen, number, rest = _truth_of(a, factor), 1.0, other
+            seen, number, rest = truth_of(a, factor), 1.0, other
             inverse = a.shift(a.scale(factor, -1), 1)
             while rest.op == "scale" and rest is not inverse:
                 rest, number = rest.arg, number * rest.attrs[0]
@@ -233,23 +236,68 @@ def _is_of_products(scores: Value) -> bool:
     return below.op == "matmul" or (below.op == "add" and all(map(_is_of_products, below.args)))
 
 
-def _truth_of(a: Algebra, x: Value) -> Value | None:
-    """Where a tensor of 0 and 1 is 1."""
+def truth_of(a: Algebra, x: Value) -> Value | None:
+    """Return the booleans of which `x` holds 1 for True and 0 for False; None for any other."""
     if x.op in ("reshape", "permute", "expand", "slice"):
-        seen = _truth_of(a, x.arg)
+        seen = truth_of(a, x.arg)
         return None if seen is None else a.seen_as(seen, x)
     if x.op == "cast":
-        return x.arg if x.arg.dtype is torch.bool else _truth_of(a, x.arg)
+        return x.arg if x.arg.dtype is torch.bool else truth_of(a, x.arg)
     if x.op == "mul":
-        both = [each if each.dtype is torch.bool else _truth_of(a, each) for each in x.args]
+        both = [each if each.dtype is torch.bool else truth_of(a, each) for each in x.args]
         return logic.pointwise(a, "and", [proven(each) for each in both], (), torch.bool) if None not in both else None
     chosen = x.op == "where" and x.arg.shape == x.shape and [each.op for each in x.args[1:]] == ["full", "full"]
     return x.arg if chosen and [each.attrs[0] for each in x.args[1:]] == [1, 0] else None
 
 
-def _is_greatest(less: Value, scores: Value) -> bool:
-    """Whether what is taken from each row is computed from the greatest of these scores."""
-    return any(each.op in ("greatest", "largest") and exact(each.arg) is exact(scores) for each in less.sources())
+def _beside_sink(a: Algebra, found: Scores, scores: Value, sink: Value) -> Scores:
+    """Walk down beside a sink, below the same number of each row that is subtracted from scores and sink."""
+    for whole, less in differences(scores):
+        minus = next(each for each in scores.args if each.op == "scale" and each.arg is less)
+        if sink.op == "add" and minus in sink.args:
+            own = sink.args[1] if sink.args[0] is minus else sink.args[0]
+            return _shifted(a, replace(found, sink=own), Shift(minus, whole, 1.0, own))
+    return scores_of(a, replace(found, sink=sink), scores)
+
+
+def _shifted(a: Algebra, found: Scores, shift: Shift) -> Scores:
+    """Walk below a number of each row, of which a softmax sees nothing unless the number swallows the scores.
+
+    One that hides a key does: -1e9 may be subtracted only where it is the greatest score of the row.
+    """
+    below = scores_of(a, replace(found, shifts=(*found.shifts, shift)), shift.scores)
+    swallowed = swallows(shift.by, shift.scores, below)
+    return replace(found, odd=SWALLOWED, at=(shift.by,)) if swallowed else below
+
+
+def swallows(by: Value, scores: Value, below: Scores) -> bool:
+    """True if `by`, a number for each row of `scores`, may be one that hides a key although others are seen."""
+    same = _unscaled(scores)
+    read = list(by.sources(lambda x: _decides(x, same)))
+    low = any(each.op == "full" and abs(each.attrs[0]) >= -MASKED for each in read)
+    return low or (bool(below.terms) and below.product in read)
+
+
+def _unscaled(x: Value) -> Value:
+    """Return `x` below views, casts and positive factors, which change no order."""
+    while x.op in PLAIN and (x.op != "scale" or x.attrs[0] > 0):
+        x = x.arg
+    return x
+
+
+def _decides(x: Value, scores: Value) -> Sequence[Value]:
+    """Return what decides about the magnitude of `x`: nothing in `scores` where those that are seen outweigh others."""
+    reduces = (x.op == "greatest" and -1 in x.attrs) or (x.op, x.attrs) == ("largest", (1,))
+    total = log_sum(x)
+    rows = x.arg if reduces else total and total.x
+    pieces = () if rows is None else rows.args if rows.op == "cat" else (rows,)
+    if any(_unscaled(each) is scores for each in pieces):
+        return [each for each in pieces if _unscaled(each) is not scores]
+    exps = x.arg.below("cast") if (x.op, x.attrs) == ("mean", (-1,)) else x
+    if exps.op == "exp" and exps is not x:
+        below = [(exps.arg, None), *differences(exps.arg)]
+        return next((() if by is None else (by,) for z, by in below if _unscaled(z) is scores), x.args)
+    return x.args[1:] if x.op == "where" else x.args
 
 
 def _clamped(a: Algebra, found: Scores, z: Value) -> Scores:

@@ -35,8 +35,8 @@ class Visibility(Group):
         mask_kind: "none", "causal_upper_left", "causal_lower_right" as in `MaskSpec`, or "dense".
         window: how many keys before its own a query sees.
         fully_masked_row: what a query without keys gives: "zero", "mean" (of all values), "nan", "lowest" (the mean of
-            values whose keys are lowered least) or "lowest_or_nan" (NaN where they are lowered by -inf); always "zero"
-            where every query is known to see a key.
+            values whose keys are lowered least), "lowest_or_nan" or "lowest_or_zero" (NaN or 0 where they are lowered
+            by -inf); always "zero" where every query is known to see a key.
         levels: by how much keys are lowered, where a query without keys sees those that are lowered least.
     """
 
@@ -153,7 +153,7 @@ class Dense(Visibility):
             finite = self.fully_masked_row == "lowest"
             least = self.levels.amax(-1, keepdim=True)
             mask = self.levels < (least if finite else least.clamp(min=torch.finfo(least.dtype).min))
-            nothing, empty = least < 0, "zero" if finite else "nan"
+            nothing, empty = least < 0, "zero" if finite else self.fully_masked_row.removeprefix("lowest_or_")
         opened = replace(self, mask=mask, levels=None, fully_masked_row=empty)
         return tuple(each.masked_fill(nothing, 0) for each in queries), opened
 

@@ -9,15 +9,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.infinities import may_be_infinite_beside_numbers
-from fusion.analysis.logarithms import differences
+from fusion.analysis.equal_rows import counted, share
 from fusion.analysis.row_layout import Arrangement, arrangement, row_step
 from fusion.graph import Algebra, Value, logic
+from patterns.attention.empty_rows import Empty
 from patterns.attention.hiding import MASKED
-from patterns.attention.mask_terms import Empty, Term
-from patterns.attention.scores import PLAIN, Scores, scores_of
+from patterns.attention.mask_terms import Term
+from patterns.attention.scores import PLAIN, Scores, scores_of, truth_of
+from patterns.attention.shares import shared
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,8 @@ class Weights:
 
 
 def empty_rows(weights: Weights, scores: Scores) -> Empty:
-    """What the softmax makes of a row without a key."""
-    _, of_infinite, safe = weights.softmax.attrs
-    return Empty(of_infinite, False if safe or scores.safe else None if scores.shifted else True)
+    """Read what the softmax makes of a row without a key."""
+    return Empty(weights.softmax, scores.shifts, scores.sink is not None)
 
 
 def dropped(p: Value) -> bool:
@@ -52,7 +53,7 @@ def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
         elif p.op in ("slice", "narrow") and p.attrs[:2] == (p.rank - 1, 0) and p.attrs[3:] in ((), (1,)):
             cut = True
         elif p.op in _REWRITTEN:
-            whole = _REWRITTEN[p.op](a, p)
+            whole = _REWRITTEN[p.op](a, p, walk)
             if whole is None:
                 return None
             p = whole
@@ -66,49 +67,81 @@ def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
     return None if rows is None else Weights(p, rows, cut)
 
 
-def _of_columns(a: Algebra, turned: Value) -> Value | None:
+def _of_columns(a: Algebra, turned: Value, walk: Scores) -> Value | None:
     """softmax(zᵀ) over rows for the transpose of a softmax over columns; None for others."""
     p = _unrounded(turned.arg)
     if p.op != "softmax" or turned.attrs[-1] - p.rank != p.attrs[0]:
         return None
     z = _permuted(a, p.arg, turned.attrs)
-    return logic.softmax(a, z, -1, *p.attrs[1:])
+    return a.softmax(z, -1, *p.attrs[1:])
 
 
-def _beside_sink(a: Algebra, p: Value) -> Value | None:
-    """The first of softmax([z, sink]) for exp(z) / (Σ exp(z) + exp(sink)), all less one number for each row or not."""
-    for exp, inverse in (p.args, p.args[::-1]):
-        total = inverse.arg if inverse.op == "power" and inverse.attrs == (-1.0,) else inverse
-        if exp.op != "exp" or total is inverse or total.op != "add" or not isinstance(exp.shape[-1], int):
-            continue
-        for summed, other in (total.args, total.args[::-1]):
-            if summed is a.sum(exp, (-1,)) and other.op == "exp" and other.shape[-1:] == (1,):
-                z, sink = _less_the_same(exp.arg, other.arg)
-                joined = a.cat([z, a.expand(sink, (*z.shape[:-1], 1))], -1)
-                weights = logic.softmax(a, joined, -1, "nan", safe=False)
-                return a.cut(weights, -1, 0, exp.shape[-1])
-    return None
+def _of_product(a: Algebra, p: Value, walk: Scores) -> Value | None:
+    """Rewrite weights times numbers of each row, or times 0 where a key is hidden and 1 elsewhere."""
+    for weights, factor in (p.args, p.args[::-1]):
+        seen = truth_of(a, factor)
+        if seen is not None:
+            hidden = _hidden_below(a, logic.negated(a, seen), weights, walk)
+            return hidden and a.cast(a.softmax(hidden.scores, -1, hidden.times_zero, hidden.less), p.dtype)
+    return shared(a, p, walk)
 
 
-def _hidden_twice(a: Algebra, p: Value) -> Value | None:
-    """Softmax of scores that are -inf where a key is hidden, 0 for rows of them, for weights that are 0 there as well.
+def _hidden_twice(a: Algebra, p: Value, walk: Scores) -> Value | None:
+    """Rewrite weights that are replaced by 0 where a key, or each key of a query, is hidden."""
+    condition, *sides = p.args
+    zero = [each.op == "full" and each.attrs[0] == 0 for each in sides]
+    if zero.count(True) != 1:
+        return None
+    gone = condition if zero[0] else logic.negated(a, condition)
+    hidden = _hidden_below(a, gone, sides[zero.index(False)], walk)
+    return hidden and a.cast(a.softmax(hidden.scores, -1, "zero", hidden.less), p.dtype)
+
+
+def _behind_first(a: Algebra, p: Value, walk: Scores) -> Value | None:
+    """Rewrite weights behind that of a sink which stands first as those before one that stands last."""
+    whole = _unrounded(p.arg)
+    pieces = whole.arg.args if whole.op == "softmax" and whole.arg.op == "cat" else ()
+    last = p.rank - 1
+    alone = len(pieces) == 2 and pieces[0].shape[-1] == 1 and (whole.attrs[0], whole.arg.attrs) == (-1, (last,))
+    if not alone or p.attrs != (last, 1, p.arg.shape[-1], 1):
+        return None
+    keys: Any = p.shape[-1]
+    return a.cast(a.cut(a.softmax(a.cat(pieces[::-1], -1), *whole.attrs), -1, 0, keys), p.dtype)
+
+
+class _Hidden(NamedTuple):
+    """Scores that are -inf where a key is hidden, what a softmax subtracts from them, and its weights times 0."""
+
+    scores: Value
+    less: str
+    times_zero: str
+
+
+def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | None:
+    """Read weights of scores that are replaced by a low number where `gone` holds, or in whole rows of it.
 
     None where something else may hide a key: of a row in which all are hidden by one or the other, plain attention
     shares the weights among them before those of one are made 0.
     """
-    condition, *sides = p.args
-    zero = [each.op == "full" and each.attrs[0] == 0 for each in sides]
-    weights = _unrounded(sides[zero.index(False)]) if zero.count(True) == 1 else p
-    scores = _unrounded(weights.arg) if weights.op == "softmax" and weights.attrs[0] == -1 else p
-    if scores.op != "where" or scores is p or scores.args[0] is not condition:
+    softmax = _softmax_below(a, p, walk)
+    scores = None if softmax is None else _unrounded(softmax.arg)
+    if softmax is None or scores is None or scores.op != "where" or not logic.hides(a, gone, scores, MASKED):
         return None
-    fill, plain = scores.args[1:] if zero[0] else scores.args[:0:-1]
-    if fill.op != "full" or not fill.attrs[0] <= MASKED or not all(map(_hides_no_key, plain.sources(_of_scores))):
+    place = next(place for place in (1, 2) if scores.args[place].op == "full" and scores.args[place].attrs[0] <= MASKED)
+    if not all(map(_hides_no_key, scores.args[3 - place].sources(_of_scores))):
         return None
-    lowest = logic.constant(a, -math.inf, fill.shape, fill.dtype)
-    chosen = (condition, lowest, plain) if zero[0] else (condition, plain, lowest)
-    hidden = a.cast(a.make("where", chosen, (), scores.shape, scores.dtype), weights.dtype)
-    return a.cast(logic.softmax(a, hidden, -1, "zero", weights.attrs[2]), p.dtype)
+    fill, infinite = scores.args[place].attrs[0], logic.constant(a, -math.inf, (), scores.dtype)
+    args = [infinite if at == place else each for at, each in enumerate(scores.args)]
+    hidden = a.cast(a.make("where", args, (), scores.shape, scores.dtype), softmax.dtype)
+    finite = math.isfinite(share(softmax, fill, counted(softmax.shape[-1])))
+    return _Hidden(hidden, softmax.attrs[2], "zero" if finite else "nan")
+
+
+def _softmax_below(a: Algebra, p: Value, walk: Scores) -> Value | None:
+    """Return the softmax over keys that weights are, perhaps rounded; None for any other."""
+    p = _unrounded(p)
+    found = p if p.op == "softmax" else shared(a, p, walk) if p.op in ("mul", "exp") else None
+    return found if found is not None and found.op == "softmax" and found.attrs[0] == -1 else None
 
 
 def _of_scores(x: Value) -> Sequence[Value]:
@@ -130,20 +163,11 @@ def _unrounded(x: Value) -> Value:
     return x
 
 
-def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
-    """Both before the same number of each row was subtracted from them; themselves where none was."""
-    for whole, less in differences(z):
-        minus = [each for each in sink.args if each.op == "scale" and each.attrs == (-1.0,) and each.arg is less]
-        if sink.op == "add" and minus and not may_be_infinite_beside_numbers(less):
-            return whole, sink.args[1] if sink.args[0] is minus[0] else sink.args[0]
-    return z, sink
-
-
 _TAKING = ("take", "index")
 _SEEING = ("matmul", *PLAIN, *_TAKING, "mul", "add", "slice", "narrow", "cat", "expand")
 """Ops of scores, and of a bias that is computed from the queries, which hide no key."""
 
-_REWRITTEN = {"permute": _of_columns, "mul": _beside_sink, "where": _hidden_twice}
+_REWRITTEN = {"permute": _of_columns, "mul": _of_product, "exp": shared, "where": _hidden_twice, "slice": _behind_first}
 """Of weights, ops that are read as another value."""
 
 
@@ -159,7 +183,7 @@ def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int,
         return softmax, ()
     z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
     order = tuple(back.index(place) for place in range(len(back)))
-    return logic.softmax(a, z, *softmax.attrs), order
+    return a.softmax(z, *softmax.attrs), order
 
 
 _HEADS_FIRST = {4: (0, 2, 1), 3: (1, 0)}

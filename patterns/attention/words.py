@@ -14,7 +14,8 @@ _SEEN = {
     "kv_len": "how many keys there are for every sequence, None for all T",
     "kv_lens": "how many keys there are for each sequence [B]",
     "levels": "by how much keys are lowered [B, N, S, T], where a query without keys sees those that are lowered least",
-    "fully_masked_row": '"zero", "nan", "mean", "lowest" or "lowest_or_nan": what a query without keys gives',
+    "fully_masked_row": '"zero", "nan", "mean", "lowest", "lowest_or_nan" or "lowest_or_zero": what a query without '
+    "keys gives",
 }
 """What every reading of attention says of the keys that are seen."""
 

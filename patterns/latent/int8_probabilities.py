@@ -17,7 +17,6 @@ from fusion.analysis.factored_products import WIDE, Peeled, factors_of, peeled, 
 from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.analysis.row_layout import arranged
 from fusion.graph import Algebra, Miss, Reading, Value
-from fusion.graph.logic import softmax
 from fusion.graph.proof import must, proof, proven
 
 STEPS = 127
@@ -50,7 +49,7 @@ def _read(a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None
     if isinstance(weights, str):
         return weights
     scores = weights.value
-    shares = softmax(a, scores, -1, "nan")
+    shares = a.softmax(scores, -1, "nan")
     both = (arranged(a, shares, weights.steps), a.scale(outer.value.args[1], weights.number))
     stand_in = arranged(a, a.make("matmul", both, (), outer.value.shape, WIDE), outer.steps)
     plain = a.cast(stand_in, root.dtype)

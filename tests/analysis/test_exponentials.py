@@ -48,7 +48,7 @@ def lse(a: Algebra, x: Value, axis: int) -> Value:
 
 
 def softmax(a: Algebra, x: Value, axis: int) -> Value:
-    return a.make("softmax", (x,), (axis, "nan", True), x.shape, x.dtype)
+    return a.softmax(x, axis, "nan")
 
 
 def joined_entries(a: Algebra, x: Value) -> Value:

@@ -414,7 +414,7 @@ LOOKALIKES = (
     refused(sink_that_a_tensor_scales, "a sink is scaled or masked", torch.tensor(0.25), activations(4, N)),
     Entry(sinks_in_another_order, heads=M, layout="SND", more=tensors(activations(4, N))),
     refused(sinks_of_places, "not one number for each head", activations(4, S), heads=M, layout="SND"),
-    refused(sink_less_another_number, "computed from them", activations(4, N)),
+    refused(sink_less_another_number, "in place of a softmax over the keys", activations(4, N)),
     refused(decoded_and_masked_by_head, "differs from head to head", queries=1),
     refused(gated_weights, "the weights go through a multiplication", activations(8, S, S)),
     refused(shifted_weights, "the weights go through an addition", activations(8, S, S)),

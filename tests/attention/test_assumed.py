@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -140,17 +141,22 @@ def test_without_an_assumption_an_added_mask_is_any_bias():
     assert any("not proven to be a mask" in each.reason for each in outcome.refusals)
 
 
-@pytest.mark.parametrize("added", [lambda mask: mask, lambda mask: (1.0 - mask) * -1e30], ids=["as it is", "turned"])
-def test_ones_of_keys_that_are_added_are_no_mask(added):
-    def padded(q: Tensor, mask: Tensor) -> Tensor:
-        return (q @ q.mT + added(mask)[:, None, None]).softmax(-1) @ q
+@pytest.mark.parametrize("added", [lambda mask: mask, lambda mask: (1.0 - mask) * -1e4], ids=["as it is", "turned"])
+def test_ones_of_keys_are_known_to_be_finite(added):
+    """Added as they are they are a bias; turned into numbers of which attention has the sum, another one."""
 
-    inputs = (torch.randn(2, 2, 8, 64), (torch.arange(8) < torch.tensor([[5], [8]])).float())
+    def padded(q: Tensor, mask: Tensor) -> Tensor:
+        return (q @ q.mT / 8 + added(mask)[:, None, None]).softmax(-1) @ q
+
+    inputs = (torch.randn(2, 2, 8, 64), (torch.arange(8) < torch.tensor([[0], [5]])).float())
     graph = testing.capture(padded, inputs, "composite").graph
     name = next(n.name for n in graph.graph.find_nodes(op="placeholder") if n.meta["val"].shape == (2, 8))
-    outcome = fuse_graph(graph.graph, installed(), HOST, Facts(assumed={name: "padding"}))
-    assert not outcome.chosen
-    assert not outcome.failures
+    fused = copy.deepcopy(graph)
+    outcome = fuse_graph(fused.graph, installed(), HOST, Facts(assumed={name: "padding"}))
+    fused.recompile()
+    assert [each.match.rule.name for each in outcome.chosen] == ["attention"]
+    assert outcome.chosen[0].match.captures.get("bias") is not None
+    torch.testing.assert_close(fused(*inputs), graph(*inputs))
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ REFUSED: dict[Form, str] = {
     lowered_by_infinity_or_nearly: "would see those that are lowered least",
     **dict.fromkeys(
         (less_the_least, less_the_least_by_a_sum, less_the_largest_of_what_is_raised, less_the_least_beside_a_sink),
-        "computed from them, and no mask",
+        "may be the number that hides a key",
     ),
 }
 

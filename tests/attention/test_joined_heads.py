@@ -133,5 +133,5 @@ def test_a_chain_in_which_each_value_stands_twice_is_walked_once():
     for _ in range(60):
         bounded = a.make("clip", (scores,), (-1.0, 1.0), scores.shape, scores.dtype)
         scores = a.make("add", (scores, bounded), (), scores.shape, scores.dtype)
-    weights = a.make("softmax", (scores,), (-1, "nan", True), scores.shape, scores.dtype)
+    weights = a.softmax(scores, -1, "nan")
     assert of_all_heads(a, a.make("matmul", (weights, values), (), scores.shape, scores.dtype)) is None

@@ -112,6 +112,22 @@ def test_what_is_a_log_sum_of_something_else_stays(function: Callable[..., Parts
     testing.means_what_it_says(t)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_log_sum_of_a_query_without_keys(named: bool):
+    """By its name it is -inf, as the operator's is made; below the greatest score it is NaN."""
+
+    def attend(scores: Tensor, v: Tensor) -> Parts:
+        scores = scores.masked_fill(torch.arange(S)[:, None] + torch.arange(T) < T, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        lse = scores.logsumexp(-1) if named else (top + (scores - top).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+        return scores.softmax(-1).nan_to_num(0.0) @ v, lse
+
+    t = tried(attend)
+    assert any("OutputAndLse" in each.match.form for each in t.outcome.chosen) == named
+    assert any("it is NaN or a finite number" in each.reason for each in t.outcome.refusals) != named
+    testing.means_what_it_says(t)
+
+
 def test_a_log_sum_with_what_belongs_to_another_row_stays():
     t = tried(of_all_rows, 1, 1)
     assert [each.match.form for each in t.outcome.chosen] == ["written[Rows, Output]"]

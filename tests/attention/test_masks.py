@@ -499,7 +499,7 @@ def is_told_right(t: Twins, mask: Twin, shape: tuple[int, int, int], softmax: st
     q, k, v = (t.input(torch.zeros(batch, 2, size, D)).value for size in (queries, keys, keys))
     scores = matmul(t.a, q, swapped(t.a, k))
     masked = logic.where(t.a, mask.value, scores, logic.constant(t.a, -torch.inf, (), torch.float32), torch.float32)
-    root = matmul(t.a, logic.softmax(t.a, masked, -1, softmax), v)
+    root = matmul(t.a, t.a.softmax(masked, -1, softmax), v)
     outcome = attention(Assumed(t.a), root)
     assert isinstance(outcome, dict), outcome
     reading = outcome[root]

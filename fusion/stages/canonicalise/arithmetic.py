@@ -220,6 +220,7 @@ translations(
         "aten.sqrt.default": partial(_power, exponent=0.5),
         "aten.rsqrt.default": partial(_power, exponent=-0.5),
         "aten.reciprocal.default": partial(_power, exponent=-1),
+        "aten.log2.default": lambda a, out, x: a.scale(a.unary("log", a.cast(x, out.dtype)), 1 / math.log(2)),
         "aten.relu.default": lambda a, out, x: _relu(a, x),
         "aten.silu.default": lambda a, out, x: a.mul(x, a.unary("sigmoid", x)),
         "aten.gelu.default": lambda a, out, x, approximate="none": a.make(

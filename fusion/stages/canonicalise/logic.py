@@ -29,7 +29,7 @@ from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
-from fusion.graph.logic import compare, constant, moved, negated, number, pointwise, positions, softmax, where
+from fusion.graph.logic import compare, constant, moved, negated, number, pointwise, positions, where
 from fusion.graph.proof import must, proof, proven
 from fusion.stages.canonicalise import lists
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
@@ -212,7 +212,7 @@ def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **kwargs: A
 
 
 def _softmax(empty: str, a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
-    return softmax(a, a.cast(x, out.dtype), dim, empty)
+    return a.softmax(a.cast(x, out.dtype), dim, empty)
 
 
 translations(
@@ -238,18 +238,18 @@ def _topk(
     a: Algebra, out: Out, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Translated:
     must(largest and dim % x.rank == x.rank - 1)
-    return _of_largest(a, x, k)
+    return of_largest(a, x, k)
 
 
-def _of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
-    """The k largest of each row, and where they are; shares of a softmax are as large as its logits.
+def of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
+    """Return the `k` largest of each row of `x`, and their places; shares of a softmax are ordered as its logits.
 
     What is added to whole rows is added to the largest alone: sums are rounded in order.
     """
     shape: tuple[Any, ...] = (*x.shape[:-1], k)
     for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
         if rows.shape == x.shape and added.shape[-1:] == (1,):
-            values, places = _of_largest(a, rows, k)
+            values, places = of_largest(a, rows, k)
             return proven(a.add(values, added)), places
     ranked = x.arg if is_shares(x) else x
     return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (ranked,), (k,), shape, torch.int64)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.lists import listed
-from fusion.analysis.logarithms import differences, summed
+from fusion.analysis.logarithms import differences, log_sum
 from fusion.graph import Algebra, Value
 from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.logic import negated
@@ -130,13 +130,14 @@ def _vector_norm(
 
 @translates("aten.log_softmax.int", "aten._log_softmax.default")
 def log_softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
-    """x - log Σ exp(x)."""
+    """Write z - log Σ exp(z) of z = x - max(x), as torch computes it: no number of `x` swallows the logarithm."""
     x = a.cast(x, out.dtype)
-    return a.add(x, a.scale(a.reduce("log_sum_exp", x, [dim]), -1))
+    z = proven(a.add(x, a.scale(a.reduce("greatest", x, [dim]), -1)))
+    return a.add(z, a.scale(a.reduce("log_sum_exp", z, [dim]), -1))
 
 
 def _but_infinite(x: Value) -> Value | None:
-    """y of where(y == -inf, inf, y), perhaps with other dims."""
+    """Return the y of where(y == -inf, inf, y), perhaps with other dims; None for any other `x`."""
     below = x.below("reshape")
     condition, number, other = below.args if below.op == "where" else (below, below, below)
     lowest = condition.op == "compare" and condition.attrs == ("eq",) and condition.arg is other
@@ -146,25 +147,44 @@ def _but_infinite(x: Value) -> Value | None:
 
 @translates("aten.exp.default")
 def exp(a: Algebra, out: Out, x: Value) -> Translated:
-    """exp(x), where exp(x - log Σ exp(x)) is a softmax."""
+    """Translate exp(x); of x = z - log Σ exp(z), or of the largest of its entries, to a softmax over z."""
     x = a.cast(x, out.dtype)
     for z, less in differences(x):
         safe = _but_infinite(less)
-        rows, empty = summed(less if safe is None else safe), "nan" if safe is None else "zero"
-        if rows is z:
-            return a.make("softmax", (z,), (-1, empty, True), x.shape, x.dtype)
-        if z.op == "largest" and rows is z.arg:
-            shares = a.make("softmax", z.args, (-1, empty, True), z.arg.shape, x.dtype)
-            return a.make("largest", (shares,), z.attrs, x.shape, x.dtype)
+        total, empty = log_sum(less if safe is None else safe), "nan" if safe is None else "zero"
+        if total is None:
+            continue
+        how = empty, "log_sum" if total.guarded else "log_of_sum"
+        if total.x is z:
+            return a.softmax(z, -1, *how)
+        count = z.shape[-1]
+        if logic.of_largest(a, total.x, count)[0] is z:
+            shares = a.softmax(total.x, -1, *how)
+            return a.make("largest", (shares,), (count,), x.shape, x.dtype)
     return a.unary("exp", x)
 
 
 @translates("aten.exp2.default")
 def _exp2(a: Algebra, out: Out, x: Value) -> Translated:
-    """exp(x · log 2), of each part of a sum by itself."""
+    """Translate 2^x to exp(x · log 2), of each part of a sum alone."""
     x = a.cast(x, out.dtype)
-    parts = [a.scale(each, math.log(2)) for each in (x.args if x.op == "add" else (x,))]
+    parts = [_in_nats(a, each) for each in (x.args if x.op == "add" else (x,))]
     return exp(a, out, parts[0] if len(parts) == 1 else proven(a.add(*parts)))
+
+
+def _in_nats(a: Algebra, x: Value) -> Value:
+    """Build x · log 2; of a number of each row, as a greatest score is, by the scores that it is computed from."""
+    match x.op:
+        case "scale":
+            return a.scale(_in_nats(a, x.arg), x.attrs[0])
+        case "reshape":
+            return a.reshape(_in_nats(a, x.arg), x.shape)
+        case "greatest":
+            return a.reduce("greatest", _in_nats(a, x.arg), x.attrs)
+        case "add" if x.shape[-1:] == (1,):
+            return proven(a.add(*(_in_nats(a, each) for each in x.args)))
+        case _:
+            return a.scale(x, math.log(2))
 
 
 translations(

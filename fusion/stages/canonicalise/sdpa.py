@@ -8,7 +8,7 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
-from fusion.graph.logic import compare, constant, positions, softmax, where
+from fusion.graph.logic import compare, constant, positions, where
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
@@ -42,7 +42,7 @@ def attention(
     if mask is not None:
         scores = proven(_masked(a, scores, mask))
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
-    weights = softmax(a, a.cast(scores, wide), -1, "zero")
+    weights = a.softmax(a.cast(scores, wide), -1, "zero")
     return matmul(a, a.cast(weights, out.dtype), v)
 
 

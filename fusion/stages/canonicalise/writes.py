@@ -59,8 +59,9 @@ def _index_put(
 
 
 def _masked(a: Algebra, x: Value, mask: Value, number: Value, axis: int) -> Value | None:
-    """x[.., mask] = number, of numbers that the graph computes: they are chosen."""
-    must(number.rank == 0 and number.dtype == x.dtype and unviewed(x).op != "input")
+    """Translate x[.., mask] = number to a choice, of numbers that the graph computes or of one that is constant."""
+    must(number.rank == 0 and number.dtype == x.dtype)
+    must(number.op == "full" or unviewed(x).op != "input")
     behind = x.rank - axis - mask.rank
     condition = a.reshape(mask, (*mask.shape, *(1,) * behind))
     return logic.where(a, condition, number, x, x.dtype)
