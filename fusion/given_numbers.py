@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusion._torch.fakes import FakeTensor, without_fakes
-from fusion._torch.operators import OpOverload, schema_of, short_name
+from fusion._torch.operators import OpOverload, is_random, schema_of, short_name
 from fusion._torch.tensors import WeakTensors, leaves, map_only, storage_of
 
 MOST = 2**16
@@ -82,7 +82,7 @@ class GivenNumbers:
         tensors: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
     ) -> Any:
-        if func.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in func.tags:
+        if func.namespace not in ("aten", "prims") or is_random(func):
             return None
         if any(isinstance(each, _SYMBOLS) for each in leaves(args, kwargs)):
             return None

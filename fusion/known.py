@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 from torch.fx.immutable_collections import immutable_dict
 
-from fusion._torch.tracing import argument_path, buffer_path, dynamo_position, parameter_path, results_before
+from fusion._torch.naming import captured_names, input_name, is_buffer, result_names
+from fusion._torch.tracing import argument_path, dynamo_position, results_before
 from fusion.assumptions import ArgumentPath, facts_of
 from fusion.bands import Band, band_of
 from fusion.facts import Facts
@@ -27,12 +28,13 @@ class Known:
 
     Attributes:
         paths: for each input, where it is found in the arguments of the compiled function; empty if not there.
-        names: which buffer or Parameter of the model each input is, or what Dynamo calls it.
+        names: what the model calls each input, as "layers.1.attn.bias" or "past_key_values.layers[0].keys".
         fractal: whether each input, where it may, lies in FRACTAL_NZ as far as can be told.
         bands: which band each input holds that is a buffer, None for the others.
         marked: which inputs are Parameters.
         wrapped: where in the model the Parameters are that wrap other tensors.
         results: what the graph returns: fake tensors as the model gives them when it runs without a compiler.
+        result_names: where each of them is in the value that the function returns, as "output.logits".
     """
 
     paths: Sequence[ArgumentPath]
@@ -42,6 +44,7 @@ class Known:
     marked: Sequence[Mark | None]
     wrapped: tuple[str, ...]
     results: Sequence[Any]
+    result_names: Sequence[str]
 
     @staticmethod
     def of(
@@ -57,12 +60,15 @@ class Known:
         inputs = gm.graph.find_nodes(op="placeholder")
         paths = [_named(argument_path(node), positional) for node in inputs]
         fractal = [supposed_fractal(each) for each in example_inputs]
-        buffers = list(map(buffer_path, inputs))
         real = [originals.get(id(each), each) for each in example_inputs]
-        bands = [band_of(each) if path else None for path, each in zip(buffers, real, strict=True)]
-        names = [path or parameter_path(node) or node.name for path, node in zip(buffers, inputs, strict=True)]
+        bands = [band_of(each) if is_buffer(node) else None for node, each in zip(inputs, real, strict=True)]
+        names = list(map(input_name, inputs))
         wrapped = tuple(name for name, each in zip(names, example_inputs, strict=True) if is_wrapper(each))
-        return Known(paths, names, fractal, bands, marks(example_inputs), wrapped, returned(gm))
+        return Known(paths, names, fractal, bands, marks(example_inputs), wrapped, returned(gm), result_names(gm))
+
+    def named(self, source: fx.Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Name the inputs and the results of the captured graph as the model does."""
+        return captured_names(source, self.names, self.result_names)
 
     def facts(self, source: fx.Graph, assume: Mapping[str, str]) -> Facts:
         """What is known of the captured graph, with what the user says of its inputs."""

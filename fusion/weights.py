@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.operators import OpOverload
+from fusion._torch.operators import OpOverload, is_random
 from fusion._torch.tensors import is_traceable_wrapper_subclass, leaves
 from fusion._torch.tracing import dynamo_position
 from fusion.cost import is_view
@@ -72,7 +72,7 @@ def _is_repeatable(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload) or is_write(node):
         return False
-    if torch.Tag.nondeterministic_seeded in node.target.tags or (is_view(node.target) and not node.all_input_nodes):
+    if is_random(node.target) or (is_view(node.target) and not node.all_input_nodes):
         return False  # random, or memory that nobody has written yet
     return node.target.namespace in _PURE or "fusion" in node.meta
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -43,9 +43,21 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name, with the defaults of those that are not given."""
+    declared = schema_of(op).arguments
+    given = {**dict(zip([each.name for each in declared], args, strict=False)), **kwargs}
+    return {each.name: given.get(each.name, each.default_value) for each in declared}
+
+
 def short_name(target: Any) -> str:
     """The name of an operator without namespace and overload, such as "mm"; "" for any other target of a call."""
     return schema_of(target).name.split("::")[-1] if isinstance(target, OpOverload) else ""
+
+
+def is_random(target: Any) -> bool:
+    """True if each call of an operator draws from a random generator."""
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_composite(op: OpOverload) -> bool:

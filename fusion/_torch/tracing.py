@@ -260,32 +260,6 @@ def argument_path(node: fx.Node) -> tuple[str, ...]:
     return (source.local_name, *reversed(steps)) if source.is_input else ()
 
 
-def buffer_path(node: fx.Node) -> str:
-    """Return the path in its model of the buffer that an input of a Dynamo graph is: "attn.bias"; "" for others."""
-    return _member_path(node, "_buffers")
-
-
-def parameter_path(node: fx.Node) -> str:
-    """Return the path in its model of the Parameter that an input of a Dynamo graph is: "fc.bias"; "" for others."""
-    return _member_path(node, "_parameters")
-
-
-def _member_path(node: fx.Node, member: str) -> str:
-    """Private: `torch._dynamo.source`, `torch._guards` and the attribute `_dynamo_source` of placeholders."""
-    from torch._dynamo.source import UnspecializedParamBufferSource
-    from torch._guards import ChainedSource
-
-    source: Any = getattr(node, "_dynamo_source", None)
-    base = getattr(source, "base", None)
-    if not isinstance(base, UnspecializedParamBufferSource) or base.member != member:
-        return ""
-    steps: list[str] = []
-    while isinstance(source, ChainedSource):
-        steps.append(str(getattr(source, "member", getattr(source, "index", ""))))
-        source = source.base
-    return ".".join(step for step in reversed(steps) if step not in ("", "__dict__", "_modules", member))
-
-
 def dynamo_position(node: fx.Node) -> int | None:
     """Which input of the Dynamo graph an input of the graph of AOT autograd is; None where it is not just that.
 

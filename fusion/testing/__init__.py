@@ -5,7 +5,7 @@ widen(graph)                                   the same in float64, so that only
 check(rule, example, dtype, level)             raises where a law is broken
 """
 
-from fusion.testing.capturing import LEVELS, Captured, Level, capture, captured, widen, widened
+from fusion.testing.capturing import LEVELS, Captured, Level, capture, captured
 from fusion.testing.laws import (
     DTYPES,
     WIDENED,
@@ -20,6 +20,7 @@ from fusion.testing.laws import (
     saves_what_it_claims,
 )
 from fusion.testing.trials import Trial, trial, trial_of
+from fusion.widening import widen, widened
 
 __all__ = [
     "DTYPES",

@@ -20,9 +20,10 @@ from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.outcome import live_calls
 from fusion.pipeline import fuse_graph
-from fusion.testing.capturing import Level, widen
+from fusion.testing.capturing import Level
 from fusion.testing.trials import Trial, switched_on, trial
 from fusion.verification import relative_error
+from fusion.widening import widen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED = 1e-12

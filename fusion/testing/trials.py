@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fusion._torch.tensors import tree_map
+from fusion._torch.tensors import copied, tree_map_only
 from fusion.language import Example, Library, Rule
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
-from fusion.testing.capturing import Captured, Level, captured, widen, widened
+from fusion.testing.capturing import Captured, Level, captured
+from fusion.widening import widen, widened
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Trial:
 
     def inputs(self, wide: bool = False) -> list[Any]:
         """What the fused graph takes: copies of the captured inputs, and what is prepared from them."""
-        copies = tree_map(widened, list(self.captured.inputs)) if wide else _copies(self.captured.inputs)
+        given = list(self.captured.inputs)
+        copies = widened(given) if wide else tree_map_only(Tensor, copied, given)
         names = [node.name for node in self.captured.graph.graph.find_nodes(op="placeholder")]
         named = dict(zip(names, copies, strict=True))
         for each in self.outcome.prepared:
@@ -95,13 +97,3 @@ def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:
                 found[name] = by_name[name]
                 waiting.append(by_name[name])
     return tuple(found.values())
-
-
-def _copies(inputs: Sequence[Any]) -> list[Any]:
-    return [_like(each) if isinstance(each, Tensor) else each for each in inputs]
-
-
-def _like(x: Tensor) -> Tensor:
-    """A copy of `x` that lies in memory as `x` does."""
-    memory = x.detach().untyped_storage().clone()
-    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())

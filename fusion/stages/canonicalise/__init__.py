@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch.operators import OpOverload
+from fusion._torch.operators import OpOverload, is_random
 from fusion._torch.tensors import constant_numbers
 from fusion.errors import FusionError
 from fusion.facts import Facts
@@ -226,9 +226,7 @@ class _Walk:
             return f"%{len(args)}"
 
         spec = map_arg((node.args, node.kwargs), slot)
-        stateful = isinstance(node.target, OpOverload) and (
-            is_write(node) or torch.Tag.nondeterministic_seeded in node.target.tags or reserves(node.target)
-        )
+        stateful = is_write(node) or is_random(node.target) or reserves(node.target)
         shape, dtype = (dims_of(val.shape), val.dtype) if isinstance(val, torch.Tensor) else ((), None)
         attrs = (repr(spec), node.name if stateful else "")
         return self.algebra.make(str(node.target), args, attrs, shape, dtype)

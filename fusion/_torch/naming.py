@@ -1,0 +1,144 @@
+"""Names that a model's own code has for the inputs and the results of its graphs."""
+
+# pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+_ITEM = r"\[['\"]([^'\"]+)['\"]\]"
+_MEMBER = re.compile(rf"\._(?:modules|parameters|buffers){_ITEM}")
+_ROOT = re.compile(rf"^[LG]{_ITEM}")
+_WRAPPER = re.compile(rf"^(?:(?:self|fn)\.|kwargs{_ITEM})")
+
+
+def input_name(node: fx.Node) -> str:
+    """Name an input of a Dynamo graph as the model does: "layers.1.attn.k_scale", "past_key_values.layers[0].keys".
+
+    Falls back to the name that Dynamo gives the node. Private: the attribute `_dynamo_source` of placeholders.
+    """
+    source: Any = getattr(node, "_dynamo_source", None)
+    return node.name if source is None else _source_name(source)
+
+
+def _source_name(source: Any) -> str:
+    """Name the value that a source of Dynamo reads."""
+    name = _MEMBER.sub(r".\1", str(source.name))
+    return _WRAPPER.sub(r"\1", _ROOT.sub(r"\1", name))
+
+
+def is_buffer(node: fx.Node) -> bool:
+    """True if an input of a Dynamo graph is a buffer of a module.
+
+    Private: `torch._dynamo.source.UnspecializedParamBufferSource` and the attribute `_dynamo_source` of placeholders.
+    """
+    from torch._dynamo.source import UnspecializedParamBufferSource
+
+    base = getattr(getattr(node, "_dynamo_source", None), "base", None)
+    return isinstance(base, UnspecializedParamBufferSource) and base.member == "_buffers"
+
+
+def result_names(gm: fx.GraphModule) -> list[str]:
+    """Name each result of a Dynamo graph by its place in the value that the function returns: "output.logits".
+
+    A result that becomes an attribute of an argument has the name of that: "past_key_values.layers[0].keys". Any other,
+    such as one that the code behind a graph break reads, has the name of its node. To be called while Dynamo compiles
+    the graph.
+    Private: `torch._dynamo.symbolic_convert.InstructionTranslator`, its stack, and the variables on it.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    results: Sequence[Any] = gm.graph.output_node().args[0]  # pyright: ignore[reportAssignmentType]
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:  # nobody is compiling: the graph was handed over
+        translator = None
+    paths: dict[str, str] = {}
+    if translator is not None:
+        attributes: Mapping[Any, Mapping[str, Any]] = translator.output.side_effects.store_attr_mutations
+        returned = translator.stack if translator.current_instruction.opname == "RETURN_VALUE" else ()
+        paths = _tensors([*_stored(attributes), *(("output", each) for each in returned)], attributes)
+    return [paths.get(each.name, each.name) if isinstance(each, fx.Node) else str(each) for each in results]
+
+
+def _stored(attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """List the attributes that are set of objects which are there before the call, each with the code that reads it."""
+    from torch._dynamo.variables.base import AttributeMutationExisting
+
+    return [
+        (f"{_source_name(variable.source)}.{name}", value)
+        for variable, named in attributes.items()
+        if isinstance(variable.mutation_type, AttributeMutationExisting) and variable.source is not None
+        for name, value in named.items()
+    ]
+
+
+def _tensors(named: Sequence[tuple[str, Any]], attributes: Mapping[Any, Mapping[str, Any]]) -> dict[str, str]:
+    """Map the node of each tensor that variables of Dynamo hold to the code that reads it; the last variables first."""
+    paths: dict[str, str] = {}
+    waiting, seen = list(named), set[int]()
+    while waiting:
+        path, variable = waiting.pop()
+        if id(variable) in seen:
+            continue
+        seen.add(id(variable))
+        proxy = vars(variable).get("proxy")
+        if isinstance(proxy, fx.Proxy):
+            paths.setdefault(proxy.node.name, path)
+        waiting.extend((path + step, item) for step, item in _items(variable, attributes))
+    return paths
+
+
+def _items(variable: Any, attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """List what a variable of Dynamo holds, with the code that reads it; its `vars`, so that no lazy one is made."""
+    named = attributes.get(variable, {})
+    if named:
+        return [(f".{name}", item) for name, item in named.items()]
+    items = vars(vars(variable).get("_base_vt") or variable).get("items")
+    if isinstance(items, dict):
+        plain = [(key.vt, item) for key, item in items.items() if key.vt.is_python_constant()]
+        return [(f"[{key.as_python_constant()!r}]", item) for key, item in plain]
+    return [(f"[{place}]", item) for place, item in enumerate(items)] if isinstance(items, list) else []
+
+
+def captured_names(
+    source: fx.Graph, inputs: Sequence[str], results: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name the inputs and the results of a graph of AOT autograd, given those of the Dynamo graph that it came from.
+
+    AOT autograd reorders and joins inputs, and returns some that are written to. A name that it does not account for is
+    that of the node.
+    Private: `torch._functorch._aot_autograd.descriptors` in the meta of nodes.
+    """
+    output = source.output_node()
+    returned: Sequence[Any] = output.args[0]  # pyright: ignore[reportAssignmentType]
+    described = output.meta.get("desc") or [None] * len(returned)
+    placed = source.find_nodes(op="placeholder")
+    return (
+        tuple(_described(node.meta.get("desc"), inputs, results) or node.name for node in placed),
+        tuple(_described(each, inputs, results) or str(value) for each, value in zip(described, returned, strict=True)),
+    )
+
+
+def _described(descriptor: Any, inputs: Sequence[str], results: Sequence[str]) -> str:
+    """Name what a descriptor of AOT autograd stands for; "" where it stands for neither an input nor a result."""
+    from torch._functorch._aot_autograd import descriptors as aot
+
+    match descriptor:
+        case aot.PlainAOTInput(idx=place):
+            return inputs[place]
+        case aot.PlainAOTOutput(idx=place):
+            return results[place]
+        case aot.InputMutationAOTOutput(mutated_input=base) | aot.SyntheticBaseAOTInput(base_of=base):
+            return _described(base, inputs, results)
+        case aot.ViewBaseAOTInput(base_of=base) | aot.IntermediateBaseAOTOutput(base_of=base):
+            return _described(base, inputs, results)
+        case aot.SubclassGetAttrAOTInput(base=base, attr=name) | aot.SubclassGetAttrAOTOutput(base=base, attr=name):
+            return ".".join(filter(None, (_described(base, inputs, results), name)))
+        case _:
+            return ""
