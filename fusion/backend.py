@@ -37,7 +37,7 @@ from fusion.progress import watched
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.target import Target
-from fusion.verification import verified
+from fusion.verification import Subject, verified
 
 log = logging.getLogger("fusion")
 _numbers = count()
@@ -204,6 +204,7 @@ class FusionBackend:
         except FusionError as error:
             return self._as_it_came(original, example_inputs, error)
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
+        subject = self._subject(known, facts, original, gm, outcome) if self.options.verify else None
         try:
             with stage("lower"):
                 run = self._lowered(gm, [*example_inputs, *prepared])
@@ -211,8 +212,8 @@ class FusionBackend:
             return self._as_it_came(original, example_inputs, error)
         warn(outcome.failures)
         run = supply(run, gm.graph, outcome.prepared, known.names_in(gm.graph))
-        if self.options.verify:
-            run = verified(original, run)
+        if subject is not None:
+            run = verified(subject, run)
         checks = checks_of(gm.graph, facts, outcome.assumed)
         if not checks:
             return run
@@ -229,6 +230,23 @@ class FusionBackend:
         fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
         with outside_modes():
             return self._fused(known, facts, fresh, original, example_inputs)
+
+    def _subject(
+        self, known: Known, facts: Facts, original: fx.GraphModule, gm: fx.GraphModule, outcome: Outcome
+    ) -> Subject:
+        """Describe a fused graph to its verification; compilers may change `gm`."""
+
+        def again(fuel: int | None) -> tuple[fx.GraphModule, Outcome]:
+            fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
+            options = self.options if fuel is None else replace(self.options, fuel=fuel)
+            made = fuse_graph(fresh.graph, library_for(options, self.rules), options, facts, told=False)
+            fresh.recompile()
+            return fresh, made
+
+        fused = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        is_compiled = route(self.options.lower) != "eager"
+        names = known.named(original.graph)
+        return Subject(original, fused, outcome.prepared, names, is_compiled, again, self.options.dump_dir)
 
     def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
         """Compile the plain graph and warn once; raises where the compiler is at fault, not the fused graph."""

@@ -21,10 +21,6 @@ class RuleError(FusionError):
     """A rule is declared wrongly."""
 
 
-class VerificationError(FusionError):
-    """A rewritten graph is not what it has to be."""
-
-
 class FormatError(FusionError):
     """A rewritten graph reads a tensor in another storage format than it lies in."""
 
@@ -75,6 +71,19 @@ class Failure:
         of_rule = f", with the rule {self.rule!r}," if self.rule else ""
         place = f" at {self.place}" if self.place else ""
         return f"stage {self.stage}{of_rule} failed{place}: {self.error}"
+
+
+class VerificationError(FusionError):
+    """A rewritten graph is not what it has to be.
+
+    Attributes:
+        culprit: the guilty rewrite: its rule and its place in the model; None where it is not known.
+        script: path of a script that reproduces a difference in numbers; "" where there is none.
+    """
+
+    def __init__(self, message: str, culprit: Failure | None = None, script: str = "") -> None:
+        super().__init__(message)
+        self.culprit, self.script = culprit, script
 
 
 class StageError(FusionError):

@@ -44,7 +44,8 @@ class Options:
         lengths: "host" allows eager launches to wait for the device, once a step, to read lengths as integers; "auto"
             uses what needs none.
         fuel: at most so many rewrites, to find the guilty one; None for all.
-        verify: compare the first call of every fused graph with the original graph.
+        verify: compare the first call of every fused graph with the original graph, judged by float64, and name the
+            rewrite that is wrong. A guest (`FusionPass`) sees no calls and ignores it.
         prepack: "share" makes Parameters that are joined views of the joined tensor, so that nothing is held twice;
             "copy" keeps them beside it.
         plan_cache: where plans, and what has come of whole graphs, are kept for later compilations: "disk" (the user's

@@ -41,6 +41,12 @@ def module_path(node: fx.Node) -> str:
     return _dotted(str(list(stack.values())[-1][0]))
 
 
+def place_of(node: fx.Node) -> str:
+    """Say where a node was made: "in layers.1.attn at model.py:12", as far as that is known, else by its name."""
+    parts = ("in", module_path(node)), ("at", location(node))
+    return " ".join(f"{word} {part}" for word, part in parts if part) or f"at node {node.name}"
+
+
 @cache
 def _dotted(path: str) -> str:
     """What Dynamo calls a module, as the model's own `named_modules` does."""
@@ -77,14 +83,15 @@ def _line(node: fx.Node) -> str:
     notes += [place] if place else []
     comment = f"  # {', '.join(notes)}" if notes else ""
     if node.op == "placeholder":
-        return f"%{node.name}: {_shape(node.meta.get('val'))} = input{comment}"
+        return f"%{node.name}: {look(node.meta.get('val'))} = input{comment}"
     if node.op == "output":
         return f"return {node.args[0]}"
     args = ", ".join([*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())])
-    return f"%{node.name}: {_shape(node.meta.get('val'))} = {node.target}({args}){comment}"
+    return f"%{node.name}: {look(node.meta.get('val'))} = {node.target}({args}){comment}"
 
 
-def _shape(val: Any) -> str:
+def look(val: Any) -> str:
+    """Show dtype and shape of tensors, the type of anything else."""
     if isinstance(val, torch.Tensor):
         return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
-    return f"({', '.join(_shape(each) for each in val)})" if isinstance(val, (tuple, list)) else type(val).__name__
+    return f"({', '.join(look(each) for each in val)})" if isinstance(val, (tuple, list)) else type(val).__name__

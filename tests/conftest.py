@@ -38,6 +38,7 @@ SHARES = {
     "sparse/test_packed_block.py": 2,
     "goldens/test_goldens.py": 32,
     "laws/test_laws.py": 48,
+    "laws/test_verification.py": 1600,
     "lowering/test_guest_numbers.py": 150,
     "models/test_caches.py": 3,
     "models/test_dynamic.py": 6,
