@@ -121,7 +121,7 @@ def _undone(node: fx.Node, part: Tensor, given: fx.Node) -> Tensor | None:
         return None
     try:
         return part.view(given.meta["val"].shape)
-    except RuntimeError:  # no view has these strides
+    except (RuntimeError, ValueError):  # no view has these strides; of fake tensors torch says so by a ValueError
         return None
 
 
