@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import cast
 
 import torch.fx as fx
@@ -29,13 +28,13 @@ from fusion.language import Library
 from fusion.options import Options
 from fusion.outcome import Outcome, counted, live_calls, tally, together
 from fusion.recording import Fakes
-from fusion.records import Candidate, Refusal, Rewritten
+from fusion.records import Candidate, Refusal, Repeats, Rewritten
 from fusion.refusals import useless, worth_telling
 from fusion.stack import roomy
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.dead_code import drop_dead_code
 from fusion.stages.host_reads import read_on_host
-from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
+from fusion.stages.layers import Folded, NotRepeatedError, Origins, divide, fold, paired, unfold
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
 from fusion.stages.prepare import prepare, read_as_stored
@@ -152,21 +151,45 @@ class _Search:
     told: bool
     in_place: bool
 
-    def rewritten(self, source: fx.Graph, facts: Facts, times: Mapping[fx.Node, int] = MappingProxyType({})) -> _Made:
-        """Rewrite one graph in place; of equal layers three are searched. `times`: for how many nodes one stands."""
-        with stage("layers"):
-            folded = fold(source, facts) if self.options.fuel is None else None
-        if folded is not None:
-            try:
-                return self._layer_by_layer(Origins(folded), times)
-            except NotRepeatedError as error:
-                log.debug("every layer is searched: %s", error)
-        return self._searched(source, facts, times)
+    def rewritten(
+        self,
+        source: fx.Graph,
+        facts: Facts,
+        repeats: Repeats = Repeats(),
+        walls: frozenset[fx.Node] = frozenset(),
+    ) -> _Made:
+        """Rewrite one graph in place, of equal layers as few as tell what comes of all.
 
-    def _layer_by_layer(self, origins: Origins, times: Mapping[fx.Node, int]) -> _Made:
+        `repeats` counts for how many nodes each stands; `walls` are nodes at which layers begin of which some were left
+        out.
+        """
+        for folded in self._folded(source, facts, walls):
+            try:
+                return self._layer_by_layer(Origins(folded), repeats, walls)
+            except NotRepeatedError as error:
+                log.debug("more layers are searched: %s", error)
+        return self._searched(source, facts, repeats)
+
+    def _folded(self, source: fx.Graph, facts: Facts, walls: frozenset[fx.Node]) -> Iterator[Folded]:
+        """Yield the graph without the layers for which others stand, then with pairs of layers taken as one."""
+        with stage("layers"):
+            division = divide(source, facts, walls) if self.options.fuel is None else None
+        if division is None:
+            return
+        with stage("layers"):
+            folded = fold(source, facts, division)
+        if folded is None:
+            return
+        yield folded
+        with stage("layers"):
+            wider = fold(source, facts, paired(source, facts, division, walls))
+        if wider is not None:
+            yield wider
+
+    def _layer_by_layer(self, origins: Origins, repeats: Repeats, walls: frozenset[fx.Node]) -> _Made:
         folded = origins.folded
-        order = {node: place for place, node in enumerate(folded.whole.nodes)}
-        made = self.rewritten(folded.graph, folded.facts, origins.times(times))
+        order = {node: place for place, node in enumerate(folded.source.nodes)}
+        made = self.rewritten(folded.graph, folded.facts, origins.repeats(repeats), origins.walls(walls))
         with stage("layers"):
             done, copies = unfold(origins, made.held, made.done, made.copies)
             chosen = sorted((each for one in made.chosen for each in origins.candidates(one)), key=_place_in(order))
@@ -174,7 +197,7 @@ class _Search:
             held = {folded.origin[node]: each for node, each in made.held.items()}
         return _Made(tuple(chosen), refusals, made.failures, tuple(done), tuple(copies), held)
 
-    def _searched(self, source: fx.Graph, facts: Facts, times: Mapping[fx.Node, int]) -> _Made:
+    def _searched(self, source: fx.Graph, facts: Facts, repeats: Repeats) -> _Made:
         elsewhere = [] if self.target.is_npu else [Target.named(REFERENCE)]
         with stage("canonicalise"):
             graph = canonicalise(source, facts)
@@ -186,7 +209,7 @@ class _Search:
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
             plans = text_cache("plans", self.library, self.options)
-            planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times, plans)
+            planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, repeats, plans)
             candidates = planner.candidates(found.matches)
             if plans is not None:
                 plans.save()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf
-from typing import Any
+from math import inf, prod
+from typing import Any, NamedTuple
 
 import torch.fx as fx
 
@@ -234,6 +234,13 @@ TIE = 0.25
 """Microseconds below which two covers cost the same: the cost model knows no better."""
 
 
+class Made(NamedTuple):
+    """Launches of a call, or of what builds a value; and how many of those for which a candidate stands share them."""
+
+    launches: int
+    alike: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A match with the lowering chosen for it.
@@ -249,10 +256,11 @@ class Candidate:
         surplus: how much of `benefit` are launches of calls of the model each of which a machine may run as one kernel,
             where more calls are to stand for them.
         further: what the calls cost that are then made more.
-        made: how many launches what it calls and builds takes, which others may share.
+        made: what it calls and builds, which others may share.
         needs: the one that reads what no node holds and only this one gives, or with which it leaves more needless than
             either alone: both are chosen, or this one is not. Then `dying`, `benefit`, `launches` and `further` are
             what comes on top of those of `needs`.
+        times: for how many candidates in equal layers it stands.
     """
 
     match: Match
@@ -264,8 +272,34 @@ class Candidate:
     launches: int
     surplus: float
     further: float = 0.0
-    made: Mapping[Any, int] = field(default_factory=dict[Any, int])
+    made: Mapping[Any, Made] = field(default_factory=dict[Any, Made])
     needs: Candidate | None = None
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """How often the nodes of a graph stand in the one from which layers were left out, once or several times.
+
+    Attributes:
+        counts: for each node, of the outermost layers first, for how many its layer stands; None where the node is the
+            same for all of them.
+    """
+
+    counts: Mapping[fx.Node, tuple[int | None, ...]] = field(default_factory=dict[fx.Node, tuple[int | None, ...]])
+
+    def of(self, node: fx.Node) -> int:
+        """Count the nodes for which one stands."""
+        return prod(count or 1 for count in self.counts.get(node, ()))
+
+    def alike(self, node: fx.Node, reads: Iterable[fx.Node]) -> int:
+        """Count the nodes for which `node` stands that read the same where it reads `reads`, itself among them."""
+        levels = zip(*(self.counts.get(each, ()) for each in reads), strict=True)
+        own = [any(each is not None for each in level) for level in levels]
+        counts = self.counts.get(node, ())
+        return prod(
+            count or 1 for count, is_own in zip(counts, own or [False] * len(counts), strict=True) if not is_own
+        )
 
 
 @dataclass(frozen=True)

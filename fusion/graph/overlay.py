@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
+from fusion.graph.dependence import Dependence
 from fusion.graph.dims import broadcast, but_ones, is_dense
 from fusion.graph.readings import Readings
 from fusion.graph.value import Value
@@ -61,7 +62,6 @@ class Graph:
     regions: Mapping[fx.Node, int] = field(default_factory=dict)
     readings: Readings = field(default_factory=Readings)
     _owners: dict[Value, fx.Node] = field(default_factory=dict, repr=False)
-    _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, make: Callable[[], Made]) -> Made:
@@ -261,15 +261,16 @@ class Graph:
         """Position of each node."""
         return {node: position for position, node in enumerate(self.source.nodes)}
 
+    @property
+    def dependence(self) -> Dependence:
+        """Which nodes are computed from which; made once, however many readings are added."""
+        if Dependence not in self._shared:
+            self._shared[Dependence] = Dependence(self.source, self.order)
+        return self._shared[Dependence]
+
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """Whether `node` is computed, directly or not, from `on`."""
-        if not self._masks:
-            for each, position in self.order.items():
-                mask = 1 << position
-                for source in each.all_input_nodes:
-                    mask |= self._masks[source]
-                self._masks[each] = mask
-        return bool(self._masks[node] >> self.order[on] & 1)
+        """True if `node` is computed, directly or not, from `on`, or is it."""
+        return self.dependence.depends(node, on)
 
 
 def _rounded(number: float, *dtypes: torch.dtype | None) -> float:

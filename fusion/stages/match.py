@@ -7,8 +7,9 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from heapq import merge
+from itertools import chain
 from typing import Any
 
 import torch.fx as fx
@@ -18,6 +19,9 @@ from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Miss, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, ask_guard, captured, levels, relied, require
 from fusion.records import Match, Refusal
+
+_NEAR = 128
+"""Calls of a path within which all results of one operator are computed: a layer has some fifty."""
 
 
 @dataclass
@@ -67,12 +71,47 @@ def _place(graph: Graph, value: Value) -> tuple[float, int]:
     return (math.inf if node is None else graph.order[node]), value.id
 
 
+class _Candidates:
+    """What may be one term, in the order of the graph, and which of it stands near a value.
+
+    Results of one operator are computed from nearly the same calls, so that of a model of many layers few are tried.
+    """
+
+    def __init__(self, candidates: Sequence[Value], position: Callable[[Value], tuple[int, ...]]) -> None:
+        self.candidates, self._position = candidates, position
+
+    def near(self, value: Value) -> Iterator[Value]:
+        """Yield those that are, on each of the longest paths of the graph, within `_NEAR` calls of `value`."""
+        if not self.candidates:
+            return
+        position = self._position(value)
+        path = max(range(len(position)), key=position.__getitem__)
+        block = position[path] // _NEAR
+        blocks = (self._blocks[path].get(each, ()) for each in (block - 1, block, block + 1))
+        for number in sorted(chain.from_iterable(blocks)):
+            others = self._position(self.candidates[number])
+            if all(abs(one - other) <= _NEAR for one, other in zip(position, others, strict=True)):
+                yield self.candidates[number]
+
+    @cached_property
+    def _blocks(self) -> Sequence[Mapping[int, Sequence[int]]]:
+        """For each path the numbers of the candidates in each stretch of `_NEAR` calls."""
+        positions = [self._position(each) for each in self.candidates]
+        blocks: list[dict[int, list[int]]] = [defaultdict(list) for _ in (positions[0] if positions else ())]
+        for number, position in enumerate(positions):
+            for path, place in enumerate(position):
+                blocks[path][place // _NEAR].append(number)
+        return blocks
+
+
 class _Search:
     """The state of one search; also the context that terms ask."""
 
     def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
         self.graph, self.found = graph, Found()
         self._makers, self._place = cache(graph.makers), cache(partial(_place, graph))
+        self._position = cache(self._place_on_paths)
+        self._listed: dict[frozenset[str], tuple[int, _Candidates]] = {}
         self._unsafe = unsafe
         self._spoken = set[str]()
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
@@ -103,9 +142,18 @@ class _Search:
         self._readings[value].append(reading)
 
     def _candidates(self, term: Term) -> Sequence[Value]:
-        """In the order in which nodes hold them; what no node holds comes last."""
-        held = [self._by_head.get(head, []) for head in term.heads()]
-        return list(held[0]) if len(held) == 1 else list(dict.fromkeys(merge(*held, key=self._place)))
+        """List what may be `term`, in the order in which nodes hold it; what no node holds comes last."""
+        return self._indexed(term).candidates
+
+    def _indexed(self, term: Term) -> _Candidates:
+        """Candidates for a term; listed again where readings were added since."""
+        heads = term.heads()
+        held = [self._by_head.get(head, []) for head in heads]
+        count = sum(map(len, held))
+        if heads not in self._listed or self._listed[heads][0] != count:
+            several = dict.fromkeys(merge(*held, key=self._place))
+            self._listed[heads] = count, _Candidates(tuple(held[0] if len(held) == 1 else several), self._position)
+        return self._listed[heads][1]
 
     def _where(self, form: Pattern, candidates: Sequence[Value]) -> Sequence[Value]:
         """Those of the candidates for its first result that are above something of its rarest op or word."""
@@ -232,7 +280,7 @@ class _Search:
         alike = not missing[0].heads().isdisjoint(form.results[0].heads())
         anywhere = not alike or missing[0].follows(bound)  # else the first of two comes first: a pair is found once
         found_before = {bound[each] for each in form.results if each in bound}
-        for value in self._candidates(missing[0]):
+        for value in self._indexed(missing[0]).near(first):
             makers = self._makers(value)
             if value in found_before or not self._may_replace(value):
                 continue
@@ -240,6 +288,10 @@ class _Search:
                 continue
             for found in missing[0].match(value, bound, self):
                 yield from self._join(form, missing[1:], first, found)
+
+    def _place_on_paths(self, value: Value) -> tuple[int, ...]:
+        """Where a value stands on the longest paths of the graph."""
+        return self.graph.dependence.position(self._makers(value) or self.graph.reads(value))
 
     def _refuse(
         self,

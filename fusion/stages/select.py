@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.fx as fx
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 Overlaps = Mapping[int, Set[int]]
 """For every option those that it excludes."""
-EXACT = 4096  # parts of one group that are solved exactly; those that are left are covered greedily
+MOST = 1024
+"""Ways to cover the graph so far that are followed at once, the best of them: with no more a cover is exact."""
+_UNIT = 1e-9  # microseconds: sums of whole numbers are the same in whatever order
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +51,19 @@ def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = Non
 
 
 def _saved(cover: Sequence[Candidate]) -> int:
-    """How many launches candidates save together: what several make, each of them counts."""
-    makers = Counter(part for each in cover for part in each.made)
-    launched = {part: count for each in cover for part, count in each.made.items()}
-    shared = sum((makers[part] - 1) * count for part, count in launched.items())
-    return sum(each.launches for each in cover) + shared
+    """Count the launches that candidates, and those for which they stand, save in all.
+
+    What several of them make is made once, and each of them counts it.
+    """
+    makers = Counter[Any]()
+    alone = dict[Any, int]()
+    for each in cover:
+        for part, made in each.made.items():
+            makers[part] += each.times
+            alone[part] = max(each.times // made.alike, alone.get(part, 0))
+    launched = {part: made.launches for each in cover for part, made in each.made.items()}
+    again = sum((makers[part] - alone[part]) * count for part, count in launched.items())
+    return sum(each.launches * each.times for each in cover) + again
 
 
 def _is_sure(candidate: Candidate) -> bool:
@@ -62,10 +72,10 @@ def _is_sure(candidate: Candidate) -> bool:
 
 def _settled(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:
     """The best cover in which no calls wait for each other."""
-    chosen = _best(useful)
-    while (waiting := _in_circle(chosen, graph)) is not None:
-        useful = [each for each in useful if waiting not in each.members]
-        chosen = _best(useful)
+    chosen = _best(useful, graph)
+    while waiting := _in_circles(chosen, graph):
+        useful = [each for each in useful if not any(member in waiting for member in each.members)]
+        chosen = _best(useful, graph)
     return chosen
 
 
@@ -79,15 +89,15 @@ def _option(candidate: Candidate) -> _Option:
     )
 
 
-def _best(useful: Sequence[_Option]) -> list[Candidate]:
+def _best(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:
     overlaps = _overlapping(useful)
-    covers = [_cover(group, useful, overlaps) for group in _parts(overlaps, overlaps)]
+    covers = [_cover(group, useful, overlaps, graph) for group in _parts(overlaps)]
     numbers = sorted(number for cover in covers for number in cover)
     return [member for number in numbers for member in useful[number].members]
 
 
-def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
-    """The least useful of some calls that would wait for each other; None where none do."""
+def _in_circles(chosen: Sequence[Candidate], graph: Graph) -> list[Candidate]:
+    """List of each circle of calls that would wait for each other the least useful one."""
     import networkx as nx
 
     needs: nx.DiGraph[int] = nx.DiGraph()
@@ -97,8 +107,7 @@ def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
             (one, other) for one, other in permutations(pair) if _waits(chosen[one], late[one], chosen[other], graph)
         )
     circles = [circle for circle in nx.strongly_connected_components(needs) if len(circle) > 1]
-    waiting = (chosen[number] for circle in circles for number in sorted(circle))
-    return min(waiting, key=lambda each: each.benefit, default=None)
+    return [chosen[min(circle, key=lambda number: (chosen[number].benefit, number))] for circle in circles]
 
 
 def _read_later(candidate: Candidate, graph: Graph) -> list[fx.Node]:
@@ -146,10 +155,10 @@ def _overlapping(options: Sequence[_Option]) -> Overlaps:
     return found
 
 
-def _parts(group: Collection[int], overlaps: Overlaps) -> list[frozenset[int]]:
-    """Options of a group that overlap, directly or by way of others of it, in the order of the first of each part."""
-    left, parts = set(group), list[frozenset[int]]()
-    for first in sorted(group):
+def _parts(overlaps: Overlaps) -> list[frozenset[int]]:
+    """Group the options that overlap, directly or by way of others, in the order of the first of each group."""
+    left, parts = set(overlaps), list[frozenset[int]]()
+    for first in sorted(overlaps):
         part, waiting = set[int](), [first]
         while waiting:
             number = waiting.pop()
@@ -162,55 +171,51 @@ def _parts(group: Collection[int], overlaps: Overlaps) -> list[frozenset[int]]:
     return parts
 
 
-def _cover(group: frozenset[int], options: Sequence[_Option], overlaps: Overlaps) -> list[int]:
-    """Options of a group, no two of which overlap, that save most together."""
+def _cover(group: frozenset[int], options: Sequence[_Option], overlaps: Overlaps, graph: Graph) -> list[int]:
+    """Choose options of a group, no two of which overlap, that save most together.
+
+    Among covers that save the same the larger fusions win: a new call counts a little for each of the user's calls for
+    which it stands.
+    """
     if len(group) == 1:
         return list(group)
     sizes = {number: len(options[number].dying) - 1 for number in group}
     every = sum(sizes.values()) or 1
-    worth = {number: options[number].benefit + TIE * size / every for number, size in sizes.items()}
-    return _Search(worth, overlaps).best(group)
+    worth = {number: round((options[number].benefit + TIE * size / every) / _UNIT) for number, size in sizes.items()}
+    start = {number: min(graph.order[node] for node in options[number].dying) for number in group}
+    return _swept(sorted(group, key=lambda number: (start[number], number)), worth, overlaps)
 
 
-@dataclass
-class _Search:
-    """Branches at the option that overlaps most others; what then falls apart is solved part by part, once each.
+class _Way(NamedTuple):
+    """A choice among the options so far: what it saves, and its options, the last with those before it."""
 
-    Attributes:
-        worth: what each option saves, with a little for how many of the user's calls a new one stands for: among
-            covers that save the same the larger fusion wins.
-        overlaps: the options that exclude each other.
-        solved: the parts that were solved.
+    worth: int = 0
+    cover: tuple[int, Any] | None = None
+
+
+def _swept(numbers: Sequence[int], worth: Mapping[int, int], overlaps: Overlaps) -> list[int]:
+    """Choose among options in the order of the graph, by the best way to each set of those that exclude later ones.
+
+    However long a group is, only a few of its options overlap at once.
     """
-
-    worth: Mapping[int, float]
-    overlaps: Overlaps
-    solved: dict[frozenset[int], list[int]] = field(default_factory=dict[frozenset[int], list[int]])
-
-    def best(self, group: frozenset[int]) -> list[int]:
-        """The best cover of a group; once too many parts were tried, a greedy one."""
-        return [number for part in _parts(group, self.overlaps) for number in self._of_part(part)]
-
-    def _of_part(self, part: frozenset[int]) -> list[int]:
-        if len(part) == 1:
-            return list(part)
-        if part not in self.solved:
-            self.solved[part] = self._greedy(part) if len(self.solved) >= EXACT else self._branched(part)
-        return self.solved[part]
-
-    def _branched(self, part: frozenset[int]) -> list[int]:
-        others = {number: part.intersection(self.overlaps[number]) for number in part}
-        pivot = max(sorted(part), key=lambda number: len(others[number]))
-        taken = [pivot, *self.best(part - others[pivot] - {pivot})]
-        left = self.best(part - {pivot})
-        return taken if self._sum(taken) >= self._sum(left) else left
-
-    def _greedy(self, part: frozenset[int]) -> list[int]:
-        chosen: list[int] = []
-        for number in sorted(sorted(part), key=lambda each: self.worth[each], reverse=True):
-            if self.overlaps[number].isdisjoint(chosen):
-                chosen.append(number)
-        return chosen
-
-    def _sum(self, cover: Sequence[int]) -> float:
-        return sum(self.worth[number] for number in cover)
+    place = {number: place for place, number in enumerate(numbers)}
+    last = {number: max(place[each] for each in (number, *overlaps[number])) for number in numbers}
+    ways = {frozenset[int](): _Way()}
+    for at, number in enumerate(numbers):
+        further: dict[frozenset[int], _Way] = {}
+        for chosen, way in ways.items():
+            left = frozenset(each for each in chosen if last[each] > at)
+            offers = [(left, way)]
+            if chosen.isdisjoint(overlaps[number]):
+                taken = left | {number} if last[number] > at else left
+                offers.append((taken, _Way(way.worth + worth[number], (number, way.cover))))
+            for key, offer in offers:
+                if key not in further or offer.worth >= further[key].worth:
+                    further[key] = offer
+        most = sorted(further.items(), key=lambda each: each[1].worth, reverse=True)[:MOST]
+        ways = dict(most)
+    cover, found = ways[frozenset()].cover, list[int]()
+    while cover is not None:
+        number, cover = cover
+        found.append(number)
+    return found

@@ -1,16 +1,27 @@
-"""Fold: a graph in which the first, the second and the last of its equal layers stand for all of them."""
+"""Fold: a graph in which a few of its layers stand for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch.fx as fx
 
 from fusion.facts import Facts
 from fusion.mutation import outputs
-from fusion.stages.layers.run import Layer, longest_run
+from fusion.stages.layers.cuts import Cut, crossing, cuts
+from fusion.stages.layers.layer import Division, Layer, divided
+from fusion.stages.layers.signatures import Calls, calls_of
+from fusion.stages.layers.walk import contexts, retained, stand_ins
+
+_CUTS = 3
+"""How many ways to divide a graph are compared in full."""
+_STEPS = (1, 2, 3, 4)
+"""How many layers, of those that labels show, are one: weights may be shared by pairs of them."""
+_GAIN = 0.1
+"""The part of the calls that must not have to be searched for a graph to be folded."""
 
 
 @dataclass(frozen=True)
@@ -18,50 +29,108 @@ class Folded:
     """A shorter graph, and where its nodes come from.
 
     Attributes:
-        whole: the graph as it was.
-        layers: its equal layers; those between the second and the last are left out.
+        source: the graph as it was.
+        division: its layers.
+        stand_in: for each layer the number of the layer that is searched for it, its own where it is itself.
         graph: the shorter graph.
         facts: what is known of its inputs.
-        origin: for each of its nodes the one of the whole graph.
-        results: for each of its outputs the place of that output in the whole graph.
+        origin: for each of its nodes the one of `source`.
+        results: for each of its outputs the place of that output in `source`.
     """
 
-    whole: fx.Graph
-    layers: tuple[Layer, ...]
+    source: fx.Graph
+    division: Division
+    stand_in: tuple[int, ...]
     graph: fx.Graph
     facts: Facts
     origin: Mapping[fx.Node, fx.Node]
     results: tuple[int, ...]
 
     @property
-    def middle(self) -> range:
-        """The layers that the second stands for, by number: itself, and those that are left out."""
-        return range(1, len(self.layers) - 1)
+    def layers(self) -> tuple[Layer, ...]:
+        """All layers of `source`; the first and the last are what stands before and behind the others."""
+        return self.division.layers
 
 
-def fold(source: fx.Graph, facts: Facts) -> Folded | None:
-    """The graph without all but three of its equal layers; None where there are none to leave out."""
-    layers = longest_run(source, facts)
-    return _without(source, facts, layers, layers[2:-1]) if layers else None
+def divide(source: fx.Graph, facts: Facts, walls: Set[fx.Node] = frozenset()) -> Division | None:
+    """Divide `source` into the layers that leave least of it to search; None where that saves little.
+
+    A loop over layers is never closed across one of the `walls`.
+    """
+    calls = calls_of(source, facts)
+    best: tuple[int, Division] | None = None
+    for cut in islice(cuts(calls.labels, crossing(_last_reads(calls))), _CUTS):
+        for division in _exact(calls, cut, walls):
+            left = _left(division)
+            if best is None or left < best[0]:
+                best = left, division
+            if 2 * left <= len(calls.nodes) + cut.left:  # at least half of what its labels promise
+                return _worth(best, len(calls.nodes))
+    return _worth(best, len(calls.nodes))
 
 
-def _without(source: fx.Graph, facts: Facts, layers: Sequence[Layer], left: Sequence[Layer]) -> Folded:
-    """What read the last layer that is left out reads the second layer."""
-    gone = {node for each in left for node in each.all}
+def paired(source: fx.Graph, facts: Facts, division: Division, walls: Set[fx.Node] = frozenset()) -> Division:
+    """Divide `source` into layers each of which is two of those of `division`."""
+    ends = list(accumulate(len(each.nodes) for each in division.layers[:-1]))
+    return divided(calls_of(source, facts), sorted({*ends[:-1:2], ends[-1]}), walls)
+
+
+def _worth(best: tuple[int, Division] | None, every: int) -> Division | None:
+    return best[1] if best is not None and every - best[0] >= _GAIN * every else None
+
+
+def _exact(calls: Calls, cut: Cut, walls: Set[fx.Node]) -> Iterator[Division]:
+    """Yield the divisions at `cut` of one layer, of two, .. each."""
+    for step in _STEPS:
+        yield divided(calls, sorted({*cut.starts[:-1:step], cut.starts[-1]}), walls)
+
+
+def _last_reads(calls: Calls) -> list[int]:
+    """List for each call the place of the last one that reads its result, its own where none does."""
+    last = list(range(len(calls.nodes)))
+    for place, reads in enumerate(calls.reads):
+        for each in reads:
+            if each in calls.place:
+                last[calls.place[each]] = place
+    return last
+
+
+def _left(division: Division) -> int:
+    """Count the calls that are left to search."""
+    layers = division.layers
+    return sum(len(layers[number].nodes) for number in retained(contexts([each.kind for each in layers])))
+
+
+def fold(source: fx.Graph, facts: Facts, division: Division) -> Folded | None:
+    """Leave out of `source` each layer to which, with its neighbours, another corresponds, or return None."""
+    around = contexts(_numbers(division))
+    places = retained(around)
+    if len(places) == len(division.layers):
+        return None
+    stand_in = tuple(stand_ins(around, places))
+    layers = division.layers
+    gone = {node for number, other in enumerate(stand_in) if number != other for node in layers[number].all}
+    before = [(layers[two - 1], layers[one]) for one, two in pairwise(places) if two != one + 1]
+    moved = {old: new for last, now in before for old, new in zip(last.nodes, now.nodes, strict=True)}
     folded = fx.Graph(source.owning_module)
     now: dict[fx.Node, fx.Node] = {}
-    stands_for = dict(zip(left[-1].nodes, layers[1].nodes, strict=True))
     for node in source.nodes:
         if node not in gone and node.op != "output":
-            now[node] = folded.node_copy(node, lambda each: now[stands_for.get(each, each)])
+            now[node] = folded.node_copy(node, lambda each: now[moved.get(each, each)])
     returned = source.output_node()
-    kept = [each for each in _listed(returned) if each not in gone]
-    copied = folded.output(tuple(now[each] if isinstance(each, fx.Node) else each for each in kept))
+    left = [each for each in _listed(returned) if each not in gone]
+    copied = folded.output(tuple(now[each] if isinstance(each, fx.Node) else each for each in left))
     copied.meta = dict(returned.meta)
-    places = [place for place, each in enumerate(outputs(source)) if each not in gone]
-    strides = tuple(facts.strides[place] for place in places if place < len(facts.strides))
+    results = tuple(place for place, each in enumerate(outputs(source)) if each not in gone)
+    strides = tuple(facts.strides[place] for place in results if place < len(facts.strides))
     origin = {new: old for old, new in now.items()} | {copied: returned}
-    return Folded(source, tuple(layers), folded, replace(facts, strides=strides), origin, tuple(places))
+    return Folded(source, division, stand_in, folded, replace(facts, strides=strides), origin, results)
+
+
+def _numbers(division: Division) -> list[int]:
+    """Number the kinds of the layers: they are long to compare."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(each.kind, len(numbers)) for each in division.layers]
 
 
 def _listed(returned: fx.Node) -> Sequence[Any]:

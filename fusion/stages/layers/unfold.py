@@ -1,12 +1,12 @@
-"""Unfold: what came of a folded graph, written into the whole one; the second layer for all that it stands for.
+"""Unfold: write what came of a folded graph into the graph as it was, each layer for all that it stands for.
 
-A node of the first layer that the second reads is, for each copy of the second, the corresponding node of the copy
-before; what all layers share is one node for all of them.
+What a layer reads of the one before is, for each layer that it stands for, what corresponds in the layer before that
+one; what all layers share is one node for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch.fx as fx
 from torch.fx.node import map_arg
@@ -15,151 +15,161 @@ from fusion.graph.overlay import Held
 from fusion.mutation import outputs, sort
 from fusion.origin import PROVENANCE, inherit
 from fusion.records import Rewritten
-from fusion.stages.layers.correspondence import Correspondence, NotRepeatedError
-from fusion.stages.layers.origins import ONCE, Origins, Part
+from fusion.stages.layers.correspondence import Correspondence
+from fusion.stages.layers.origins import BEFORE, Origins
+
+Instance = tuple[fx.Node, int]
+"""A node of the folded graph, and the number of the layer that its own stands for."""
 
 
 def unfold(
     origins: Origins, held: Mapping[fx.Node, Held], done: Sequence[Rewritten], copies: Sequence[fx.Node]
 ) -> tuple[list[Rewritten], list[fx.Node]]:
-    """Rewrite the whole graph as the folded one was rewritten.
+    """Rewrite the graph as it was as the folded one was rewritten.
 
     Args:
         origins: of the nodes of the folded graph.
-        held: what its nodes held before.
+        held: the values of its nodes before.
         done: what was rewritten in it.
-        copies: nodes of it to be told of.
+        copies: some of its nodes.
 
     Returns:
-        What was rewritten in the whole graph, and what those nodes are there.
+        What was rewritten in the graph as it was, and what those nodes are there.
 
     Raises:
-        NotRepeatedError: the first layer and the second do not correspond where they meet; the graph is as it came.
+        NotRepeatedError: layers do not correspond where they meet; the graph is as it came.
     """
     if not done:
         return [], []
-    unfolding = _Unfolding(origins, Correspondence(origins, held, done), done)
-    return unfolding.written(), unfolding.standing_for(copies)
+    unfolding = _Unfolding(origins, Correspondence(origins, held, done))
+    unfolding.write()
+    return [each for made in done for each in unfolding.repeated(made)], unfolding.standing_for(copies)
 
 
 class _Unfolding:
-    """The state of one whole graph while it is written."""
+    """The state of one graph while it is written."""
 
-    def __init__(self, origins: Origins, between: Correspondence, done: Sequence[Rewritten]) -> None:
-        self._origins, self._folded, self._between, self._done = origins, origins.folded, between, done
-        self._whole, self._rewritten = origins.folded.whole, origins.folded.graph
-        self._part, self._alive = between.part, set(self._rewritten.nodes)
-        self._now: dict[tuple[fx.Node, int], fx.Node] = {}
+    def __init__(self, origins: Origins, between: Correspondence) -> None:
+        self._origins, self._between = origins, between
+        self._source, self._rewritten = origins.folded.source, origins.folded.graph
+        self._calls = [node for node in self._rewritten.nodes if node.op not in ("placeholder", "output")]
+        self._changed = {node: None for node in self._calls if origins.is_changed(node)}
+        self._made: dict[Instance, fx.Node] = {}
 
-    def written(self) -> list[Rewritten]:
-        """Write the whole graph, once it is known that every copy finds what it reads."""
-        instances = list(self._instances())
-        read = {
-            (node, layer): {each: self._read(each, self._part[node], layer) for each in node.all_input_nodes}
-            for node, layer in instances
+    def write(self) -> None:
+        """Write the graph, once it is known that every layer finds what it reads."""
+        reads = {
+            (node, instance): {each: self._between.read(each, node, instance) for each in node.all_input_nodes}
+            for node in self._changed
+            for instance in self._origins.instances[self._between.number[node]]
         }
+        self._check_others()
         results = dict(self._results())
-        self._now = dict(self._inputs())
-        self._place(instances)
-        for (node, layer), found in read.items():
-            now = self._now[node, layer]
-            now.args, now.kwargs = map_arg((node.args, node.kwargs), lambda each, of=found: self._now[of[each]])
-        self._return({place: self._now[each] for place, each in results.items()})
-        self._drop()
-        sort(self._whole)
-        return [each for made in self._done for each in self._repeated(made)]
+        unused = {node for node in self._source.nodes if not node.users}
+        self._place()
+        for at, found in reads.items():
+            now, (node, _) = self._now(*at), at
+            now.args, now.kwargs = map_arg((node.args, node.kwargs), lambda each, of=found: self._now(*of[each]))
+        self._return({place: self._now(*each) for place, each in results.items()})
+        self._drop(unused)
+        sort(self._source)
+
+    def repeated(self, made: Rewritten) -> Iterator[Rewritten]:
+        """Yield a rewrite in each layer that its own stands for."""
+        number = self._between.layer_of(made)
+        candidates = self._origins.candidates(made.candidate)
+        for instance, candidate in zip(self._origins.instances[number], candidates, strict=True):
+            yield Rewritten(candidate, tuple(self._added(made, number, instance)))
 
     def standing_for(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """The nodes of the whole graph that these are there."""
-        return [self._now[node, number] for node in nodes for number in self._numbers(node)]
+        """The nodes of the graph as it was that some of the folded one are there."""
+        return [self._now(node, each) for node in nodes for each in self._origins.instances[self._between.number[node]]]
 
-    def _instances(self) -> Iterator[tuple[fx.Node, int]]:
-        """Each node, and each of the second layer for every layer that this stands for."""
-        for node in self._rewritten.nodes:
-            if node.op not in ("placeholder", "output"):
-                yield from ((node, number) for number in self._numbers(node))
+    def _added(self, made: Rewritten, number: int, instance: int) -> Iterator[fx.Node]:
+        """Yield the nodes that a rewrite added to a layer; what several layers share belongs to the first of them."""
+        for node in made.added:
+            own = self._between.number.get(node, number)
+            if own == number or instance == number:
+                now = self._made.get((node, instance if own == number else own))
+                if now is not None and not now._erased:
+                    yield now
 
-    def _numbers(self, node: fx.Node) -> Sequence[int]:
-        return self._folded.middle if self._part[node] == Part.SECOND else (ONCE,)
+    def _now(self, node: fx.Node, instance: int) -> fx.Node:
+        """The node of the graph as it was that a node of the folded one is in the layer `instance`."""
+        return self._made.get((node, instance)) or self._origins.node_at(node, instance)
 
-    def _read(self, node: fx.Node, reader: Part, layer: int) -> tuple[fx.Node, int]:
-        """What something of the part `reader` reads as `node`, for the layer of that number if it is of the second.
+    def _check_others(self) -> None:
+        """Require of calls that are as they came that what they read of other layers corresponds in each instance."""
+        number = self._between.number
+        apart = {
+            (each, number[node]): node
+            for node in self._calls
+            if node not in self._changed
+            for each in node.all_input_nodes
+            if number[each] != number[node]
+        }
+        for (each, reader), node in apart.items():
+            for instance in self._origins.instances[reader]:
+                self._between.read(each, node, instance)
 
-        Raises:
-            NotRepeatedError: what is behind it, or of another layer without anything that corresponds.
-        """
-        part = self._part[node]
-        if part > reader and Part.SECOND in (part, reader):
-            raise NotRepeatedError(f"{node} is made by a layer behind the one that reads it")
-        if part == Part.SECOND:
-            return node, self._folded.middle[-1] if layer == ONCE else layer
-        if layer == ONCE or self._between.is_shared(node) or (part == Part.FIRST and layer == 1):
-            return node, ONCE
-        following = self._between.next.get(node)
-        if following is None or following not in self._alive or part != Part.FIRST:
-            raise NotRepeatedError(f"{node} of another layer is read, to which nothing corresponds")
-        return following, layer - 1
+    def _results(self) -> Iterator[tuple[int, Instance]]:
+        """Yield for each place among the results of the graph as it was what stands there."""
+        given = dict(zip(self._origins.folded.results, outputs(self._rewritten), strict=True))
+        for number, instances in self._origins.instances.items():
+            for instance in instances:
+                layers = self._origins.layer(instance), self._origins.layer(number)
+                for place, same in zip(*(each.results for each in layers), strict=True):
+                    yield place, self._between.located(given[same], number, instance)
 
-    def _results(self) -> Iterator[tuple[int, tuple[fx.Node, int]]]:
-        """For each place among the results of the whole graph, what stands there."""
-        layers = self._folded.layers
-        given = dict(zip(self._folded.results, outputs(self._rewritten), strict=True))
-        of = dict.fromkeys(layers[0].results, Part.FIRST) | dict.fromkeys(layers[-1].results, Part.LAST)
-        for number in self._folded.middle:
-            for place, same in zip(layers[number].results, layers[1].results, strict=True):
-                yield place, self._read(given[same], Part.SECOND, number)
-        for place in given.keys() - set(layers[1].results):
-            yield place, self._read(given[place], of.get(place, Part.BEHIND), ONCE)
+    def _place(self) -> None:
+        """Make the nodes that were added, each behind the one before it in its layer, and bring others up to date."""
+        last: dict[int, fx.Node] = {}
+        for node in self._calls:
+            number = self._between.number[node]
+            for instance in self._origins.instances[number] if node in self._changed else ():
+                now = (
+                    self._origins.node_at(node, instance)
+                    if node in self._origins.number
+                    else self._make(node, instance, last.get(number))
+                )
+                now.meta.update((key, each) for key, each in node.meta.items() if key not in PROVENANCE)
+            last[number] = node
 
-    def _inputs(self) -> Iterator[tuple[tuple[fx.Node, int], fx.Node]]:
-        for node in self._rewritten.find_nodes(op="placeholder"):
-            yield from (((node, number), self._origins.at(node, number)) for number in self._numbers(node))
-
-    def _place(self, instances: Sequence[tuple[fx.Node, int]]) -> None:
-        """Find or make the node of each instance, behind the one before it of the same layer."""
-        inputs = self._whole.find_nodes(op="placeholder")
-        behind = {number: self._folded.layers[number].nodes[0].prev for number in self._folded.middle}
-        behind[ONCE] = inputs[-1] if inputs else next(iter(self._whole.nodes))
-        for node, layer in instances:
-            known = node in self._origins.part
-            now = self._origins.at(node, layer) if known else self._made(node, layer, behind[layer])
-            now.meta.update((key, each) for key, each in node.meta.items() if key not in PROVENANCE)
-            self._now[node, layer] = behind[layer] = now
-
-    def _made(self, node: fx.Node, layer: int, behind: fx.Node) -> fx.Node:
-        with self._whole.inserting_after(behind):
-            made = self._whole.create_node(node.op, node.target, name=node.name)
-        if layer == ONCE:
+    def _make(self, node: fx.Node, instance: int, before: fx.Node | None) -> fx.Node:
+        behind = self._start(instance) if before is None else self._now(before, instance)
+        with self._source.inserting_after(behind):
+            made = self._made[node, instance] = self._source.create_node(node.op, node.target, name=node.name)
+        own = self._between.owner.get(node)
+        if instance == self._between.number[node]:
             made.meta.update(node.meta)
-        elif node in self._between.owner:
-            inherit(made, self._origins.at(self._between.owner[node].match.node, layer))
+        elif own is not None:
+            inherit(made, self._origins.at(own.candidate.match.node, self._between.layer_of(own), instance))
         return made
+
+    def _start(self, instance: int) -> fx.Node:
+        """The node behind which a layer begins."""
+        if instance == BEFORE:
+            inputs = self._source.find_nodes(op="placeholder")
+            return inputs[-1] if inputs else next(iter(self._source.nodes)).prev
+        layers = self._origins.folded.layers[instance:]
+        return next((node for layer in layers for node in layer.nodes), self._source.output_node()).prev
 
     def _return(self, results: Mapping[int, fx.Node]) -> None:
         """Put the results into their places, between what the graph returns that is no node."""
-        returned = self._whole.output_node()
+        returned = self._source.output_node()
         numbers = iter(range(len(results)))
         returned.args = (map_arg(returned.args[0], lambda _: results[next(numbers)]),)
 
-    def _drop(self) -> None:
-        """Erase what nothing needs any more."""
-        kept = set(self._now.values())
-        copies = {now for (_, layer), now in self._now.items() if layer != ONCE}
-        for node in reversed(self._whole.nodes):
-            is_dead = node not in kept or (node in copies and not node.users and not node.is_impure())
+    def _drop(self, unused: Set[fx.Node]) -> None:
+        """Erase what nothing needs any more; what nothing has ever read stays."""
+        alive = set(self._rewritten.nodes)
+        gone = {
+            self._origins.node_at(node, instance)
+            for node, number in self._origins.number.items()
+            if node not in alive
+            for instance in self._origins.instances[number]
+        }
+        for node in reversed(self._source.nodes):
+            is_dead = node in gone or (not node.users and node not in unused and not node.is_impure())
             if is_dead and node.op not in ("placeholder", "output"):
-                self._whole.erase_node(node)
-
-    def _repeated(self, made: Rewritten) -> Iterator[Rewritten]:
-        for number, candidate in zip(self._numbers_of(made), self._origins.candidates(made.candidate), strict=True):
-            yield Rewritten(candidate, tuple(self._added(made, number)))
-
-    def _numbers_of(self, made: Rewritten) -> Sequence[int]:
-        return self._origins.numbers(*made.candidate.match.firsts)
-
-    def _added(self, made: Rewritten, number: int) -> Iterator[fx.Node]:
-        """The nodes that stand for those that were added, and still do."""
-        for node in made.added:
-            found = self._now.get((node, number)) or (self._now.get((node, ONCE)) if number == 1 else None)
-            if found is not None and not found._erased:
-                yield found
+                self._source.erase_node(node)

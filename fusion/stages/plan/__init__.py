@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import starmap
 from operator import sub
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.fx as fx
@@ -25,7 +24,7 @@ from fusion.language import Refused
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import CLOSE, Candidate, Match, Plan, Refusal
+from fusion.records import CLOSE, Candidate, Made, Match, Plan, Refusal, Repeats
 from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.fit import mismatch
@@ -50,10 +49,10 @@ class Planner:
         plan_lower: str,
         elsewhere: Sequence[Target] = (),
         options: Options = Options(),
-        times: Mapping[fx.Node, int] = MappingProxyType({}),
+        repeats: Repeats = Repeats(),
         texts: TextCache | None = None,
     ) -> None:
-        self.graph, self.fakes, self.target, self._times = graph, fakes, target, times
+        self.graph, self.fakes, self.target, self._repeats = graph, fakes, target, repeats
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, texts)
@@ -74,7 +73,7 @@ class Planner:
         legal = (match for match, ways in plans.items() if self._is_legal(ways))
         replaceable = frozenset(node for match in legal for node in match.makers)
         self._needless = cache(Needless(self.graph, replaceable).of)
-        shared = Sharing(self.graph, plans, self._to_build, self._dying_alone, self._times)
+        shared = Sharing(self.graph, plans, self._to_build, self._dying_alone, self._repeats)
         offers = {
             match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in plans
         }
@@ -214,8 +213,10 @@ class Planner:
         saved -= building + running + sum(copying)
         surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
         gone, further = (dying | beside) - alone, self._further(launches)
-        made = {call: 1 for _, call, _ in each_call} | {each: self._launched(each) for each in built}
-        return Candidate(match, lowering, plan, built, gone, saved, launches, surplus, further, made, needs)
+        made = {call: Made(1, shared.alike(match, call.values)) for _, call, _ in each_call}
+        made |= {each: Made(self._launched(each), shared.alike(match, [each])) for each in built}
+        times = shared.times(match)
+        return Candidate(match, lowering, plan, built, gone, saved, launches, surplus, further, made, needs, times)
 
     def _launched(self, built: Value) -> int:
         """How many kernels build a value at every call."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch.fx as fx
@@ -12,11 +13,11 @@ from fusion.mutation import memory_of
 
 
 class _Given(NamedTuple):
-    """The nodes that give a value, their memory, all nodes that hold it with theirs, and copies that could go too."""
+    """The nodes that give a value, their memory, by memory all nodes that hold it, and copies that could go too."""
 
     nodes: Sequence[fx.Node]
     memory: Collection[fx.Node]
-    places: Sequence[tuple[fx.Node, fx.Node]]
+    places: Mapping[fx.Node, Sequence[fx.Node]]
     copies: Collection[fx.Node]
 
 
@@ -49,13 +50,15 @@ class Needless:
         given = [self._given(value) for value in read]
         memory = {each for one in given for each in one.memory}
         kept = {node for one in given for node in (*one.nodes, *one.copies)}
-        kept.update(node for one in given for node, lies in one.places if lies in memory)
+        kept.update(node for one in given for each in memory for node in one.places.get(each, ()))
         return kept
 
     def _given(self, value: Value) -> _Given:
         if value not in self._known:
             graph, nodes = self._graph, self._graph.reads(value)
-            places = [(node, memory_of(node)) for node in graph.places.get(value, ())]
+            places: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+            for node in graph.places.get(value, ()):
+                places[memory_of(node)].append(node)
             held = (graph.held[node] for node in nodes)
             alike = (node for each in held if isinstance(each, Value) for node in graph.places[each])
             copies = self._replaceable.intersection(alike)

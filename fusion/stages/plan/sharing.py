@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.fx as fx
 
 from fusion.graph import Graph, Value
-from fusion.records import Match, Plan
+from fusion.records import Match, Plan, Repeats
 from fusion.stages.plan.recorded import Plans
 
 
@@ -25,6 +25,11 @@ class Call(NamedTuple):
     lowering: str
     number: int
     read: frozenset[tuple[str, Any]]
+
+    @property
+    def values(self) -> list[Value]:
+        """The tensors on which it depends."""
+        return [value for _, value in self.read if isinstance(value, Value)]
 
 
 def _calls_of(match: Match, lowering: str, plan: Plan) -> tuple[Call, ...]:
@@ -55,8 +60,8 @@ class Sharing:
 
     Of matches one of which makes the other needless only one is ever chosen, and it pays alone.
 
-    `to_build` gives what is built for what a plan reads, `dying` what a match makes needless; `times` says for how many
-    nodes of equal layers one stands.
+    `to_build` gives what is built for what a plan reads, `dying` what a match makes needless; `repeats` counts for how
+    many nodes of equal layers one stands.
     """
 
     def __init__(
@@ -65,9 +70,9 @@ class Sharing:
         plans: Mapping[Match, Plans],
         to_build: Callable[[Iterable[Value]], Sequence[Value]],
         dying: Callable[[Match, Plan], frozenset[fx.Node]],
-        times: Mapping[fx.Node, int],
+        repeats: Repeats,
     ) -> None:
-        self._graph, self._times = graph, times
+        self._graph, self._repeats = graph, repeats
         self.calls_of = cache(_calls_of)
         building: dict[Value, dict[fx.Node, list[tuple[Match, Plan]]]] = {}
         calling: dict[Call, dict[fx.Node, list[tuple[Match, Plan]]]] = {}
@@ -82,20 +87,26 @@ class Sharing:
         self.readers = Counter[Value]()
         for value, readers in building.items():
             for node in _beside_each_other(graph, readers, dying):
-                self.readers[value] += self._times_of(node, [value])
+                self.readers[value] += self.alike(readers[node][0][0], [value])
         self.calls = {
             call: tuple(sharer for node in _beside_each_other(graph, sharers, dying) for sharer in sharers[node])
             for call, sharers in calling.items()
         }
 
-    def count(self, call: Call) -> int:
-        """How many matches share a call."""
-        read = [value for _, value in call.read if isinstance(value, Value)]
-        return sum(self._times_of(match.node, read) for match, _ in self.calls[call])
+        self.count = cache(self._count)
 
-    def _times_of(self, node: fx.Node, read: Iterable[Value]) -> int:
-        """How many of the nodes that `node` stands for read the same values."""
-        if node not in self._times:
-            return 1
-        own = (self._times.get(each, 1) for value in read for each in self._graph.reads(value))
-        return max(self._times[node] // max(own, default=1), 1)
+    def _count(self, call: Call) -> int:
+        """Count the matches that share `call`."""
+        return sum(self.alike(match, call.values) for match, _ in self.calls[call])
+
+    def times(self, match: Match) -> int:
+        """Count the matches in equal layers for which one stands."""
+        return self._repeats.of(self._last(match))
+
+    def alike(self, match: Match, values: Iterable[Value]) -> int:
+        """Count the matches for which one stands that read the same `values`."""
+        return self._repeats.alike(self._last(match), [each for value in values for each in self._graph.reads(value)])
+
+    def _last(self, match: Match) -> fx.Node:
+        """The result whose layer a match belongs to: it may take one of the layer before too."""
+        return max(match.firsts, key=self._graph.order.__getitem__)

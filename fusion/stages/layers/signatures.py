@@ -1,0 +1,94 @@
+"""Signatures: an integer for each call of a graph, equal for calls that do the same, whatever tensors they read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion._torch.tensors import held_by
+from fusion.facts import Facts
+from fusion.mutation import closing_writes
+from fusion.texts import frozen
+
+_NODE = object()
+_SMALL = 16  # elements that a constant may have to be compared by value
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of one graph, in order, without the writes that close it.
+
+    Attributes:
+        source: the graph.
+        facts: what is known of its inputs.
+        nodes: the calls.
+        writes: the closing writes, in order.
+        labels: for each call, an integer for its operator, its arguments except tensors, and the looks of its result.
+        reads: for each call, the nodes that it reads, in the order of its arguments, repeated as often as they occur.
+    """
+
+    source: fx.Graph
+    facts: Facts
+    nodes: Sequence[fx.Node]
+    writes: Sequence[fx.Node]
+    labels: Sequence[int]
+    reads: Sequence[tuple[fx.Node, ...]]
+
+    @cached_property
+    def place(self) -> Mapping[fx.Node, int]:
+        """For each call its place among `nodes`."""
+        return {node: place for place, node in enumerate(self.nodes)}
+
+    def look(self, given: fx.Node) -> Hashable:
+        """Describe an input or a constant by all that the search can know of it, except its name."""
+        if given.op == "get_attr":
+            return _constant(given), frozen(given.meta.get("val"))
+        facts, name = self.facts, given.name
+        known = name in facts.parameters, facts.assumed.get(name), facts.fractal.get(name), facts.bands.get(name)
+        return frozen(given.meta.get("val")), *known
+
+
+def calls_of(source: fx.Graph, facts: Facts) -> Calls:
+    """List the calls of `source` with their labels and reads."""
+    closing = closing_writes(source)
+    nodes = [each for each in source.nodes if each.op == "call_function" and each not in closing]
+    numbers: dict[Hashable, int] = {}
+    labels: list[int] = []
+    reads: list[tuple[fx.Node, ...]] = []
+    for node in nodes:
+        does, read = described(node)
+        labels.append(numbers.setdefault((does, frozen(node.meta.get("val"))), len(numbers)))
+        reads.append(read)
+    return Calls(source, facts, nodes, [each for each in source.nodes if each in closing], labels, reads)
+
+
+def described(node: fx.Node) -> tuple[Hashable, tuple[fx.Node, ...]]:
+    """Split a call into its operator with all arguments except tensors, and the nodes that it reads."""
+    reads: list[fx.Node] = []
+    given = _without_nodes((node.args, node.kwargs), reads)
+    return (node.op, node.target, given), tuple(reads)
+
+
+def _without_nodes(argument: Any, reads: list[fx.Node]) -> Hashable:
+    """Freeze `argument` with one mark for every node, and append these nodes to `reads`."""
+    if isinstance(argument, fx.Node):
+        reads.append(argument)
+        return _NODE
+    if isinstance(argument, (list, tuple)):
+        return tuple([_without_nodes(each, reads) for each in argument])
+    if isinstance(argument, dict):
+        return tuple([(name, _without_nodes(each, reads)) for name, each in sorted(argument.items())])
+    return frozen(argument)
+
+
+def _constant(node: fx.Node) -> Hashable:
+    """Describe an attribute: a small constant by its elements, anything else by its name."""
+    value = held_by(node)
+    if type(value) is torch.Tensor and not value.is_meta and value.numel() <= _SMALL:  # a fake one has no elements
+        return value.dtype, tuple(value.shape), repr(value.tolist())
+    return node.target
