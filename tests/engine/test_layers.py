@@ -14,21 +14,20 @@ from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 import fusion
-from fusion import pipeline
 from fusion.facts import Facts
 from fusion.library import installed
 from fusion.options import Options
-from fusion.pipeline import Outcome, fuse_graph
+from fusion.pipeline import fuse_graph
 from fusion.recording import Fakes
-from fusion.stages.layers import fold
-from fusion.stages.layers.run import described
+from fusion.stages.layers import divide, fold
+from fusion.stages.layers.signatures import calls_of
 from fusion.testing import Captured, capture
 
+from .folding import CHIP, calls, check_as_searched_in_full, fused, ran
 from .graphs import memory, norm, numbers, rotate
 
 B, S, N, D, T = 2, 3, 2, 64, 8
 HIDDEN = N * D
-CHIP = Options(target="ascend910_93", lower="eager")
 
 
 class Block(torch.nn.Module):
@@ -88,47 +87,15 @@ def captured(of: torch.nn.Module) -> Captured:
     return capture(of, (ids, torch.arange(2, 2 + S)))
 
 
-def fused(of: Captured, whole: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[fx.Graph, Outcome]:
-    gm = fx.GraphModule(of.graph, copy.deepcopy(of.graph.graph))
-    with monkeypatch.context() as patched:
-        if whole:
-            patched.setattr(pipeline, "fold", lambda *_: None)
-        outcome = fuse_graph(gm.graph, installed(), CHIP, of.facts)
-    return gm.graph, outcome
-
-
-def calls(graph: fx.Graph) -> Counter[str]:
-    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
-
-
-def told(outcome: Outcome) -> list[tuple[str, ...]]:
-    return [(each.match.rule.name, each.lowering, each.match.node.name) for each in outcome.chosen]
-
-
-def ran(of: Captured, graph: fx.Graph, outcome: Outcome) -> list[Any]:
-    """Results, and inputs as they are left."""
-    inputs = [each.clone() if isinstance(each, Tensor) else each for each in of.inputs]
-    names = {node.name: value for node, value in zip(of.graph.graph.find_nodes(op="placeholder"), inputs, strict=True)}
-    prepared = [each.module(*(names[name] for name in each.sources)) for each in outcome.prepared]
-    results = fx.Interpreter(fx.GraphModule(of.graph, graph)).run(*inputs, *prepared)
-    return [*results, *inputs]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("count", "states"), [(4, True), (5, False), (9, True)])
 def test_equal_layers_become_what_each_would(
     count: int, states: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     of = captured(model(count, dtype, states=states))
-    (graph, outcome), (plain, whole) = (fused(of, each, monkeypatch) for each in (False, True))
-    graph.lint()
-    assert told(outcome) == told(whole)
-    assert calls(graph) == calls(plain)
-    assert outcome.before == whole.before
-    assert Counter(map(str, outcome.refusals)) == Counter(map(str, whole.refusals))
-    assert (outcome.in_place, outcome.result_copies) == (whole.in_place, whole.result_copies)
-    torch.testing.assert_close(ran(of, graph, outcome), ran(of, plain, whole), rtol=0, atol=0)
+    check_as_searched_in_full(of, monkeypatch)
     if dtype == torch.float32:
+        graph, outcome = fused(of, False, monkeypatch)
         expected = fx.Interpreter(of.graph).run(*(each.clone() for each in of.inputs))
         torch.testing.assert_close(ran(of, graph, outcome)[: len(expected)], list(expected), rtol=1e-4, atol=1e-5)
 
@@ -163,22 +130,39 @@ def _other_widths(blocks: list[Block]) -> None:
         block.down = torch.nn.Linear(64 + 16 * number, HIDDEN, bias=False)
 
 
-@pytest.mark.parametrize("change", [_other_scale, _one_gain, _other_widths])
+@pytest.mark.parametrize("change", [_other_scale, _other_widths])
 def test_layers_that_differ_are_not_equal(change: Callable[[list[Block]], None]):
     different = model(6)
     change(list(different.layers))  # type: ignore[arg-type]
     of = captured(different.requires_grad_(False))
-    assert fold(of.graph.graph, of.facts) is None
+    assert divide(of.graph.graph, of.facts) is None
 
 
-def test_a_layer_of_another_kind_ends_a_run():
+def test_layers_begin_where_they_share_no_weight(monkeypatch: pytest.MonkeyPatch):
+    """The second norm of each layer has the gain of the first one of the next: layers begin between the two."""
+    tied = model(6)
+    _one_gain(list(tied.layers))  # type: ignore[arg-type]
+    of = captured(tied)
+    assert divide(of.graph.graph, of.facts) is not None
+    check_as_searched_in_full(of, monkeypatch)
+
+
+def test_a_layer_of_another_kind_is_searched_itself(monkeypatch: pytest.MonkeyPatch):
     mixed = model(9)
     _other_scale(list(mixed.layers)[:1])  # type: ignore[arg-type]
     mixed.layers[4].scale = 0.25  # type: ignore[assignment]
     of = captured(mixed)
-    folded = fold(of.graph.graph, of.facts)
+    division = divide(of.graph.graph, of.facts)
+    assert division is not None
+    folded = fold(of.graph.graph, of.facts, division)
     assert folded is not None
-    assert len(folded.layers) == 4
+    assert len(folded.graph.nodes) < len(of.graph.graph.nodes)
+    assert scales(folded.graph) == scales(of.graph.graph)
+    check_as_searched_in_full(of, monkeypatch)
+
+
+def scales(graph: fx.Graph) -> set[float]:
+    return {node.args[1] for node in graph.nodes if node.target is torch.ops.aten.mul.Scalar}  # type: ignore[misc]
 
 
 def doubled_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -226,7 +210,7 @@ def test_results_of_layers_are_told_apart():
 
     several = model(6, states=True)
     of = capture(stacked, (torch.zeros(B, S, dtype=torch.long), torch.arange(S)))
-    assert fold(of.graph.graph, Facts()) is None
+    assert divide(of.graph.graph, Facts()) is None
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -240,7 +224,7 @@ def test_layers_that_return_something_else_are_not_equal(alike: bool):
         return found
 
     of = capture(several, (torch.randn(4, 64), torch.rand(64)))
-    assert (fold(of.graph.graph, Facts()) is not None) == alike
+    assert (divide(of.graph.graph, Facts()) is not None) == alike
 
 
 def with_masks() -> tuple[Captured, list[str]]:
@@ -258,7 +242,7 @@ def with_masks() -> tuple[Captured, list[str]]:
 def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
     of, names = with_masks()
     facts = Facts(assumed=dict.fromkeys(names, "causal"))
-    assert fold(of.graph.graph, facts) is not None
+    assert divide(of.graph.graph, facts) is not None
     outcome = fuse_graph(of.graph.graph, installed(), Options(target="host", lower="eager"), facts)
     assert [each.match.rule.name for each in outcome.chosen] == ["attention"] * 5
     assert outcome.assumed == frozenset(names)
@@ -273,7 +257,7 @@ def test_layers_of_whose_inputs_other_things_are_known_are_not_equal(what: str):
             "assumed": Facts(assumed=dict.fromkeys(known, "causal")),
             "parameters": Facts(parameters=frozenset(known)),
         }
-        assert (fold(of.graph.graph, facts[what]) is not None) == folds
+        assert (divide(of.graph.graph, facts[what]) is not None) == folds
 
 
 @pytest.mark.parametrize("explained", [False, True])
@@ -289,15 +273,17 @@ def test_numbers_that_layers_write_down_are_compared(explained: bool):
         assert [each.rule for each in report.matches] == ["rms_norm"] * 5
         return
     alike, other = (capture(scaled, (x, w), alike=each) for each in (True, False))
-    assert fold(alike.graph.graph, Facts()) is not None
-    assert fold(other.graph.graph, Facts()) is None
+    assert divide(alike.graph.graph, Facts()) is not None
+    assert divide(other.graph.graph, Facts()) is None
 
 
 def test_constants_are_known_by_their_numbers_where_they_hold_any():
     root = torch.nn.Module()
     root.one, root.other, root.meta = (torch.nn.Buffer(torch.ones(2, device=each)) for each in ("cpu", "cpu", "meta"))
     graph = fx.Graph(root)
-    one, other, meta = (described(graph.get_attr(name)) for name in ("one", "other", "meta"))
+    nodes = [graph.get_attr(name) for name in ("one", "other", "meta")]
+    graph.output(tuple(nodes))
+    one, other, meta = map(calls_of(graph, Facts()).look, nodes)
     assert one == other != meta
 
 
@@ -362,15 +348,6 @@ def _constants(x: Tensor, w: Tensor) -> Tensor:
     return x + w
 
 
-def _columns(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Every layer returns what the caller is to find in columns: copied."""
-    found = []
-    for _ in range(6):
-        found.append(norm(x.t().contiguous().t(), w))
-        x = found[-1].sin()
-    return (x, *found)
-
-
 @pytest.mark.parametrize("several", [_residual, _one_of_all, _runs, _swapped, _one_value, _norms_of_norms, _constants])
 def test_small_layers_become_what_each_would(several: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     def listed(*given: Tensor) -> tuple[Tensor, ...]:
@@ -379,23 +356,25 @@ def test_small_layers_become_what_each_would(several: Callable[..., Any], monkey
 
     caches = [torch.zeros(4, 64) for _ in range(12)] if several is _swapped else []
     of = capture(listed, (torch.randn(4, 64), torch.rand(64), *caches))
-    (graph, outcome), (plain, whole) = (fused(of, each, monkeypatch) for each in (False, True))
-    assert told(outcome) == told(whole)
-    assert calls(graph) == calls(plain)
-    assert outcome.result_copies == whole.result_copies
-    assert Counter(map(str, outcome.refusals)) == Counter(map(str, whole.refusals))
-    have, want = ran(of, graph, outcome), ran(of, plain, whole)
-    torch.testing.assert_close(have, want)
-    assert memory(*have) == memory(*want)
+    check_as_searched_in_full(of, monkeypatch, rtol=1e-5, atol=1e-6)
+
+
+def _columns(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Return of every layer a rotation whose result `torch.cat` makes contiguous, of transposed heads."""
+    found: list[Tensor] = []
+    for _ in range(6):
+        a, b = x.transpose(1, 2).chunk(2, -1)
+        c, s = cos[..., : D // 2], sin[..., : D // 2]
+        found.append(torch.cat((a * c - b * s, b * c + a * s), -1))
+        x = x + found[-1].transpose(1, 2).sin()
+    return (x, *found)
 
 
 def test_copies_for_the_caller_are_made_in_every_layer(monkeypatch: pytest.MonkeyPatch):
-    of = capture(_columns, (torch.randn(4, 64), torch.rand(64)))
-    graph, outcome = fused(of, False, monkeypatch)
-    assert outcome.result_copies == len(of.graph.graph.output_node().args[0])
-    for have, want in zip(ran(of, graph, outcome), of.graph(*of.inputs), strict=False):
-        torch.testing.assert_close(have, want)
-        assert have.stride() == want.stride()
+    x, angles = numbers(2, 16, 4, D), numbers(2, 1, 1, 16, D)
+    of = capture(_columns, (x, *angles))
+    outcome = check_as_searched_in_full(of, monkeypatch)
+    assert outcome.result_copies == 6
 
 
 def test_memory_that_rewrites_reserve_is_each_layers_own():
@@ -408,7 +387,7 @@ def test_memory_that_rewrites_reserve_is_each_layers_own():
 
     table, pages = torch.tensor([[3, 6, 0], [5, 3, 2]]), [numbers(8, 4, 2, 64, seed=each) for each in range(10)]
     of = capture(gathered, (numbers(4, 64), numbers(64), table, *(each.bfloat16() for each in pages)))
-    assert fold(of.graph.graph, of.facts) is not None
+    assert divide(of.graph.graph, of.facts) is not None
     graph = fx.GraphModule(of.graph, copy.deepcopy(of.graph.graph))
     outcome = fuse_graph(graph.graph, installed(), replace(CHIP, plan_lower="eager"), of.facts)
     assert sum(each.match.rule.name == "page_gather" for each in outcome.chosen) == 5

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion.records import Made
 from fusion.stages import select as stage
 
 NODES = [object() for _ in range(8)]
@@ -40,6 +41,7 @@ def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) ->
         surplus=0,
         further=0,
         made={},
+        times=1,
         plan=PLAN,
     )
 
@@ -91,7 +93,7 @@ def test_more_calls_than_the_model_makes_are_chosen_only_where_they_are_worth_it
     assert select([several, sure]) == [several, sure]
     several.further = 2
     assert select([several, sure]) == [sure]
-    several.made = sure.made = {"tables": 2}
+    several.made = sure.made = {"tables": Made(2)}
     assert select([several, sure]) == [several, sure]
 
 
@@ -127,13 +129,45 @@ def test_the_same_whatever_comes_first(order):
     assert sum(each.benefit for each in chosen) == 10
 
 
-@pytest.mark.parametrize("exact", [0, stage.EXACT])
-def test_groups_too_large_for_every_cover_still_get_a_disjoint_one(exact, monkeypatch):
-    monkeypatch.setattr(stage, "EXACT", exact)
+@pytest.mark.parametrize("most", [1, stage.MOST])
+def test_groups_too_large_for_every_cover_still_get_a_disjoint_one(most, monkeypatch):
+    monkeypatch.setattr(stage, "MOST", most)
     chain = [candidate(1 + each % 3, {each % 8, (each + 1) % 8}) for each in range(24)]
     chosen = select(chain)
     assert chosen
     assert not any(overlap(*pair) for pair in combinations(chosen, 2))
+
+
+def in_a_chain(layers: int) -> tuple[list[Any], Any]:
+    """Candidates each of which overlaps those of the next layer, and their graph."""
+    nodes = [object() for _ in range(4 * layers + 4)]
+    graph = SimpleNamespace(order={node: place for place, node in enumerate(nodes)}, depends=lambda *_: False)
+    found = [candidate(3 + layer % 3, {0}) for layer in range(layers) for _ in range(2)]
+    for number, each in enumerate(found):
+        own = tuple(nodes[4 * (number // 2) :][:5])
+        each.match, each.dying = _match((own,)), frozenset(own)
+    return found, graph
+
+
+def test_a_chain_of_any_length_is_covered_at_the_same_cost_for_each_layer(monkeypatch):
+    counted, way = [0], stage._Way
+
+    def counting(*given: Any) -> Any:
+        counted[0] += 1
+        return way(*given)
+
+    monkeypatch.setattr(stage, "_Way", counting)
+    costs = []
+    for layers in (50, 100, 1000):
+        counted[0] = 0
+        found, graph = in_a_chain(layers)
+        chosen = select(found, graph=graph)
+        costs.append(counted[0] / layers)
+        best = [0, 0]  # so many saved at most by the layers so far, the last of them not covered, and covered or not
+        for layer in range(layers):
+            best = [best[1], max(best[1], best[0] + 3 + layer % 3)]
+        assert sum(each.benefit for each in chosen) == best[1]
+    assert max(costs) < 1.1 * min(costs)
 
 
 def test_what_needs_another_is_chosen_with_it_or_not_at_all():
