@@ -1,12 +1,13 @@
-"""What the pass costs beside tracing, by model, step and number of layers: CPU seconds over those of Dynamo and AOT.
+"""Measure the pass over tracing, by model, target, step and number of layers: CPU seconds over those of Dynamo and AOT.
 
     python -m benchmarks.pass_cost --models DeepseekV32 --models Qwen3 --layers 4 --layers 61 --modes decode
+                                   --targets host --targets ascend910_93
                                    --incumbents --never 100 --json figures.json --cold 0.04
 
 A model is traced once a round, in a process of its own, where nothing but a model of two layers was traced before; and
 everything is run on copies of that graph, one after the other: the whole pass without plans that were kept, the same
-with them, with rules that never match, and what others do at the same places. Prints a table of medians and one line of
-JSON; exits with 1 where a figure is beyond a limit that is given.
+with them, the pass as a guest of another compiler, with rules that never match, and what others do at the same places.
+Prints a table of medians and one line of JSON; exits with 1 where a figure is beyond a limit that is given.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +47,7 @@ from fusion.facts import Facts
 from fusion.language import Library
 from fusion.library import library_for
 from fusion.outcome import GraphReport, Outcome
+from fusion.passes import FusionPass
 
 _COMMON = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 192, "num_attention_heads": 4, "pad_token_id": 0}
 _LATENT = dict(
@@ -77,6 +80,7 @@ class Figures:
         tracing: Dynamo and AOT.
         cold: the whole pass.
         warm: the whole pass, with the plans of a run before it.
+        guest: `FusionPass`, without plans that were kept.
         stages: each stage of the cold pass.
         never: the cold pass with further rules, over that without them.
         others: by name, what others take, and how many places they replace.
@@ -87,6 +91,7 @@ class Figures:
     tracing: float = 0.0
     cold: float = 0.0
     warm: float = 0.0
+    guest: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     never: float = 0.0
     others: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -117,6 +122,7 @@ class _Judge(FusionBackend):
         kept = replace(self.options, plan_cache="memory")
         self._run(gm, facts, options=kept)
         found.warm, _ = self._run(gm, facts, options=kept)
+        found.guest = self._as_guest(gm)
         found.places = len(report.chosen)
         if self.never:
             known = library_for(self.options, self.rules)
@@ -141,6 +147,13 @@ class _Judge(FusionBackend):
         report = backend.outcome(own, facts, original.graph)
         return time.process_time() - start, report
 
+    def _as_guest(self, gm: fx.GraphModule) -> float:
+        """Return the CPU seconds of `FusionPass` on a copy of the graph."""
+        own, guest = fx.GraphModule(gm, copy.deepcopy(gm.graph)), FusionPass(self.options, self.rules)
+        start = time.process_time()
+        guest(own)
+        return time.process_time() - start
+
 
 def model_and_call(family: str, layers: int, mode: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A small random model, and what one step of it is called with."""
@@ -155,10 +168,10 @@ def model_and_call(family: str, layers: int, mode: str) -> tuple[torch.nn.Module
     return model, call
 
 
-def measure(family: str, layers: int, mode: str, never: int = 0, with_others: bool = False) -> Figures:
+def measure(family: str, target: str, mode: str, layers: int, never: int = 0, with_others: bool = False) -> Figures:
     """Compile one step of a small random model, up to the fused graph."""
     model, call = model_and_call(family, layers, mode)
-    options = Options(target="ascend910_93", lower="eager", plan_cache="off")
+    options = Options(target=target, lower="eager", plan_cache="off")
     with torch.no_grad():
         torch.compiler.reset()
         judge = _Judge(options, never=never, with_others=with_others)
@@ -171,11 +184,11 @@ def measure(family: str, layers: int, mode: str, never: int = 0, with_others: bo
     raise SystemExit(f"pass_cost: {family} {mode} compiled without its graph having been fused; try another step")
 
 
-def _measured(family: str, mode: str, layers: int, never: int, with_others: bool) -> Figures:
+def _measured(family: str, target: str, mode: str, layers: int, never: int, with_others: bool) -> Figures:
     """A round in a process that has done nothing yet: what a first compilation imports and makes is not of the case."""
     torch.set_num_threads(1)
-    measure(family, 2, mode, never)
-    return measure(family, layers, mode, never, with_others)
+    measure(family, target, mode, 2, never)
+    return measure(family, target, mode, layers, never, with_others)
 
 
 def _figures(error: BaseException, start: float) -> Figures:
@@ -220,6 +233,7 @@ def main(
     models: Annotated[list[str], typer.Option(help=f"families: {', '.join(MODELS)}")] = ["DeepseekV32", "Qwen3"],  # noqa: B006
     layers: Annotated[list[int], typer.Option(help="numbers of layers")] = [4, 16],  # noqa: B006
     modes: Annotated[list[str], typer.Option(help=f"steps: {', '.join(MODES)}")] = ["decode"],  # noqa: B006
+    targets: Annotated[list[str], typer.Option(help="targets, host among them")] = ["ascend910_93"],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="repetitions, interleaved; medians count")] = 3,
     others: Annotated[bool, typer.Option("--incumbents", help="run what others do at the same places")] = False,
     never: Annotated[int, typer.Option(help="further rules, which match nowhere")] = 0,
@@ -236,16 +250,15 @@ def main(
         raise typer.BadParameter(f"not known: {', '.join(unknown)}; models are {', '.join(MODELS)}, modes {MODES}")
     if faster and not others:
         raise typer.BadParameter("--faster compares with --incumbents: give both")
-    cases = [(family, mode, count) for family in models for mode in modes for count in sorted(set(layers))]
-    runs = defaultdict[tuple[str, str, int], list[Figures]](list)
+    of = list(product(models, targets, modes))
+    cases = [(*each, count) for each in of for count in sorted(set(layers))]
+    runs = defaultdict[tuple[str, str, str, int], list[Figures]](list)
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:
         for case in track([case for _ in range(rounds) for case in cases], "compiling", console=Console(stderr=True)):
             runs[case].append(fresh.submit(_measured, *case, never, others).result())
     told = {" ".join(map(str, case)): _told(found) for case, found in runs.items()}
     slopes = {
-        f"{family} {mode}": exponent({n: told[f"{family} {mode} {n}"]["cold_seconds"] for n in layers})
-        for family in models
-        for mode in modes
+        " ".join(each): exponent({n: told[f"{' '.join(each)} {n}"]["cold_seconds"] for n in layers}) for each in of
     }
     _show(runs, told)
     text = json.dumps({"cases": told, "exponent": {name: round(each, 2) for name, each in slopes.items()}})
@@ -280,6 +293,7 @@ def _told(found: Sequence[Figures]) -> dict[str, float]:
         "cold_seconds": median(*(each.cold for each in found)),
         "cold": median(*(each.cold / each.tracing for each in found)),
         "warm": median(*(each.warm / each.tracing for each in found)),
+        "guest": median(*(each.guest / each.tracing for each in found)),
         "never": median(*(each.never / each.tracing for each in found)),
         "places": median(*(each.places for each in found)),
         "peak_mib": median(*(each.peak / 2**20 for each in found)),
@@ -290,8 +304,20 @@ def _told(found: Sequence[Figures]) -> dict[str, float]:
     return said
 
 
-def _show(runs: Mapping[tuple[str, str, int], Sequence[Figures]], told: Mapping[str, Mapping[str, float]]) -> None:
-    titles = ("model", "step", "layers", "tracing, s", "cold, s", "cold", "warm", "further rules", "peak, MiB")
+def _show(runs: Mapping[tuple[str, str, str, int], Sequence[Figures]], told: Mapping[str, Mapping[str, float]]) -> None:
+    titles = (
+        "model",
+        "target",
+        "step",
+        "layers",
+        "tracing, s",
+        "cold, s",
+        "cold",
+        "warm",
+        "guest",
+        "further rules",
+        "peak, MiB",
+    )
     table = Table(*titles, "others", "stages of the cold pass", title="cost of the pass over Dynamo and AOT (medians)")
     for case, found in runs.items():
         each = told[" ".join(map(str, case))]
@@ -299,7 +325,8 @@ def _show(runs: Mapping[tuple[str, str, int], Sequence[Figures]], told: Mapping[
                   for name in found[0].others]  # fmt: skip
         table.add_row(
             *map(str, case), f"{each['tracing_seconds']:.2f}", f"{each['cold_seconds']:.2f}", f"{each['cold']:.1%}",
-            f"{each['warm']:.1%}", f"{each['never']:.2%}", f"{each['peak_mib']:.0f}", "\n".join(others), _shares(found),
+            f"{each['warm']:.1%}", f"{each['guest']:.1%}",
+            f"{each['never']:.2%}", f"{each['peak_mib']:.0f}", "\n".join(others), _shares(found),
         )  # fmt: skip
     Console(width=180).print(table)
 
