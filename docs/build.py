@@ -33,17 +33,20 @@ def generated() -> dict[Path, str]:
 
 
 def operators_page() -> str:
-    """The operators that the pass emits."""
+    """Return the page of the operators that the pass emits."""
     head = (
         "# Operators\n\nThe fused operators that the pass can emit, as `cann-fusion ops` lists them. A call that "
         "breaks a limit of the target is refused, and the report says which limit. *host* stands for what every "
-        "machine asks for. Written by `make docs`.\n"
+        "machine asks for. Called directly where there is no kernel, an operator is computed by its decomposition: of "
+        "the arguments that are listed as computed, within the limits of *host*. A call that breaks one of them, or "
+        "gives another argument a value that is not its default, raises an `OperatorError` that names the argument; "
+        "fake tensors raise it too. Written by `make docs`.\n"
     )
     return head + "".join(_operator(each) for each in operator_entries())
 
 
 def _operator(entry: OperatorEntry) -> str:
-    lines = [f"\n## {entry.name}\n", f"{entry.summary}\n", f"```\n{entry.schema}\n```\n"]
+    lines = [f"\n## {entry.name}\n", f"{entry.summary}\n", f"```\n{entry.schema}\n```\n", _answers(entry)]
     lines += ["| argument | dims | dtypes |", "|---|---|---|"]
     for name, dims in entry.dims.items():
         lines.append(f"| {name} | {_cell(f'[{dims}]')} | {', '.join(entry.dtypes.get(name, ()))} |")
@@ -53,6 +56,20 @@ def _operator(entry: OperatorEntry) -> str:
     older = f" In older packages `{entry.older}`." if entry.older else ""
     lines.append(f"\nLowered by {', '.join(entry.lowerings)}.{older} Read in {entry.source}.\n")
     return "\n".join(lines)
+
+
+def _answers(entry: OperatorEntry) -> str:
+    """Return which arguments are computed, which raise unless they are at their defaults, and which change nothing."""
+    because: dict[str, list[str]] = {}
+    for name, reason in entry.uncomputed.items():
+        because.setdefault(reason, []).append(f"`{name}`")
+    raising = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in because.items())
+    parts = {
+        "Computed": ", ".join(f"`{name}`" for name in entry.computed),
+        "Raise unless they are at their defaults": raising,
+        "Without effect": ", ".join(f"`{name}`" for name in entry.without_effect),
+    }
+    return "\n".join(f"- {what}: {names}." for what, names in parts.items() if names) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -26,6 +26,9 @@ class OperatorEntry:
         dims: argument -> named dims.
         dtypes: argument -> accepted dtypes.
         limits: target -> what a call must keep to.
+        computed: the arguments that the decomposition computes.
+        uncomputed: argument -> why a call that does not leave it at its default is refused.
+        without_effect: the arguments that change no result.
         source: where all this was read.
         older: the name by which an older package has it, "" for none.
     """
@@ -38,6 +41,9 @@ class OperatorEntry:
     dims: dict[str, str]
     dtypes: dict[str, tuple[str, ...]]
     limits: dict[str, tuple[str, ...]]
+    computed: tuple[str, ...]
+    uncomputed: dict[str, str]
+    without_effect: tuple[str, ...]
     source: str
     older: str
 
@@ -112,6 +118,9 @@ def _operator(op: Operator) -> OperatorEntry:
         dict(op.dims),
         {name: tuple(sorted(str(each).removeprefix("torch.") for each in given)) for name, given in op.dtypes.items()},
         {chip: tuple(_limit(each) for each in op.limits[chip]) for chip in (HOST, *CHIPS) if chip in op.limits},
+        op.computed,
+        dict(op.uncomputed),
+        tuple(name for name in op.arguments if name in op.without_effect),
         op.source,
         op.older,
     )

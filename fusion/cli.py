@@ -251,8 +251,10 @@ def _operator(entry: catalogue.OperatorEntry) -> Table:
     arguments = [(name, f"[{dims}]  {', '.join(entry.dtypes.get(name, ()))}") for name, dims in entry.dims.items()]
     limits = [(f"limits on {target}", "\n".join(each) or "none") for target, each in entry.limits.items()]
     first = ("computes", entry.summary), ("schema", entry.schema), ("lowered by", ", ".join(entry.lowerings))
+    raising = "\n".join(f"{name}: {because}" for name, because in entry.uncomputed.items())
+    answers = ("computed", ", ".join(entry.computed)), ("not computed", raising or "none")
     older = (("older name", entry.older),) if entry.older else ()
-    return _described(entry.name, (*first, *arguments, *limits, *older, ("source", entry.source)))
+    return _described(entry.name, (*first, *arguments, *answers, *limits, *older, ("source", entry.source)))
 
 
 def _rules(entries: list[catalogue.RuleEntry]) -> Table:

@@ -25,6 +25,7 @@ from fusion._torch.tensors import leaves, map_only, told_apart
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
+from fusion.operators import unchecked
 from fusion.records import Input, Output, Step
 from fusion.sizes import SizeNodes
 from fusion.texts import frozen
@@ -199,7 +200,15 @@ class Fakes:
         apart = dict(zip(inputs, told_apart(inputs.values()), strict=True))
         recorder = Recorder(apart, self._ran)
         try:
-            with without_guards(self._mode), self._mode, torch.no_grad(), without_view_tracking(), recorder:
+            # Unchecked: limits are asked for each target once the calls are known.
+            with (
+                without_guards(self._mode),
+                self._mode,
+                torch.no_grad(),
+                without_view_tracking(),
+                unchecked(),
+                recorder,
+            ):
                 result = function(apart)
         except SizeAskedError as asked:
             raise Refused("it would hold for some symbolic sizes alone: {asked}", {"asked": asked}) from None
@@ -222,7 +231,7 @@ class Fakes:
         key = (target, frozen(args), frozen(kwargs))
         if key not in self._runs:
             try:
-                with self._mode, torch.no_grad():
+                with self._mode, torch.no_grad(), unchecked():
                     self._runs[key] = run_on_fakes(target, args, kwargs), ""
             except (RuntimeError, ValueError) as error:
                 self._runs[key] = None, str(error) or type(error).__name__

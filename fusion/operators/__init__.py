@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fusion.operators.contract import CHIPS, HOST, LOWERINGS, Limit, Operator
-from fusion.operators.legality import refusal
+from fusion.operators.contract import Operator
+from fusion.operators.legality import refusal, unchecked
 from fusion.operators.library import OPERATORS, Origin, decompositions, ensure, operator_of
+from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
 
 __all__ = [
     "CHIPS",
@@ -18,4 +19,5 @@ __all__ = [
     "ensure",
     "operator_of",
     "refusal",
+    "unchecked",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusion._torch.tensors import hint
 from fusion.operators import attention_limits as limits
 from fusion.operators.attention_int8_limits import SCALES
+from fusion.operators.attention_numbers import Grid, Int8Result, both_grids, int8_result
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, in_tensors
 from fusion.operators.dtypes import INT64, compute_dtype
@@ -30,32 +31,12 @@ from fusion.operators.visibility import Band, Lengths, visible
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The numbers (n + offset) · scale for which int8 stand, by scales as their mode says.
+class Prefix:
+    """Keys and values before those of every sequence, of one sequence, and how many of them there are."""
 
-    0: of all [1], or of channels [M · D]; 1: of tokens [1, B, T..]; 2: of heads [M]; 3: of both [B, M, T..].
-    """
-
-    scale: Tensor
-    offset: Tensor | None
-    mode: int
-
-    def applied(self, x: Tensor, like: Tensor) -> Tensor:
-        """Of int8 keys or values [B, M, T, D], in the dtype that queries `like` are computed in."""
-        wide = torch.promote_types(compute_dtype(like), self.scale.dtype)
-        x = x.to(wide) if self.offset is None else x.to(wide) + self._seen(self.offset, x)
-        return x * self._seen(self.scale, x)
-
-    def _seen(self, each: Tensor, x: Tensor) -> Tensor:
-        """As it broadcasts to keys or values."""
-        match self.mode:
-            case 1 | 3:
-                tokens = each.transpose(0, 1) if self.mode == 1 else each
-                return tokens[..., : x.shape[2]].unsqueeze(-1)
-            case 2:
-                return each.reshape(-1, 1, 1)
-            case _:
-                return each if each.dim() == 1 else each.reshape(x.shape[1], 1, x.shape[3])
+    key: Tensor
+    value: Tensor
+    length: int | None
 
 
 @dataclass(frozen=True)
@@ -81,29 +62,54 @@ class Attention:
     """Of queries in whole numbers, [..] of the layout without lanes, and of all keys and all values, [1]."""
     antiquant: tuple[Grid, Grid] | None = None
     """Of an int8 cache, that of keys and that of values."""
+    padding: tuple[Tensor | None, Tensor | None] = (None, None)
+    """Of queries and of keys: rows behind the last token of each sequence, where the tokens are the last rows."""
+    prefix: Prefix | None = None
+    int8_result: Int8Result | None = None
 
-    def heads_of(self, x: Tensor) -> Tensor:
-        """Keys or values as [B, M, T, D], read through the block table if there is one."""
-        if self.table is None:
-            return heads_first(x, self.layout, self.kv_heads)
-        return paged_heads(x, self.layout, self.kv_heads, self.table)
+    def heads_of(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        """Return keys or values [B, M, T, D], read through the block table, or behind those `before` every sequence."""
+        if self.table is not None:
+            return paged_heads(x, self.layout, self.kv_heads, self.table)
+        own = heads_first(x, self.layout, self.kv_heads)
+        if before is None or self.prefix is None:
+            return own
+        first = heads_first(before, self.layout, self.kv_heads)[:, :, : self.prefix.length]
+        return torch.cat((first.expand(own.shape[0], -1, -1, -1), own), dim=2)
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, both [B, M, T, D]."""
+        before = (None, None) if self.prefix is None else (self.prefix.key, self.prefix.value)
+        return self.heads_of(self.key, before[0]), self.heads_of(self.value, before[1])
+
+    def all_lengths(self, keys: Tensor) -> tuple[Lengths, Lengths]:
+        """Return the lengths of queries and of `keys` [B, M, T, D], which are longer by those before each sequence."""
+        of_query, of_key = self.lengths
+        if self.prefix is None or of_key is None:
+            return of_query, of_key
+        more = keys.shape[2] - heads_first(self.key, self.layout, self.kv_heads).shape[2]
+        return of_query, of_key + more if isinstance(of_key, Tensor) else [each + more for each in of_key]
 
 
 def computed(call: Attention) -> tuple[Tensor, Tensor]:
     """The output in its layout and the log-sum-exp, in float32 at least, empty unless asked for."""
     query = heads_first(call.query, call.layout, call.heads)
-    key, value = call.heads_of(call.key), call.heads_of(call.value)
+    key, value = call.keys_and_values()
     if call.antiquant is not None:
         key, value = (of.applied(x, query) for of, x in zip(call.antiquant, (key, value), strict=True))
         query = query.to(key.dtype)
     pairs = [(query, key)]
     if call.query_rope is not None and call.key_rope is not None:
         pairs.append((heads_first(call.query_rope, call.layout, call.heads), call.heads_of(call.key_rope)))
-    seen = visible(query, key, call.lengths, call.band, packed=is_packed(call.layout), table=call.table)
+    seen = visible(
+        query, key, call.all_lengths(key), call.band,
+        packed=is_packed(call.layout), table=call.table, padding=call.padding,
+    )  # fmt: skip
     if call.scales is not None:
         pairs, value = _of_whole_numbers(call, pairs, value)
     out, lse = _attended(call, pairs, value, seen)
-    return laid_out(out.to(_result(call)), call.layout), lse
+    out = out.to(_result(call)) if call.int8_result is None else call.int8_result.applied(out)
+    return laid_out(out, call.layout), lse
 
 
 def _of_whole_numbers(
@@ -119,7 +125,9 @@ def _of_whole_numbers(
 
 
 def _result(call: Attention) -> torch.dtype:
-    """The dtype of the output: of whole numbers that of the rotated queries."""
+    """Return the dtype of the output: int8 where it is quantised, of int8 queries that of the rotated ones."""
+    if call.int8_result is not None:
+        return torch.int8
     rotated = call.scales is not None and call.query_rope is not None
     return call.query_rope.dtype if rotated and call.query_rope is not None else call.query.dtype
 
@@ -143,7 +151,8 @@ def promised(call: Attention) -> tuple[Tensor, Tensor]:
     width = value_width(call.value, call.layout, call.kv_heads, call.table is not None)
     out = call.query.new_empty(output_shape(call.query, call.layout, call.heads, width), dtype=_result(call))
     sizes = lse_shape(call.query, call.layout, call.heads) if call.lse else [0]
-    wide = torch.promote_types(_result(call), torch.float32) if call.lse else torch.float32
+    stored = call.query.dtype if call.int8_result is not None else _result(call)
+    wide = torch.promote_types(stored, torch.float32) if call.lse else torch.float32
     return out, call.query.new_empty(sizes, dtype=wide)
 
 
@@ -167,8 +176,12 @@ def flops_of(call: Attention) -> float:
     return scores(hint(batch) * hint(rows) * hint(heads) * seen, width + rope + values)
 
 
-def _grids(given: Given, of: limits.Antiquant) -> tuple[Grid, Grid] | None:
-    """Those of keys and values, where they have scales."""
+def _grids(given: Given, names: limits.Names) -> tuple[Grid, Grid] | None:
+    """Return the grids of keys and values, where they have scales, each their own or both in one tensor."""
+    of = names.antiquant
+    if of.joint is not None and given[of.joint[0]] is not None:
+        scale, offset, mode = (given[name] for name in of.joint)
+        return both_grids(scale, offset, mode)
     key, value = (
         None if given[scale] is None else Grid(given[scale], given[offset], given[mode])
         for scale, offset, mode in zip(of.scales, of.offsets, of.modes, strict=True)
@@ -194,8 +207,19 @@ def _read(given: Given, names: limits.Names) -> Attention:
         bias=given["pse_shift"],
         lse=given[names.lse],
         scales=None if scales[0] is None else scales,
-        antiquant=_grids(given, names.antiquant) if scales[0] is None else None,
+        antiquant=_grids(given, names) if scales[0] is None else None,
+        padding=(given["query_padding_size"], given["kv_padding_size"]) if names.padded else (None, None),
+        prefix=_prefix(given) if names.padded else None,
+        int8_result=int8_result(*(given[name] for name in names.result)),
     )
+
+
+def _prefix(given: Given) -> Prefix | None:
+    """Return the keys and values before every sequence, None where there are none."""
+    key, value, lengths = (
+        given[name] for name in ("key_shared_prefix", "value_shared_prefix", "actual_shared_prefix_len")
+    )
+    return None if key is None else Prefix(key, value, None if lengths is None else lengths[0])
 
 
 _V2_SCHEMA = (
@@ -234,7 +258,8 @@ _SUMMARY = (
     "(n + offset) · scale, of each channel or of all, or as modes 1, 2, 3 say. Queries and latent in int8, version 2 "
     "alone: both products times dequant_scale_query · dequant_scale_key, by which query_rope was "
     "divided before, v times dequant_scale_value; a kernel holds exp(score - largest) in steps of 1/127, which is not "
-    "decomposed"
+    "decomposed. An output scale gives rint(out · scale + offset) in int8. Version 1 alone: keys and values of a "
+    "shared prefix stand before those of each sequence; with a padding size, sequences end so many rows before the last"
 )
 
 
@@ -244,6 +269,8 @@ def _declared(schema: str, names: limits.Names) -> tuple[Operator, Operator]:
     numbers = Operator(
         schema=schema,
         compute=lambda given: computed(_read(given, names)),
+        uncomputed=names.uncomputed,
+        without_effect=frozenset({"block_size", "inner_precise"}),
         outputs=lambda given: promised(_read(given, names)),
         dims=limits.dims(names),
         dtypes=limits.dtypes(names),

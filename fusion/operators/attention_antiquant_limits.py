@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.operators.contract import Limit
 from fusion.operators.layouts import lying
+from fusion.operators.limits import Limit
 
 CACHE = "dtype(query) != 'int8' and dtype(key) == 'int8'"
 """Calls over an int8 cache, whose queries are floats."""
@@ -37,15 +37,20 @@ class Antiquant:
     scales: tuple[str, str]
     offsets: tuple[str, str]
     modes: tuple[str, str]
+    joint: tuple[str, str, str] | None = None
+    """Scale, offset and mode of keys and values in one tensor."""
 
     def host(self, unless: str = "") -> tuple[Limit | str, ...]:
         """What every machine asks for; `unless` says which calls tell other things by the same arguments."""
         (scale, of_values), (offset, offset_of_values), (mode, mode_of_values) = self.scales, self.offsets, self.modes
         shapes = f"{_CHANNELS}, {_HEADS}, {_ROWS}, {_OF_ALL}"
+        apart = CACHE if self.joint is None else f"{CACHE} and not given({self.joint[0]})"
         return (
             Limit("dtype(value) == 'int8'", when=CACHE),
             Limit("dtype(value) != 'int8'", when="dtype(key) != 'int8'"),
-            *(Limit(f"given({name})", when=CACHE) for name in self.scales),
+            Limit("shape(value) == shape(key)", when=CACHE, because=_ALIKE),
+            *self._jointly(),
+            *(Limit(f"given({name})", when=apart) for name in self.scales),
             *(Limit(CACHE, when=f"given({name}){unless}") for name in self.scales),
             *(Limit(CACHE, when=f"given({name})") for name in self.offsets),
             Limit(f"given({offset_of_values})", when=f"given({offset})"),
@@ -56,25 +61,59 @@ class Antiquant:
             Limit("num_key_value_heads > 0", when=CACHE, because="scales are told of so many heads"),
             Limit("not given(query_rope)", when=CACHE),
             Limit(f"{_BSND} or {_BNSD}", when=CACHE, because="int8 keys in other layouts are not decomposed"),
-            Limit(f"shape({scale}) in ({shapes})", when=f"{CACHE} and {mode} == 0"),
-            Limit(f"shape({scale}) == {_OF_HEADS}", when=f"{CACHE} and {mode} == 2"),
+            Limit(f"shape({scale}) in ({shapes})", when=f"{apart} and {mode} == 0"),
+            Limit(f"shape({scale}) == {_OF_HEADS}", when=f"{apart} and {mode} == 2"),
             *self._of_tokens(scale, mode),
-            Limit(f"shape({of_values}) == shape({scale})", when=CACHE, because=_ALIKE),
+            Limit(f"shape({of_values}) == shape({scale})", when=apart, because=_ALIKE),
+            *(
+                Limit(f"given({name})", when=f"given({other})", because=_ALIKE)
+                for name, other in zip(self.scales, self.offsets, strict=True)
+            ),
             *(Limit(f"shape({name}) == shape({scale})", when=f"given({name})") for name in self.offsets),
+        )
+
+    def _jointly(self) -> tuple[Limit, ...]:
+        """Limit scales and offsets [2, ..] of keys, then of values, in one tensor."""
+        if self.joint is None:
+            return ()
+        scale, offset, mode = self.joint
+        given = f"given({scale})"
+        shapes = (
+            "(2,)",
+            "(2, num_key_value_heads, 1, D)",
+            "(2, num_key_value_heads, D)",
+            "(2, num_key_value_heads * D)",
+        )
+        tokens = f"{given} and {mode} == 1"
+        return (
+            Limit(CACHE, when=given),
+            Limit(f"not given({self.scales[0]}) and not given({self.scales[1]})", when=given, because="they are twice"),
+            Limit(f"{self.modes[0]} == 0 and {self.modes[1]} == 0", when=given, because=f"{mode} says how"),
+            Limit(given, when=f"given({offset}) or {mode} != 0"),
+            Limit(f"{mode} in (0, 1)", because="the page has no other"),
+            Limit(f"shape({scale}) in ({', '.join(shapes)})", when=f"{given} and {mode} == 0"),
+            Limit(f"rank({scale}) == 3 and size({scale}, 0) == 2 and size({scale}, 1) == B", when=tokens),
+            *self._long_enough(scale, tokens),
+            Limit(f"shape({offset}) == shape({scale})", when=f"given({offset})"),
+        )
+
+    def _long_enough(self, scale: str, when: str) -> tuple[Limit, ...]:
+        """Require as many scales of tokens as there are keys."""
+        last = f"size({scale}, 2) >= "
+        return (
+            Limit(f"{last}M * block_size", when=f"{when} and given(block_table)"),
+            Limit(f"{last}U", when=f"{when} and not given(block_table) and {_BNSD}"),
+            Limit(f"{last}Q", when=f"{when} and not given(block_table) and {_BSND}"),
         )
 
     def _of_tokens(self, scale: str, mode: str) -> tuple[Limit, ...]:
         tokens = f"{CACHE} and {mode} in (1, 3)"
         heads = f"size({scale}, 0) == B and size({scale}, 1) == num_key_value_heads"
-        last = f"size({scale}, 2) >= "
         return (
             Limit(f"rank({scale}) == 3", when=tokens),
             Limit(f"size({scale}, 0) == 1 and size({scale}, 1) == B", when=f"{CACHE} and {mode} == 1"),
             Limit(heads, when=f"{CACHE} and {mode} == 3"),
-            Limit(f"{last}M * block_size", when=f"{tokens} and given(block_table)"),
-            Limit(f"{last}U", when=f"{tokens} and not given(block_table) and {_BNSD}"),
-            Limit(f"{last}Q", when=f"{tokens} and not given(block_table) and {_BSND}"),
-            Limit(f"not given({self.offsets[0]})", when=tokens, because="offsets of each token are not decomposed"),
+            *self._long_enough(scale, tokens),
         )
 
     def kernel(self, lse: str, query_lengths: str) -> tuple[Limit | str, ...]:
@@ -85,6 +124,7 @@ class Antiquant:
             *(Limit(f"dtype({name}) == 'float32'", when=f"{CACHE} and {mode} in (1, 3)") for name in self.scales),
             *(Limit(f"dtype({name}) == dtype(query)", when=f"given({name})") for name in self.offsets),
             Limit("input_layout in ('BSND', 'BNSD')", when=CACHE),
+            Limit(f"not given({self.offsets[0]})", when=f"{CACHE} and {mode} in (1, 3)", because="no rule asks for it"),
             Limit("D % 32 == 0", when=CACHE, because="a line of memory holds 32 int8"),
             Limit(f"not {lse}", when=CACHE, because="of int8 keys no log-sum-exp is documented"),
             Limit("S <= 16", when=CACHE),

@@ -6,8 +6,8 @@ incre_flash_attention_tiling: whole numbers are read from pages in lines of NZ a
 
 from __future__ import annotations
 
-from fusion.operators.contract import Limit
 from fusion.operators.layouts import lying
+from fusion.operators.limits import Limit
 
 SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
 FLOAT_QUERIES = Limit("dtype(query) != 'int8'")

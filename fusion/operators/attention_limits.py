@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fusion.operators.attention_antiquant_limits import CACHE, Antiquant
 from fusion.operators.attention_int8_limits import FLOAT_QUERIES, INT8_HOST, INT8_KERNEL
-from fusion.operators.contract import A2_A3, Limit
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
 from fusion.operators.layouts import LAYOUTS, lying
+from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.visibility import mask_limits
 
 _MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
 _QUERY = {"BSH": "B S H", "BSND": "B S N D", "BNSD": "B N S D", "TND": "Tq N D", "NTD": "N Tq D"}
@@ -23,11 +24,13 @@ _KEY_ROPE = ("P Q Kr", "P Q U Kr", "P Q Cr U Lr")
 
 _PACKED, _BATCHED = lying("TND", "NTD"), lying("BSH", "BSND", "BNSD")
 _MERGED, _BSND, _BNSD, _TND, _NTD = map(lying, ("BSH", "BSND", "BNSD", "TND", "NTD"))
+_BIAS = "given(pse_shift)"
+_MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the two versions call the same arguments, and what they have that we do not use."""
+    """The names of the arguments of a version, and which of them are not computed."""
 
     heads: str
     scale: str
@@ -35,7 +38,11 @@ class Names:
     key_lengths: str
     lse: str
     antiquant: Antiquant
-    unused: tuple[str, ...]
+    result: tuple[str, str]
+    """Scale and offset of a result in int8."""
+    uncomputed: Mapping[str, str]
+    padded: bool = False
+    """True if sequences may stand at the end of their rows, and share keys before their own."""
     sink: str | None = None
     whole: bool = False
     """Whether it takes queries of int8 over an int8 latent."""
@@ -51,10 +58,13 @@ V2 = Names(
         ("dequant_scale_key", "dequant_scale_value"), ("dequant_offset_key", "dequant_offset_value"),
         ("key_quant_mode", "value_quant_mode"),
     ),
-    unused=(
-        "dequant_scale_key_rope", "quant_scale_out", "quant_offset_out", "quant_scale_p", "query_dtype", "key_dtype",
-        "value_dtype", "out_dtype",
-    ),
+    result=("quant_scale_out", "quant_offset_out"),
+    uncomputed={
+        "dequant_scale_key_rope quant_scale_p": "they are for floats of 8 bits",
+        "query_dtype key_dtype value_dtype query_rope_dtype key_rope_dtype key_shared_prefix_dtype "
+        "value_shared_prefix_dtype dequant_scale_query_dtype dequant_scale_key_dtype dequant_scale_value_dtype "
+        "dequant_scale_key_rope_dtype out_dtype": "formats of 8 and 4 bits are not decomposed",
+    },
     sink="learnable_sink",
     whole=True,
 )  # fmt: skip
@@ -67,12 +77,14 @@ V1 = Names(
     antiquant=Antiquant(
         ("key_antiquant_scale", "value_antiquant_scale"), ("key_antiquant_offset", "value_antiquant_offset"),
         ("key_antiquant_mode", "value_antiquant_mode"),
+        joint=("antiquant_scale", "antiquant_offset", "antiquant_mode"),
     ),
-    unused=(
-        "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2", "antiquant_scale",
-        "antiquant_offset", "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix",
-        "key_rope_antiquant_scale",
-    ),
+    result=("quant_scale2", "quant_offset2"),
+    uncomputed={
+        "dequant_scale1 quant_scale1 dequant_scale2": "queries in int8 are not decomposed",
+        "key_rope_antiquant_scale": "it is reserved",
+    },
+    padded=True,
 )  # fmt: skip
 
 
@@ -105,7 +117,8 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 
 def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
-    a2 = (*_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
+    unasked = tuple(Limit(f"not given({name})", because=_NO_RULE) for name in _unasked(names))
+    a2 = (*unasked, *_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
     a2 = (*a2, *names.antiquant.kernel(names.lse, names.query_lengths), *(INT8_KERNEL if names.whole else ()))
     whole = " and query_quant_mode == 0" if names.whole else ""
     host = (*_host(names), *(INT8_HOST if names.whole else (FLOAT_QUERIES,)), *names.antiquant.host(whole))
@@ -121,7 +134,6 @@ def _host(names: Names) -> tuple[Limit | str, ...]:
         Limit(f"not {names.lse}", when="given(learnable_sink)", because="whether it counts the sink is not documented"),
     )  # fmt: skip
     return (
-        *(f"not given({each})" for each in names.unused),
         f"{heads} > 0",
         f"num_key_value_heads == 0 or num_key_value_heads > 0 and {heads} % num_key_value_heads == 0",
         "sparse_mode in (0, 1, 2, 3, 4)",
@@ -146,12 +158,108 @@ def _host(names: Names) -> tuple[Limit | str, ...]:
         Limit(f"E == length({of_key})", when=f"given(block_table) and {_PACKED}"),
         Limit("Q == block_size", when="given(block_table) and rank(key) == 3"),
         Limit("U == block_size", when="given(block_table) and rank(key) >= 4"),
+        *_of_widths(names),
+        *mask_limits(
+            _MASKED,
+            ("Q", f"not given(block_table) and not {_BNSD}"),
+            ("U", f"not given(block_table) and {_BNSD}"),
+            ("M * block_size", "given(block_table)"),
+        ),
         *_of_bias(names),
+        *_of_result(names),
+        *(_of_padding(names) if names.padded else ()),
+        *(_of_prefix() if names.padded else ()),
         *sink,
     )
 
 
-_BIAS = "given(pse_shift)"
+def _of_widths(names: Names) -> Iterator[Limit]:
+    """Yield limits that give keys, and rotated keys, the width of the queries, and whole heads to values."""
+    heads = names.heads
+    joined = f"num_key_value_heads == 0 and {{0}} == {heads} * {{1}} or {{0}} == num_key_value_heads * {{1}}"
+    rows = f"not {_MERGED} and (rank(key) == 4 or not given(block_table))"
+    for of, given in (("", ""), ("r", " and given(query_rope)")):
+        width, merged = f"D{of}", f"H{of} // {heads}"
+        yield Limit(f"K{of} == {width}", when=rows + given)
+        yield Limit(f"K{of} == {merged}", when=f"{_MERGED} and rank(key) == 4{given}")
+        yield Limit(
+            joined.format(f"K{of}", width), when=f"not {_MERGED} and given(block_table) and rank(key) == 3{given}"
+        )
+        yield Limit(joined.format(f"K{of}", f"({merged})"), when=f"{_MERGED} and rank(key) == 3{given}")
+        yield Limit(f"C{of} * L{of} == {width}", when=f"not {_MERGED} and rank(key) == 5{given}")
+        yield Limit(f"C{of} * L{of} == {merged}", when=f"{_MERGED} and rank(key) == 5{given}")
+    yield Limit(f"Hr % {heads} == 0", when=f"{_MERGED} and given(query_rope)")
+    several = f"rank(key) == 3 and ({_MERGED} or given(block_table))"
+    yield Limit(f"V % {heads} == 0", when=f"{several} and num_key_value_heads == 0")
+    yield Limit("V % num_key_value_heads == 0", when=f"{several} and num_key_value_heads > 0")
+
+
+_NO_RULE = "no rule needs it, and what kernels ask for is not declared"
+_PADDED = ("query_padding_size", "kv_padding_size")
+_PREFIX = ("key_shared_prefix", "value_shared_prefix")
+
+
+def _unasked(names: Names) -> tuple[str, ...]:
+    """Return the arguments that no rule gives, without those that stand beside one of them alone."""
+    joint = () if names.antiquant.joint is None else names.antiquant.joint[:1]
+    return (names.result[0], *joint, *((*_PADDED, _PREFIX[0]) if names.padded else ()))
+
+
+def _of_result(names: Names) -> tuple[Limit, ...]:
+    """Limit the scale and the offset of a result in int8: one number, or one of each channel of each head."""
+    scale, offset = names.result
+    given = f"given({scale})"
+    whole = (Limit(f"not {given}", when="query_quant_mode == 3", because="the page has no such result"),)
+    return (
+        Limit(given, when=f"given({offset})", because="it is added to what the scale gives"),
+        Limit(f"shape({offset}) == shape({scale})", when=f"given({offset})"),
+        Limit(f"numel({scale}) in (1, {names.heads} * D)", when=f"{given} and not {_MERGED}"),
+        Limit(f"numel({scale}) in (1, H)", when=f"{given} and {_MERGED}"),
+        *(whole if names.whole else ()),
+    )
+
+
+def _of_padding(names: Names) -> tuple[Limit, ...]:
+    """Limit rows behind the tokens of sequences: beside lengths, without masks of the call, whose rows are not told."""
+    limits = (
+        Limit(text, when=f"given({padding})", because=because)
+        for padding, lengths in zip(_PADDED, (names.query_lengths, names.key_lengths), strict=True)
+        for text, because in (
+            (f"given({lengths})", "without lengths, sequences begin in the first row"),
+            (f"numel({padding}) == 1", ""),
+            (_BATCHED, "packed sequences have no rows between them"),
+            ("not given(block_table) and not given(key_shared_prefix)", "the page has none of them beside it"),
+            ("not given(pse_shift)", "no page says to which rows biases belong"),
+            ("not given(atten_mask) or sparse_mode in (2, 3, 4)", "no page says to which rows masks belong"),
+        )
+    )
+    return *limits, Limit("S > 1", when="given(query_padding_size)", because="it is read for several queries alone")
+
+
+def _of_prefix() -> tuple[Limit, ...]:
+    """Limit keys before those of every sequence: of one sequence, in the layout of the others."""
+    key, value = _PREFIX
+    given = f"given({key})"
+    return (
+        Limit(f"given({value})", when=given),
+        Limit(given, when=f"given({value}) or given(actual_shared_prefix_len)"),
+        Limit("length(actual_shared_prefix_len) == 1", when="given(actual_shared_prefix_len)"),
+        Limit(_BATCHED, when=given),
+        Limit("not given(block_table) and not given(query_rope)", when=given, because="the page has none beside it"),
+        Limit(f"not ({CACHE})", when=given, because="keys in int8 before others are not decomposed"),
+        *(
+            Limit(text.format(prefix, name), when=f"{given} and {when}" if when else given)
+            for prefix, name in zip(_PREFIX, ("key", "value"), strict=True)
+            for text, when in (
+                ("rank({0}) == rank({1}) and size({0}, 0) == 1 and size({0}, -1) == size({1}, -1)", ""),
+                ("size({0}, 1) == size({1}, 1)", _BNSD),
+                ("size({0}, 2) == size({1}, 2)", _BSND),
+            )
+        ),
+        Limit(f"shape({value}) == shape({key})", when=f"{given} and shape(key) == shape(value)"),
+        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 2) + U", when=f"{given} and {_MASKED} and {_BNSD}"),
+        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 1) + Q", when=f"{given} and {_MASKED} and not {_BNSD}"),
+    )
 
 
 def _of_bias(names: Names) -> tuple[Limit, ...]:
@@ -178,7 +286,6 @@ _BIASED = (
 All of them multiply scores by the scale before they add it, though the design notes say that they multiply the sum.
 """
 
-_MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
 _PLAIN = "not given(query_rope)"
 _WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))  # calls, and how wide their heads are
 
@@ -204,11 +311,6 @@ def _kernel(names: Names) -> tuple[Limit | str, ...]:
             when=f"{_MASKED} and (given(query_rope) or input_layout not in ('BSH', 'BSND', 'BNSD', 'BNSD_BSND'))",
         ),
         Limit("size(atten_mask, 0) == S", when=f"{_MASKED} and rank(atten_mask) == 2 and S > 1"),
-        Limit("size(atten_mask, 0) == B", when=f"{_MASKED} and rank(atten_mask) == 2 and S == 1"),
-        Limit("size(atten_mask, 1) == 1", when=f"{_MASKED} and rank(atten_mask) == 4"),
-        Limit("size(atten_mask, -1) >= Q", when=f"{_MASKED} and not given(block_table) and not {_BNSD} and {_BATCHED}"),
-        Limit("size(atten_mask, -1) >= U", when=f"{_MASKED} and not given(block_table) and {_BNSD}"),
-        Limit("size(atten_mask, -1) >= M * block_size", when=f"{_MASKED} and given(block_table)"),
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import CHIPS, LOWERINGS, Limit, Operator, functional, unused
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import HALVES, INT8, INT32, INT64
+from fusion.operators.limits import CHIPS, LOWERINGS, Limit
 from fusion.operators.pages import Put, inside, paged, stored
 from fusion.operators.visibility import packed
 
@@ -35,7 +36,14 @@ SCATTER_ND_UPDATE_ = Operator(
     compute=_scatter_nd_update,
     dims={"input": "*D", "indices": "*I K", "updates": "*U"},
     dtypes={"input": _STORED, "indices": _INDEX, "updates": _STORED},
-    limits={"host": ("K <= rank(input)",), **_SAME},
+    limits={
+        "host": (
+            "K <= rank(input)",
+            "sizes(updates, 0, rank(indices) - 1) == sizes(indices, 0, rank(indices) - 1)",
+            "sizes(updates, rank(indices) - 1, rank(updates)) == sizes(input, K, rank(input))",
+        ),
+        **_SAME,
+    },
     source="op-plugin: torch_npu.npu_scatter_nd_update_; CANN: aclnnScatterNd; GE: ScatterNdUpdate, in place",
     summary="input[indices[i, 0], …, indices[i, K-1]] = updates[i]; equal indices in no fixed order",
 )
@@ -59,6 +67,7 @@ def _scatter_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor, a
     return (put(input, places, updates.movedim(axis, 1)),)
 
 
+_BEHIND = "sizes({0}, axis % rank(input) + 1, rank({0}))"
 SCATTER_UPDATE_ = Operator(
     schema="npu::scatter_update_(Tensor(a!) input, Tensor indices, Tensor updates, int axis) -> Tensor(a!)",
     compute=_scatter_update,
@@ -69,6 +78,8 @@ SCATTER_UPDATE_ = Operator(
             "rank(input) == rank(updates)",
             Limit("axis % rank(input) != 0", because="the first dim is the batch"),
             "size(updates, axis) <= size(input, axis)",
+            "sizes(updates, 1, axis % rank(input)) == sizes(input, 1, axis % rank(input))",
+            f"{_BEHIND.format('updates')} == {_BEHIND.format('input')}",
         ),
         **_SAME,
     },
@@ -111,12 +122,10 @@ SCATTER_PA_KV_CACHE = Operator(
         "key_cache": "cache_mode=Norm:Blocks Size N D / cache_mode=PA_NZ:Blocks A Size L",
         "value_cache": "cache_mode=Norm:Blocks Size N E / cache_mode=PA_NZ:Blocks C Size M",
     },
+    uncomputed={"compress_lens compress_seq_offsets seq_lens": "compression is not decomposed"},
     dtypes=dict.fromkeys(("key", "value", "key_cache", "value_cache"), _PAGED) | {"slot_mapping": _INDEX},
     limits={
-        "host": (
-            *unused(("compress_lens", "compress_seq_offsets", "seq_lens"), "compression is not decomposed"),
-            Limit("A * L == N * D and C * M == N * E", when="cache_mode == 'PA_NZ'"),
-        ),
+        "host": (Limit("A * L == N * D and C * M == N * E", when="cache_mode == 'PA_NZ'"),),
         **dict.fromkeys(CHIPS, _PA_SAME),
     },
     lowerings=frozenset({"eager", "npugraph_ex"}),

@@ -25,13 +25,24 @@ def parsed(schema: str) -> Any:
     return torch._C.parse_schema(schema)  # pyright: ignore[reportPrivateUsage]
 
 
-def fallback(schema: str, compute: Callable[..., Any], copied: Sequence[str]) -> Callable[..., Any]:
-    """`compute` with the arguments of `schema`; it writes into them, or makes copies of those that are `copied`."""
+Admit = Callable[[Given], Given]
+"""From all arguments of a call to those that are computed; raises OperatorError for a call that is not."""
+
+
+Explain = Callable[[Given], Exception | None]
+"""From all arguments of a call that ended in an error to one that says more; None if there is nothing more to say."""
+
+
+def fallback(
+    schema: str, compute: Callable[..., Any], copied: Sequence[str], admit: Admit, explain: Explain
+) -> Callable[..., Any]:
+    """Return `compute` with the arguments of `schema`, writing into them, or into copies of those in `copied`."""
+    call, count = _explained(by_name(compute), explain), len(parsed(schema).returns)
     if "put" not in signature(compute).parameters:
-        return _by_schema(schema, by_name(compute))
-    call, count = by_name(compute), len(parsed(schema).returns)
+        return _by_schema(schema, lambda given: call(admit(given)))
 
     def computed(given: Given) -> Any:
+        given = admit(given)
         if not copied:
             return _results(call(given, put=write)[:count])
         left = tuple(given[name] for name in copied)  # a mode may leave one alone: its copy is made here
@@ -41,12 +52,12 @@ def fallback(schema: str, compute: Callable[..., Any], copied: Sequence[str]) ->
     return _by_schema(schema, computed)
 
 
-def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str]) -> Callable[..., Any]:
-    """Empty results: `outputs`, then the arguments that `schema` says are returned, and copies of those `copied`."""
+def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str], admit: Admit) -> Callable[..., Any]:
+    """Return a function of empty results: `outputs`, arguments that `schema` returns, copies of those in `copied`."""
     call, returned = by_name(outputs), _returned(schema)
 
     def promised(given: Given) -> Any:
-        made = call(given)
+        made = call(admit(given))
         arguments = (given[name] for name in returned)
         copies = (torch.empty_like(given[name]) for name in copied)
         return _results((*(made if isinstance(made, tuple) else (made,)), *arguments, *copies))
@@ -57,6 +68,11 @@ def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str]) -> Cal
 def named(function: Callable[..., Any]) -> frozenset[str]:
     """Arguments of an operator that `function` names."""
     return frozenset(signature(function).parameters) - {"put", "given"}
+
+
+def takes_mapping(function: Callable[..., Any]) -> bool:
+    """True if `function` takes the arguments of an operator as one mapping, `given`."""
+    return "given" in signature(function).parameters
 
 
 def functional_schema(schema: str, name: str) -> str:
@@ -89,6 +105,21 @@ def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def _explained(call: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
+    """Return `call`, whose errors are those of `explain` where that has any."""
+
+    def explained(given: Given, **more: Any) -> Any:
+        try:
+            return call(given, **more)
+        except (RuntimeError, IndexError, ZeroDivisionError) as error:
+            better = explain(given)
+            if better is None:
+                raise
+            raise better from error
+
+    return explained
+
+
 def _by_schema(schema: str, compute: Callable[[Given], Any]) -> Callable[..., Any]:
     """A function with the arguments of `schema`, which hands them to `compute` by name."""
     taken = Signature([_parameter(argument) for argument in parsed(schema).arguments])
@@ -96,10 +127,22 @@ def _by_schema(schema: str, compute: Callable[[Given], Any]) -> Callable[..., An
     def function(*args: Any, **kwargs: Any) -> Any:
         bound = taken.bind(*args, **kwargs)
         bound.apply_defaults()
-        return compute(bound.arguments)
+        return compute({name: coded(value) for name, value in bound.arguments.items()})
 
     function.__signature__ = taken  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def coded(value: Any) -> Any:
+    """Return torch's number of a dtype, as schemas name dtypes; any other value as it is."""
+    return _CODES.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+_CODES: Mapping[torch.dtype, int] = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
+    torch.float64: 7, torch.bool: 11, torch.qint8: 12, torch.quint8: 13, torch.qint32: 14, torch.bfloat16: 15,
+    torch.quint4x2: 16,
+}  # fmt: skip
 
 
 def _parameter(argument: Any) -> Parameter:

@@ -3,62 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from fusion._torch.operators import OpOverload
 from fusion.errors import OperatorError
-from fusion.operators import calling, predicates
+from fusion.operators import calling, legality, predicates
 from fusion.operators import dims as named_dims
-
-CHIPS = ("ascend910b", "ascend910_93", "ascend950")
-"""Chips with limits: Atlas A2, Atlas A3, Ascend 950."""
-A2_A3 = CHIPS[:2]
-HOST = "host"
-"""CPU or GPU, where the decomposition runs: no limits but those that every machine has."""
-LOWERINGS = ("eager", "torchair", "npugraph_ex")
-
-
-@dataclass(frozen=True)
-class Limit:
-    """`text` must hold, in calls for which `when` holds, if the graph is lowered by `lowering` (None: by any)."""
-
-    text: str
-    when: str = ""
-    lowering: str | None = None
-    because: str = ""
-
-    def verdict(self, values: Mapping[str, Any]) -> bool | None:
-        """Whether a call with `values` keeps to the limit; None when that cannot be decided.
-
-        What symbolic sizes leave open, but the traced call keeps to, becomes a guard of the compiled graph.
-        """
-        kept = self._verdict(values, predicates.proven)
-        if kept is None and self._verdict(values, predicates.hinted):
-            return self._verdict(values, predicates.guarded)
-        return kept
-
-    def _verdict(self, values: Mapping[str, Any], decide: predicates.Decide) -> bool | None:
-        applies = predicates.holds(self.when, values, decide) if self.when else True
-        if applies is False:
-            return True
-        kept = predicates.holds(self.text, values, decide)
-        return kept if applies or kept else None
-
-
-def only(names: Iterable[str], when: str, because: str = "") -> tuple[Limit, ...]:
-    """These arguments are there exactly where `when` holds."""
-    there = (Limit(f"given({name})", when=when) for name in names)
-    return *there, *(Limit(f"not given({name})", when=f"not ({when})", because=because) for name in names)
-
-
-def unused(names: Iterable[str], because: str = "") -> tuple[Limit, ...]:
-    """These arguments are not there."""
-    return tuple(Limit(f"not given({name})", because=because) for name in names)
+from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +28,10 @@ class Operator:
     schema: str
     """As torch_npu 2.13.0 prints it."""
     compute: Callable[..., Any]
-    """The operator in plain aten, of those arguments of the schema that it names; rounds like the A2/A3 kernels.
+    """The operator in plain aten, of the arguments of the schema that it names; rounds like the A2/A3 kernels.
 
-    One that writes takes `put` too, and gives all its results, then every tensor that it puts rows into.
+    With a parameter `given` it takes a mapping of all arguments but those of `uncomputed` and `without_effect`; with
+    `put`, which writes rows into a tensor, it returns all results, then every tensor that rows were put into.
     """
     dims: Mapping[str, str]
     """Argument, or several, `"cos sin"` -> named dims, in the notation of `fusion.operators.dims`."""
@@ -86,6 +43,10 @@ class Operator:
     """The CANN or op-plugin page, or the kernel source, that the contract was read from."""
     summary: str
     """The formula, in one line."""
+    uncomputed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Argument, or several -> why `compute` ignores it: a call in which it differs from its default is refused."""
+    without_effect: frozenset[str] = field(default_factory=frozenset[str])
+    """Arguments that change no result: hints of the kernel, and those of which limits leave one meaning."""
     outputs: Callable[..., Any] = lambda: ()
     """Empty results, like torch_npu's Meta kernel: shape, dtype, strides; without arguments and what is `copied`."""
     copied: tuple[str, ...] = ()
@@ -119,14 +80,39 @@ class Operator:
 
     def __post_init__(self) -> None:
         """Give each of several names of a row its own; refuse a declaration that speaks of what is not known."""
-        object.__setattr__(self, "dims", _by_name(self.dims))
-        object.__setattr__(self, "dtypes", _by_name(self.dtypes))
+        for name in ("dims", "dtypes", "uncomputed"):
+            object.__setattr__(self, name, _by_name(getattr(self, name)))
         known = frozenset(self.arguments)
         self._require(set(self.limits) - {HOST, *CHIPS}, "chips", (HOST, *CHIPS))
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
-        named = calling.named(self.compute) | calling.named(self.outputs) | {*self.copied, *self.dims, *self.dtypes}
-        self._require((named | self.overwrites | self.on_host | self.either) - known, "arguments", tuple(known))
+        named = self._named | {*self.copied, *self.dims, *self.dtypes, *self.uncomputed}
+        spoken = named | self.overwrites | self.on_host | self.either | self.without_effect
+        self._require(spoken - known, "arguments", tuple(known))
         self._require(self.empty - self._sizes, "dims", tuple(self._sizes))
+        self._require_an_answer_for_each_argument()
+
+    def _require_an_answer_for_each_argument(self) -> None:
+        """Raise OperatorError unless every argument is one of computed, uncomputed and without effect."""
+        answers = [*self.computed, *self.uncomputed, *self.without_effect]
+        wrong = [name for name in self.arguments if answers.count(name) != 1]
+        if wrong:
+            raise OperatorError(
+                f"declaring {self.name}: {', '.join(wrong)} must be named by compute, or stand in uncomputed or in "
+                "without_effect, and in one of the three alone"
+            )
+
+    @cached_property
+    def _named(self) -> frozenset[str]:
+        """The arguments that compute and outputs name in their signatures."""
+        return calling.named(self.compute) | calling.named(self.outputs)
+
+    @cached_property
+    def computed(self) -> tuple[str, ...]:
+        """The arguments that the decomposition computes, in the order of the schema."""
+        if not calling.takes_mapping(self.compute):
+            return tuple(name for name in self.arguments if name in self._named)
+        left = self.without_effect | self.uncomputed.keys()
+        return tuple(name for name in self.arguments if name not in left)
 
     @cached_property
     def _sizes(self) -> frozenset[str]:
@@ -140,12 +126,25 @@ class Operator:
             OperatorError: a limit is not of the grammar, or speaks of what is not known. That is found when limits are
                 asked, not where they are declared: to parse them all takes a tenth of a second.
         """
-        found = tuple(Limit(limit) if isinstance(limit, str) else limit for limit in self.limits.get(chip, ()))
+        declared = tuple(Limit(limit) if isinstance(limit, str) else limit for limit in self.limits.get(chip, ()))
+        found = (*self._left_at_defaults(), *declared) if chip == HOST else declared
         known = self._sizes | self.arguments.keys()
         for limit in found:
             spoken = predicates.names(limit.text) | predicates.names(limit.when or "True")
             self._require(spoken - known, f"names in the limit {limit.text!r}", tuple(known))
         return found
+
+    def _left_at_defaults(self) -> Iterator[Limit]:
+        """Yield the limits that hold uncomputed arguments at their defaults."""
+        for name, because in self.uncomputed.items():
+            default = self.default(name)
+            yield Limit(f"not given({name})" if default is None else f"{name} == {default!r}", because=because)
+
+    def default(self, name: str) -> Any:
+        """Return the default of the argument `name`; None if it has none, lists as tuples."""
+        argument = self.arguments[name]
+        default = argument.default_value if argument.has_default_value() else None
+        return tuple(default) if isinstance(default, list) else default
 
     def _require(self, unknown: set[str] | frozenset[str], what: str, known: tuple[str, ...]) -> None:
         if unknown:
@@ -160,13 +159,27 @@ class Operator:
 
     @cached_property
     def fallback(self) -> Callable[..., Any]:
-        """The operator in plain aten, with the arguments of the schema."""
-        return calling.fallback(self.schema, self.compute, self.copied)
+        """The operator in plain aten, with the arguments of the schema.
+
+        Raises:
+            OperatorError: the decomposition does not compute the call; the text names the argument.
+        """
+        explain = partial(legality.without_elements, self)
+        return calling.fallback(self.schema, self.compute, self.copied, self._admitted, explain)
 
     @cached_property
     def meta(self) -> Callable[..., Any]:
-        """Empty results, with the arguments of the schema."""
-        return calling.meta(self.schema, self.outputs, self.copied)
+        """Empty results, with the arguments of the schema.
+
+        Raises:
+            OperatorError: the decomposition does not compute the call; the text names the argument.
+        """
+        return calling.meta(self.schema, self.outputs, self.copied, self._admitted)
+
+    def _admitted(self, given: calling.Given) -> calling.Given:
+        """Return the arguments of `given` that are computed; raise OperatorError if the call is not."""
+        legality.require_decomposed(self, given)
+        return {name: given[name] for name in self.computed}
 
     @property
     def name(self) -> str:
@@ -227,7 +240,7 @@ class Operator:
         """Argument -> value of a call, defaults included; `OperatorError` when the call does not fit the schema."""
         positional = [name for name, argument in self.arguments.items() if not argument.kwarg_only]
         given = dict(zip(positional, args, strict=False)) | dict(kwargs)
-        values = {name: given.get(name, argument.default_value) for name, argument in self.arguments.items()}
+        values = {n: calling.coded(given.get(n, argument.default_value)) for n, argument in self.arguments.items()}
         missing = [n for n, a in self.arguments.items() if n not in given and not a.has_default_value()]
         surplus = set(kwargs) - set(self.arguments) | set(kwargs).intersection(positional[: len(args)])
         if missing or surplus or len(args) > len(positional):
@@ -254,4 +267,5 @@ def in_tensors(
     schema = op.schema.replace("(", ".tensor_lengths(", 1)
     schema = re.sub(rf"SymInt\[\](\??) ({'|'.join(lengths)})\b", r"Tensor\1 \2", schema)
     accepted = {**op.dtypes, **dict.fromkeys(lengths, dtypes)}
-    return replace(op, schema=schema, dtypes=accepted, lowerings=lowerings, on_host=frozenset(lengths))
+    dims = {**op.dims, **{name: f"Lengths{number}" for number, name in enumerate(lengths)}}
+    return replace(op, schema=schema, dims=dims, dtypes=accepted, lowerings=lowerings, on_host=frozenset(lengths))

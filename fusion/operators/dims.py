@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusion.errors import OperatorError
-from fusion.operators.predicates import same, tensors
+from fusion.operators.predicates import Decide, proven, same, tensors
 
 Size = int | torch.SymInt
 Bound = dict[str, Any]
@@ -62,20 +62,24 @@ def names(text: str) -> frozenset[str]:
     return frozenset(dim for dim in dims if dim.isidentifier())
 
 
-def bind(declared: Mapping[str, str], values: Mapping[str, Any]) -> Bound | str:
-    """Sizes of the dims that `declared` (argument -> layouts) names, or what is wrong with the tensors in `values`."""
+def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide = proven) -> Bound | str:
+    """Return the sizes of the dims that `declared` (argument -> layouts) names, or what is wrong with the tensors.
+
+    Symbolic sizes are compared by `decide`; those that `proven` leaves open count as wrong, those that another leaves
+    open as right.
+    """
     shapes = [(name, tuple(each.shape)) for name in declared for each in tensors(values[name])]
     choices = _choices(declared, values)
     if not choices:
         return f"needs {_conditions(declared)}"
     fitting = (choice for choice in choices if all(choice[name].fits(len(shape)) for name, shape in shapes))
+    reader = _Reader(decide)
     choice = next(fitting, choices[0])
-    bound: Bound = {}
     for name, shape in shapes:
-        problem = _match(choice[name], shape, bound)
+        problem = reader.read(name, choice[name], shape)
         if problem:
-            return f"needs {name} as [{choice[name].text}]: {problem}"
-    return bound
+            return f"needs {name} as [{choice[name].text}]{_where(choice)}: {problem}"
+    return reader.bound
 
 
 def _choices(declared: Mapping[str, str], values: Mapping[str, Any]) -> list[dict[str, Layout]]:
@@ -88,55 +92,78 @@ def _choices(declared: Mapping[str, str], values: Mapping[str, Any]) -> list[dic
     return choices
 
 
+def _where(choice: Mapping[str, Layout]) -> str:
+    """Return the attributes for which the layouts of `choice` are meant, "" where there are none."""
+    conditions = dict.fromkeys(layout.when for layout in choice.values() if layout.when)
+    pairs = " and ".join(f"{attribute} is {value}" for attribute, value in conditions)
+    return f" where {pairs}" if pairs else ""
+
+
 def _conditions(declared: Mapping[str, str]) -> str:
     pairs = {layout.when: None for text in declared.values() for layout in layouts(text) if layout.when}
     return " or ".join(f"{attribute}={value!r}" for attribute, value in pairs)
 
 
-def _match(layout: Layout, shape: Sequence[Size], bound: Bound) -> str | None:
-    """Read `shape` as `layout`, adding to `bound`; the result says what is wrong."""
-    free = len(shape) - sum(_width(dim, bound) for dim in layout.dims)
-    if free < 0:
-        return f"there are only {len(shape)} dims in {list(shape)}"
-    position = 0
-    for dim in layout.dims:
-        width = _width(dim, bound)
-        if dim.startswith("*") and dim not in bound:
-            width, free = free, 0
-        sizes = tuple(shape[position : position + width])
-        position += width
-        problem = _read(dim, sizes, bound)
-        if problem:
-            return f"{problem} in {list(shape)}"
-    return f"there are {len(shape)} dims in {list(shape)}" if position < len(shape) else None
+class _Reader:
+    """Reads shapes as layouts, one tensor after the other, each name with one size."""
+
+    def __init__(self, decide: Decide) -> None:
+        self._decide = decide
+        self._sources: dict[str, str] = {}
+        self.bound: Bound = {}
+
+    def read(self, name: str, layout: Layout, shape: Sequence[Size]) -> str | None:
+        """Read the `shape` of the tensor `name` as `layout`, adding to `bound`; return what is wrong, or None."""
+        free = len(shape) - sum(map(self._width, layout.dims))
+        if free < 0:
+            return f"there are only {len(shape)} dims in {list(shape)}"
+        position = 0
+        for dim in layout.dims:
+            width = self._width(dim)
+            if dim.startswith("*") and dim not in self.bound:
+                width, free = free, 0
+            sizes = tuple(shape[position : position + width])
+            position += width
+            problem = self._compare(name, dim, sizes)
+            if problem:
+                return problem.format(list(shape))
+        return f"there are {len(shape)} dims in {list(shape)}" if position < len(shape) else None
+
+    def _width(self, dim: str) -> int:
+        if not dim.startswith("*"):
+            return 1
+        return len(self.bound[dim]) if dim in self.bound else 0
+
+    def _compare(self, name: str, dim: str, sizes: tuple[Size, ...]) -> str | None:
+        """Give `dim` its size, or compare it; return what is wrong, with `{}` for the shape of the tensor, or None."""
+        value = sizes if dim.startswith("*") else sizes[0]
+        expected = self._expected(dim)
+        if not expected:
+            self.bound[dim], self._sources[dim] = value, name
+            return None
+        truths = [same(value, size, self._decide) for size in expected.values()]
+        if True in truths or (None in truths and self._decide is not proven):
+            return None
+        wanted = " or ".join(map(_listed, expected.values()))
+        sources = "".join(
+            f"; {part} of {self._sources[part]} is {_listed(size)}"
+            for part, size in expected.items()
+            if part in self._sources
+        )
+        return f"{dim} is {_listed(value)}, not {'proven to be ' if None in truths else ''}{wanted} in {{}}{sources}"
+
+    def _expected(self, dim: str) -> dict[str, Any]:
+        """Return the sizes that `dim` may have, by name or number; none where `dim` gets its size."""
+        parts = dim.split("|")
+        if len(parts) == 1 and not dim.isdigit():
+            return {dim: self.bound[dim]} if dim in self.bound else {}
+        unknown = [part for part in parts if not part.isdigit() and part not in self.bound]
+        if unknown:
+            raise OperatorError(
+                f"reading the dims {dim!r}: {unknown[0]} has no size yet; name it alone in a tensor before"
+            )
+        return {part: int(part) if part.isdigit() else self.bound[part] for part in parts}
 
 
-def _width(dim: str, bound: Bound) -> int:
-    if not dim.startswith("*"):
-        return 1
-    return len(bound[dim]) if dim in bound else 0
-
-
-def _read(dim: str, sizes: tuple[Size, ...], bound: Bound) -> str | None:
-    value = sizes if dim.startswith("*") else sizes[0]
-    expected = _expected(dim, bound)
-    if not expected:
-        bound[dim] = value
-        return None
-    truths = [same(value, size) for size in expected]
-    if True in truths:
-        return None
-    wanted = " or ".join(str(list(size) if isinstance(size, tuple) else size) for size in expected)  # pyright: ignore[reportUnknownArgumentType]
-    found = list(value) if isinstance(value, tuple) else value
-    return f"{dim} is {found}, not {wanted}" if None not in truths else f"{dim} is {found}, not proven to be {wanted}"
-
-
-def _expected(dim: str, bound: Bound) -> list[Any]:
-    """Sizes that `dim` may have, none when this is where its name is given a size."""
-    parts = dim.split("|")
-    if len(parts) == 1 and not dim.isdigit():
-        return [bound[dim]] if dim in bound else []
-    unknown = [part for part in parts if not part.isdigit() and part not in bound]
-    if unknown:
-        raise OperatorError(f"reading the dims {dim!r}: {unknown[0]} has no size yet; name it alone in a tensor before")
-    return [int(part) if part.isdigit() else bound[part] for part in parts]
+def _listed(size: Any) -> str:
+    return str(list(size) if isinstance(size, tuple) else size)  # pyright: ignore[reportUnknownArgumentType]

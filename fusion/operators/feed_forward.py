@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, unused
-from fusion.operators.dtypes import FLOATS, compute_dtype
-from fusion.operators.quantisation import quantised
+from fusion.operators.calling import Given
+from fusion.operators.contract import Operator
+from fusion.operators.dtypes import FLOAT32, FLOATS, INT32, INT64, compute_dtype
+from fusion.operators.limits import A2_A3, CHIPS, Limit
+from fusion.operators.quantisation import INT8_CODE, LARGEST, of_groups
 
 
 def _swiglu(input: Tensor, dim: int) -> Tensor:
@@ -16,16 +20,17 @@ def _swiglu(input: Tensor, dim: int) -> Tensor:
     return (silu(gate) * value).to(input.dtype).contiguous()
 
 
-def _halved(input: Tensor, dim: int) -> Tensor:
+def _halved(input: Tensor, dim: int) -> list[int]:
+    """Return the shape of `input` with half as much along `dim`."""
     shape = list(input.shape)
     shape[dim] = shape[dim] // 2
-    return input.new_empty(shape)
+    return shape
 
 
 SWIGLU = Operator(
     schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
     compute=_swiglu,
-    outputs=_halved,
+    outputs=lambda input, dim: input.new_empty(_halved(input, dim)),
     dims={"input": "*S"},
     dtypes={"input": FLOATS},
     limits={
@@ -37,9 +42,39 @@ SWIGLU = Operator(
 )
 
 
-def _swiglu_quant(x: Tensor, activate_left: bool) -> tuple[Tensor, Tensor]:
-    gate, value = x.to(compute_dtype(x)).chunk(2, -1)[:: 1 if activate_left else -1]
-    return quantised(silu(gate) * value)
+def _swiglu_quant(given: Given) -> tuple[Tensor, Tensor]:
+    x = given["x"]
+    gate, value = x.to(compute_dtype(x)).chunk(2, -1)[:: 1 if given["activate_left"] else -1]
+    y = _smoothed(silu(gate) * value, given)
+    if given["quant_mode"]:
+        top = y.abs().amax(-1, keepdim=True)
+        y = y * (LARGEST / top.masked_fill(top == 0, 1.0))
+        scale = (LARGEST / top).squeeze(-1)
+    else:
+        scale = torch.zeros_like(y[..., 0])
+    return y.round().clamp(-1 - LARGEST, LARGEST).to(torch.int8).contiguous(), scale.contiguous()
+
+
+def _smoothed(y: Tensor, given: Given) -> Tensor:
+    """Return y [.., N] times factors and plus offsets: of lanes [1, N], of all [1], or of the group of each row."""
+    factors, offsets, groups = given["smooth_scales"], given["offsets"], given["group_index"]
+    if factors is None:
+        return y
+    if groups is None:
+        y = y * factors.to(y.dtype).reshape(-1)
+        return y if offsets is None else y + offsets.to(y.dtype).reshape(-1)
+    ends, rows = groups.cumsum(0) if given["group_list_type"] else groups, math.prod(y.shape[:-1])
+
+    def of_rows(each: Tensor, behind: float) -> Tensor:
+        return of_groups(each.to(y.dtype).reshape(each.shape[0], -1), ends, rows, behind)
+
+    flat = y.reshape(rows, y.shape[-1]) * of_rows(factors, 1.0)
+    return (flat if offsets is None else flat + of_rows(offsets, 0.0)).view(y.shape)
+
+
+def _swiglu_quant_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8)
+    return whole, x.new_empty(x.shape[:-1], dtype=compute_dtype(x))
 
 
 SWIGLU_QUANT = Operator(
@@ -49,27 +84,35 @@ SWIGLU_QUANT = Operator(
         "ScalarType? dst_type=None) -> (Tensor, Tensor)"
     ),
     compute=_swiglu_quant,
-    outputs=lambda x: (
-        x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8),
-        x.new_empty(x.shape[:-1], dtype=compute_dtype(x)),
-    ),
-    dims={"x": "*B D"},
-    dtypes={"x": FLOATS},
+    without_effect=frozenset({"dst_type"}),
+    outputs=_swiglu_quant_outputs,
+    dims={"x": "*B D", "smooth_scales": "G / G F", "offsets": "G / G F", "group_index": "Gi"},
+    dtypes={"x": FLOATS, "smooth_scales offsets": FLOAT32, "group_index": INT32},
     limits={
         "host": (
             "D % 2 == 0",
-            Limit("quant_mode == 1", because="rows are quantised by a scale of their own"),
-            Limit("group_list_type == 0", because="it is read for groups alone"),
-            *unused(("smooth_scales", "offsets", "group_index"), "groups with factors of their own are not decomposed"),
-            *unused(("dst_type",), "other results than int8 are not decomposed"),
+            "quant_mode in (0, 1)",
+            "group_list_type in (0, 1)",
+            Limit(f"dst_type in (None, {INT8_CODE})", because="results of int4 are not decomposed"),
+            Limit("given(smooth_scales)", when="quant_mode == 0", because="rows have no other scale"),
+            Limit("given(smooth_scales)", when="given(group_index)", because="it groups their factors"),
+            Limit("not given(offsets)", when="quant_mode == 1", because="a dynamic quantisation has none"),
+            Limit("F == D // 2", when="given(smooth_scales) and rank(smooth_scales) == 2"),
+            Limit("G == Gi", when="given(group_index) and given(smooth_scales)"),
+            Limit("G == 1", when="not given(group_index) and given(smooth_scales)", because="rows are of one group"),
         ),
         **dict.fromkeys(CHIPS, ("rank(x) > 1", "D <= 8192")),
     },
     lowerings=frozenset({"eager", "npugraph_ex"}),
-    source="op-plugin: torch_npu.npu_swiglu_quant and its test; CANN: aclnnSwiGluQuantV2",
+    source=(
+        "op-plugin: torch_npu.npu_swiglu_quant and its test; CANN: aclnnSwiGluQuantV2; kernel: ops-nn "
+        "quant/swi_glu_quant, whose second result is 127 / rowmax, where npu_dynamic_quant gives rowmax / 127 (ATB "
+        "takes its reciprocal behind the operator)"
+    ),
     summary=(
-        "a, b = halves of x, the first or, without activate_left, the second activated; "
-        "y, scale = dynamic quantisation of a · sigmoid(a) · b in float32"
+        "a, b = halves of x, the first or, without activate_left, the second activated; v = a · sigmoid(a) · b · "
+        "smooth_scales + offsets in float32, both of the group of a row; quant_mode 1: scale = 127 / rowmax|v|, "
+        "y = rint(v · scale); 0: y = rint(v), scale = 0"
     ),
 )
 
@@ -89,11 +132,17 @@ GELU = Operator(
 )
 
 
-def _clipped_swiglu(x: Tensor, dim: int, alpha: float, limit: float, bias: float, interleaved: bool) -> Tensor:
-    wide = x.to(compute_dtype(x))
-    gate, value = wide.unflatten(dim, (-1, 2)).unbind(dim + (dim >= 0)) if interleaved else wide.chunk(2, dim)
+def _clipped_swiglu(given: Given) -> Tensor:
+    """Return the gated product of the dims from `dim` on, joined; rows that no group counts are 0."""
+    x, dim, limit = given["x"], given["dim"] % given["x"].ndim, given["limit"]
+    wide = x.to(compute_dtype(x)).flatten(dim)
+    gate, value = wide.unflatten(-1, (-1, 2)).unbind(-1) if given["interleaved"] else wide.chunk(2, -1)
     gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-    return (gate * torch.sigmoid(alpha * gate) * (value + bias)).to(x.dtype).contiguous()
+    y = gate * torch.sigmoid(given["alpha"] * gate) * (value + given["bias"])
+    if given["group_index"] is not None:
+        row = torch.arange(math.prod(x.shape[:dim]), device=x.device).reshape(x.shape[:dim])
+        y = y.masked_fill((row >= given["group_index"].sum()).unsqueeze(-1), 0.0)
+    return y.to(x.dtype).reshape(_halved(x, dim)).contiguous()
 
 
 CLIPPED_SWIGLU = Operator(
@@ -102,14 +151,14 @@ CLIPPED_SWIGLU = Operator(
         "float limit=7., float bias=1., bool interleaved=True) -> Tensor"
     ),
     compute=_clipped_swiglu,
-    outputs=lambda x, dim: _halved(x, dim),
-    dims={"x": "*S"},
-    dtypes={"x": FLOATS},
+    outputs=lambda x, dim: x.new_empty(_halved(x, dim)),
+    dims={"x": "*S", "group_index": "G"},
+    dtypes={"x": FLOATS, "group_index": INT64},
     limits={
         "host": (
             "-rank(x) <= dim and dim < rank(x)",
             "size(x, dim) % 2 == 0",
-            Limit("not given(group_index)", because="what stands in the rows that no group counts is not documented"),
+            Limit("dim % rank(x) > 0", when="given(group_index)", because="groups are of the dims before"),
         ),
         **dict.fromkeys(
             A2_A3,
@@ -122,19 +171,22 @@ CLIPPED_SWIGLU = Operator(
             ),
         ),
     },
-    source="torch_npu 2.13.0: docstring of npu_clipped_swiglu; CANN: aclnnClippedSwiglu",
-    summary="a, b = every second element, or the halves, of x along dim, a ≤ limit, |b| ≤ limit; "
-    "out = round(a · sigmoid(alpha · a) · (b + bias)), in float32",
+    source="torch_npu 2.13.0: docstring of npu_clipped_swiglu; op-plugin: test_npu_clipped_swiglu.py; CANN: "
+    "aclnnClippedSwiglu",
+    summary="a, b = every second element, or the halves, of the dims of x from dim on, joined, a ≤ limit, |b| ≤ limit; "
+    "out = round(a · sigmoid(alpha · a) · (b + bias)), in float32; rows behind the sum of group_index are not "
+    "documented, here 0",
 )
 
 
 def _gating_top_k_softmax(
-    x: Tensor, k: int, renorm: int | None, output_softmax: bool | None
+    x: Tensor, k: int, finished: Tensor | None, renorm: int | None, output_softmax: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = compute_dtype(x)
     shares = x if renorm else x.to(wide).softmax(-1)  # a wider dtype would not change what is largest
     best, index = shares.topk(k, dim=-1)
     y = best.to(wide).softmax(-1) if renorm else best
+    index = index if finished is None else index.masked_fill(finished.unsqueeze(-1), x.shape[-1])
     whole = shares.to(torch.float32) if output_softmax and not renorm else x.new_empty([0], dtype=torch.float32)
     return y.to(x.dtype), index.to(torch.int32), whole.contiguous()
 
@@ -152,20 +204,20 @@ MOE_GATING_TOP_K_SOFTMAX_V2 = Operator(
     ),
     compute=_gating_top_k_softmax,
     outputs=_outputs,
-    dims={"x": "*B E"},
-    dtypes={"x": FLOATS},
+    dims={"x": "*B E", "finished": "*B"},
+    dtypes={"x": FLOATS, "finished": frozenset({torch.bool})},
     limits={
         "host": (
             "rank(x) in (2, 3)",
             "0 < k and k <= E",
             "renorm in (0, 1)",
-            Limit("not given(finished)", because="what it gives for finished rows is not documented"),
             Limit("rank(x) == 2", when="output_softmax == True", because="its Meta kernel forgets a dim of three"),
         ),
         **dict.fromkeys(A2_A3, ("k <= 1024",)),
     },
     source="op-plugin: torch_npu.npu_moe_gating_top_k_softmax(_v2); CANN: aclnnMoeGatingTopKSoftmaxV2",
-    summary="renorm 0: y, index = top-k of softmax(x); renorm 1: y = softmax of the k largest x; in float32",
+    summary="renorm 0: y, index = top-k of softmax(x); renorm 1: y = softmax of the k largest x; in float32; the index "
+    "of a finished row is E",
 )
 
 
@@ -178,6 +230,7 @@ def _gating_top_k(
     group_select_mode: int,
     renorm: int,
     norm_type: int,
+    out_flag: bool,
     routed_scaling_factor: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,7 +245,11 @@ def _gating_top_k(
     index = _first(choice, k)
     y = scores.gather(-1, index)
     y = y / (y.sum(-1, keepdim=True) + eps) if norm_type or renorm else y
-    return (y * routed_scaling_factor).to(x.dtype), index.to(torch.int32), scores
+    return (
+        (y * routed_scaling_factor).to(x.dtype),
+        index.to(torch.int32),
+        scores if out_flag else scores.new_zeros(scores.shape),
+    )
 
 
 def _first(x: Tensor, count: int) -> Tensor:
@@ -208,6 +265,7 @@ MOE_GATING_TOP_K = Operator(
         "-> (Tensor, Tensor, Tensor)"
     ),
     compute=_gating_top_k,
+    uncomputed={"input_ids tid2eid": "experts that a table lists for each token of the vocabulary are not chosen"},
     outputs=lambda x, k: (
         x.new_empty([x.shape[0], k]),
         x.new_empty([x.shape[0], k], dtype=torch.int32),
@@ -224,9 +282,6 @@ MOE_GATING_TOP_K = Operator(
             "group_select_mode == 0 or group_count == 1 or E >= 2 * group_count",
             "renorm in (0, 1)",
             "norm_type in (0, 1)",
-            *unused(
-                ("input_ids", "tid2eid"), "experts that a table lists for each token of the vocabulary are not chosen"
-            ),
         ),
         **dict.fromkeys(
             CHIPS,

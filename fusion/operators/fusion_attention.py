@@ -8,9 +8,10 @@ import torch
 
 from fusion.operators.attention import Attention, computed, flops_of, promised
 from fusion.operators.calling import Given
-from fusion.operators.contract import Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS
 from fusion.operators.layouts import heads_first, is_packed, lse_shape
+from fusion.operators.limits import Limit
 from fusion.operators.softmax import softmax_statistics
 from fusion.operators.visibility import Band, visible
 
@@ -39,7 +40,7 @@ def _read(given: Given) -> Attention:
         heads=heads,
         kv_heads=key.shape[2] * heads // query.shape[2] if merged else key.shape[layout.index("N")],
         scale=given["scale"],
-        # Without a mask nothing is masked, whatever the mode.
+        # Without a mask nothing is masked, and no token is too far away.
         band=Band() if mask is None else Band(given["sparse_mode"], mask, given["pre_tockens"], given["next_tockens"]),
         lengths=(given["actual_seq_qlen"], given["actual_seq_kvlen"]),
         sink=given["sink"],
@@ -76,6 +77,7 @@ _KERNEL = (
         when="given(atten_mask) and sparse_mode in (2, 3, 4)",
     ),
 )
+_MASKED = "given(atten_mask) and sparse_mode in (0, 1) and input_layout != 'TND'"
 _QUERY = (
     "input_layout=BSH: B S H / input_layout=SBH: S B H / input_layout=BSND: B S N D / "
     "input_layout=BNSD: B N S D / input_layout=TND: T N D"
@@ -86,21 +88,32 @@ _VALUE = "B U V / U B V / B U M Dv / B M U Dv / U M Dv"
 FUSION_ATTENTION = Operator(
     schema=_SCHEMA,
     compute=_computed,
+    uncomputed={
+        "pse": "its page multiplies it by the scale in its formula, and does not in its example",
+        "padding_mask": "the page takes none",
+        "prefix": "the orders with a prefix are not decomposed",
+        "dropout_mask": "what is dropped is random",
+        "softmax_layout": "statistics in another order are not decomposed",
+    },
+    without_effect=frozenset({"keep_prob", "inner_precise", "gen_mask_parallel", "sync", "seed", "offset"}),
     outputs=_outputs,
     dims={"query": _QUERY, "key": _KEY, "value": _VALUE, "sink": "Ns"},
     dtypes={"query key value": FLOATS, "atten_mask": frozenset({torch.bool, torch.uint8}), "sink": FLOAT32},
     limits={
         "host": (
-            "not given(pse) and not given(padding_mask) and not given(prefix) and not given(dropout_mask)",
             Limit("keep_prob == 1", because="what is dropped is random"),
-            "softmax_layout == ''",
             "sparse_mode in (0, 1, 2, 3, 4)",
-            Limit("given(atten_mask)", when="sparse_mode == 1"),
+            Limit("given(atten_mask)", when="sparse_mode in (1, 2, 3, 4)", because="without, nothing is hidden"),
             Limit("N == head_num and head_num % M == 0", when="input_layout in ('BSND', 'BNSD', 'TND')"),
             Limit("H % head_num == 0 and K % (H // head_num) == 0", when="input_layout in ('BSH', 'SBH')"),
             Limit("given(actual_seq_qlen) and given(actual_seq_kvlen)", when="input_layout == 'TND'"),
             Limit("not given(actual_seq_qlen) and not given(actual_seq_kvlen)", when="input_layout != 'TND'"),
             Limit("not given(atten_mask)", when="input_layout == 'TND' and sparse_mode in (0, 1)"),
+            Limit("V % (K // (H // head_num)) == 0", when="input_layout in ('BSH', 'SBH')"),
+            Limit("rank(atten_mask) in (2, 4)", when=_MASKED),
+            Limit("size(atten_mask, 0) in (1, B)", when=f"{_MASKED} and rank(atten_mask) == 4"),
+            Limit("size(atten_mask, 1) == 1", when=f"{_MASKED} and rank(atten_mask) == 4", because="heads share masks"),
+            Limit("size(atten_mask, -2) == S and size(atten_mask, -1) == U", when=_MASKED),
             Limit("Ns == head_num", when="given(sink)"),
             Limit(
                 "input_layout in ('BSH', 'BNSD')", lowering="torchair", because="its GE converter takes no other layout"

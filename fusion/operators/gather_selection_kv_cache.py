@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fusion._torch.tensors import count
 from fusion.operators.calling import Given
-from fusion.operators.contract import Limit, Operator, functional
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import HALVES, INT8, INT32
 from fusion.operators.flops import unlisted
+from fusion.operators.limits import Limit
 from fusion.operators.pages import Put
 
 
@@ -208,6 +209,7 @@ GATHER_SELECTION_KV_CACHE = Operator(
         "Tensor full_q_actual_seq, *, int selection_topk_block_size=64) -> Tensor"
     ),
     compute=_computed,
+    without_effect=frozenset({"full_q_actual_seq"}),
     outputs=lambda selection_kv_block_table, selection_topk_indices: selection_topk_indices.new_empty(
         [selection_kv_block_table.shape[0]]
     ),

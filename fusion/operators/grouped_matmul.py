@@ -7,43 +7,105 @@ Row i is of group g where counts[0] + .. + counts[g - 1] <= i < counts[0] + .. +
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
-from fusion.operators.contract import A2_A3, HOST, Limit, Operator, only, unused
-from fusion.operators.dtypes import BFLOAT16, FLOAT32, FLOATS, INT8, INT64, compute_dtype
+from fusion.operators.calling import Given
+from fusion.operators.contract import Operator
+from fusion.operators.dtypes import BFLOAT16, FLOAT32, FLOATS, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import product
+from fusion.operators.limits import A2_A3, HOST, Limit
 from fusion.operators.quantisation import CODES, int8_product, quantised, result_dtype
 
 
-def _grouped_matmul(
-    x: Sequence[Tensor],
-    weight: Sequence[Tensor],
-    scale: Sequence[Tensor] | None,
-    per_token_scale: Sequence[Tensor] | None,
-    group_list: Tensor,
-    group_list_type: int,
-    output_dtype: int | None,
-) -> list[Tensor]:
-    rows, matrices = x[0], weight[0]
-    counts = group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1))
-    if scale is not None and per_token_scale is not None:
-        wide = _dequantised(rows, matrices, scale[0], per_token_scale[0], counts)
-        return [wide.to(result_dtype(scale[0], output_dtype))]
+@dataclass(frozen=True)
+class _Groups:
+    """How many rows each group has, and which of the matrices each group is multiplied by, None for those in order."""
+
+    counts: Tensor
+    matrix: Tensor | None = None
+
+    def of(self, each: Tensor) -> Tensor:
+        """Return matrices, or what there is one of for each matrix, in the order of the groups."""
+        return each if self.matrix is None else each[self.matrix]
+
+
+def _groups_of(group_list: Tensor, group_list_type: int) -> _Groups:
+    """Read where each group ends [G], how many rows each has [G], or pairs of a matrix and how many rows [G, 2]."""
+    if group_list_type == 2:
+        matrix, counts = group_list.unbind(-1)
+        return _Groups(counts, matrix)
+    return _Groups(group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1)))
+
+
+def _first(given: Given, name: str) -> Tensor | None:
+    """Return the only tensor of the list `name`, None where there is no list."""
+    return None if given[name] is None else given[name][0]
+
+
+def _grouped_matmul(given: Given) -> list[Tensor]:
+    rows, matrices = given["x"][0], given["weight"][0]
+    groups = _groups_of(given["group_list"], given["group_list_type"])
+    scale, bias = _first(given, "scale"), _first(given, "bias")
+    if rows.dtype == torch.int8 and scale is not None:
+        tokens = _first(given, "per_token_scale")
+        y = _dequantised(rows, groups.of(matrices), (groups.of(scale), tokens), groups, bias)
+        return [_activated(y, given["act_type"]).to(result_dtype(scale, given["output_dtype"]))]
+    antiquant = _first(given, "antiquant_scale")
+    if antiquant is not None:
+        matrices = _restored(matrices, antiquant, _first(given, "antiquant_offset"), rows.dtype)
+    if bias is None and not given["act_type"]:
+        return [_product(rows, matrices, groups.counts)]
+    wide = compute_dtype(rows)
+    y = _by_blocks(rows.to(wide), matrices.to(wide), groups.counts)
+    y = y if bias is None else y + bias.to(wide)[_groups(groups.counts, rows.shape[0])]
+    return [_activated(y, given["act_type"]).to(rows.dtype)]
+
+
+def _product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each group of rows by its own matrix, by torch's kernel where there is one."""
     if _has_kernel(rows, matrices):
-        ends = counts.cumsum(0).to(torch.int32)
-        return [torch.ops.aten._grouped_mm.default(rows, matrices, ends)]
-    return [_by_blocks(rows, matrices, counts)]
+        return torch.ops.aten._grouped_mm.default(rows, matrices, counts.cumsum(0).to(torch.int32))
+    return _by_blocks(rows, matrices, counts)
 
 
-def _dequantised(rows: Tensor, matrices: Tensor, scale: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
-    """Whole numbers, times a scale of each channel of a group and one of each row."""
-    wide = compute_dtype(scale)
-    total = _by_blocks(rows, matrices, counts).to(wide)
-    return total * scale.to(wide)[_groups(counts, rows.shape[0])] * tokens.to(wide).unsqueeze(-1)
+def _restored(whole: Tensor, scale: Tensor, offset: Tensor | None, stored: torch.dtype) -> Tensor:
+    """Return round((whole + offset) · scale) [G, K, N] in `stored`, of scales and offsets of channels [G, N]."""
+    wide = torch.promote_types(torch.float32, stored)
+    floats = whole.to(wide) if offset is None else whole.to(wide) + offset.to(wide).unsqueeze(1)
+    return (floats * scale.to(wide).unsqueeze(1)).to(stored)
+
+
+_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    1: torch.relu,
+    2: partial(gelu, approximate="tanh"),
+    4: lambda x: x * torch.sigmoid(1.702 * x),
+    5: silu,
+}
+"""Value of `act_type` -> activation: relu, gelu by tanh, the fast gelu, silu."""
+
+
+def _activated(x: Tensor, kind: int | None) -> Tensor:
+    return _ACTIVATIONS[kind](x) if kind else x
+
+
+def _dequantised(
+    rows: Tensor, matrices: Tensor, scales: tuple[Tensor, Tensor | None], groups: _Groups, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply int8, then by scales of channels of groups [G, N] and of rows [M], the bias [G, N] before if integer."""
+    channels, tokens = scales
+    wide, group = compute_dtype(channels), _groups(groups.counts, rows.shape[0])
+    total = _by_blocks(rows, matrices, groups.counts)
+    if bias is not None and not bias.is_floating_point():
+        total = total + groups.of(bias)[group]
+    out = total.to(wide) * channels.to(wide)[group]
+    out = out if tokens is None else out * tokens.to(wide).unsqueeze(-1)
+    return out + groups.of(bias).to(wide)[group] if bias is not None and bias.is_floating_point() else out
 
 
 def _groups(counts: Tensor, rows: int) -> Tensor:
@@ -52,7 +114,7 @@ def _groups(counts: Tensor, rows: int) -> Tensor:
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether torch multiplies groups itself: bfloat16, in lines of 16 bytes."""
+    """True if torch multiplies groups itself: bfloat16, in lines of 16 bytes."""
     lines = all(size % 8 == 0 for size in matrices.shape[1:])
     plain = matrices.is_contiguous() or matrices.mT.is_contiguous()
     return rows.dtype == matrices.dtype == torch.bfloat16 and lines and plain and rows.is_contiguous()
@@ -65,7 +127,7 @@ def _by_blocks(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     each row at most: what is multiplied is no more than twice what must be.
     """
     count, groups = rows.shape[0], matrices.shape[0]
-    size = (count + groups - 1) // groups
+    size = torch.sym_max((count + groups - 1) // groups, 1)
     blocks_of = (counts + (size - 1)) // size
     row_ends, block_ends = counts.cumsum(0), blocks_of.cumsum(0)
     row_starts, block_starts = row_ends - counts, block_ends - blocks_of
@@ -81,10 +143,15 @@ def _by_blocks(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 _INT8 = "dtype(x) == 'int8'"
+_UNSETTLED = "op-plugin documents biases of one dim, CANN of one line for each group"
 _GROUPED = (
     "K < 65536 and N < 65536",
     "G <= 1024",
-    "dtype(weight) == dtype(x)",
+    Limit("dtype(weight) == dtype(x)", when="not given(antiquant_scale)"),
+    Limit("not given(bias)", because=_UNSETTLED),
+    Limit("given(per_token_scale)", when=_INT8, because="pages disagree on the scales of rows without their own"),
+    Limit("dtype(antiquant_scale) == dtype(x)", when="given(antiquant_scale)"),
+    Limit("dtype(antiquant_offset) == dtype(x)", when="given(antiquant_offset)"),
     Limit("G > 1", when="group_list_type == 1", because="a list of counts has more than one"),
     Limit("dtype(scale) == 'float32'", when="output_dtype == 5", because="bfloat16 scales give bfloat16"),
 )
@@ -100,18 +167,33 @@ GROUPED_MATMUL = Operator(
         "int? per_token_scale_dtype=None) -> Tensor[]"
     ),
     compute=_grouped_matmul,
+    uncomputed={
+        "offset": "the page takes none",
+        "activation_input activation_quant_scale activation_quant_offset": "they are for training, or reserved",
+        "x_dtype weight_dtype scale_dtype per_token_scale_dtype": "formats of 8 and 4 bits are not decomposed",
+    },
+    without_effect=frozenset({"split_item", "group_type", "tuning_config"}),
     outputs=lambda x, weight, scale, output_dtype: [
         x[0].new_empty(
             (x[0].shape[0], weight[0].shape[2]),
             dtype=x[0].dtype if scale is None else result_dtype(scale[0], output_dtype),
         )
     ],
-    dims={"weight": "G K N", "x": "M K", "group_list": "G", "scale": "G N", "per_token_scale": "M"},
+    dims={
+        "weight": "G K N",
+        "x": "M K",
+        "group_list": "G / Gl 2",
+        "scale": "G N",
+        "per_token_scale": "M",
+        "bias antiquant_scale antiquant_offset": "G N",
+    },
     dtypes={
         "x weight": FLOATS | INT8,
         "group_list": INT64,
         "scale": FLOAT32 | BFLOAT16,
         "per_token_scale": FLOAT32,
+        "bias": FLOATS | INT32,
+        "antiquant_scale antiquant_offset": HALVES,
     },
     limits={
         HOST: (
@@ -119,19 +201,20 @@ GROUPED_MATMUL = Operator(
             Limit("given(group_list)", because="groups are told by a tensor"),
             Limit("group_type == 0", because="groups of rows are decomposed"),
             Limit("split_item in (2, 3)", because="the result is one tensor"),
-            "group_list_type in (0, 1)",
-            Limit("act_type == 0", because="activations behind the products are not decomposed"),
-            *only(("scale", "per_token_scale", "output_dtype"), _INT8, "products of floats have none"),
+            "group_list_type in (0, 1, 2)",
+            Limit("rank(group_list) == 1", when="group_list_type in (0, 1)"),
+            Limit("rank(group_list) == 2", when="group_list_type == 2", because="it lists pairs"),
+            Limit(_INT8, when="group_list_type == 2", because="the page has pairs beside int8 alone"),
+            Limit("act_type in (None, 0, 1, 2, 4, 5)", because="there is no other activation"),
+            Limit("given(scale) and given(output_dtype)", when=_INT8, because="scales in int64 are not decomposed"),
+            *(Limit(f"not given({name})", when=f"not ({_INT8})", because="products of floats have none")
+              for name in ("scale", "per_token_scale", "output_dtype")),
             Limit(f"output_dtype in {tuple(CODES)}", when=_INT8, because="results of whole numbers are not decomposed"),
-            *unused(
-                (
-                    "bias", "offset", "antiquant_scale", "antiquant_offset", "activation_input",
-                    "activation_quant_scale", "activation_quant_offset", "tuning_config", "x_dtype", "weight_dtype",
-                    "scale_dtype", "per_token_scale_dtype",
-                ),
-                "only products without bias, of floats or of int8, are decomposed: op-plugin documents biases of one "
-                "dim, CANN of one line for each group",
-            ),
+            Limit("dtype(weight) == 'int8'", when=f"{_INT8} or given(antiquant_scale)"),
+            Limit("dtype(weight) != 'int8'", when=f"not ({_INT8}) and not given(antiquant_scale)"),
+            Limit(f"not ({_INT8})", when="given(antiquant_scale)", because="it restores weights for floats"),
+            Limit("given(antiquant_scale)", when="given(antiquant_offset)"),
+            Limit("dtype(bias) != 'int32'", when=f"given(bias) and not ({_INT8})"),
         ),
         **dict.fromkeys(A2_A3, _GROUPED),
     },
@@ -142,8 +225,10 @@ GROUPED_MATMUL = Operator(
         "aclnnGroupedMatmulV5, whose table has float32 scales beside bfloat16 results, that of op-plugin bfloat16 alone"
     ),
     summary=(
-        "out[i] = round(x[i] · weight[g]), of int8 round(int32(x[i] · weight[g]) · scale[g] · per_token_scale[i]), for "
-        "row i of group g; group_list: rows of each group, or where each ends"
+        "out[i] = round(act(x[i] · weight[g] + bias[g])), of int8 round(act(int32(x[i] · weight[g] + bias[g]) · "
+        "scale[g] · per_token_scale[i])), or + bias[g] behind the scales where it is floating, for row i of group g; "
+        "int8 weights of floats: round((weight + antiquant_offset) · antiquant_scale); group_list: rows of each group, "
+        "where each ends, or pairs of a matrix and its rows; act_type: none, relu, gelu by tanh, fast gelu, silu"
     ),
 )  # fmt: skip
 
@@ -152,8 +237,8 @@ def _swiglu_quant(
     x: Tensor, weight: Sequence[Tensor], weight_scale: Sequence[Tensor], x_scale: Tensor, group_list: Tensor,
     group_list_type: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    counts = group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1))
-    gate, up = _dequantised(x, weight[0], weight_scale[0], x_scale, counts).chunk(2, -1)
+    groups = _groups_of(group_list, group_list_type)
+    gate, up = _dequantised(x, weight[0], (weight_scale[0], x_scale), groups).chunk(2, -1)
     return quantised(silu(gate) * up)
 
 
@@ -172,6 +257,13 @@ GROUPED_MATMUL_SWIGLU_QUANT_V2 = Operator(
         "int? x_scale_dtype=None) -> (Tensor, Tensor)"
     ),
     compute=_swiglu_quant,
+    uncomputed={
+        "smooth_scale": "it is for weights in int4",
+        "weight_assist_matrix": "it is for weights in int4",
+        "bias": "the page takes none",
+        "x_dtype weight_dtype weight_scale_dtype x_scale_dtype": "formats of 8 and 4 bits are not decomposed",
+    },
+    without_effect=frozenset({"dequant_mode", "dequant_dtype", "quant_mode", "quant_dtype", "tuning_config"}),
     outputs=_swiglu_quant_outputs,
     dims={"weight": "G K N", "x": "M K", "weight_scale": "G N", "x_scale": "M", "group_list": "G"},
     dtypes={"x weight": INT8, "weight_scale": FLOATS, "x_scale": FLOAT32, "group_list": INT64},
@@ -184,13 +276,6 @@ GROUPED_MATMUL_SWIGLU_QUANT_V2 = Operator(
             "dequant_dtype == 6",
             "quant_mode == 0",
             "quant_dtype == 1",
-            *unused(
-                (
-                    "smooth_scale", "weight_assist_matrix", "bias", "tuning_config", "x_dtype", "weight_dtype",
-                    "weight_scale_dtype", "x_scale_dtype",
-                ),
-                "other operands than int8 by token and channel are not decomposed",
-            ),
         ),
         **dict.fromkeys(A2_A3, ("K < 65536", "N <= 10240", "G <= 1024")),
     },

@@ -14,9 +14,10 @@ from torch import Tensor
 from fusion._torch.tensors import count, hint
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import HALVES, INT8, INT32, compute_dtype
 from fusion.operators.flops import scores, unlisted
+from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.sparse_flash_attention import BLOCKS, KeyRows, listed_attention, taken
 
 _SCALE = 4
@@ -29,16 +30,24 @@ def _attention(given: Given) -> Tensor:
 
 
 def _read(given: Given, places: Sequence[Tensor]) -> KeyRows:
-    """Rows of bytes as latents, rounded as the query is stored, and rotated keys."""
+    """Return the rows of bytes at `places` as keys, rotated lanes last, and values, both wide."""
+    query, width = given["query"], given["query"].shape[-1] - given["rope_head_dim"]
+    keys = torch.cat(_unpacked(given, taken(given["key"], places)), dim=-1).to(compute_dtype(query))
+    if given["value"] is given["key"]:
+        return KeyRows(keys, keys[..., :width])
+    latent, _ = _unpacked(given, taken(given["value"], places))
+    return KeyRows(keys, latent.to(keys.dtype))
+
+
+def _unpacked(given: Given, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Unpack rows of bytes into latents and rotated keys, both rounded as the query is stored."""
     query, lanes, tile = given["query"], given["rope_head_dim"], given["tile_size"]
     width, stored = query.shape[-1] - lanes, query.dtype if query.dtype in HALVES else torch.bfloat16
-    row = taken(given["key"], places)
     whole, rope, scale = row.split([width, lanes * stored.itemsize, width // tile * _SCALE], dim=-1)
     wide = compute_dtype(query)
     scales = scale.contiguous().view(torch.float32).to(wide)
     latent = (whole.unflatten(-1, (-1, tile)).to(wide) * scales.unsqueeze(-1)).flatten(-2).to(query.dtype)
-    keys = torch.cat((latent, rope.contiguous().view(stored).to(query.dtype)), dim=-1).to(wide)
-    return KeyRows(keys, keys[..., :width])
+    return latent, rope.contiguous().view(stored).to(query.dtype)
 
 
 def _outputs(query: Tensor, rope_head_dim: int) -> Tensor:
@@ -62,14 +71,18 @@ _MODES = (
     Limit("attention_mode == 2", because="there is no other mode, not even the default"),
     Limit("key_quant_mode == 2 and value_quant_mode == 2", because="rows are packed by tiles in no other mode"),
     Limit("quant_scale_repo_mode == 1", because="the scales lie in the rows"),
-    Limit("not given(key_dequant_scale) and not given(value_dequant_scale)", because="the scales lie in the rows"),
+)
+_ROWS = (
+    "tile_size >= 1",
+    "0 < rope_head_dim and rope_head_dim < D and (D - rope_head_dim) % tile_size == 0",
+    Limit("Row == D + rope_head_dim + 4 * ((D - rope_head_dim) // tile_size)", because="bytes, halves, then floats"),
+    "W == Row",
 )
 _KERNEL = (
     *sparse_limits.pages("kv"),
     "D == 576",
     "rope_head_dim == 64",
     "tile_size == 128",
-    "Row == 656",
     f"N in {BLOCKS}",
     "sparse_block_size in (1, 2, 4, 8, 16)",
 )
@@ -85,6 +98,13 @@ KV_QUANT_SPARSE_FLASH_ATTENTION = Operator(
         "int rope_head_dim=64, int? key_dtype=None, int? value_dtype=None) -> Tensor"
     ),
     compute=_attention,
+    uncomputed={
+        "key_dequant_scale value_dequant_scale": "the scales lie in the rows",
+        "key_dtype value_dtype": "floats of 8 bits are not decomposed",
+    },
+    without_effect=frozenset(
+        {"pre_tokens", "next_tokens", "attention_mode", "key_quant_mode", "value_quant_mode", "quant_scale_repo_mode"}
+    ),
     outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),
@@ -93,7 +113,7 @@ KV_QUANT_SPARSE_FLASH_ATTENTION = Operator(
     },
     dtypes={"query": HALVES, "key value": INT8, "sparse_indices": INT32, **sparse_limits.dtypes("kv")},
     limits={
-        "host": (*sparse_limits.host("kv"), *_MODES, "tile_size >= 1", "sparse_block_size >= 1", "W == Row"),
+        "host": (*sparse_limits.host("kv"), *_MODES, *_ROWS, "sparse_block_size >= 1"),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     flops=_flops,
@@ -105,7 +125,8 @@ KV_QUANT_SPARSE_FLASH_ATTENTION = Operator(
     ),
     summary=(
         "npu_sparse_flash_attention over keys round(int8 · scale of the tile), rounded as the query is stored, and "
-        "rotated keys whose bits have the query's dtype; value must be the key itself; a list must name no key twice, "
+        "rotated keys whose bits have the query's dtype; values are the latents of value, which a kernel takes for "
+        "those of key; a list must name no key twice, "
         "else the kernel cuts it short"
     ),
 )

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator, functional, unused
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
+from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, by_lines, stored
 from fusion.operators.quantisation import int8
@@ -43,7 +44,7 @@ def _slots(given: Given) -> Tensor:
         return index
     if mode in _BLOCKS:
         size, token = cache.shape[1], torch.arange(count, device=index.device)
-        start = index.reshape(batch, -1).index_select(1, token // size)
+        start = index.reshape(batch, (count + size - 1) // size).index_select(1, token // size)
         return torch.where(start < 0, -1, start // size * size + token % size).flatten()
     size = cache.shape[2]
     places = index + torch.arange(batch, device=index.device)[:, None] * size
@@ -78,12 +79,9 @@ def _dims(norm: str, paged: str) -> str:
     return " / ".join((f"cache_mode=Norm:{norm}", *modes))
 
 
-_OTHERWISE = ("k_rope_offset", "c_kv_offset", "k_cache_dtype", "ckv_cache_dtype")
 _HOST = (
-    *unused(_OTHERWISE, "other quantisation is not decomposed"),
     *(Limit(f"dtype({cache}) == 'int8'", when=f"given({scale})") for cache, scale in _STORED),
     *(Limit(f"dtype({cache}) != 'int8'", when=f"not given({scale})") for cache, scale in _STORED),
-    Limit("not given(v)", because="values beside the keys are not decomposed"),
     Limit("is_output_kv == False", when="cache_mode == 'Norm'", because="rows are given beside pages alone"),
     "W == Hckv + Dr",
     "Dr % 2 == 0",
@@ -123,6 +121,11 @@ KV_RMSNORM_ROPE_CACHE_V2 = Operator(
         "int? k_cache_dtype=None, int? ckv_cache_dtype=None) -> (Tensor, Tensor)"
     ),
     compute=_computed,
+    uncomputed={
+        "k_rope_offset c_kv_offset": "the page takes none",
+        "k_cache_dtype ckv_cache_dtype": "floats of 8 bits are not decomposed",
+        "v": "values beside the keys are not decomposed",
+    },
     outputs=lambda kv, cos, gamma: tuple(kv.new_empty([*kv.shape[:-1], each.shape[-1]]) for each in (cos, gamma)),
     dims={
         "gamma": "Hckv",

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fusion._torch.tensors import count, hint, known_true
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator, in_tensors
+from fusion.operators.contract import Operator, in_tensors
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import longest, scores
 from fusion.operators.layouts import lying_as
+from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.pages import ATB_NZ, in_pages, pages_of
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import counted, packed
@@ -89,8 +90,15 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
     return lying_as(out.to(rope.dtype), given["q_nope"]), (top + total.log()).squeeze(2)
 
 
+_OF_ONE_ROW = {
+    **dict.fromkeys(("mask", "mask_type", "qseqlen", "qk_descale", "pv_descale", "calc_type")),
+    "cache_mode": "krope_ctkv",
+}
+"""What arguments mean in calls that return the log-sum-exp."""
+
+
 def _with_lse(given: Given) -> tuple[Tensor, Tensor]:
-    out, lse = _attention(given)
+    out, lse = _attention({**given, **_OF_ONE_ROW})
     return out, lse.to(given["q_nope"].dtype)
 
 
@@ -114,8 +122,10 @@ _HOST = (
     "q_headnum == N",
     Limit("kv_headnum == 1", because="the latent serves all heads"),
     "length(context_lens) == B",
-    Limit("mask_type in (None, 'undefined', 'mask_type_spec', 'mask_type_free')"),
     Limit("A * L == C and R * M == Dr", when=_LAID_OUT),
+)
+_FEW_ROWS = (
+    Limit("mask_type in (None, 'undefined', 'mask_type_spec', 'mask_type_free')"),
     Limit("given(qk_descale) and given(pv_descale)", when=_INT8),
     Limit("not given(qk_descale) and not given(pv_descale)", when="cache_mode != 'int8_nzcache'"),
     Limit("given(mask)", when=_MASKED),
@@ -123,8 +133,6 @@ _HOST = (
     Limit("Rows == T", when="mask_type == 'mask_type_spec'"),
     Limit("Columns == Size", when="mask_type == 'mask_type_free'"),
     Limit("Rows >= Size - 1 and (Rows - Size + 3) % 2 == 0", when="mask_type == 'mask_type_free'"),
-)
-_FEW_ROWS = (
     "calc_type in (None, 'calc_type_undefined', 'calc_type_spec')",
     Limit("given(qseqlen) and length(qseqlen) == B", when=_SPECULATIVE),
     Limit("not given(qseqlen)", when="calc_type != 'calc_type_spec'", because=_ONE_ROW),
@@ -134,7 +142,6 @@ _FEW_ROWS = (
 _RING = (
     "calc_type == 'calc_type_ring'",
     "return_lse == True",
-    Limit("not given(qseqlen)", because=_ONE_ROW),
     Limit("T == B", because=_ONE_ROW),
     Limit("mask_type in (None, 'undefined')", because="one row sees all"),
     Limit("cache_mode == 'krope_ctkv'", because="no other mode is documented to return the log-sum-exp"),
@@ -176,6 +183,7 @@ MULTI_HEAD_LATENT_ATTENTION = Operator(
         "str? mask_type=None, str? calc_type=None, str? cache_mode=None) -> Tensor"
     ),
     compute=lambda given: _attention(given)[0],
+    without_effect=frozenset({"q_headnum", "kv_headnum"}),
     outputs=_output,
     dims={
         "q_nope": "T N C",
@@ -212,9 +220,15 @@ MULTI_HEAD_LATENT_ATTENTION_LSE = replace(
         .replace(") -> Tensor", ", Tensor? workspace=None) -> (Tensor, Tensor)")
     ),
     compute=_with_lse,
+    uncomputed={
+        "workspace": "the operator allocates its own",
+        "mask qseqlen": "with the log-sum-exp each sequence has one row, which sees all",
+        "qk_descale pv_descale": "of int8 no log-sum-exp is documented",
+    },
+    without_effect=frozenset({"q_headnum", "kv_headnum", "return_lse", "calc_type", "cache_mode", "mask_type"}),
     outputs=lambda q_nope, q_rope: (_output(q_nope, q_rope), q_nope.new_empty([*q_nope.shape[:2], 1])),
     limits={
-        "host": (*_HOST, *_RING, Limit("not given(workspace)", because="the operator allocates its own")),
+        "host": (*_HOST, *_RING),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     summary=f"with max s + log Σ p as the second result, in the dtype of q_nope: {_SUMMARY}",

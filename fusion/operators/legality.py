@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusion.errors import OperatorError
 from fusion.operators import dims as named_dims
 from fusion.operators import predicates
-from fusion.operators.contract import CHIPS, HOST, LOWERINGS, Limit, Operator
+from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
+
+if TYPE_CHECKING:
+    from fusion.operators.contract import Operator
 
 _HAS_ELEMENTS = Limit("size > 0")
 
@@ -44,6 +49,121 @@ def refusal(
     if refused or taken or (op.on_host and lowering == "eager" and host_reads):
         return refused
     return f"{op.short} cannot be lowered by {lowering}; it can by {_ways(op)}"
+
+
+def require_decomposed(op: Operator, given: Mapping[str, Any]) -> None:
+    """Raise OperatorError, naming an argument, if the decomposition of `op` does not compute the call `given`.
+
+    Tensors may be fake: what depends on their values, or on sizes that are not known, is taken for right.
+    """
+    if not _checking.get():
+        return
+    call = op.name, *map(_appearance, given.values())
+    try:
+        complaint = _complaints.get(call, "")
+    except TypeError:  # symbolic sizes have no hash
+        complaint = _complaint(op, given)
+    else:
+        complaint = _remember(call, _complaint(op, given)) if complaint == "" else complaint
+    if complaint is not None:
+        raise OperatorError(f"calling {op.name}: {complaint}, or run the call on an NPU")
+
+
+def without_elements(op: Operator, given: Mapping[str, Any]) -> OperatorError | None:
+    """Return the error for a call that the decomposition of `op` ends in an error for, if tensors have no elements."""
+    empty = [name for name, value in given.items() if any(0 in each.shape for each in predicates.tensors(value))]
+    if not empty or not _checking.get():
+        return None
+    shown = ", ".join(f"{name} is {_shown(given[name])}" for name in empty)
+    return OperatorError(
+        f"calling {op.name}: {shown}, and the decomposition computes nothing of tensors without elements here; pass "
+        "tensors with elements, or run the call on an NPU"
+    )
+
+
+_complaints: dict[Hashable, str | None] = {}
+"""What is known of calls, by operator and appearance of the arguments: a launched graph asks the same at every step."""
+
+
+def _remember(call: Hashable, complaint: str | None) -> str | None:
+    if len(_complaints) >= 4096:
+        _complaints.clear()
+    _complaints[call] = complaint
+    return complaint
+
+
+_checking = ContextVar("checking", default=True)
+
+
+@contextmanager
+def unchecked() -> Generator[None, None, None]:
+    """Let decompositions and Meta kernels take any call: a planner asks for the `refusal` of each call itself."""
+    token = _checking.set(False)
+    try:
+        yield
+    finally:
+        _checking.reset(token)
+
+
+def _appearance(value: Any) -> Hashable:
+    """Return what limits read of an argument: shape and dtype of a tensor, the items of a list, any other value."""
+    if value is None:  # most arguments are
+        return None
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    return tuple(map(_appearance, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _complaint(op: Operator, given: Mapping[str, Any]) -> str | None:
+    """Return which argument the decomposition does not compute, and what to do; None if it computes all."""
+    for name, because in op.uncomputed.items():
+        default = op.default(name)
+        if not predicates.same(_listed(given[name]), default):
+            return (
+                f"{name} is {_shown(given[name])}, and the decomposition does not compute it: {because}; "
+                f"leave {name} at its default, {default!r}"
+            )
+    bound = named_dims.bind(op.dims, given, predicates.hinted)
+    if isinstance(bound, str):
+        return f"the decomposition {bound}; pass tensors whose dims agree"
+    broken = _broken(op, {**given, **bound})
+    if broken is not None:
+        when = f" where {broken.when}" if broken.when else ""
+        because = f" ({broken.because})" if broken.because else ""
+        found = _found(op, broken, {**given, **bound})
+        return f"{found}, but the decomposition needs {broken.text}{when}{because}; pass what it needs"
+    kinds = _kind_refusal(op, given)
+    return None if kinds is None else f"{kinds}; pass tensors of that dtype"
+
+
+def _broken(op: Operator, values: Mapping[str, Any]) -> Limit | None:
+    """Return the first limit of every machine that `values` break at the sizes at hand, or None."""
+    if all(map(predicates.is_plain, values.values())) and _all_hold(op, HOST, None)(values):
+        return None
+    return next((each for each in _asked(op, HOST, None) if each.evaluate(values, predicates.hinted) is False), None)
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _found(op: Operator, limit: Limit, values: Mapping[str, Any]) -> str:
+    """Return the arguments and dims that `limit` reads, with what they are: `N of query is 8, num_heads is 4`."""
+    names = sorted((predicates.names(limit.text) | predicates.names(limit.when or "True")) & values.keys())
+    carriers = {name: [each for each, text in op.dims.items() if name in named_dims.names(text)] for name in names}
+    return ", ".join(
+        f"{name}{f' of {carriers[name][0]}' if carriers[name] else ''} is {_shown(values[name])}" for name in names
+    )
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case torch.Tensor():
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        case list() | tuple():
+            return f"[{', '.join(map(_shown, value))}]"
+        case _:
+            return repr(value)
 
 
 def _kind_refusal(op: Operator, values: Mapping[str, Any]) -> str | None:

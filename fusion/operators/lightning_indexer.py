@@ -16,9 +16,10 @@ from torch.nn.functional import pad
 from fusion._torch.tensors import count, hint, known_true
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, HALVES, compute_dtype
 from fusion.operators.flops import causal
+from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.pages import pages_of
 from fusion.operators.visibility import rows_of
 
@@ -134,6 +135,7 @@ LIGHTNING_INDEXER = Operator(
         "-> (Tensor, Tensor)"
     ),
     compute=_lightning_indexer,
+    without_effect=frozenset({"pre_tokens", "next_tokens"}),
     outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),

@@ -14,9 +14,10 @@ from torch.nn.functional import layer_norm
 
 from fusion._torch.tensors import hint
 from fusion.operators.calling import Given
-from fusion.operators.contract import Limit, Operator, functional
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, INT64, compute_dtype
 from fusion.operators.flops import products
+from fusion.operators.limits import Limit
 from fusion.operators.pages import Put, stored
 from fusion.operators.quantisation import LARGEST, int8_product
 from fusion.operators.rope import first_rotated
@@ -112,6 +113,7 @@ LIGHTNING_INDEXER_PROLOG_PTO = Operator(
         'str? layout_query="TND", str? layout_key="PA_BSND") -> (Tensor, Tensor, Tensor)'
     ),
     compute=_computed,
+    without_effect=frozenset({"layout_query", "layout_key"}),
     outputs=_outputs,
     dims=_DIMS,
     dtypes={name: BFLOAT16 for names in _DIMS for name in names.split()}

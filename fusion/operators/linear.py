@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOATS, INT8
 from fusion.operators.flops import product
+from fusion.operators.limits import A2_A3, Limit
 
 
 def _permuted(
@@ -28,9 +29,24 @@ def transpose_batchmatmul(
     return torch.bmm(x1, x2).transpose(0, 1).contiguous()
 
 
-def _outputs(input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None) -> Tensor:
+def _transpose_batchmatmul(
+    input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None, batch_split_factor: int
+) -> Tensor:
+    """Return y [M, B, N], or of more parts of the batch than one [parts, M, B / parts · N]."""
+    y = transpose_batchmatmul(input, weight, perm_x1, perm_x2)
+    if batch_split_factor == 1:
+        return y
+    return y.unflatten(1, (batch_split_factor, -1)).flatten(2).transpose(0, 1).contiguous()
+
+
+def _outputs(
+    input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None, batch_split_factor: int
+) -> Tensor:
     x1, x2 = _permuted(input, weight, perm_x1, perm_x2)
-    return input.new_empty(x1.shape[1], x1.shape[0], x2.shape[2])
+    rows, batch, columns = x1.shape[1], x1.shape[0], x2.shape[2]
+    if batch_split_factor == 1:
+        return input.new_empty(rows, batch, columns)
+    return input.new_empty(batch_split_factor, rows, batch // batch_split_factor * columns)
 
 
 _TURNED_1 = "perm_x1 == (1, 0, 2)"
@@ -48,7 +64,9 @@ TRANSPOSE_BATCHMATMUL = Operator(
         "npu::npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "
         "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor"
     ),
-    compute=transpose_batchmatmul,
+    compute=_transpose_batchmatmul,
+    uncomputed={"bias": "the operator has none", "scale": "quantised results are not decomposed"},
+    without_effect=frozenset({"perm_y"}),
     outputs=_outputs,
     dims={"input": "I J K", "weight": "W U V"},
     dtypes={"input": FLOATS, "weight": FLOATS},
@@ -57,19 +75,20 @@ TRANSPOSE_BATCHMATMUL = Operator(
             Limit("perm_x1 in ((0, 1, 2), (1, 0, 2))", when="given(perm_x1)"),
             Limit("perm_x2 in ((0, 1, 2), (0, 2, 1))", when="given(perm_x2)"),
             Limit("perm_y == (1, 0, 2)", when="given(perm_y)"),
-            Limit("not given(bias)", because="the operator has no bias"),
-            Limit("not given(scale)", because="quantised results are not decomposed"),
-            Limit("batch_split_factor == 1", because="split batches are not decomposed"),
+            Limit("given(batch_split_factor) and batch_split_factor > 0"),
+            Limit("I % batch_split_factor == 0", when=f"not {_TURNED_1}", because="parts have as many matrices"),
+            Limit("J % batch_split_factor == 0", when=_TURNED_1, because="parts have as many matrices"),
             Limit("I == W", when=f"not {_TURNED_1}", because="each matrix of the weight has its own rows of the input"),
             Limit("J == W", when=_TURNED_1, because="each matrix of the weight has its own rows of the input"),
             Limit("K == U", when=f"not {_TURNED_2}"),
             Limit("K == V", when=_TURNED_2),
         ),
-        **dict.fromkeys(A2_A3, _A2),
+        **dict.fromkeys(A2_A3, (*_A2, Limit("batch_split_factor == 1", because="no rule asks for parts"))),
     },
     flops=lambda input, weight, perm_x2: product(input, weight.shape[1 if list(perm_x2 or ()) == [0, 2, 1] else 2]),
     source="op-plugin: torch_npu.npu_transpose_batchmatmul (A2 and A3; perm_x2 [0, 2, 1] from CANN 8.5)",
-    summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32",
+    summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32; "
+    "with batch_split_factor in as many parts, [parts, M, B / parts · N]",
 )
 
 
@@ -77,13 +96,15 @@ ND = 2
 FRACTAL_NZ = 29
 
 
-_LIMITS = ("rank(input) >= 2", "not given(customize_dtype)", "not given(input_dtype)")
+_LIMITS = ("rank(input) >= 2",)
 
 FORMAT_CAST = Operator(
     schema=(
         "npu::npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
         "-> Tensor"
     ),
+    uncomputed={"customize_dtype input_dtype": "no number changes its dtype"},
+    without_effect=frozenset({"acl_format"}),
     # Other devices know no such formats; a result must not share memory with what it was made of.
     compute=lambda input: input.clone(memory_format=torch.contiguous_format),
     outputs=lambda input: input.new_empty(input.shape),

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator, functional, only
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import products
+from fusion.operators.limits import A2_A3, Limit, only
 from fusion.operators.norm import normalised
 from fusion.operators.pages import ATB_NZ, Put, in_pages, stored
 from fusion.operators.quantisation import int8
@@ -136,6 +137,7 @@ MLA_PREPROCESS = Operator(
         "-> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"
     ),
     compute=_put,
+    without_effect=frozenset({"kv_cache", "kv_cache_rope"}),  # they are those that are written
     dims={
         "input": "T He",
         "gamma0 beta0": "He",

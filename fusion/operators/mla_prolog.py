@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, functional, only, unused
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype
 from fusion.operators.flops import products
+from fusion.operators.limits import A2_A3, CHIPS, Limit, only
 from fusion.operators.mla_prolog_numbers import computed
 from fusion.operators.pages import Put
 
@@ -65,6 +66,7 @@ _CHOICE = "(weight_quant_mode, kv_cache_quant_mode, query_quant_mode)"
 _CHOICES = ((0, 0, 0), (1, 0, 0), (1, 2, 0), (1, 3, 0), (2, 0, 0), (2, 1, 1), (2, 3, 0))
 _WEIGHT, _CACHE = "weight_quant_mode", "kv_cache_quant_mode"
 _NOT = "not decomposed"
+_FLOATS = f"floats of 8 bits are {_NOT}"
 
 
 _FITTING = (
@@ -99,7 +101,6 @@ _HOST = (
     Limit("dtype(kv_cache) == 'int8'", when=f"{_CACHE} in (1, 2, 3)"),
     Limit("dtype(kr_cache) == 'int8'", when=f"{_CACHE} == 2"),
     Limit(f"cache_mode in {(*_PAGED, *_CONTIGUOUS)}", because=f"indices of whole blocks are {_NOT}"),
-    Limit("not given(actual_seq_len)", because=f"indices of whole blocks are {_NOT}"),
     Limit("given(cache_index)", when=f"cache_mode in {_PAGED}"),
     Limit("not given(cache_index)", when=f"cache_mode in {_CONTIGUOUS}", because="the whole cache is written"),
     *_FITTING,
@@ -148,6 +149,11 @@ MLA_PROLOG_V3 = Operator(
         "Tensor, Tensor, Tensor)"
     ),
     compute=computed,
+    uncomputed={
+        "actual_seq_len": f"indices of whole blocks are {_NOT}",
+        "token_x_dtype weight_dq_dtype weight_uq_qr_dtype weight_dkv_kr_dtype kv_cache_dtype": _FLOATS,
+    },
+    without_effect=frozenset({"ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size"}),
     outputs=_outputs,
     dims={
         "token_x": _dims("T He", "B S He", ""),
@@ -214,7 +220,6 @@ _DIMS = {
     "cache_index": "T / B S",
 }
 _OLDER_HOST = (
-    *unused(_QUANTISED, "quantisation is not decomposed"),
     "cache_mode in ('PA_BSND', 'PA_NZ')",
     *_FITTING,
 )
@@ -247,6 +252,7 @@ def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Oper
             'float rmsnorm_epsilon_ckv=1.0000000000000001e-05, str cache_mode="PA_BSND") -> (Tensor, Tensor)'
         ),
         compute=_older_computed,
+        uncomputed={" ".join(_QUANTISED): "quantisation is not decomposed"},
         outputs=_older_outputs,
         dims=_DIMS,
         dtypes=dict.fromkeys(_DIMS, BFLOAT16) | {"cache_index": INT64},

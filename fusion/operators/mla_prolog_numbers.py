@@ -21,8 +21,10 @@ from fusion.operators.pages import Put, by_lines, stored
 from fusion.operators.quantisation import LARGEST, int8, int8_product, quantised
 from fusion.operators.rope import interleave_half, rotated
 
+RUN = 128
+"""How many numbers of a line of bytes share a scale."""
 FAINTEST = 1e-8
-"""What the largest number of a run of 128 counts as at least."""
+"""What the largest number of a run counts as at least."""
 
 
 def computed(put: Put, given: Given) -> tuple[Tensor, ...]:
@@ -97,7 +99,7 @@ def _caches(put: Put, given: Given) -> tuple[Tensor, Tensor]:
     if mode == 2:
         lines["kr_cache"] = int8(key_rope.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
     if mode == 3:
-        lines = {"kv_cache": packed(norm, key_rope, given["k_nope_clip_alpha"], given["tile_size"])}
+        lines = {"kv_cache": packed(norm, key_rope, given["k_nope_clip_alpha"], RUN)}
     filled = {name: _cached(put, given[name], rows.unsqueeze(-2), given) for name, rows in lines.items()}
     left: Tensor = given["kr_cache"]
     return filled["kv_cache"], filled.get("kr_cache", left)

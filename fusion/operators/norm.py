@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOATS, HALVES, compute_dtype
+from fusion.operators.limits import A2_A3, CHIPS, Limit
 
 _RANK = "rank(input) <= 8"
 _TRAILING = {"gamma": "*D", "input": "*B *D"}
@@ -141,14 +142,15 @@ ADD_RMS_NORM_CAST = Operator(
 
 
 def _add_layer_norm(
-    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, additional_output: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x1.to(compute_dtype(x1)) + x2.to(compute_dtype(x1))
     mean = total.mean(-1, keepdim=True)
     centred = total - mean
     root = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     y = centred * root * gamma.to(total.dtype) + beta.to(total.dtype)
-    return y.to(x1.dtype), mean.contiguous(), root.contiguous(), total.to(x1.dtype)
+    x = total.to(x1.dtype)  # which the kernel leaves unwritten unless asked for
+    return y.to(x1.dtype), mean.contiguous(), root.contiguous(), x if additional_output else torch.zeros_like(x)
 
 
 def _add_layer_norm_outputs(x1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -166,10 +168,10 @@ ADD_LAYER_NORM = Operator(
     dims={"gamma": "D", "x1 x2": "*B D", "beta": "D"},
     dtypes={"x1 x2 gamma beta": FLOATS},
     limits={
-        "host": (Limit("additional_output", because="without, nothing is said of the last result"),),
         **dict.fromkeys(
             A2_A3,
             (
+                Limit("additional_output", because="without, nothing is said of the last result"),
                 "rank(x1) <= 8",
                 "dtype(x2) == dtype(x1)",
                 "dtype(gamma) in (dtype(x1), 'float32')",
@@ -179,5 +181,6 @@ ADD_LAYER_NORM = Operator(
     },
     lowerings=frozenset({"eager", "npugraph_ex"}),
     source="CANN: aclnnAddLayerNorm; op-plugin: AddLayerNormKernelNpuOpApi; kernel: ops-nn norm/add_layer_norm",
-    summary="x = round(x1 + x2); y = round((s - mean(s)) / sqrt(var(s) + epsilon) · gamma + beta), s = x1 + x2",
+    summary="x = round(x1 + x2), or zeros without additional_output; "
+    "y = round((s - mean(s)) / sqrt(var(s) + epsilon) · gamma + beta), s = x1 + x2",
 )

@@ -5,30 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, unused
+from fusion.operators.calling import Given
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
+from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.norm import added, rstd
-from fusion.operators.quantisation import int8
+from fusion.operators.quantisation import INT8_CODE, int8
 
 _EAGER = frozenset({"eager", "npugraph_ex"})
 _OTHERS = "other results than int8 are not decomposed"
 
 
-def _add_rms_norm_quant(
-    x1: Tensor, x2: Tensor, gamma: Tensor, scales1: Tensor, zero_points1: Tensor | None, beta: Tensor | None,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x, total = added(x1, x2)
+def _add_rms_norm_quant(given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    x1, gamma, beta = given["x1"], given["gamma"], given["beta"]
+    x, total = added(x1, given["x2"])
     if beta is not None:  # with an offset the bfloat16 kernel normalises the rounded sum, too
         total = x.to(total.dtype)
-    y = total * rstd(total, gamma, epsilon)
+    y = total * rstd(total, gamma, given["epsilon"])
     # The float16 kernel multiplies by the gain in float16, the bfloat16 kernel in float32.
     y = (y.to(x1.dtype) * gamma).to(y.dtype) if x1.dtype == torch.float16 else y * gamma.to(y.dtype)
     y = y if beta is None else y + beta.to(y.dtype)
-    y = y / scales1.to(y.dtype)
-    y = y if zero_points1 is None else y + zero_points1.to(y.dtype)
-    whole = int8(y).contiguous()
-    return whole, torch.zeros_like(whole), x.contiguous()
+    first, second = (
+        _by_channel(y, given[f"scales{number}"], given[f"zero_points{number}"], given["div_mode"]) for number in (1, 2)
+    )
+    return first, second, x.contiguous()
+
+
+def _by_channel(y: Tensor, scales: Tensor | None, zero_points: Tensor | None, divides: bool) -> Tensor:
+    """Quantise y [.., D] by scales [D] that divide or multiply, then zero points [D]; zeros without scales."""
+    if scales is None:
+        return torch.zeros_like(y, dtype=torch.int8).contiguous()
+    y = y / scales.to(y.dtype) if divides else y * scales.to(y.dtype)
+    return int8(y if zero_points is None else y + zero_points.to(y.dtype)).contiguous()
 
 
 def _add_rms_norm_quant_outputs(x1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,10 +45,13 @@ def _add_rms_norm_quant_outputs(x1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _beside(scale: str, zero_point: str, dtype: str) -> tuple[Limit, ...]:
-    """The dtypes of scale and zero point beside x1 of this dtype."""
+    """Limit the dtypes of scales and zero points beside x1 of this dtype."""
+    x1 = f"dtype(x1) == '{dtype}'"
     return (
-        Limit(f"dtype(scales1) == '{scale}'", when=f"dtype(x1) == '{dtype}'"),
-        Limit(f"dtype(zero_points1) == '{zero_point}'", when=f"dtype(x1) == '{dtype}' and given(zero_points1)"),
+        Limit(f"dtype(scales1) == '{scale}'", when=x1),
+        Limit(f"dtype(zero_points1) == '{zero_point}'", when=f"{x1} and given(zero_points1)"),
+        Limit(f"dtype(scales2) == '{scale}'", when=f"{x1} and given(scales2)"),
+        Limit(f"dtype(zero_points2) == '{zero_point}'", when=f"{x1} and given(zero_points2)"),
     )
 
 
@@ -51,19 +62,19 @@ ADD_RMS_NORM_QUANT = Operator(
         "float epsilon=9.9999999999999995e-07, bool div_mode=True, int? dst_type=None) -> (Tensor, Tensor, Tensor)"
     ),
     compute=_add_rms_norm_quant,
+    without_effect=frozenset({"axis", "dst_type"}),
     outputs=_add_rms_norm_quant_outputs,
-    dims={"gamma": "D", "x1 x2": "*B D", "scales1 zero_points1 beta": "D"},
+    dims={"gamma": "D", "x1 x2": "*B D", "scales1 zero_points1 beta scales2 zero_points2": "D"},
     dtypes={
         "x1 x2 gamma beta": HALVES,
-        "scales1": FLOAT32 | BFLOAT16,
-        "zero_points1": INT32 | BFLOAT16,
+        "scales1 scales2": FLOAT32 | BFLOAT16,
+        "zero_points1 zero_points2": INT32 | BFLOAT16,
     },
     limits={
         "host": (
-            *unused(("scales2", "zero_points2"), "a second result is not decomposed"),
-            Limit("axis == -1", because="other axes are not quantised along"),
-            Limit("div_mode", because="multiplying by scales is not decomposed"),
-            *unused(("dst_type",), _OTHERS),
+            Limit("axis == -1", because="the page has no other axis"),
+            Limit(f"dst_type in (None, {INT8_CODE})", because=_OTHERS),
+            Limit("given(scales2)", when="given(zero_points2)", because="the second result is of both"),
         ),
         **dict.fromkeys(
             A2_A3,
@@ -85,7 +96,8 @@ ADD_RMS_NORM_QUANT = Operator(
     ),
     summary=(
         "x = round(x1 + x2); n = (x1 + x2) · rstd · gamma in float32 (float16, or with beta: of x) (+ beta); "
-        "y1 = rint(n / scales1 + zero_points1), from -128 to 127"
+        "y1 = rint(n / scales1 + zero_points1), or without div_mode rint(n · scales1 + zero_points1), from -128 to "
+        "127; y2 likewise, zeros without scales2"
     ),
 )
 
@@ -107,8 +119,9 @@ RMS_NORM_QUANT = Operator(
     outputs=lambda x: x.new_empty(x.shape, dtype=torch.int8),
     dims={"gamma": "D", "x": "*B D", "beta": "D", "scale offset": "1"},
     dtypes={"x gamma beta scale": HALVES, "offset": INT8},
+    without_effect=frozenset({"dst_dtype"}),
     limits={
-        "host": unused(("dst_dtype",), _OTHERS),
+        "host": (Limit(f"dst_dtype in (None, {INT8_CODE})", because=_OTHERS),),
         **dict.fromkeys(
             CHIPS,
             ("rank(x) <= 8", *(f"dtype({name}) == dtype(x)" for name in ("gamma", "beta", "scale")), "epsilon >= 0"),

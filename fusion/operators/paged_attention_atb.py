@@ -10,9 +10,10 @@ from torch import Tensor
 from fusion._torch.tensors import count, hint
 from fusion.operators.attention import Attention, computed
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import HALVES, INT32
 from fusion.operators.flops import longest, scores
+from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.pages import Put
 from fusion.operators.visibility import Band
 
@@ -41,7 +42,6 @@ _HOST: tuple[Limit | str, ...] = (
     "N == num_heads",
     "M == num_kv_heads",
     Limit("N % M == 0", because="key heads are shared by as many query heads each"),
-    Limit("not given(workspace)", because="the operator allocates its own"),
 )
 _KERNEL: tuple[Limit | str, ...] = (
     *(f"dtype({name}) == dtype(query)" for name in _ALIKE),
@@ -57,6 +57,7 @@ PAGED_ATTENTION = Operator(
         "Tensor? workspace=None) -> ()"
     ),
     compute=_attended,
+    uncomputed={"workspace": "the operator allocates its own"},
     dims={
         "query out": "T N D",
         "key_cache value_cache": "Blocks Size M D",

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS, HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
+from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.softmax import rounded_softmax
 from fusion.operators.visibility import Band, visible
 
@@ -46,6 +47,7 @@ _UPDATE = (
 ATTENTION_UPDATE = Operator(
     schema="npu::npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)",
     compute=_attention_update,
+    without_effect=frozenset({"update_type"}),  # it says whether a device writes the second result
     outputs=lambda lse, local_out: tuple(each[0].new_empty(each[0].shape) for each in (local_out, lse)),
     dims={"lse": "R", "local_out": "R D"},
     dtypes={"lse": FLOAT32, "local_out": FLOATS},
@@ -67,7 +69,8 @@ _MERGING = "calc_type == 'calc_type_default'"
 def _ring_mla(given: Given) -> tuple[Tensor, Tensor]:
     names = ("q_nope", "q_rope", "k_nope", "k_rope", "value")
     query, query_rope, key, key_rope, value = (given[name].transpose(0, 1).unsqueeze(0) for name in names)
-    seqlen = given["seqlen"].reshape(-1, given["seqlen"].shape[-1]).long().to(query.device)
+    seqlen = given["seqlen"] if given["seqlen"].dim() == 2 else given["seqlen"].unsqueeze(0)
+    seqlen = seqlen.long().to(query.device)
     ends = tuple(each.cumsum(0) for each in (seqlen[0], seqlen[-1]))
     band = Band(2) if given["mask_type"] == "mask_type_triu" else Band()
     seen = visible(query, key, ends, band, packed=True, table=None)
@@ -126,6 +129,8 @@ RING_MLA = Operator(
         "-> (Tensor, Tensor)"
     ),
     compute=_ring_mla,
+    # The page asks that `mask` is the triangle that mask_type tells of.
+    without_effect=frozenset({"mask", "head_num", "kv_head_num", "kernel_type", "input_layout"}),
     outputs=_outputs,
     dims={
         "q_nope": "T N D",

@@ -2,8 +2,9 @@
 
 The grammar is a small part of Python's expressions: integers, strings, names, `+ - * // %`, comparisons, `in (...)`,
 `and or not`, and the functions `size(tensor, dim)`, `shape(tensor)`, `rank(tensor)`, `dtype(tensor)`,
-`itemsize(tensor)`, `length(list or tensor)` and `given(argument)`; the dtype of a list of tensors is
-the one that all have, or every one. `a // 0` is 0 and `a % 0` is a. Nothing else can be written, so a limit is data.
+`itemsize(tensor)`, `numel(tensor)`, `length(list or tensor)`, `item(list, index)` and `given(argument)`; the dtype of a
+list of tensors is the one that all have, or every one. `a // 0` is 0 and `a % 0` is a. Nothing else can be written, so
+a limit is data.
 """
 
 from __future__ import annotations
@@ -220,12 +221,15 @@ def _dtype(value: Any) -> str:
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "size": lambda value, dim: value.shape[dim],
+    "sizes": lambda value, start, stop: tuple(value.shape[start:stop]),
     "shape": lambda value: tuple(value.shape),
     "rank": lambda value: value.ndim,
     "dtype": _dtype,
     "itemsize": lambda value: value.dtype.itemsize,
     "length": lambda value: len(value) if isinstance(value, list | tuple) else value.shape[0],
     "given": lambda value: value is not None,
+    "item": lambda value, index: value[index],
+    "numel": lambda value: value.numel(),
 }
 
 

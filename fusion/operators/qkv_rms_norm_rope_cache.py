@@ -11,8 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
+from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, stored
 from fusion.operators.quantisation import int8
@@ -54,7 +55,12 @@ def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
 _SHAPES = (
     "W == Q + KLines * KLine + VLines * VLine",
     "KLines * KLine == VLines * VLine",
-    Limit("Q % D == 0 and KLines * KLine % D == 0", because="heads are whole"),
+    "length(qkv_size) == 4 and length(head_nums) == 3",
+    Limit("item(head_nums, 0) * D == Q and item(head_nums, 1) * D == KLines * KLine", because="heads are counted"),
+    "item(head_nums, 1) == item(head_nums, 2)",
+    Limit("item(qkv_size, 0) * item(qkv_size, 1) == T and item(qkv_size, 2) * D == W", because="it tells dims of qkv"),
+    "item(qkv_size, 3) == D",
+    Limit("Nk * D == KLines * KLine", when="given(k_scale) or given(v_scale)"),
     "D % 2 == 0",
     Limit("is_output_qkv == False", because="the page gives no rows before they are quantised"),
     "cache_mode == 'PA_NZ'",
@@ -89,6 +95,7 @@ QKV_RMS_NORM_ROPE_CACHE = Operator(
         "-> (Tensor, Tensor, Tensor)"
     ),
     compute=_computed,
+    without_effect=frozenset({"qkv_size", "cache_mode", "is_output_qkv"}),
     outputs=lambda qkv: tuple(qkv.new_empty(()) for _ in range(3)),
     dims={
         "q_gamma k_gamma": "D",

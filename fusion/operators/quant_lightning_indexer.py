@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT16, INT8, compute_dtype
 from fusion.operators.lightning_indexer import chosen, every_key, groups_of, shape_of
+from fusion.operators.limits import A2_A3, Limit
 
 _STEP = 1024.0
 """What products of int8 are divided by, so that float16 holds them."""
@@ -44,6 +45,8 @@ QUANT_LIGHTNING_INDEXER = Operator(
         "int? key_dtype=None) -> Tensor"
     ),
     compute=_quant_lightning_indexer,
+    uncomputed={"query_dtype key_dtype": "floats of 8 bits are not decomposed"},
+    without_effect=frozenset({"pre_tokens", "next_tokens", "query_quant_mode", "key_quant_mode"}),
     outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fusion._torch.tensors import memory_order
-from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 from fusion.operators.layouts import lying_as
+from fusion.operators.limits import A2_A3, Limit
 
 _PAGES = "op-plugin: torch_npu.{0}; CANN: {1}; kernel and tiling: ops-transformer posembedding/{2}"
 
@@ -193,6 +194,7 @@ APPLY_ROTARY_POS_EMB = Operator(
         'str layout="BSND", str rotary_mode="half") -> (Tensor, Tensor)'
     ),
     compute=_apply_rotary_pos_emb,
+    without_effect=frozenset({"layout"}),  # it says which dims are which, as those of cos and sin do
     outputs=lambda query, key: (torch.empty_like(query), torch.empty_like(key)),
     dims={
         "query": "layout=BSND: B S N D / layout=SBND: S B N D / layout=BNSD: B N S D / layout=TND: T N D",

@@ -35,7 +35,8 @@ def shared_matmul(left: Tensor, right: Tensor) -> Tensor:
         return left.bmm(right)  # what matmul comes to, behind four views
     if left.dim() < 3 or left.shape[-3] == right.shape[-3]:
         return left @ right
-    folded = left.reshape(*left.shape[:-3], right.shape[-3], -1, left.shape[-1])
+    shared = left.shape[-3] // right.shape[-3] * left.shape[-2]
+    folded = left.reshape(*left.shape[:-3], right.shape[-3], shared, left.shape[-1])
     return (folded @ right).reshape(*left.shape[:-1], right.shape[-1])
 
 

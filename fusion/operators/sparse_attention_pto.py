@@ -18,10 +18,11 @@ from torch.nn.functional import layer_norm
 
 from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
-from fusion.operators.contract import Limit, Operator, functional
+from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import BFLOAT16, INT32, compute_dtype
 from fusion.operators.flops import causal, products, scores
 from fusion.operators.lightning_indexer import LIGHTNING_INDEXER
+from fusion.operators.limits import Limit
 from fusion.operators.mla_prolog import MLA_PROLOG_V3
 from fusion.operators.mla_prolog_numbers import computed
 from fusion.operators.pages import Put, stored

@@ -16,9 +16,10 @@ from torch import Tensor
 from fusion._torch.tensors import count, hint, known_true
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores, unlisted
+from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import Rows, rows_of
 
@@ -183,6 +184,8 @@ SPARSE_FLASH_ATTENTION = Operator(
         "-> (Tensor, Tensor, Tensor)"
     ),
     compute=_sparse_flash_attention,
+    uncomputed={"sinks": "sinks are not decomposed"},
+    without_effect=frozenset({"pre_tokens", "next_tokens", "attention_mode"}),
     outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),
@@ -195,7 +198,6 @@ SPARSE_FLASH_ATTENTION = Operator(
         "host": (
             *sparse_limits.host("kv"),
             Limit("attention_mode == 2", because="there is no other mode, not even the default"),
-            Limit("not given(sinks)", because="sinks are not decomposed"),
             "sparse_block_size >= 1",
             "given(query_rope) and given(key_rope) or not given(query_rope) and not given(key_rope)",
             Limit("return_softmax_lse == False", when="layout_kv == 'PA_BSND'", because="its Meta kernel is wrong"),

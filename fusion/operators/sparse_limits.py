@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from fusion.operators.contract import LOWERINGS, Limit, only
 from fusion.operators.dtypes import INT32
+from fusion.operators.limits import LOWERINGS, Limit, only
 
 _PAGED = "PA_BSND"
 _LAYOUTS = (("BSND", "BSND"), ("TND", "TND"), ("BSND", _PAGED), ("TND", _PAGED))

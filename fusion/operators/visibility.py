@@ -7,7 +7,7 @@ prefix sums of their lengths; "PA_BSND" (keys only) has pages, one length for ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusion._torch.tensors import known_true
 from fusion.operators.calling import Given
+from fusion.operators.limits import Limit
 from fusion.operators.softmax import Visible
 
 UNLIMITED = 2147483647
@@ -57,12 +58,14 @@ class _Places:
 
 
 def visible(
-    query: Tensor, key: Tensor, lengths: tuple[Lengths, Lengths], band: Band, *, packed: bool, table: Tensor | None
-) -> Visible:
-    """query [B, N, S, D] and key [B, M, T, D] -> what each query sees.
+    query: Tensor, key: Tensor, lengths: tuple[Lengths, Lengths], band: Band, *, packed: bool, table: Tensor | None,
+    padding: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Visible:  # fmt: skip
+    """Return which of the keys [B, M, T, D] each query [B, N, S, D] sees.
 
     `lengths` of the sequences in query and key: one per batch, one for all, or None; prefix sums if packed, except
     those of paged keys (`table` [B, blocks]), which are always one per sequence. A row past its sequence sees nothing.
+    `padding` of query and key: how many rows stand behind the last token of each sequence; without, all but the tokens.
     """
     of_query, of_key = lengths
     several = packed and any(each is not None and len(each) > 1 for each in lengths)
@@ -70,16 +73,34 @@ def visible(
         rows = _packed(query.shape[-2], of_query, query.device)
         columns = _paged(key, of_key, table) if table is not None else _packed(key.shape[-2], of_key, key.device)
     else:
-        rows = _batched(query.shape[-2], query.shape[0], of_query, query.device)
-        columns = _batched(key.shape[-2], query.shape[0], of_key, key.device)
+        rows = _batched(query.shape[-2], query.shape[0], of_query, query.device, padding[0])
+        columns = _batched(key.shape[-2], query.shape[0], of_key, key.device, padding[1])
     return _combined(rows.as_rows(), columns, band, query, key)
 
 
-def _batched(size: Size, batch: Size, given: Lengths, device: torch.device) -> _Places:
+def mask_limits(when: str, *keys: tuple[str, str]) -> Iterator[Limit]:
+    """Yield limits of a mask in calls for which `when` holds: [1|B, 1, S, T], [1|B, S, T], [S, T], of one query [B, T].
+
+    A mask may have more rows and columns than there are queries and `keys`, pairs of their number and of a condition.
+    """
+    yield Limit("rank(atten_mask) in (2, 3, 4)", when=when)
+    yield Limit("size(atten_mask, 0) in (1, B)", when=f"{when} and rank(atten_mask) > 2")
+    yield Limit("size(atten_mask, 0) == B", when=f"{when} and rank(atten_mask) == 2 and S == 1")
+    yield Limit("size(atten_mask, 1) == 1", when=f"{when} and rank(atten_mask) == 4")
+    yield Limit("size(atten_mask, -2) >= S", when=f"{when} and (rank(atten_mask) > 2 or S > 1)")
+    for count, where in keys:
+        yield Limit(f"size(atten_mask, -1) >= {count}", when=f"{when} and {where}")
+
+
+def _batched(size: Size, batch: Size, given: Lengths, device: torch.device, padding: Tensor | None = None) -> _Places:
     position = torch.arange(size, device=device).reshape(1, 1, 1, -1)
     if given is None:
         return _Places(position, size)
     length = _length(given, batch, device)
+    if padding is not None:
+        first = size - padding.to(device).reshape(1, 1, 1, 1).clamp(min=0) - length
+        position = position - first
+        return _Places(position, length, (position >= 0) & (position < length) & (first >= 0))
     if not isinstance(length, Tensor) and known_true(length >= size):
         return _Places(position, size)
     return _Places(position, length, position < length)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import A2_A3, Limit, Operator, unused
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, compute_dtype
 from fusion.operators.flops import product
-from fusion.operators.quantisation import quantised
+from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.quantisation import INT4_CODE, INT8_CODE, LARGEST_INT4, int4_packed, quantised
 
 
 def _of_rows(each: Tensor, inputs: int, group: int) -> Tensor:
-    """Numbers of channels [N], or of groups of inputs and channels [G, N], for a weight [K, N]."""
+    """Return numbers of channels [N] or [1, N] as they are, those of groups [G, N] repeated to [K, N]."""
     return each.repeat_interleave(group, 0)[:inputs] if group else each
 
 
@@ -53,12 +54,17 @@ WEIGHT_QUANT_BATCHMATMUL = Operator(
         "int antiquant_group_size=0, int inner_precise=0, int? weight_dtype=None) -> Tensor"
     ),
     compute=_weight_quant_batchmatmul,
+    uncomputed={
+        "quant_scale quant_offset": "results of int8 are not decomposed",
+        "weight_dtype": "packed weights are not decomposed",
+    },
+    without_effect=frozenset({"inner_precise"}),
     outputs=lambda x, weight: x.new_empty((x.shape[0], weight.shape[1])),
     dims={"weight": "K N", "x": "M K", "antiquant_scale antiquant_offset": "1|N / G N", "bias": "N"},
     dtypes={"x": HALVES, "weight": INT8, "antiquant_scale antiquant_offset": HALVES, "bias": HALVES | FLOAT32},
     limits={
         "host": (
-            Limit("rank(antiquant_scale) == 1", when="antiquant_group_size == 0"),
+            Limit("rank(antiquant_scale) == 1 or length(antiquant_scale) == 1", when="antiquant_group_size == 0"),
             Limit("rank(antiquant_scale) == 2", when=_GROUPS),
             Limit(
                 "K <= length(antiquant_scale) * antiquant_group_size", when=_GROUPS, because="each input has a group"
@@ -66,7 +72,6 @@ WEIGHT_QUANT_BATCHMATMUL = Operator(
             Limit("length(antiquant_scale) * antiquant_group_size < K + antiquant_group_size", when=_GROUPS),
             Limit("shape(antiquant_offset) == shape(antiquant_scale)", when="given(antiquant_offset)"),
             Limit("inner_precise == 0", because="the faster sums are not decomposed"),
-            *unused(("quant_scale", "quant_offset", "weight_dtype"), "results of int8, and packed weights, are not"),
         ),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
@@ -76,14 +81,23 @@ WEIGHT_QUANT_BATCHMATMUL = Operator(
 )
 
 
-def _rotate_quant(x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate_quant(x: Tensor, rotation: Tensor, dst_dtype: int | None) -> tuple[Tensor, Tensor]:
     wide = compute_dtype(x)
     blocks = x.to(wide).unflatten(-1, (-1, rotation.shape[0]))
     turned = torch.matmul(blocks, rotation.to(wide)).flatten(-2).to(x.dtype)
-    return quantised(turned.to(wide))
+    if dst_dtype != INT4_CODE:
+        return quantised(turned.to(wide))
+    whole, scale = quantised(turned.to(wide), LARGEST_INT4)
+    return int4_packed(whole), scale
 
 
-_CODE = 1  # torch's number of int8
+def _rotate_quant_outputs(x: Tensor, dst_dtype: int | None) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(x.shape[:1], dtype=compute_dtype(x))
+    if dst_dtype == INT4_CODE:
+        return x.new_empty((x.shape[0], x.shape[1] // 8), dtype=torch.int32), scale
+    return torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format), scale
+
+
 _MX = "of MX formats, which Ascend 950 alone has"
 
 ROTATE_QUANT = Operator(
@@ -92,22 +106,21 @@ ROTATE_QUANT = Operator(
         'str? round_mode="rint", int? scale_alg=0, float? dst_type_max=0., bool? transpose_y=False) -> (Tensor, Tensor)'
     ),
     compute=_rotate_quant,
-    outputs=lambda x: (
-        torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format),
-        x.new_empty(x.shape[:1], dtype=compute_dtype(x)),
-    ),
+    uncomputed={"alpha": f"it is {_MX}"},
+    without_effect=frozenset({"axis", "round_mode", "scale_alg", "dst_type_max", "transpose_y"}),
+    outputs=_rotate_quant_outputs,
     dims={"rotation": "K K", "x": "M D"},
     dtypes={"x rotation": HALVES},
     limits={
         "host": (
             "D % K == 0",
             "axis in (-1, 1)",
-            Limit(f"dst_dtype in (None, {_CODE})", because="other results than int8 are not decomposed"),
+            Limit(f"dst_dtype in (None, {INT8_CODE}, {INT4_CODE})", because=f"other results are {_MX}"),
+            Limit("D % 8 == 0", when=f"dst_dtype == {INT4_CODE}", because="eight int4 fill an int32"),
             Limit("round_mode == 'rint'", because="other roundings are not decomposed"),
             Limit("scale_alg == 0", because=f"it is {_MX}"),
             Limit("dst_type_max == 0", because=f"it is {_MX}"),
             Limit("transpose_y == False", because="the operator does not turn its result"),
-            Limit("not given(alpha)", because=f"it is {_MX}"),
         ),
         **dict.fromkeys(
             A2_A3,
@@ -117,7 +130,7 @@ ROTATE_QUANT = Operator(
                 "D >= 128 and D <= 16000",
                 "D % 8 == 0",
                 Limit(
-                    f"dst_dtype == {_CODE}",
+                    f"dst_dtype == {INT8_CODE}",
                     lowering="torchair",
                     because="its converter takes a dtype that is not given for uint8",
                 ),
@@ -126,5 +139,6 @@ ROTATE_QUANT = Operator(
     },
     flops=lambda x, rotation: product(x, rotation.shape[0]),
     source="op-plugin: torch_npu.npu_rotate_quant (int8 on A2 and A3 alone); CANN: aclnnRotateQuant",
-    summary="v = round(x · rotation), each K lanes of a row; scale = rowmax|v| / 127; y = rint(v / scale)",
+    summary="v = round(x · rotation), each K lanes of a row; scale = rowmax|v| / 127; y = rint(v / scale); quint4x2: "
+    "/ 7, eight int4 in an int32",
 )

@@ -120,8 +120,8 @@ class RoutedExperts(Rule):
         require(first.bias is None, "biases stand between the product and its activation")
         routed = rows.routed(choice.experts, down.weight.shape[0])
         both = rows.multiplied(routed, replace(first, dtype=down.dtype))
-        int8, scales = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
-        given = rows.multiplied(routed._replace(rows=int8, scales=scales), down)
+        int8, inverse = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
+        given = rows.multiplied(routed._replace(rows=int8, scales=inverse.reciprocal()), down)  # it gives 127 / rowmax
         return _total(given, choice, routed.places, down, shape)
 
     @lowering

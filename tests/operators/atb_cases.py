@@ -56,6 +56,14 @@ class Latent:
     in_tensors: bool = False
 
 
+def given(make: Make, **more: Any) -> Make:
+    return lambda dtype: make(dtype) | more
+
+
+def without(make: Make, name: str) -> Make:
+    return lambda dtype: {each: value for each, value in make(dtype).items() if each != name}
+
+
 def latent(a: Latent) -> Make:
     def make(dtype: torch.dtype) -> dict[str, Any]:
         narrow, tokens = a.mode == "int8_nzcache", sum(a.rows or (1,) * len(a.keys))
@@ -102,6 +110,7 @@ LATENT: tuple[tuple[str, str, Make], ...] = (
     *((MLA, f"mask of fixed shape, {mode}", latent(Latent((11, 16), (2, 2), mode, "free"))) for mode in MODES[1:]),
     (MLA, "mask of fixed shape over two pages", latent(Latent((9, 8, 17, 4), (4,) * 4, mask="free"))),
     (MLA, "an empty context", latent(Latent((5, 0)))),
+    (MLA, "no mask by name", given(latent(Latent()), mask_type="undefined", calc_type="calc_type_undefined")),
     (TENSORS, "decode", latent(Latent(in_tensors=True))),
     (TENSORS, "rows", latent(Latent((11, 9), (2, 2), mask="free", in_tensors=True))),
     (LSE, "decode", latent(Latent(lse=True))),
@@ -140,6 +149,8 @@ STEPS: tuple[tuple[str, Make], ...] = (
     ("merged", ring((2, 3), (7, 4), merged=True)),
     ("shared keys", ring((2, 3), (7, 4), m=2)),
     ("without keys", ring((2, 3), (7, 0), merged=True)),
+    ("no mask by default", without(ring((2, 3), (7, 4)), "mask_type")),
+    ("first by name", given(ring((2, 3), (7, 4)), calc_type="calc_type_first_ring")),
 )
 
 
@@ -193,6 +204,7 @@ def preprocess(slots: tuple[int, ...], mode: str = "krope_ctkv", *, static: bool
 BEFORE: tuple[tuple[str, Make], ...] = (
     *((f"tokens, {mode}", preprocess((3, 7, 0, 11), mode)) for mode in MODES),
     ("scales of each token", preprocess((3, 7), static=False)),
+    ("scales of each token by default", without(preprocess((3, 7), static=False), "quant_mode")),
     ("skipped", preprocess((-1, 7, -1, 0))),
     ("packed scales", preprocess((9,), packed=True)),
 )

@@ -95,10 +95,10 @@ _SPECULATIVE = [
 _RETURNING = [
     (ALL, returning(), returning(calc_type=None), "calc_type == 'calc_type_ring'"),
     (ALL, returning(), returning(return_lse=False), "return_lse == True"),
-    (ALL, returning(), returning(qseqlen=[1] * 3), "not given(qseqlen)"),
-    (ALL, returning(), returning(mask=t(3, 7), mask_type="mask_type_spec"), "mask_type in (None, 'undefined')"),
+    (ALL, returning(), returning(mask_type="mask_type_spec"), "mask_type in (None, 'undefined')"),
     (ALL, returning(), returning() | {"q_nope": t(6, 8, 512), "q_rope": t(6, 8, 64)}, "T == B"),
     (ALL, returning(), returning() | NZ, "cache_mode == 'krope_ctkv'"),
+    (ALL, returning(), returning() | NZ | {"ctkv": t(9, 16, 128, 16)}, "A * L == C and R * M == Dr"),
     (ALL, returning(), returning(workspace=t(4)), "not given(workspace)"),
 ]
 
@@ -109,20 +109,6 @@ def as_returning(call: dict[str, Any]) -> dict[str, Any]:
 
 def as_tensors(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"context_lens": t(len(call["context_lens"]), dtype=LONG)}
-
-
-# What masks and modes ask of a call that returns the log-sum-exp is refused by more than one limit.
-_MASKS = [
-    (ALL, returning(), returning() | NZ | {"ctkv": t(9, 16, 128, 16)}, "A * L == C and R * M == Dr"),
-    (ALL, returning(), returning() | INT8 | {"qk_descale": None}, "given(qk_descale) and given(pv_descale)"),
-    (ALL, returning(), returning(pv_descale=t(8, dtype=F32)), "not given(qk_descale) and not given(pv_descale)"),
-    (ALL, returning(), returning(mask_type="mask_type_swa"), "mask_type in (None, 'undefined', 'mask_type_spec'"),
-    (ALL, returning(), returning(mask_type="mask_type_spec"), "given(mask)"),
-    (ALL, returning(), returning(mask=t(3, 7)), "not given(mask)"),
-    (ALL, returning(), returning(mask=t(2, 7), mask_type="mask_type_spec"), "Rows == T"),
-    (ALL, returning(), returning(mask=t(129, 64), mask_type="mask_type_free"), "Columns == Size"),
-    (ALL, returning(), returning(mask=t(128, 128), mask_type="mask_type_free"), "Rows >= Size - 1 and"),
-]
 
 
 def stepping(
@@ -257,7 +243,7 @@ EDGES: list[Edge] = [
         for c, good, bad, text in _SHARED
         if good["cache_mode"] != "nzcache"
     ),
-    *((LSE, *edge) for edge in (*_RETURNING, *_MASKS)),
+    *((LSE, *edge) for edge in _RETURNING),
     *((RING, *edge) for edge in _STEPPING),
     *((name, *edge) for name in PREPROCESS for edge in _BEFORE),
 ]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators.undocumented import Undocumented
+
 
 def row(cache: Tensor, table: Tensor, j: int, mode: str) -> Tensor:
     """The key at place j of a sequence."""
@@ -33,6 +35,8 @@ def latent(
     mask_type: str | None = None, calc_type: str | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     lengths = [int(each) for each in context_lens]
+    if sum(qseqlen or [1] * len(lengths)) != len(q_nope):
+        raise Undocumented("rows that belong to no sequence")
     out, lse = torch.zeros(q_nope.shape).double(), torch.full((*q_nope.shape[:2], 1), -math.inf).double()
     size, token = (ctkv.shape[1] if cache_mode == "krope_ctkv" else ctkv.shape[2]), 0
     for b, length in enumerate(lengths):
@@ -55,7 +59,7 @@ def latent(
 
 def ring(
     q_nope: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, value: Tensor, mask: Tensor, seqlen: Tensor,
-    head_num: int, kv_head_num: int, qk_scale: float, mask_type: str, pre_out: Tensor | None = None,
+    head_num: int, kv_head_num: int, qk_scale: float, mask_type: str = "no_mask", pre_out: Tensor | None = None,
     prev_lse: Tensor | None = None, calc_type: str | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     query, key = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1)
@@ -81,7 +85,8 @@ def ring(
 
 def preprocess(
     input: Tensor, wdqkv: Tensor, wuq: Tensor, gamma2: Tensor, cos: Tensor, sin: Tensor, wuk: Tensor,
-    slotmapping: Tensor, cache_mode: str, quant_mode: str, kv_cache_out0: Tensor, kv_cache_out1: Tensor, q_out0: Tensor,
+    slotmapping: Tensor, cache_mode: str, kv_cache_out0: Tensor, kv_cache_out1: Tensor, q_out0: Tensor,
+    quant_mode: str = "per_token_quant_symm",
     ctkv_scale: Tensor | None = None, q_nope_scale: Tensor | None = None, stored: torch.dtype = torch.float64,
     **more: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip

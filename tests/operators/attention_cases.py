@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,13 @@ FIRST = {
     "dequant_offset_value": "value_antiquant_offset",
     "key_quant_mode": "key_antiquant_mode",
     "value_quant_mode": "value_antiquant_mode",
+    "quant_scale_out": "quant_scale2",
+    "quant_offset_out": "quant_offset2",
 }
 """What the first version calls the arguments of the second."""
+
+
+Make = Callable[[torch.dtype], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,63 @@ def whole(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     return make
 
 
+def numbers(*sizes: int, dtype: torch.dtype, around: float) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    return ((torch.rand(*sizes, dtype=torch.float64) + 0.5) * around).to(wide)
+
+
+def in_int8(make: Make, a: Attend, channels: bool = False, offset: bool = True) -> Make:
+    """The same with a result in int8, by one number or by that of each channel of each head."""
+
+    def made(dtype: torch.dtype) -> dict[str, Any]:
+        sizes = ((a.n * a.d,) if a.layout.startswith("BSH") else (a.n, a.d)) if channels else (1,)
+        call = make(dtype) | {"quant_scale_out": numbers(*sizes, dtype=dtype, around=50)}
+        return call | ({"quant_offset_out": numbers(*sizes, dtype=dtype, around=9)} if offset else {})
+
+    return made
+
+
+def in_first(make: Make) -> Make:
+    """A call of the second version as one of the first."""
+    return lambda dtype: {FIRST.get(name, name): value for name, value in make(dtype).items()}
+
+
+def left_padded(a: Attend, *sides: str) -> Make:
+    """A call of the first version whose queries or keys, or both, stand at the end of their rows, before two others."""
+
+    def made(dtype: torch.dtype) -> dict[str, Any]:
+        return in_first(v2(a))(dtype) | {f"{side}_padding_size": torch.tensor([2]) for side in sides}
+
+    return made
+
+
+def behind_prefix(a: Attend, size: int = 3, length: int | None = None) -> Make:
+    """A call of the first version with keys and values of a prefix, of which as many as `length` count."""
+
+    def made(dtype: torch.dtype) -> dict[str, Any]:
+        before = replace(a, b=1, t=size)
+        given = {f"{name}_shared_prefix": keys(before, a.d, dtype) for name in ("key", "value")}
+        return in_first(v2(a))(dtype) | given | ({} if length is None else {"actual_shared_prefix_len": [length]})
+
+    return made
+
+
+def joint_cache(a: Attend, of: str = "all", offset: bool = False) -> Make:
+    """A call of the first version over int8 keys and values with their scales in one tensor."""
+
+    def made(dtype: torch.dtype) -> dict[str, Any]:
+        call, heads = cache(a, "tokens" if of == "tokens" else "channels", offset, first=True)(dtype), (a.m, a.d)
+        sizes = {"all": (), "channels": (a.m, 1, a.d), "lanes": heads, "merged": (a.m * a.d,)}
+        for what in ("scale", "offset") if offset else ("scale",):
+            both = [call.pop(f"{name}_antiquant_{what}") for name in ("key", "value")]
+            parts = [each.flatten()[0] if of == "all" else each.reshape(sizes.get(of, each.shape)) for each in both]
+            call[f"antiquant_{what}"] = torch.cat(parts) if of == "tokens" else torch.stack(parts)
+        del call["key_antiquant_mode"], call["value_antiquant_mode"]
+        return call | ({"antiquant_mode": 1} if of == "tokens" else {})
+
+    return made
+
+
 MODES = {"tokens": 1, "heads": 2, "tokens of heads": 3}
 
 
@@ -160,20 +222,48 @@ def fusion(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     return make
 
 
-OLDER = {"num_query_heads": "num_heads", "softmax_scale": "scale_value", "actual_seq_kvlen": "actual_seq_lengths"}
+OLDER = {
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale_value",
+    "actual_seq_kvlen": "actual_seq_lengths",
+    "quant_scale_out": "quant_scale2",
+    "quant_offset_out": "quant_offset2",
+}
 """What the operator for one query calls the arguments of the second version."""
 
 
 def incre(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     """Arguments of npu_incre_flash_attention."""
+    return of_one_query(v2(a))
+
+
+def of_one_query(make: Make) -> Make:
+    """A call of the second version as one of npu_incre_flash_attention."""
     unknown = ("sparse_mode", "pre_tokens", "next_tokens")
-    return lambda dtype: {OLDER.get(name, name): v for name, v in v2(a)(dtype).items() if name not in unknown}
+    return lambda dtype: {OLDER.get(name, name): v for name, v in make(dtype).items() if name not in unknown}
+
+
+def incre_cache(a: Attend, of: str = "all", offset: bool = False) -> Make:
+    """Arguments of npu_incre_flash_attention over int8 keys and values."""
+    second = {first: name for name, first in FIRST.items()}
+    call = joint_cache(a, of, offset)
+    return of_one_query(lambda dtype: {second.get(name, name): value for name, value in call(dtype).items()})
+
+
+def incre_padded(a: Attend) -> Make:
+    """Arguments of npu_incre_flash_attention whose keys stand at the end of their rows, before two others."""
+    return lambda dtype: incre(a)(dtype) | {"kv_padding_size": torch.tensor([2])}
 
 
 def prompt(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     """Arguments of npu_prompt_flash_attention."""
-    names = OLDER | {"actual_seq_kvlen": "actual_seq_lengths_kv"}
-    return lambda dtype: {names.get(name, name): value for name, value in v2(a)(dtype).items()}
+    return of_several_queries(v2(a))
+
+
+def of_several_queries(make: Make) -> Make:
+    """A call of the second version as one of npu_prompt_flash_attention."""
+    names = OLDER | {"actual_seq_kvlen": "actual_seq_lengths_kv", "actual_seq_qlen": "actual_seq_lengths"}
+    return lambda dtype: {names.get(name, name): value for name, value in make(dtype).items()}
 
 
 def in_tensors(make: Callable[[torch.dtype], dict[str, Any]]) -> Callable[[torch.dtype], dict[str, Any]]:
@@ -292,14 +382,41 @@ CACHES: tuple[tuple[str, Attend, dict[str, Any]], ...] = (
     ("int8 pages, of tokens", Attend(s=1, t=11, d=32, block=4, form=4, lengths=(None, [11, 6])), {"of": "tokens"}),
     ("int8 rows, lse", Attend(s=2, t=7, d=32, lse=True), {"offset": True}),
 )
+_SOME = torch.arange(42).reshape(2, 1, 3, 7) % 3 == 0
 FUSION: tuple[tuple[str, Attend], ...] = (
     *((f"{layout}, no mask", Attend(layout)) for layout in ("BSH", "SBH", "BSND", "BNSD")),
     ("causal", Attend("SBH", mode=2)),
     ("right-down causal, more keys", Attend(s=3, t=7, mode=3)),
     ("band", Attend("BSND", s=4, t=7, mode=4, before=2, after=0)),
     ("TND causal", Attend("TND", mode=3, lengths=([3, 10], [3, 10]))),
+    ("mask and band", Attend(before=3, after=2, more={"atten_mask": torch.eye(5, dtype=torch.bool)})),
+    ("the whole mask, BSH", Attend("BSH", s=3, t=7, mode=1, more={"atten_mask": _SOME})),
     ("sink", Attend("BSND", sink=True, mode=3)),
 )
+_PADDED = Attend("BSND", s=7, t=9, lengths=([3, 5], [4, 6]))
+RESULTS: tuple[tuple[str, Make], ...] = (
+    ("int8 result, BNSD_BSND", in_int8(v2(Attend("BNSD_BSND", mode=3)), Attend())),
+    ("int8 result of channels, BSH", in_int8(v2(Attend("BSH")), Attend("BSH"), channels=True)),
+    ("int8 result of channels, TND", in_int8(v2(Attend("TND", mode=3, **PACKED)), Attend(), channels=True)),
+    ("int8 result, lse", in_int8(v2(Attend("BSND", lse=True)), Attend(), offset=False)),
+)
+"""By the names of the second version."""
+FIRST_ONLY: tuple[tuple[str, Make], ...] = (
+    ("queries and keys at the end of rows", left_padded(replace(_PADDED, mode=3), "query", "kv")),
+    ("queries at the end of rows, lse", left_padded(replace(_PADDED, layout="BNSD", lse=True), "query")),
+    ("keys at the end of rows, BSH", left_padded(Attend("BSH", s=1, t=9, lengths=(None, [4, 7])), "kv")),
+    ("a prefix", behind_prefix(Attend(s=2, t=5))),
+    ("a part of a prefix, BSH", behind_prefix(Attend("BSH", s=2, t=5), length=2)),
+    ("a prefix, lengths", behind_prefix(Attend("BSND", s=3, t=5, mode=3, lengths=([3, 2], [5, 4])))),
+    ("a prefix, mask", behind_prefix(Attend(s=2, t=5, mask=(2, 1, 2, 8), mode=1))),
+    *(
+        (f"int8 keys, scales of {of} in one tensor", joint_cache(Attend(s=2, t=7, d=32), of, offset))
+        for of, offset in (("all", True), ("channels", False), ("lanes", True), ("merged", False))
+    ),
+    ("int8 keys, scales of tokens in one tensor", joint_cache(Attend("BSND", s=1, t=7, d=32), "tokens", True)),
+    ("int8 pages, scales in one tensor", joint_cache(replace(CACHES[5][1], s=2), "merged", True)),
+)
+"""By the names of the first version."""
 INCRE: tuple[tuple[str, Attend], ...] = (
     *((f"{layout}, no mask", Attend(layout, s=1)) for layout in ("BSND", "BNSD")),
     ("equal heads", Attend(s=1, m=4)),
@@ -309,6 +426,20 @@ INCRE: tuple[tuple[str, Attend], ...] = (
     ("a sequence without keys", Attend(s=1, t=4, lengths=(None, [0, 3]))),
     ("pages [P, block, H]", Attend("BSND", s=1, t=11, block=4, lengths=(None, [11, 6]))),
     ("pages [P, N, block, D], mask", Attend(s=1, t=11, block=4, form=4, mask=(2, 1, 1, 12), lengths=(None, [11, 6]))),
+    ("bias", Attend("BSND", s=1, t=6, bias=(2, 4, 1, 8))),
+    ("bias, pages", Attend(s=1, t=11, block=4, form=4, bias=(1, 4, 1, 12), lengths=(None, [11, 6]))),
+    ("BSH, lengths", Attend("BSH", s=1, t=9, lengths=(None, [4, 9]))),
+    ("BSH, pages, bias", Attend("BSH", s=1, t=11, block=4, lengths=(None, [11, 6]), bias=(2, 4, 1, 12))),
+)
+_ONE = Attend(s=1, t=7, d=32)
+INCRE_NUMBERS: tuple[tuple[str, Make], ...] = (
+    ("int8 result", of_one_query(in_int8(v2(_ONE), _ONE, offset=False))),
+    ("int8 result of channels", of_one_query(in_int8(v2(replace(_ONE, layout="BSND")), _ONE, channels=True))),
+    ("int8 keys", incre_cache(_ONE, offset=True)),
+    ("int8 keys, scales of channels", incre_cache(replace(_ONE, layout="BSND"), "merged")),
+    ("int8 keys, BSH", incre_cache(replace(_ONE, layout="BSH"), "merged", offset=True)),
+    ("int8 pages", incre_cache(replace(CACHES[5][1], s=1), "merged", offset=True)),
+    ("keys at the end of rows", incre_padded(Attend("BSND", s=1, t=9, lengths=(None, [4, 7])))),
 )
 PROMPT: tuple[tuple[str, Attend], ...] = (
     *((f"{layout}, no mask", Attend(layout, t=7)) for layout in ("BSND", "BNSD", "BNSD_BSND")),
@@ -317,4 +448,16 @@ PROMPT: tuple[tuple[str, Attend], ...] = (
     ("right-down causal", Attend(mode=3)),
     ("band", Attend("BSND", mode=4, before=2, after=0)),
     ("one length", Attend(t=7, lengths=(None, [4]))),
+    ("lengths of queries", Attend("BSND", t=7, lengths=([5, 3], [6, 7]))),
+    ("one length of queries, left-up causal", Attend(mode=2, lengths=([4], None))),
+    ("bias", Attend(t=7, bias=(2, 4, 5, 7))),
+    ("bias of more rows, BSH", Attend("BSH", t=7, bias=(1, 4, 8, 9))),
+    ("BSH, left-up causal", Attend("BSH", mode=2)),
+    ("mask and what follows", Attend(mask=(2, 1, 5, 5), after=2)),
+    ("mask and a window", Attend("BSND", t=7, mask=(5, 7), before=3, after=1)),
+    ("the whole mask", Attend("BSH", t=7, mask=(1, 1, 8, 9), mode=1)),
+)
+PROMPT_NUMBERS: tuple[tuple[str, Make], ...] = (
+    ("int8 result", of_several_queries(in_int8(v2(Attend("BNSD_BSND")), Attend(), offset=False))),
+    ("int8 result of channels", of_several_queries(in_int8(v2(Attend("BSH", mode=2)), Attend("BSH"), channels=True))),
 )

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.operators.attention_limits import V2
-
 Edge = tuple[dict[str, Any], dict[str, Any], str]
 
 
@@ -172,8 +170,38 @@ def mask(*shape: int) -> dict[str, Any]:
 
 
 HALF = torch.float16
+_BSH_PAGES = {form: pages(bsh(), form=form) for form in (3, 4, 5)}
+_LATENT_PAGES = {
+    form: pages(latent(), form=form, m=1, d=512) | {"key_rope": pages({}, form=form, m=1, d=64)["key"]}
+    for form in (3, 4, 5)
+}
+_MERGED_PAGES = {
+    form: pages(latent_bsh(d=512), form=form, m=1, d=512) | {"key_rope": pages({}, form=form, m=1, d=64)["key"]}
+    for form in (3, 4, 5)
+}
+_NARROW_ROPE = {form: {"key_rope": pages({}, form=form, m=1, d=32)["key"]} for form in (3, 4, 5)}
+WIDTH_EDGES: list[Edge] = [
+    (bsnd(), bsnd() | {"key": t(2, 7, 2, 64)}, "K == D"),
+    (bsh(), bsh() | {"key": t(2, 7, 128)}, "or K == num_key_value_heads * (H // num_query_heads)"),
+    (pages(bsnd()), pages(bsnd(), d=64), "or K == num_key_value_heads * D"),
+    (_BSH_PAGES[4], pages(bsh(), form=4, d=64), "K == H // num_query_heads"),
+    (_LATENT_PAGES[5], pages(_LATENT_PAGES[5], form=5, m=1, d=256), "C * L == D"),
+    (_MERGED_PAGES[5], pages(_MERGED_PAGES[5], form=5, m=1, d=256), "C * L == H // num_query_heads"),
+    (latent(), latent() | {"key_rope": t(2, 7, 1, 32)}, "Kr == Dr"),
+    (latent_bsh(), latent_bsh(32), "or Kr == num_key_value_heads * (Hr // num_query_heads)"),
+    (_LATENT_PAGES[3], _LATENT_PAGES[3] | _NARROW_ROPE[3], "or Kr == num_key_value_heads * Dr"),
+    (_MERGED_PAGES[4], _MERGED_PAGES[4] | _NARROW_ROPE[4], "Kr == Hr // num_query_heads"),
+    (_LATENT_PAGES[5], _LATENT_PAGES[5] | _NARROW_ROPE[5], "Cr * Lr == Dr"),
+    (_MERGED_PAGES[5], _MERGED_PAGES[5] | _NARROW_ROPE[5], "Cr * Lr == Hr // num_query_heads"),
+    (bsh(), bsh() | {"value": t(2, 7, 257)}, "V % num_key_value_heads == 0"),
+    (
+        bsh() | {"num_key_value_heads": 0, "key": t(2, 7, 1024), "value": t(2, 7, 1024)},
+        bsh() | {"num_key_value_heads": 0, "key": t(2, 7, 1024), "value": t(2, 7, 1025)},
+        "V % num_query_heads == 0",
+    ),
+]
+"""Keys, rotated keys and values of other widths than the heads have; the legal calls are legal on a host alone."""
 HOST_EDGES: list[Edge] = [
-    *((bsnd(), bsnd() | {name: 1 if name.endswith("dtype") else t(1)}, f"not given({name})") for name in V2.unused),
     (bsnd(), bsnd() | {"num_query_heads": 0}, "num_query_heads > 0"),
     (bsnd(), bsnd() | {"num_key_value_heads": 3}, "num_key_value_heads == 0 or num_key_value_heads > 0"),
     (bsnd() | CAUSAL, bsnd() | CAUSAL | {"sparse_mode": 5}, "sparse_mode in (0, 1, 2, 3, 4)"),
@@ -199,6 +227,10 @@ HOST_EDGES: list[Edge] = [
     (pages(bsnd()), pages(bsnd()) | {"block_size": 256}, "Q == block_size"),
     (pages(bnsd(), form=4), pages(bnsd(), form=4) | {"block_size": 256}, "U == block_size"),
     (tnd() | {"learnable_sink": t(8)}, tnd() | {"learnable_sink": t(4)}, "Ns == num_query_heads"),
+    (bsnd() | mask(5, 7), bsnd() | mask(4, 7), "size(atten_mask, -2) >= S"),
+    (bsnd() | mask(5, 7), bsnd() | mask(5), "rank(atten_mask) in (2, 3, 4)"),
+    (bsnd() | mask(2, 5, 7), bsnd() | mask(3, 5, 7), "size(atten_mask, 0) in (1, B)"),
+    (latent_bsh(), latent_bsh() | {"query_rope": t(2, 5, 513)}, "Hr % num_query_heads == 0"),
     (bsnd() | BIAS, tnd() | {"pse_shift": t(1, 8, 9, 9)}, "packed sequences take no bias"),
     (bsnd() | BIAS, bsnd() | {"pse_shift": t(2, 2, 5, 7)}, "Np == num_query_heads"),
     (bsnd(b=3) | {"pse_shift": t(1, 8, 5, 7)}, bsnd(b=3) | BIAS, "Bp == 1 or Bp == B"),
@@ -231,6 +263,7 @@ WHOLE_HOST_EDGES: list[Edge] = [
     (whole_tnd(), whole_tnd() | {"dequant_scale_query": t(9, 1, dtype=F32)}, "shape(dequant_scale_query) == (Tq, N)"),
     (whole(), whole() | {"dequant_scale_key": t(512, dtype=F32)}, "shape(dequant_scale_key) == (1,)"),
     (whole(), whole() | {"dequant_scale_value": t(1, 1, dtype=F32)}, "shape(dequant_scale_value) == (1,)"),
+    (whole(), whole() | {"quant_scale_out": t(1)}, "not given(quant_scale_out)"),
 ]
 WHOLE_HOST_ONLY: list[Edge] = [
     (whole_bnsd(), whole_bnsd(scales=(2, 1, 8)), "shape(dequant_scale_query) == (B, N, S)"),
@@ -244,6 +277,7 @@ WHOLE_HOST_ONLY: list[Edge] = [
 CACHE_HOST_EDGES: list[Edge] = [
     (c8(), c8() | {"value": t(2, 7, 2, 128)}, "dtype(value) == 'int8'"),
     (bsnd(), bsnd() | {"value": t(2, 7, 2, 128, dtype=torch.int8)}, "dtype(value) != 'int8'"),
+    (c8(), c8() | {"value": t(2, 7, 2, 64, dtype=torch.int8)}, "shape(value) == shape(key)"),
     *((c8(), without(c8(), name), f"given({name})") for name in SCALES),
     *((bsnd(), bsnd() | {name: t(1)}, "dtype(query) != 'int8' and dtype(key) == 'int8'") for name in SCALES),
     (bsnd(), bsnd() | dict.fromkeys(OFFSETS, t(1)), "dtype(query) != 'int8' and dtype(key) == 'int8'"),
@@ -259,7 +293,7 @@ CACHE_HOST_EDGES: list[Edge] = [
     (tokens(1, 2, 9), tokens(1, 2, 6), "size(dequant_scale_key, 2) >= Q"),
     (tokens_bnsd(7), tokens_bnsd(6), "size(dequant_scale_key, 2) >= U"),
     (tokens_paged(384), tokens_paged(383), "size(dequant_scale_key, 2) >= M * block_size"),
-    (tokens(), tokens() | dict.fromkeys(OFFSETS, t(1, 2, 7)), "not given(dequant_offset_key)"),
+    (tokens(), tokens() | dict.fromkeys(OFFSETS, t(1, 2, 8)), "shape(dequant_offset_key) == shape(dequant_scale_key)"),
     (bsnd(), bsnd() | {"key_quant_mode": 2, "value_quant_mode": 2}, "key_quant_mode == 0"),
     (c8(), c8() | {"value_quant_mode": 1}, "value_quant_mode == key_quant_mode"),
     (c8(), c8(n=2) | {"num_key_value_heads": 0}, "num_key_value_heads > 0"),
@@ -282,6 +316,7 @@ CACHE_EDGES: list[Edge] = [
         for name in OFFSETS
     ),
     *((tokens(), tokens() | {name: t(1, 2, 7)}, f"dtype({name}) == 'float32'") for name in SCALES),
+    (tokens(), tokens() | dict.fromkeys(OFFSETS, t(1, 2, 7)), "not given(dequant_offset_key)"),
     (c8(5), tokens(1, 2, 7, call=c8(5)), "key_quant_mode == 0"),
     (c8(5), c8(5) | {"input_layout": "BSND_NBSD"}, "input_layout in ('BSND', 'BNSD')"),
     (c8(d=96), c8(d=80), "D % 32 == 0"),
@@ -339,6 +374,7 @@ WHOLE_EDGES: list[Edge] = [
     *((whole(), whole() | {name: t(1)}, f"dtype({name}) == 'float32'") for name in SCALES),
 ]  # fmt: skip
 KERNEL_EDGES: list[Edge] = [
+    (bsnd(), bsnd() | {"quant_scale_out": t(1)}, "not given(quant_scale_out)"),
     (bsnd(), bsnd() | {"key": t(2, 7, 2, 128, dtype=HALF)}, "dtype(key) == dtype(query)"),
     (bsnd(), bsnd() | {"value": t(2, 7, 2, 128, dtype=HALF)}, "dtype(value) == dtype(query)"),
     (bsnd(), bsnd() | {"query": t(2, 5, 8, 128, dtype=torch.float32)}, "needs query in bfloat16, float16"),
@@ -353,7 +389,7 @@ KERNEL_EDGES: list[Edge] = [
     (bsnd() | CAUSAL, bsnd() | {"sparse_mode": 3} | mask(1, 1, 5, 7), "size(atten_mask, -1) == 2048"),
     (latent_bsh(), latent_bsh(d=256), "H // num_query_heads in (128, 512)"),
     (bsnd() | mask(5, 7), bsnd() | mask(5, 7) | {"input_layout": "BSND_NBSD"}, "rank(atten_mask) > 2"),
-    (bsnd() | mask(5, 7), bsnd() | mask(4, 7), "size(atten_mask, 0) == S"),
+    (bsnd() | mask(5, 7), bsnd() | mask(6, 7), "size(atten_mask, 0) == S"),
     (bsnd(s=1) | mask(2, 7), bsnd(s=1) | mask(3, 7), "size(atten_mask, 0) == B"),
     (bsnd() | mask(2, 1, 5, 7), bsnd() | mask(2, 8, 5, 7), "size(atten_mask, 1) == 1"),
     (bsnd() | mask(2, 1, 5, 7), bsnd() | mask(2, 1, 5, 6), "size(atten_mask, -1) >= Q"),
@@ -415,7 +451,7 @@ KERNEL_EDGES: list[Edge] = [
     (latent(d=128), latent(d=128) | {"input_layout": "BSND_NBSD"}, "input_layout in ('BSH', 'BSND', 'TND', 'BNSD'"),
     (latent(d=128) | CAUSAL, latent(d=128) | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
     (latent(d=128), latent(d=128) | mask(2, 1, 5, 7), "not given(atten_mask)"),
-    (latent_bsh(), latent_bsh(32), "Hr == 64 * num_query_heads"),
+    (latent_bsh(), latent_bsh(32) | {"key_rope": t(2, 7, 32)}, "Hr == 64 * num_query_heads"),
     (latent_bsh(), latent_bsh() | {"input_layout": "BSH_NBSD"}, "input_layout in ('BSH', 'BSND', 'TND', 'BNSD'"),
     (latent_bsh() | CAUSAL, latent_bsh() | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
     (latent_bsh(), latent_bsh() | mask(2, 1, 5, 7), "not given(atten_mask)"),
@@ -435,7 +471,13 @@ def fused(layout: str = "BSND", n: int = 8, d: int = 128, dtype: torch.dtype = t
     return {"query": x, "key": x, "value": x, "head_num": n, "input_layout": layout} | lengths
 
 
+_ROWS = mask(1, 1, 5, 5)
 FUSION_HOST_EDGES: list[Edge] = [
+    (fused("BSH"), fused("BSH") | {"value": t(2, 5, 1023)}, "V % (K // (H // head_num)) == 0"),
+    (fused() | _ROWS, fused() | mask(1, 5, 5), "rank(atten_mask) in (2, 4)"),
+    (fused() | _ROWS, fused() | mask(3, 1, 5, 5), "size(atten_mask, 0) in (1, B)"),
+    (fused() | _ROWS, fused() | mask(2, 8, 5, 5), "size(atten_mask, 1) == 1"),
+    (fused() | _ROWS, fused() | mask(1, 1, 5, 6), "size(atten_mask, -2) == S and size(atten_mask, -1) == U"),
     (fused(), fused() | {"pse": t(2, 8, 5, 5)}, "not given(pse)"),
     (fused(), fused() | {"keep_prob": 0.5}, "keep_prob == 1"),
     (fused(), fused() | {"softmax_layout": "TND"}, "softmax_layout == ''"),

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators.undocumented import Undocumented
+
 UNLIMITED = 2147483647
 
 
@@ -34,21 +36,31 @@ def infer_attention(
     sink: Tensor | None = None,
     bias: Tensor | None = None,
     lse: bool = False,
+    query_padding: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    key_prefix: Tensor | None = None,
+    value_prefix: Tensor | None = None,
+    prefix_length: Sequence[int] | None = None,
+    result: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     kv_heads = kv_heads or heads
     given, _, wanted = layout.partition("_")
     wanted = wanted or given
     packed = given in ("TND", "NTD")
-    of_query = sequences(query, given, heads, query_lengths)
+    of_query = sequences(query, given, heads, query_lengths, query_padding)
     count, longest = len(of_query), max(len(each) for each in of_query)
     of_rope = sequences(query_rope, given, heads, query_lengths) if query_rope is not None else None
 
-    def keys(x: Tensor) -> list[Tensor]:
+    def keys(x: Tensor, before: Tensor | None = None) -> list[Tensor]:
         if table is not None:
             return paged(x, table, kv_heads, whole(key_lengths, count))
-        return sequences(x, given, kv_heads, key_lengths)
+        own = sequences(x, given, kv_heads, key_lengths, key_padding)
+        if before is None:
+            return own
+        first = sequences(before, given, kv_heads, prefix_length)[0]
+        return [torch.cat([first, each]) for each in own]
 
-    of_key, of_value = keys(key), keys(value)
+    of_key, of_value = keys(key, key_prefix), keys(value, value_prefix)
     of_key_rope = keys(key_rope) if key_rope is not None else None
     outputs, sums = [], []
     for b in range(count):
@@ -74,14 +86,30 @@ def infer_attention(
         outputs.append(out)
         sums.append(total)
     if packed:
-        joined = torch.cat(outputs)
+        joined = torch.cat(outputs) if result is None else in_int8(torch.cat(outputs), *result)
         result = joined.transpose(0, 1) if wanted == "NTD" else joined
         return result, torch.cat(sums).unsqueeze(-1) if lse else query.new_empty(0)
     size = query.shape[given.index("S")]
     assert longest <= size
-    filled = torch.stack([padded(out, size, 0.0) for out in outputs])  # B S N D
-    log_sums = torch.stack([padded(each, size, math.inf) for each in sums])
+    behind = 0 if query_padding is None else int(query_padding)
+    filled = torch.stack([padded(out, size, 0.0, query_padding, behind) for out in outputs])  # B S N D
+    log_sums = torch.stack([padded(each, size, math.inf, query_padding, behind) for each in sums])
+    if result is not None:
+        filled = in_int8(filled, *result)
     return arranged(filled, wanted), log_sums.transpose(1, 2).unsqueeze(-1) if lse else query.new_empty(0)
+
+
+def in_int8(out: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """Numbers [.., N, D] times one scale, or that of each channel of each head, plus the offset, rounded."""
+    numbers = []
+    for head in range(out.shape[-2]):
+        by, zero = (
+            torch.zeros(1) if each is None else each.flatten() if each.numel() == 1
+            else each.reshape(out.shape[-2], -1)[head]
+            for each in (scale, offset)
+        )  # fmt: skip
+        numbers.append((out[..., head, :] * by + zero).round().clamp(-128, 127))
+    return torch.stack(numbers, -2)
 
 
 def sees(
@@ -124,8 +152,10 @@ def whole(lengths: Sequence[int] | Tensor | None, count: int) -> list[int]:
     return numbers * count if len(numbers) == 1 else numbers[:count]
 
 
-def sequences(x: Tensor, layout: str, heads: int, lengths: Sequence[int] | Tensor | None) -> list[Tensor]:
-    """The sequences of a tensor, each [S, N, D]."""
+def sequences(
+    x: Tensor, layout: str, heads: int, lengths: Sequence[int] | Tensor | None, padding: Tensor | None = None
+) -> list[Tensor]:
+    """The sequences of a tensor, each [S, N, D]; with a padding, the last rows before so many others."""
     if layout in ("TND", "NTD"):
         tokens = x if layout == "TND" else x.transpose(0, 1)
         assert lengths is not None
@@ -139,6 +169,10 @@ def sequences(x: Tensor, layout: str, heads: int, lengths: Sequence[int] | Tenso
     }
     found = change[layout](x)
     limits = whole(lengths, len(found)) if lengths is not None else [found.shape[1]] * len(found)
+    if padding is not None:
+        end = found.shape[1] - int(padding)
+        starts = [end - limit if limit <= end else end for limit in limits]  # of what finds no room nothing is read
+        return [sequence[start:end] for sequence, start in zip(found, starts, strict=True)]
     return [sequence[:limit] for sequence, limit in zip(found, limits, strict=True)]
 
 
@@ -158,9 +192,11 @@ def paged(cache: Tensor, table: Tensor, heads: int, lengths: list[int]) -> list[
     return [torch.stack([token(b, j) for j in range(n)]) if n else empty for b, n in enumerate(lengths)]
 
 
-def padded(x: Tensor, size: int, value: float) -> Tensor:
+def padded(x: Tensor, size: int, value: float, before: Tensor | None = None, behind: int = 0) -> Tensor:
+    """Rows, and others behind them, or also before them."""
+    count = 0 if before is None else size - len(x) - behind
     rest = x.new_full((size - len(x), *x.shape[1:]), value)
-    return torch.cat([x, rest])
+    return torch.cat([rest[:count], x, rest[count:]])
 
 
 def arranged(x: Tensor, layout: str) -> Tensor:
@@ -188,7 +224,14 @@ def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
         "learnable_sink": "sink",
         "pse_shift": "bias",
         "return_softmax_lse": "lse",
+        "query_padding_size": "query_padding",
+        "kv_padding_size": "key_padding",
+        "key_shared_prefix": "key_prefix",
+        "value_shared_prefix": "value_prefix",
+        "actual_shared_prefix_len": "prefix_length",
     }
+    scale, offset = more.pop("quant_scale_out", None), more.pop("quant_offset_out", None)
+    more["result"] = None if scale is None else (scale, offset)
     ignored = {"block_size", "inner_precise", "query_quant_mode", "key_quant_mode", "value_quant_mode"}
     of_query = more.pop("dequant_scale_query", None)
     if of_query is not None:
@@ -212,23 +255,30 @@ def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
 
 def _of_tokens(x: Tensor, name: str, more: dict[str, Any]) -> Tensor:
     """x · scale, token by token; pages as one sequence after the other reads them."""
-    scale, heads = more.pop(f"dequant_scale_{name}"), more["num_key_value_heads"]
+    scale, offset = more.pop(f"dequant_scale_{name}"), more.pop(f"dequant_offset_{name}", None)
+    table, wide = more.get("block_table"), x.double()
+    numbers = wide if table is None else wide[table.long().flatten()]
+    of, zero = (None if each is None else _of_rows(each, x, more) for each in (scale, offset))
+    return (numbers if zero is None else numbers + zero) * of
+
+
+def _of_rows(each: Tensor, x: Tensor, more: dict[str, Any]) -> Tensor:
+    """Numbers of tokens as rows of keys, or as pages in the order of their sequences, have them."""
+    table, heads = more.get("block_table"), more["num_key_value_heads"]
     if more["key_quant_mode"] == 1:
-        scale = scale[0].unsqueeze(1).expand(-1, heads, -1)
-    table = more.get("block_table")
+        each = each[0].unsqueeze(1).expand(-1, heads, -1)
     if table is None:
-        rows = scale[..., : x.shape[1 if more["input_layout"] == "BSND" else 2]]
-        return x.double() * (rows.transpose(1, 2) if more["input_layout"] == "BSND" else rows).unsqueeze(-1)
-    pages = x[table.long().flatten()].double()
-    rows = scale[..., : table.shape[1] * x.shape[2]].unflatten(-1, (table.shape[1], -1))
-    return pages * rows.transpose(1, 2).flatten(0, 1).unsqueeze(-1)
+        rows = each[..., : x.shape[1 if more["input_layout"] == "BSND" else 2]]
+        return (rows.transpose(1, 2) if more["input_layout"] == "BSND" else rows).unsqueeze(-1)
+    rows = each[..., : table.shape[1] * x.shape[2]].unflatten(-1, (table.shape[1], -1))
+    return rows.transpose(1, 2).flatten(0, 1).unsqueeze(-1)
 
 
 def _of_int8(x: Tensor, name: str, more: dict[str, Any]) -> Tensor:
     """(x + offset) · scale of keys or values, head by head."""
     scale, offset = more.pop(f"dequant_scale_{name}"), more.pop(f"dequant_offset_{name}", None)
     heads, paged = more["num_key_value_heads"], more.get("block_table") is not None
-    rows = x.unflatten(-1, (heads, -1)) if paged and x.dim() == 3 else x
+    rows = x.unflatten(-1, (heads, -1)) if x.dim() == 3 else x
     behind = rows is not x or (not paged and more["input_layout"].startswith("BSND"))
     at, out = rows.dim() - 2 if behind else 1, torch.empty(rows.shape, dtype=torch.float64)
     for h in range(heads):
@@ -255,20 +305,34 @@ def fused_infer_v1(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
         "value_antiquant_offset": "dequant_offset_value",
         "key_antiquant_mode": "key_quant_mode",
         "value_antiquant_mode": "value_quant_mode",
+        "quant_scale2": "quant_scale_out",
+        "quant_offset2": "quant_offset_out",
     }
-    return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in more.items()})
+    return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in apart(more).items()})
+
+
+def apart(more: dict[str, Any]) -> dict[str, Any]:
+    """Scales and offsets of keys and values that are one tensor as two."""
+    told = {name: each for name, each in more.items() if not name.startswith("antiquant")}
+    scale, offset, mode = (more.get(f"antiquant_{name}") for name in ("scale", "offset", "mode"))
+    for number, name in enumerate(("key", "value")) if scale is not None else ():
+        part = slice(number, number + 1) if mode == 1 else number
+        for what, each in (("scale", scale), ("offset", offset)):
+            if each is not None:
+                told[f"{name}_antiquant_{what}"] = each[part] if mode == 1 else each[part].reshape(-1)
+        told[f"{name}_antiquant_mode"] = mode or 0
+    return told
 
 
 def incre(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
-    names = {"num_heads": "num_query_heads", "scale_value": "softmax_scale", "actual_seq_lengths": "actual_seq_kvlen"}
+    names = {"scale_value": "scale", "actual_seq_lengths": "actual_seq_lengths_kv"}
     told = {names.get(n, n): v for n, v in more.items()}
-    return fused_infer_v2(query, key, value, sparse_mode=1 if "atten_mask" in more else 0, **told)[0]
+    return fused_infer_v1(query, key, value, sparse_mode=1 if "atten_mask" in more else 0, **told)[0]
 
 
 def prompt(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
-    names = {"num_heads": "num_query_heads", "scale_value": "softmax_scale"}
-    names |= {"actual_seq_lengths_kv": "actual_seq_kvlen"}
-    return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in more.items()})[0]
+    told = {"scale" if name == "scale_value" else name: each for name, each in more.items()}
+    return fused_infer_v1(query, key, value, **({"next_tokens": 0} | told))[0]
 
 
 def fusion(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **more: Any) -> tuple[Any, ...]:
@@ -281,6 +345,8 @@ def fusion(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layou
     call["kv_heads"] = key.shape[-1] // width if merged else key.shape[input_layout.index("N")]
     call |= {"heads": head_num, "layout": input_layout}
     out, lse = infer_attention(query, key, value, lse=True, **call)
+    if lse.isinf().any():
+        raise Undocumented("the statistics of a row that sees no key")
     # The largest score is a log-sum-exp in the limit of low temperature: no other way to it than to try.
     cold = 1e6
     sharp = {**call, "scale": call["scale"] * cold}

@@ -60,31 +60,35 @@ def _norm(*shape: int, gamma: tuple[int, ...] | None = None, wide_gamma: bool = 
     return make
 
 
-def _add_norm(*shape: int, swap: bool = False):
+def _add_norm(*shape: int, swap: bool = False, **more: Any):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x1, x2 = (torch.randn(*shape, dtype=torch.float64).to(dtype) for _ in range(2))
         gamma = torch.randn(shape[-1], dtype=torch.float64).to(dtype)
-        return {"x1": x1.transpose(1, 2) if swap else x1, "x2": x2.transpose(1, 2) if swap else x2, "gamma": gamma}
+        x1, x2 = (x.transpose(1, 2) if swap else x for x in (x1, x2))
+        return {"x1": x1, "x2": x2, "gamma": gamma, **more}
 
     return make
 
 
-def _add_layer_norm(*shape: int, swap: bool = False, wide: bool = False):
+def _add_layer_norm(*shape: int, swap: bool = False, wide: bool = False, **more: Any):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         call = _add_norm(*shape, swap=swap)(dtype) | {"beta": torch.randn(shape[-1], dtype=torch.float64).to(dtype)}
         kept = torch.promote_types(dtype, torch.float32) if wide else dtype
         lines = {name: call[name].to(kept) for name in ("gamma", "beta")}
-        return call | lines | {"additional_output": True}
+        return call | lines | {"additional_output": True} | more
 
     return make
 
 
-def _rotary_mul(*shape: int, cos: tuple[int, ...], mode: str = "half", swap: bool = False, matrix: bool = False):
+def _rotary_mul(
+    *shape: int, cos: tuple[int, ...], mode: str = "half", swap: bool = False, matrix: bool = False, parts: int = 1
+):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = torch.randn(*shape, dtype=torch.float64).to(dtype)
         r1, r2 = angles(*cos, pairs="interleave" if mode == "interleave" else "half")
         call = {"input": x.transpose(1, 2) if swap else x, "r1": r1.to(dtype), "r2": r2.to(dtype)}
-        rotate = {"rotate": turn_matrix(shape[-1], dtype)} if matrix else {}
+        blocks = [turn_matrix(shape[-1] // parts, dtype)] * parts
+        rotate = {"rotate": torch.block_diag(*blocks)} if matrix else {}
         return call | {"rotary_mode": mode} | rotate
 
     return make
@@ -142,6 +146,13 @@ def _merged(parts: int, rows: int, width: int, update_type: int = 0):
 def _gating(*shape: int, **more: Any):
     # No two scores of a token are equal in any dtype, so that there is one order.
     return lambda dtype: {"x": (torch.rand(shape).argsort(-1) / 8).to(dtype), **more}
+
+
+def _finished(*shape: int, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        return _gating(*shape, **more)(dtype) | {"finished": torch.rand(shape[:-1]) < 0.5}
+
+    return make
 
 
 def _gelu(*shape: int, approximate: str = "none", swap: bool = False):
@@ -267,6 +278,8 @@ def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict
 _ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 _RUN = ("scatter_update", "scatter_update_")
 FIRST = ("npu_fused_infer_attention_score",)
+_OF_GROUPS = {"group_index": torch.tensor([1, 4]), "interleaved": False}
+_WITHOUT_SUM = {"additional_output": False, "epsilon": 0.5}
 _PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
 _GATHER = ("npu_gather_pa_kv_cache", "npu_gather_pa_kv_cache_functional")
 _PROLOG = ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional")
@@ -285,13 +298,16 @@ CASES = (
     Case("npu_add_rms_norm", "batch 1", _add_norm(1, 5, 64)),
     Case("npu_add_rms_norm", "tokens", _add_norm(7, 96)),
     Case("npu_add_rms_norm", "transposed", _add_norm(2, 3, 4, 32, swap=True)),
+    Case("npu_add_rms_norm", "another epsilon", _add_norm(7, 64, epsilon=0.5)),
     Case("npu_add_rms_norm_cast", "batch 1", _add_norm(1, 5, 64)),
+    Case("npu_add_rms_norm_cast", "another epsilon", _add_norm(7, 64, epsilon=0.5)),
     Case("npu_add_rms_norm_cast", "tokens", _add_norm(7, 96)),
     Case("npu_add_rms_norm_cast", "transposed", _add_norm(2, 3, 4, 32, swap=True)),
     Case("npu_add_layer_norm", "batch 1", _add_layer_norm(1, 5, 64)),
     Case("npu_add_layer_norm", "one token", _add_layer_norm(64)),
     Case("npu_add_layer_norm", "transposed", _add_layer_norm(2, 3, 4, 32, swap=True)),
     Case("npu_add_layer_norm", "a wide weight", _add_layer_norm(7, 96, wide=True)),
+    Case("npu_add_layer_norm", "without the sum, another epsilon", _add_layer_norm(7, 64, **_WITHOUT_SUM)),
     Case("npu_rotary_mul", "BNSD 11SD", _rotary_mul(2, 3, 5, 32, cos=(1, 1, 5, 32))),
     Case("npu_rotary_mul", "BNSD B1SD, a view of BSND", _rotary_mul(2, 5, 3, 32, cos=(2, 1, 5, 32), swap=True)),
     Case("npu_rotary_mul", "BSND", _rotary_mul(1, 5, 3, 32, cos=(1, 5, 1, 32))),
@@ -302,6 +318,7 @@ CASES = (
     Case("npu_rotary_mul", "quarter", _rotary_mul(2, 5, 3, 32, cos=(1, 5, 1, 32), mode="quarter")),
     Case("npu_rotary_mul", "interleave-half", _rotary_mul(2, 5, 3, 32, cos=(1, 5, 1, 32), mode="interleave-half")),
     Case("npu_rotary_mul", "matrix", _rotary_mul(2, 5, 3, 32, cos=(1, 1, 5, 32), matrix=True, swap=True)),
+    Case("npu_rotary_mul", "a matrix of parts", _rotary_mul(2, 5, 3, 32, cos=(1, 5, 1, 32), matrix=True, parts=2)),
     Case("npu_apply_rotary_pos_emb", "BSND", _apply("BSND", 2, 5, 4, 64, heads=2, cos=(2, 5, 1, 64))),
     Case("npu_apply_rotary_pos_emb", "batch 1", _apply("BSND", 1, 5, 4, 64, heads=1, cos=(1, 5, 1, 64))),
     Case("npu_apply_rotary_pos_emb", "sliced", _apply("BSND", 2, 5, 4, 64, heads=2, cos=(2, 5, 1, 64), sliced=True)),
@@ -347,8 +364,15 @@ CASES = (
         for label, call in attention.CALLS
         if call.lengths != (None, None)
     ),
+    *(
+        Case(name, label, attention.in_first(call) if name in FIRST else call)
+        for name in ("npu_fused_infer_attention_score_v2", *FIRST)
+        for label, call in attention.RESULTS
+    ),
+    *(Case(FIRST[0], label, call) for label, call in attention.FIRST_ONLY),
     *(Case("npu_fusion_attention", label, attention.fusion(call)) for label, call in attention.FUSION),
     *(Case("npu_incre_flash_attention", label, attention.incre(call)) for label, call in attention.INCRE),
+    *(Case("npu_incre_flash_attention", label, call) for label, call in attention.INCRE_NUMBERS),
     *(
         Case("npu_incre_flash_attention.tensor_lengths", label, attention.in_tensors(attention.incre(call)))
         for label, call in attention.INCRE
@@ -356,10 +380,13 @@ CASES = (
     ),
     *(Case(name, label, call) for name in paged_atb.NAMES for label, call in paged_atb.CALLS),
     *(Case("npu_prompt_flash_attention", label, attention.prompt(call)) for label, call in attention.PROMPT),
+    *(Case("npu_prompt_flash_attention", label, call) for label, call in attention.PROMPT_NUMBERS),
     Case("npu_moe_gating_top_k_softmax_v2", "softmax first", _gating(7, 16, k=3)),
     Case("npu_moe_gating_top_k_softmax_v2", "top-k first", _gating(7, 16, k=3, renorm=1)),
     Case("npu_moe_gating_top_k_softmax_v2", "3-D", _gating(2, 5, 16, k=2)),
     Case("npu_moe_gating_top_k_softmax_v2", "with the softmax", _gating(7, 16, k=3, output_softmax=True)),
+    Case("npu_moe_gating_top_k_softmax_v2", "tokens that are done", _finished(7, 16, k=3)),
+    Case("npu_moe_gating_top_k_softmax_v2", "tokens that are done, 3-D", _finished(2, 5, 16, k=2, renorm=1)),
     Case("npu_moe_gating_top_k", "sigmoid, groups", _grouped(7, 32, **_EIGHT)),
     Case("npu_moe_gating_top_k", "sigmoid, scaled", _grouped(1, 32, **_EIGHT, routed_scaling_factor=2.5, eps=0.5)),
     Case("npu_moe_gating_top_k", "sigmoid, no groups", _grouped(5, 24, k=4, norm_type=1, out_flag=True)),
@@ -372,6 +399,8 @@ CASES = (
     Case("npu_clipped_swiglu", "pairs", _clipped(2, 5, 64)),
     Case("npu_clipped_swiglu", "halves", _clipped(3, 64, alpha=1.0, limit=3.0, bias=0.0, interleaved=False)),
     Case("npu_clipped_swiglu", "halves of the first dim", _clipped(6, 8, dim=0, bias=-0.5, interleaved=False)),
+    Case("npu_clipped_swiglu", "rows of groups", _clipped(7, 64, group_index=torch.tensor([2, 0, 3]))),
+    Case("npu_clipped_swiglu", "rows of groups, halves of two dims", _clipped(2, 3, 4, 8, dim=2, **_OF_GROUPS)),
     Case("npu_clipped_swiglu", "pairs, transposed", _clipped(64, 5, dim=1, swap=True)),
     Case("npu_format_cast", "weight", _format(32, 64)),
     Case("npu_format_cast", "back, transposed", _format(32, 64, acl_format=2, swap=True)),

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusion.operators import CHIPS, HOST
 from tests.operators.quant_cases import grid
 from tests.operators.quant_references import rows as quantised
+from tests.operators.undocumented import Undocumented
 
 A2_A3 = CHIPS[:2]
 ROUTE, GROUPED, FINISH = "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"
@@ -39,6 +40,24 @@ def routing(
     return make
 
 
+def routed(
+    tokens: int, choices: int, experts: int, scales: str = "", within: tuple[int, int] | None = None, **more: Any
+) -> Make:
+    """With a scale of each token, of all ("static", with an offset), or of lanes of each expert or of all experts."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = routing(tokens, choices, experts, quantised=bool(scales and scales != "tokens"))(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        count = experts if within is None else within[1] - within[0]
+        shapes = {"tokens": (tokens,), "static": (1,), "experts": (count, 12), "lanes": (1, 12)}
+        given = {"scale": 2.0 ** torch.randint(3, 6, shapes[scales]).to(wide)} if scales else {}
+        if scales == "static":
+            given |= {"offset": torch.randint(-9, 10, (1,)).to(wide), "quant_mode": 0}
+        return call | given | {"active_expert_range": list(within or ())} | more
+
+    return make
+
+
 def _whole(*shape: int) -> Tensor:
     return torch.randint(-128, 128, shape, dtype=torch.int8)
 
@@ -59,47 +78,89 @@ def routing_int8(tokens: int, choices: int, experts: int) -> Make:
     return make
 
 
-def groups_int8(*counts: int, inputs: int = 24, outputs: int = 16, narrow: bool = False, gated: bool = False) -> Make:
-    """In int8, with scales of channels in bfloat16 where they are `narrow`; both products of a gated layer."""
+def groups_int8(
+    *counts: int, inputs: int = 24, outputs: int = 16, narrow: bool = False, gated: bool = False, ends: bool = False,
+    pairs: bool = False, tokens_scaled: bool = True, biased: bool = False, **more: Any,
+) -> Make:  # fmt: skip
+    """In int8, with scales of channels in bfloat16 where they are `narrow`; both products of a gated layer.
+
+    Groups are given by their lengths, or where they end, or by `pairs` of expert and length, out of order.
+    """
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x, weight = _whole(sum(counts), inputs), _whole(len(counts), inputs, outputs)
         channels, tokens = _scales(dtype, len(counts), outputs), _scales(dtype, sum(counts))
         channels = channels.to(torch.bfloat16) if narrow else channels
         told = {"group_list": torch.tensor(counts), "group_list_type": 1}
+        if ends:
+            told = {"group_list": torch.tensor(counts).cumsum(0), "group_list_type": 0}
+        if pairs:
+            order = torch.randperm(len(counts))
+            lengths = torch.tensor(counts)[torch.randperm(len(counts))]
+            told = {"group_list": torch.stack((order, lengths), 1), "group_list_type": 2}
         if gated:
             return {"x": x, "weight": [weight], "weight_scale": [channels / 64], "x_scale": tokens} | told
         how = {"split_item": 2, "group_type": 0, "output_dtype": 5 if dtype == torch.float16 else 15}
-        return {"x": [x], "weight": [weight], "scale": [channels], "per_token_scale": [tokens]} | told | how
+        given = {"per_token_scale": [tokens]} if tokens_scaled else {}
+        if biased:
+            given["bias"] = [torch.randint(-1000, 1000, (len(counts), outputs)).to(torch.int32)]
+        return {"x": [x], "weight": [weight], "scale": [channels]} | given | told | how | more
 
     return make
 
 
-def groups(*counts: int, inputs: int = 24, outputs: int = 16, turned: bool = False, ends: bool = False) -> Make:
+def groups(
+    *counts: int, inputs: int = 24, outputs: int = 16, turned: bool = False, ends: bool = False, biased: bool = False,
+    restored: str = "", **more: Any,
+) -> Make:  # fmt: skip
+    """`restored` are weights in int8: "scaled", or "shifted" as well."""
+
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = torch.randn(sum(counts), inputs, dtype=torch.float64).to(dtype)
         shape = (len(counts), outputs, inputs) if turned else (len(counts), inputs, outputs)
         weight = torch.randn(shape, dtype=torch.float64).to(dtype)
         told = torch.tensor(counts).cumsum(0) if ends else torch.tensor(counts)
         how = {"group_list": told, "split_item": 2 + ends, "group_type": 0, "group_list_type": int(not ends)}
-        return {"x": [x], "weight": [weight.mT if turned else weight], **how}
+        call = {"x": [x], "weight": [weight.mT if turned else weight], **how, **more}
+        if biased:
+            call["bias"] = [torch.randn(len(counts), outputs, dtype=torch.float64).to(dtype)]
+        if restored:
+            call["weight"] = [_whole(len(counts), inputs, outputs)]
+            call["antiquant_scale"] = [(2.0 ** torch.randint(-8, -5, (len(counts), outputs))).to(dtype)]
+        if restored == "shifted":
+            call["antiquant_offset"] = [torch.randint(-9, 10, (len(counts), outputs)).to(dtype)]
+        return call
 
     return make
 
 
-def finishing(tokens: int, choices: int, skips: int = 0, width: int = 12, experts: int = 0) -> Make:
-    """With biases where there are `experts`."""
+def finishing(
+    tokens: int,
+    choices: int,
+    skips: int = 0,
+    width: int = 12,
+    experts: int = 0,
+    mode: int | None = 2,
+    dropped: float = 0.0,
+    scaled: bool = True,
+    k: int | None = 1,
+) -> Make:
+    """With biases where there are `experts`; rows that are dropped have the index -1."""
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
         def numbers(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=torch.float64).to(dtype)
 
         skipped = [numbers(tokens, width) if number < skips else None for number in range(2)]
+        rows = numbers(3, tokens * choices, width) if mode in (1, 3) else numbers(tokens * choices, width)
+        index = torch.randperm(rows[..., 0].numel())[: tokens * choices].to(torch.int32)
         return {
-            "expanded_permuted_rows": numbers(tokens * choices, width), "skip1": skipped[0], "skip2": skipped[1],
-            "bias": numbers(experts, width) if experts else None, "scales": numbers(tokens, choices),
-            "expanded_src_to_dst_row": torch.randperm(tokens * choices).to(torch.int32),
-            "export_for_source_row": chosen(tokens, choices, experts) if experts else None, "drop_pad_mode": 2,
+            "expanded_permuted_rows": rows, "skip1": skipped[0], "skip2": skipped[1],
+            "bias": numbers(experts, width) if experts else None,
+            "scales": numbers(tokens, choices) if scaled else None,
+            "expanded_src_to_dst_row": torch.where(torch.rand(tokens * choices) < dropped, -1, index),
+            "export_for_source_row": chosen(tokens, choices, experts) if experts else None, "drop_pad_mode": mode,
+            "k": k,
         }  # fmt: skip
 
     return make
@@ -112,7 +173,32 @@ CALLS: list[tuple[str, str, Make]] = [
     (ROUTE, "one expert each", routing(4, 1, 3)),
     (ROUTE, "rows that are quantised", routing(4, 2, 5, quantised=True)),
     (ROUTE, "rows in int8 with scales", routing_int8(4, 2, 5)),
+    (ROUTE, "all by default", routed(3, 2, 4, expert_tokens_num_flag=False)),
+    (ROUTE, "a part of the experts", routed(4, 2, 6, within=(1, 4))),
+    (ROUTE, "a part of the experts, in order of the rows", routed(4, 2, 6, within=(2, 5), row_idx_type=1)),
+    (ROUTE, "sums of rows", routed(4, 2, 5, expert_tokens_num_type=0)),
+    (ROUTE, "sums of rows of a part", routed(4, 2, 6, within=(1, 4), expert_tokens_num_type=0)),
+    (ROUTE, "pairs of experts and rows", routed(3, 2, 6, expert_tokens_num_type=2)),
+    (ROUTE, "pairs of a part", routed(4, 2, 6, within=(1, 5), expert_tokens_num_type=2)),
+    (ROUTE, "the first rows alone", routed(4, 2, 5, active_num=5)),
+    (ROUTE, "more rows than there are", routed(2, 2, 5, active_num=9)),
+    (ROUTE, "room for two rows each", routed(5, 2, 4, drop_pad_mode=1, expert_capacity=2)),
+    (ROUTE, "room for more, quantised", routed(3, 2, 4, "experts", drop_pad_mode=1, expert_capacity=4)),
+    (ROUTE, "scales of tokens", routed(4, 2, 5, "tokens")),
+    (ROUTE, "a static scale", routed(4, 2, 5, "static")),
+    (ROUTE, "factors of experts", routed(4, 2, 5, "experts")),
+    (ROUTE, "factors of a part of the experts", routed(4, 2, 6, "experts", within=(1, 5))),
+    (ROUTE, "factors of all experts", routed(4, 2, 5, "lanes")),
     (GROUPED, "groups of several lengths", groups(2, 5, 1)),
+    (GROUPED, "biases", groups(2, 5, 1, biased=True)),
+    (GROUPED, "no activation", groups(2, 5, act_type=None)),
+    *((GROUPED, f"activation {number}", groups(2, 5, act_type=number)) for number in (1, 2, 4, 5)),
+    (GROUPED, "biases before the activation", groups(2, 0, 5, biased=True, act_type=1)),
+    (GROUPED, "weights in int8", groups(2, 5, restored="scaled")),
+    (GROUPED, "weights in int8 with offsets, biases", groups(2, 0, 5, restored="shifted", biased=True)),
+    (GROUPED, "in int8, pairs of experts and lengths", groups_int8(2, 5, 1, pairs=True)),
+    (GROUPED, "in int8, biases, without scales of tokens", groups_int8(2, 5, biased=True, tokens_scaled=False)),
+    (GROUPED, "in int8, where each group ends", groups_int8(2, 5, ends=True, act_type=5)),
     (GROUPED, "empty groups", groups(0, 3, 0, 0, 4, 0)),
     (GROUPED, "turned matrices", groups(3, 4, turned=True)),
     (GROUPED, "matrices of odd sizes", groups(2, 1, 4, inputs=7, outputs=5)),
@@ -120,14 +206,23 @@ CALLS: list[tuple[str, str, Make]] = [
     (GROUPED, "one row", groups(0, 1, 0, 0)),
     (GROUPED, "all in one group", groups(0, 9)),
     (GROUPED, "in int8", groups_int8(2, 0, 5, 1)),
+    (GROUPED, "in int8, results in float16", groups_int8(2, 3, output_dtype=5)),
     (GROUPED, "in int8, of more inputs than sums in float32 hold", groups_int8(1, 3, inputs=1500)),
     (GATED, "groups of several lengths", groups_int8(2, 5, 1, gated=True)),
     (GATED, "empty groups", groups_int8(0, 3, 0, 4, 0, gated=True)),
+    (GATED, "where each group ends", groups_int8(2, 5, 1, gated=True, ends=True)),
     (FINISH, "two rows of each token", finishing(3, 2)),
     (FINISH, "one row of each", finishing(4, 1, skips=1)),
     (FINISH, "beside two others", finishing(2, 3, skips=2)),
     (FINISH, "with biases", finishing(4, 2, experts=5)),
     (FINISH, "with biases, beside two others", finishing(3, 3, skips=2, experts=4)),
+    *((FINISH, f"mode {mode}", finishing(4, 2, skips=1, mode=mode)) for mode in (None, 0, 1, 3)),
+    (FINISH, "columns, biases", finishing(4, 2, mode=0, experts=5)),
+    (FINISH, "columns, dropped rows", finishing(4, 2, mode=1, dropped=0.4)),
+    (FINISH, "dropped rows", finishing(4, 2, mode=3, dropped=0.4)),
+    (FINISH, "rows that are not scaled", finishing(4, 3, scaled=False, k=3)),
+    (FINISH, "columns that are not scaled, biases", finishing(4, 2, mode=0, scaled=False, k=2, experts=5, skips=2)),
+    (FINISH, "one row of each, not scaled", finishing(4, 1, mode=0, scaled=False, k=None)),
 ]
 
 
@@ -135,36 +230,97 @@ CALLS: list[tuple[str, str, Make]] = [
 
 
 def route(
-    x: Tensor, expert_idx: Tensor, expert_num: int, row_idx_type: int, quant_mode: int, scale: Tensor | None = None,
-    **how: Any,
+    x: Tensor, expert_idx: Tensor, expert_num: int, scale: Tensor | None = None, offset: Tensor | None = None,
+    active_num: int = -1, expert_capacity: int = -1, drop_pad_mode: int = 0, expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False, quant_mode: int = -1, active_expert_range: Any = (), row_idx_type: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Expert by expert, the pairs that chose it."""
-    listed = expert_idx.flatten().tolist()
-    order = [pair for expert in range(expert_num) for pair, chose in enumerate(listed) if chose == expert]
-    rows = torch.stack([x[pair // expert_idx.shape[1]] for pair in order])
-    places = order if row_idx_type else [order.index(pair) for pair in range(len(order))]
-    counts = [listed.count(expert) for expert in range(expert_num)]
-    told = torch.zeros(len(order)) if scale is None else scale[[pair // expert_idx.shape[1] for pair in order]]
-    rows, told = quantised(rows) if quant_mode == 1 else (rows, told)
-    return rows, torch.tensor(places), torch.tensor(counts), told
+    """Expert by expert, the pairs that chose it; rows of other experts are 0, their index is -1."""
+    listed, (first, behind) = expert_idx.flatten().tolist(), active_expert_range or (0, expert_num)
+    if max(listed) >= expert_num:
+        raise Undocumented("experts that there are not")
+    order = [pair for expert in range(first, behind) for pair, chose in enumerate(listed) if chose == expert]
+    counts = [listed.count(expert) for expert in range(first, behind)]
+    slots: list[int | None] = [*order, *[None] * (len(listed) - len(order))]
+    if drop_pad_mode:
+        slots = []
+        for expert in range(expert_num):
+            own = [pair for pair in order if listed[pair] == expert][:expert_capacity]
+            slots += [*own, *[None] * (expert_capacity - len(own))]
+    places = [slots.index(pair) if pair in slots else -1 for pair in range(len(listed))]
+    if row_idx_type:
+        places = order + [pair for pair in range(len(listed)) if pair not in order]
+    slots = slots[:active_num] if active_num > 0 and not drop_pad_mode else slots
+    made = [_routed(x, scale, offset, quant_mode, pair, expert_idx, first) for pair in slots]
+    rows = torch.stack([row for row, _ in made])
+    rows = rows.reshape(expert_num, expert_capacity, -1) if drop_pad_mode else rows
+    scales = torch.zeros(()) if quant_mode == 0 else torch.stack([each for _, each in made])
+    return rows, torch.tensor(places), _counts(counts, first, expert_num, expert_tokens_num_flag,
+                                               expert_tokens_num_type), scales  # fmt: skip
+
+
+def _routed(
+    x: Tensor, scale: Tensor | None, offset: Tensor | None, mode: int, pair: int | None, experts: Tensor, first: int
+) -> tuple[Tensor, Tensor]:
+    """The row of a pair as it is stored, and its scale; zeros where there is none."""
+    none = torch.zeros(()).double()
+    if pair is None:
+        return torch.zeros_like(x[0]), none
+    row = x[pair // experts.shape[1]]
+    if mode == 0:
+        return (row * scale + offset).round().clamp(-128, 127), none
+    if mode == 1:
+        factor = 1.0 if scale is None else scale[min(int(experts.flatten()[pair]) - first, len(scale) - 1)]
+        return quantised(row * factor)
+    return row, none if scale is None else scale[pair // experts.shape[1]]
+
+
+def _counts(counts: list[int], first: int, experts: int, flag: bool, kind: int) -> Tensor:
+    if not flag:
+        return torch.zeros(())
+    if kind == 2:
+        pairs = [[first + number, count] for number, count in enumerate(counts) if count]
+        return torch.tensor(pairs + [[0, 0]] * (experts - len(pairs)))
+    return torch.tensor(counts if kind else [sum(counts[: i + 1]) for i in range(len(counts))])
+
+
+ACTIVATIONS = {
+    0: lambda x: x,
+    1: lambda x: x.clamp(min=0),
+    2: lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    4: lambda x: x / (1 + (-1.702 * x).exp()),
+    5: lambda x: x / (1 + (-x).exp()),
+}
 
 
 def by_group(
-    x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_list_type: int, scale: list[Tensor] | None = None,
-    per_token_scale: list[Tensor] | None = None, **how: Any,
+    x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_list_type: int = 0,
+    scale: list[Tensor] | None = None, per_token_scale: list[Tensor] | None = None, bias: list[Tensor] | None = None,
+    antiquant_scale: list[Tensor] | None = None, antiquant_offset: list[Tensor] | None = None, act_type: int = 0,
+    **how: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Row by row."""
-    ends = (group_list.cumsum(0) if group_list_type else group_list).tolist()
-    group = [next(g for g, end in enumerate(ends) if row < end) for row in range(x[0].shape[0])]
-    out = torch.stack([x[0][row].double() @ weight[0][g].double() for row, g in enumerate(group)])
-    if scale is None or per_token_scale is None:
-        return [out]
-    return [torch.stack([out[row] * scale[0][g] * per_token_scale[0][row] for row, g in enumerate(group)])]
+    listed = group_list.tolist()
+    matrix = [each[0] for each in listed] if group_list_type == 2 else list(range(len(listed)))
+    counts = [each[1] for each in listed] if group_list_type == 2 else listed
+    ends = counts if group_list_type == 0 else [sum(counts[: i + 1]) for i in range(len(counts))]
+    out = []
+    for row, line in enumerate(x[0]):
+        g = matrix[next(number for number, end in enumerate(ends) if row < end)]
+        w = weight[0][g].double()
+        if antiquant_scale is not None:
+            w = (w + (0 if antiquant_offset is None else antiquant_offset[0][g])) * antiquant_scale[0][g]
+        y, of_bias = line.double() @ w, 0 if bias is None else bias[0][g].double()
+        before = bias is None or not bias[0].is_floating_point()
+        y = y + of_bias if before else y
+        y = y if scale is None else y * scale[0][g].double()
+        y = y if per_token_scale is None else y * per_token_scale[0][row].double()
+        out.append(ACTIVATIONS[act_type or 0](y if before else y + of_bias))
+    return [torch.stack(out)]
 
 
 def gated(
     x: Tensor, weight: list[Tensor], weight_scale: list[Tensor], x_scale: Tensor, group_list: Tensor,
-    group_list_type: int,
+    group_list_type: int = 0, **same: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The products, then lane by lane."""
     (both,) = by_group([x], weight, group_list, group_list_type, weight_scale, [x_scale])
@@ -173,18 +329,22 @@ def gated(
 
 
 def finish(
-    expanded_permuted_rows: Tensor, skip1: Tensor | None, skip2: Tensor | None, bias: Tensor | None, scales: Tensor,
-    expanded_src_to_dst_row: Tensor, export_for_source_row: Tensor | None, **how: Any,
+    expanded_permuted_rows: Tensor, skip1: Tensor | None, skip2: Tensor | None, bias: Tensor | None,
+    scales: Tensor | None, expanded_src_to_dst_row: Tensor, export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0, k: int | None = 1,
 ) -> Tensor:  # fmt: skip
-    """Token by token."""
-    tokens, choices = scales.shape
-    out = torch.zeros(tokens, expanded_permuted_rows.shape[1], dtype=expanded_permuted_rows.dtype)
+    """Token by token; lists by columns in modes 0 and 1, an index of -1 for a dropped row."""
+    listed, rows = expanded_src_to_dst_row.tolist(), expanded_permuted_rows.flatten(0, -2)
+    choices = scales.shape[1] if scales is not None else k or 1
+    tokens = len(listed) // choices
+    out = torch.zeros(tokens, rows.shape[1], dtype=rows.dtype)
     for token in range(tokens):
         for choice in range(choices):
-            row = expanded_permuted_rows[expanded_src_to_dst_row[token * choices + choice]]
+            place = choice * tokens + token if drop_pad_mode in (None, 0, 1) else token * choices + choice
+            row = torch.zeros_like(rows[0]) if listed[place] == -1 else rows[listed[place]]
             if bias is not None and export_for_source_row is not None:
                 row = row + bias[export_for_source_row[token, choice]]
-            out[token] += scales[token, choice] * row
+            out[token] += row if scales is None else scales[token, choice] * row
     return sum((each for each in (skip1, skip2) if each is not None), out)
 
 
@@ -216,10 +376,8 @@ def _finish(**more: Any) -> dict[str, Any]:
 _ALL = (HOST, *A2_A3)
 _SKIP = t(3, 16)
 _BIASED = {"bias": t(8, 16), "export_for_source_row": t(3, 2, dtype=torch.int32)}
-_LISTS = (
-    "bias", "offset", "antiquant_scale", "antiquant_offset", "activation_input", "activation_quant_scale",
-    "activation_quant_offset",
-)  # fmt: skip
+_PLACES = {"expanded_permuted_rows": t(8, 2, 16), "drop_pad_mode": 3}
+_LISTS = ("offset", "activation_input", "activation_quant_scale", "activation_quant_offset")
 _CODES = ("output_dtype", "x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
 F32, I8 = torch.float32, torch.int8
 _CHANNELS, _ROWS = [t(4, 8, dtype=F32)], [t(3, dtype=F32)]
@@ -230,41 +388,121 @@ def _whole_group(**more: Any) -> dict[str, Any]:
     return call | {"scale": _CHANNELS, "per_token_scale": _ROWS, "output_dtype": 15} | more
 
 
+def _restored(**more: Any) -> dict[str, Any]:
+    """Rows in floats by weights in int8, with scales and offsets."""
+    call = _group(weight=[t(4, 16, 8, dtype=I8)])
+    return call | {"antiquant_scale": [t(4, 8)], "antiquant_offset": [t(4, 8)]} | more
+
+
+_BIAS = {"bias": [t(4, 8)]}
+_PAIRS = {"group_list_type": 2, "group_list": t(4, 2, dtype=torch.int64)}
+
+
 def _gated(count: int = 4, inputs: int = 16, outputs: int = 8, **more: Any) -> dict[str, Any]:
     call = {"x": t(3, inputs, dtype=I8), "weight": [t(count, inputs, outputs, dtype=I8)], "x_scale": t(3, dtype=F32)}
     told = {"weight_scale": [t(count, outputs, dtype=F32)], "group_list": t(count, dtype=torch.int64)}
     return call | told | {"group_list_type": 1} | more
 
 
-_OPERANDS = ("weight_assist_matrix", "tuning_config", "x_dtype", "weight_dtype", "weight_scale_dtype", "x_scale_dtype")
+_OPERANDS = ("weight_assist_matrix", "x_dtype", "weight_dtype", "weight_scale_dtype", "x_scale_dtype")
+
+
+def _scale(*shape: int) -> Tensor:
+    return t(*shape, dtype=F32)
+
+
+_FIXED: dict[str, Any] = {"quant_mode": 0, "scale": _scale(1), "offset": _scale(1)}
+_DROPPING: dict[str, Any] = {"drop_pad_mode": 1, "expert_capacity": 2}
 EDGES: list[Any] = [
     (ROUTE, _ALL, _route(2), _route(1), "K <= expert_num"),
     (ROUTE, _ALL, _route(row_idx_type=1), _route(row_idx_type=2), "row_idx_type in (0, 1)"),
-    (ROUTE, _ALL, _route(quant_mode=1), _route(quant_mode=0), "quant_mode in (-1, 1)"),
-    (ROUTE, _ALL, _route(scale=t(3, dtype=F32)), _route(scale=t(3, dtype=F32), quant_mode=1), "not given(scale)"),
+    (ROUTE, _ALL, _route(quant_mode=1), _route(quant_mode=2), "quant_mode in (-1, 0, 1)"),
     (ROUTE, _ALL, _route(x=t(3, 16, dtype=I8)), _route(x=t(3, 16, dtype=I8), quant_mode=1), "dtype(x) != 'int8'"),
-    (ROUTE, _ALL, _route(), _route(offset=t(1, dtype=F32)), "not given(offset)"),
+    (ROUTE, _ALL, _route(scale=_scale(3)), _route(scale=_scale(2)), "rank(scale) == 1 and Ns == T"),
+    (ROUTE, (HOST,), _route(**_FIXED), _route(**_FIXED | {"scale": None}), "given(scale)"),
+    (ROUTE, (HOST,), _route(**_FIXED), _route(**_FIXED | {"scale": _scale(3)}), "rank(scale) == 1 and Ns == 1"),
+    (ROUTE, (HOST,), _route(**_FIXED), _route(**_FIXED | {"offset": None}), "given(offset)"),
+    (ROUTE, _ALL, _route(), _route(offset=_scale(1)), "not given(offset)"),
+    (
+        ROUTE,
+        _ALL,
+        _route(scale=_scale(8, 16), quant_mode=1),
+        _route(scale=_scale(8, 15), quant_mode=1),
+        "rank(scale) == 2 and Hs == H",
+    ),
+    (
+        ROUTE,
+        _ALL,
+        _route(scale=_scale(8, 16), quant_mode=1, active_expert_range=[]),
+        _route(scale=_scale(4, 16), quant_mode=1, active_expert_range=[]),
+        "Ns == 1 or Ns == expert_num",
+    ),
+    (
+        ROUTE,
+        _ALL,
+        _route(scale=_scale(4, 16), quant_mode=1, active_expert_range=[2, 6]),
+        _route(scale=_scale(8, 16), quant_mode=1, active_expert_range=[2, 6]),
+        "Ns == 1 or Ns == item(active_expert_range, 1) - item(active_expert_range, 0)",
+    ),
     (ROUTE, _ALL, _route(), _route(x_dtype=1), "not given(x_dtype)"),
-    (ROUTE, _ALL, _route(), _route(active_num=-1), "active_num == 0"),
-    (ROUTE, _ALL, _route(), _route(drop_pad_mode=1), "drop_pad_mode == 0"),
-    (ROUTE, _ALL, _route(), _route(expert_tokens_num_type=0), "expert_tokens_num_type == 1"),
-    (ROUTE, _ALL, _route(), _route(expert_tokens_num_flag=False), "expert_tokens_num_flag"),
-    (ROUTE, _ALL, _route(), _route(active_expert_range=[0, 4]), "active_expert_range == (0, expert_num)"),
+    (ROUTE, _ALL, _route(), _route(active_num=-2), "active_num >= -1"),
+    (ROUTE, _ALL, _route(), _route(drop_pad_mode=2), "drop_pad_mode in (0, 1)"),
+    (ROUTE, (HOST,), _route(**_DROPPING), _route(**_DROPPING | {"expert_capacity": -1}), "expert_capacity > 0"),
+    (
+        ROUTE,
+        (HOST,),
+        _route(**_DROPPING),
+        _route(**_DROPPING | {"expert_tokens_num_type": 0}),
+        "expert_tokens_num_type == 1",
+    ),
+    (ROUTE, (HOST,), _route(**_DROPPING), _route(**_DROPPING | {"row_idx_type": 1}), "row_idx_type == 0"),
+    (
+        ROUTE,
+        (HOST,),
+        _route(**_DROPPING),
+        _route(**_DROPPING | {"active_expert_range": [0, 4]}),
+        "length(active_expert_range) == 0 or active_expert_range == (0, expert_num)",
+    ),
+    (ROUTE, _ALL, _route(), _route(expert_tokens_num_type=3), "expert_tokens_num_type in (0, 1, 2)"),
+    (ROUTE, _ALL, _route(), _route(active_expert_range=[8]), "length(active_expert_range) in (0, 2)"),
+    (
+        ROUTE,
+        _ALL,
+        _route(active_expert_range=[0, 4]),
+        _route(active_expert_range=[4, 9]),
+        "item(active_expert_range, 1) <= expert_num",
+    ),
+    (ROUTE, A2_A3, _route(), _route(active_num=5), "active_num == 0"),
+    (ROUTE, A2_A3, _route(), _route(**_FIXED), "quant_mode in (-1, 1)"),
+    (ROUTE, A2_A3, _route(), _route(**_DROPPING), "drop_pad_mode == 0"),
+    (ROUTE, A2_A3, _route(), _route(expert_tokens_num_flag=False), "expert_tokens_num_type in (1, 2) and"),
     (ROUTE, A2_A3, _route(10240), _route(10241), "expert_num <= 10240"),
     (GROUPED, _ALL, _group(), _group(x=[t(3, 16)] * 2), "length(x) == 1 and length(weight) == 1"),
     (GROUPED, _ALL, _group(), _group(weight=[t(4, 16, 8)] * 2), "length(x) == 1 and length(weight) == 1"),
     (GROUPED, _ALL, _group(), _group(group_list=None), "given(group_list)"),
     (GROUPED, _ALL, _group(), _group(group_type=-1), "group_type == 0"),
     (GROUPED, _ALL, _group(split_item=3), _group(split_item=1), "split_item in (2, 3)"),
-    (GROUPED, _ALL, _group(group_list_type=0), _group(group_list_type=2), "group_list_type in (0, 1)"),
-    (GROUPED, _ALL, _group(), _group(act_type=5), "act_type == 0"),
+    (GROUPED, _ALL, _group(group_list_type=0), _group(group_list_type=3), "group_list_type in (0, 1, 2)"),
+    (GROUPED, _ALL, _group(), _group(group_list=t(4, 2, dtype=torch.int64)), "rank(group_list) == 1"),
+    (GROUPED, _ALL, _whole_group(**_PAIRS), _whole_group(group_list_type=2), "rank(group_list) == 2"),
+    (GROUPED, _ALL, _whole_group(**_PAIRS), _group(**_PAIRS), "dtype(x) == 'int8'"),
+    (GROUPED, _ALL, _group(act_type=5), _group(act_type=3), "act_type in (None, 0, 1, 2, 4, 5)"),
     *((GROUPED, _ALL, _group(), _group(**{name: [t(8)]}), f"not given({name})") for name in _LISTS),
     *((GROUPED, _ALL, _group(), _group(**{name: 1}), f"not given({name})") for name in _CODES),
-    (GROUPED, _ALL, _group(), _group(tuning_config=[1]), "not given(tuning_config)"),
     (GROUPED, _ALL, _group(), _group(scale=_CHANNELS), "not given(scale)"),
     (GROUPED, _ALL, _group(), _group(per_token_scale=_ROWS), "not given(per_token_scale)"),
     (GROUPED, _ALL, _whole_group(), _whole_group(scale=None), "given(scale)"),
-    (GROUPED, _ALL, _whole_group(), _whole_group(per_token_scale=None), "given(per_token_scale)"),
+    (GROUPED, A2_A3, _whole_group(), _whole_group(per_token_scale=None), "given(per_token_scale)"),
+    (GROUPED, _ALL, _whole_group(), _whole_group(weight=[t(4, 16, 8)]), "dtype(weight) == 'int8'"),
+    (GROUPED, _ALL, _restored(), _restored(antiquant_scale=None), "dtype(weight) != 'int8'"),
+    (GROUPED, _ALL, _whole_group(), _whole_group(antiquant_scale=[t(4, 8)]), "not (dtype(x) == 'int8')"),
+    (GROUPED, _ALL, _restored(), _group(antiquant_offset=[t(4, 8)]), "given(antiquant_scale)"),
+    (GROUPED, (HOST,), _group(**_BIAS), _group(bias=[t(4, 8, dtype=torch.int32)]), "dtype(bias) != 'int32'"),
+    (GROUPED, A2_A3, _group(), _group(**_BIAS), "not given(bias)"),
+    *(
+        (GROUPED, A2_A3, _restored(), _restored(**{name: [t(4, 8, dtype=torch.float16)]}), f"dtype({name}) == dtype(x)")
+        for name in ("antiquant_scale", "antiquant_offset")
+    ),
     (GROUPED, _ALL, _whole_group(), _whole_group(output_dtype=None), "given(output_dtype)"),
     (GROUPED, _ALL, _whole_group(output_dtype=5), _whole_group(output_dtype=1), "output_dtype in (5, 15)"),
     (
@@ -297,12 +535,35 @@ EDGES: list[Any] = [
     (GROUPED, A2_A3, _group(1024), _group(1025), "G <= 1024"),
     (GROUPED, A2_A3, _group(), _group(weight=[t(4, 16, 8, dtype=F32)]), "dtype(weight) == dtype(x)"),
     (GROUPED, A2_A3, _group(1, group_list_type=0), _group(1), "G > 1"),
-    (FINISH, _ALL, _finish(), _finish(scales=None), "given(scales)"),
-    (FINISH, _ALL, _finish(), _finish(scales=t(3, 1)), "R == T * K"),
-    (FINISH, _ALL, _finish(), _finish(drop_pad_mode=0), "drop_pad_mode == 2"),
+    (FINISH, _ALL, _finish(), _finish(scales=t(3, 1)), "I == T * K"),
+    (FINISH, _ALL, _finish(), _finish(drop_pad_mode=4), "drop_pad_mode in (None, 0, 1, 2, 3)"),
+    (FINISH, _ALL, _finish(**_PLACES), _finish(drop_pad_mode=3), "rank(expanded_permuted_rows) == 3"),
+    (
+        FINISH,
+        _ALL,
+        _finish(),
+        _finish(**_PLACES | {"drop_pad_mode": 2}),
+        "rank(expanded_permuted_rows) == 2 and R == I",
+    ),
+    (FINISH, _ALL, _finish(k=2), _finish(k=3), "k in (None, 1, K)"),
+    (FINISH, _ALL, _finish(**_PLACES), _finish(**_PLACES, **_BIASED), "not given(bias)"),
+    (FINISH, _ALL, _finish(scales=None, k=3), _finish(scales=None, k=4), "not given(k) or k > 0 and I % k == 0"),
+    (
+        FINISH,
+        _ALL,
+        _finish(scales=None, k=2, skip1=_SKIP),
+        _finish(scales=None, k=3, skip1=_SKIP),
+        "given(k) and T * k == I or not given(k) and T == I",
+    ),
+    (
+        FINISH,
+        _ALL,
+        _finish(scales=None, k=2, **_BIASED),
+        _finish(scales=None, k=2, **_BIASED | {"export_for_source_row": t(3, 1, dtype=torch.int32)}),
+        "k == K or not given(k) and K == 1",
+    ),
     (FINISH, _ALL, _finish(skip1=_SKIP, skip2=_SKIP), _finish(skip2=_SKIP), "given(skip1)"),
     (FINISH, _ALL, _finish(**_BIASED), _finish(bias=t(8, 16)), "given(export_for_source_row)"),
-    (FINISH, _ALL, _finish(**_BIASED), _finish(export_for_source_row=_BIASED["export_for_source_row"]), "given(bias)"),
     (FINISH, A2_A3, _finish(**_BIASED), _finish(**_BIASED | {"bias": t(8, 16, dtype=F32)}), "dtype(bias)"),
     (FINISH, A2_A3, _finish(), _finish(scales=t(3, 2, dtype=F32)), "dtype(scales) == dtype(expanded_permuted_rows)"),
     *(

@@ -127,10 +127,16 @@ def _with(name: str, **changed: Any) -> dict[str, Any]:
     return call(int8=BOTH) | {f"{name}_{what}": each for what, each in changed.items()}
 
 
+_THREE = {f"{name}_scale": t(3, 128, dtype=F32) for name in BOTH}
 _LIMITS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, call(), call(qkv=t(5, 11 * 128)), "W == Q + KLines * KLine + VLines * VLine"),
     (EVERY, call(), call(v_cache=t(3, 8, 32, 16), qkv=t(5, 11 * 128)), "KLines * KLine == VLines * VLine"),
-    (EVERY, call(), call(q_out=t(5, 8 * 128 + 64), qkv=t(5, 12 * 128 + 64)), "Q % D == 0 and KLines * KLine % D == 0"),
+    (EVERY, call(), call(head_nums=[8]), "length(qkv_size) == 4 and length(head_nums) == 3"),
+    (EVERY, call(), call(head_nums=[4, 2, 2]), "item(head_nums, 0) * D == Q and item(head_nums, 1) * D =="),
+    (EVERY, call(), call(head_nums=[8, 2, 1]), "item(head_nums, 1) == item(head_nums, 2)"),
+    (EVERY, call(), call(qkv_size=[2, 5, 12, 128]), "item(qkv_size, 0) * item(qkv_size, 1) == T and"),
+    (EVERY, call(), call(qkv_size=[1, 5, 12, 64]), "item(qkv_size, 3) == D"),
+    (EVERY, call(int8=BOTH), call(int8=BOTH) | _THREE, "Nk * D == KLines * KLine"),
     (EVERY, call(), call(cos=t(4, 128)), "needs cos as [T D]"),
     (EVERY, call(), call(index=t(4, dtype=torch.int64)), "needs index as [T]"),
     (EVERY, call(), call(is_output_qkv=True), "is_output_qkv == False"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.operators.sparse_cases import DR, HCKV, HCQ, HE, D, Make, N, prolog
 
 CHOICES = ((1, 0, 0), (1, 2, 0), (2, 0, 0), (2, 1, 1))
-"""Modes of weights, caches and queries; those with lines of bytes stand in test_prolog_quant.py."""
+"""Modes of weights, caches and queries, without those with lines of bytes."""
 
 
 def whole(*shape: int) -> Tensor:
@@ -59,6 +59,16 @@ def quantised(choice: tuple[int, int, int], *tokens: int, smooth: bool = False, 
     return make
 
 
+def clipped(make: Make) -> Make:
+    """The same with lines of bytes that are clipped."""
+    return lambda dtype: make(dtype) | {"k_nope_clip_alpha": torch.full((1,), 0.75, dtype=torch.float64)}
+
+
+LINES: tuple[tuple[str, Make], ...] = (
+    ("modes (1, 3, 0)", clipped(quantised((1, 3, 0), 3, slots=(3, 7, -1), hckv=256))),
+    ("modes (2, 3, 0), BSND", quantised((2, 3, 0), 2, 3, mode="BSND", hckv=128)),
+)
+"""Lines of bytes, whose floats have the same bits as those of a reference in float64 alone."""
 PROLOG: tuple[tuple[str, Make], ...] = (
     *((f"modes {choice}", quantised(choice, 5, slots=(3, 7, 0, 11, 6), query_norm_flag=True)) for choice in CHOICES),
     ("modes (2, 1, 1), batch", quantised((2, 1, 1), 2, 3, slots=((3, 7, 0), (11, -1, 2)))),

@@ -21,10 +21,22 @@ def whole(x: Tensor) -> Tensor:
     return torch.tensor([max(-128, min(127, round(v))) for v in x.tolist()]).double()
 
 
+def bytes_of(line: Tensor, key: Tensor, alpha: float) -> Tensor:
+    """Runs of 128 numbers in int8, clipped at alpha times the largest; the key in bfloat16; a scale of each run."""
+    numbers, scales = [], []
+    for run in line.split(128):
+        most = max(1e-8, run.abs().max().item()) * alpha
+        scales.append(most / 127)
+        numbers += [round(max(-most, min(most, v)) / (most / 127)) for v in run.tolist()]
+    parts = key.bfloat16(), torch.tensor(scales, dtype=torch.float64).float()
+    return torch.cat([torch.tensor(numbers, dtype=torch.int8), *(each.view(torch.int8) for each in parts)])
+
+
 def prolog(weight_quant_mode: int = 0, **call: Any) -> tuple[Tensor, ...]:
     if not weight_quant_mode:
         return in_floats(**call)
-    x, up, epsilon = call["token_x"], call["weight_uk"], (call.get("rmsnorm_epsilon_cq", 1e-5), 1e-5)
+    x, up = call["token_x"], call["weight_uk"]
+    epsilon = [call.get(f"rmsnorm_epsilon_{name}", 1e-5) for name in ("cq", "ckv")]
     heads, dn, width = up.shape
     tokens, sines, cosines = (t.reshape(-1, t.shape[-1]).double() for t in (x, call["rope_sin"], call["rope_cos"]))
     slots = range(len(tokens)) if call.get("cache_index") is None else call["cache_index"].flatten().tolist()
@@ -58,7 +70,9 @@ def prolog(weight_quant_mode: int = 0, **call: Any) -> tuple[Tensor, ...]:
             line = whole(line * scaled.reshape(-1))
         if mode == 2:
             key = whole(key * call["quant_scale_ckr"][0])
-        for cache, values in ((kv, line), (kr, key)):
+        if mode == 3:
+            store(kv, bytes_of(line, key, call["k_nope_clip_alpha"].item()), slot, call["cache_mode"])
+        for cache, values in ((kv, line), (kr, key)) if mode != 3 else ():
             store(cache, values.to(cache.dtype), slot, call["cache_mode"])
     none, lead, flag = torch.zeros(1).double(), x.shape[:-1], call.get("query_norm_flag", False)
     made = {name: torch.stack(values) for name, values in found.items() if values}

@@ -24,13 +24,31 @@ def quant(*shape: int, **more: Any) -> dict[str, Any]:
     return {"input": t(*(shape or (7, 48)))} | more
 
 
+_OF_GROUPS = {"smooth_scales": t(2, 48), "group_index": t(2, dtype=INT)}
 QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (EVERY, quant(1, 48), quant(48), "rank(input) >= 2"),
-    (EVERY, quant(), quant(quant_mode="pertensor"), "quant_mode == 'pertoken'"),
-    (EVERY, quant(), quant(group_index=t(2, dtype=INT)), "not given(group_index)"),
-    (EVERY, quant(), quant(dst_type=1), "not given(dst_type)"),
+    (EVERY, quant(1, 48), quant(48), "needs input as [*B S D]"),
+    (EVERY, quant(), quant(quant_mode="static"), "quant_mode in ('pertoken', 'perchannel', 'pertensor')"),
+    (EVERY, quant(**_OF_GROUPS), quant(group_index=t(2, dtype=INT)), "given(smooth_scales)"),
+    (EVERY, quant(**_OF_GROUPS), quant(**_OF_GROUPS, quant_mode="perchannel"), "quant_mode == 'pertoken'"),
+    (
+        EVERY,
+        quant(**_OF_GROUPS),
+        quant(**_OF_GROUPS) | {"smooth_scales": t(3, 48)},
+        "rank(smooth_scales) == 2 and Gi == G",
+    ),
+    (EVERY, quant(smooth_scales=t(48)), quant(smooth_scales=t(2, 48)), "rank(smooth_scales) == 1"),
+    (
+        (HOST,),
+        quant(quant_mode="perchannel", smooth_scales=t(7)),
+        quant(quant_mode="perchannel", smooth_scales=t(48)),
+        "F == S",
+    ),
+    (CHIPS, quant(), quant(quant_mode="perchannel"), "quant_mode == 'pertoken'"),
+    (EVERY, quant(dst_type=1), quant(dst_type=0), "dst_type in (None, 1, 16)"),
+    (EVERY, quant(dst_type=16), quant(7, 44, dst_type=16), "D % 8 == 0"),
+    ((HOST,), quant(dst_type=16), quant(dst_type=16, quant_mode="perchannel"), "quant_mode != 'perchannel'"),
     (EVERY, quant(), quant(dst_type_max=15.0), "dst_type_max == 0"),
-    (EVERY, quant(smooth_scales=t(48)), quant(smooth_scales=t(47)), "needs smooth_scales as [D]"),
+    (EVERY, quant(smooth_scales=t(48)), quant(smooth_scales=t(47)), "F == D"),
     (CHIPS, quant(smooth_scales=t(48)), quant(smooth_scales=t(48, dtype=F16)), "dtype(smooth_scales) == dtype(input)"),
     (CHIPS, quant(), quant() | {"input": t(7, 48, dtype=F32)}, "needs input in bfloat16, float16"),
 ]
@@ -40,13 +58,24 @@ def gated(*shape: int, **more: Any) -> dict[str, Any]:
     return {"x": t(*(shape or (7, 48))), "activate_left": True, "quant_mode": 1} | more
 
 
-_UNSET = {"smooth_scales": t(2, 24, dtype=F32), "offsets": t(2, 24, dtype=F32), "group_index": t(2, dtype=INT),
-          "dst_type": torch.int8}  # fmt: skip
+def smoothed(*scales: int, **more: Any) -> dict[str, Any]:
+    return gated(smooth_scales=t(*scales, dtype=F32), **more)
+
+
+_GROUPS_OF_2 = {"group_index": t(2, dtype=INT)}
+_STATIC = {"quant_mode": 0, "offsets": t(1, dtype=F32)}
 GATED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, gated(), gated(7, 47), "D % 2 == 0"),
-    (EVERY, gated(), gated(quant_mode=0), "quant_mode == 1"),
-    (EVERY, gated(), gated(group_list_type=1), "group_list_type == 0"),
-    *((EVERY, gated(), gated(**{name: value}), f"not given({name})") for name, value in _UNSET.items()),
+    (EVERY, gated(), gated(quant_mode=2), "quant_mode in (0, 1)"),
+    (EVERY, gated(), gated(group_list_type=2), "group_list_type in (0, 1)"),
+    (EVERY, gated(dst_type=torch.int8), gated(dst_type=torch.quint4x2), "dst_type in (None, 1)"),
+    (EVERY, smoothed(1, quant_mode=0), gated(quant_mode=0), "given(smooth_scales)"),
+    (EVERY, smoothed(2, **_GROUPS_OF_2), gated(**_GROUPS_OF_2), "given(smooth_scales)"),
+    (EVERY, smoothed(1, **_STATIC), smoothed(1, **_STATIC) | {"quant_mode": 1}, "not given(offsets)"),
+    (EVERY, smoothed(1, **_STATIC), smoothed(2, **_STATIC), "needs offsets as [G]"),
+    (EVERY, smoothed(1, 24), smoothed(1, 48), "F == D // 2"),
+    (EVERY, smoothed(2, 24, **_GROUPS_OF_2), smoothed(3, 24, **_GROUPS_OF_2), "G == Gi"),
+    (EVERY, smoothed(1, 24), smoothed(2, 24), "G == 1"),
     (CHIPS, gated(1, 48), gated(48), "rank(x) > 1"),
     (CHIPS, gated(7, 8192), gated(7, 8194), "D <= 8192"),
 ]
@@ -62,10 +91,28 @@ def zeros(dtype: torch.dtype, *shape: int) -> dict[str, Any]:
 
 
 _TIMES: dict[str, Any] = {"div_mode": False}
+_NARROW = {"input": t(7, 44), "scales": t(44)}
 FIXED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (ON_ALL, fixed(), fixed(dtype=1), "dtype == 12"),
-    (ON_ALL, fixed(), fixed(axis=0), "axis == -1"),
-    (ON_ALL, fixed(scales=t(1)), fixed(scales=t(2)), "needs scales as [1|D]"),
+    (ON_ALL, fixed(), fixed(dtype=16), "dtype in (0, 1, 3, 12, 13, 14)"),
+    (ON_ALL, fixed(**_TIMES), fixed(dtype=13, **_TIMES), "dtype in (1, 12, 16)"),
+    ((HOST,), fixed(dtype=16, **_TIMES), fixed(dtype=16, **_TIMES) | _NARROW, "D % 8 == 0"),
+    (ON_ALL, fixed(), fixed(axis=2), "-rank(input) <= axis and axis < rank(input)"),
+    (ON_ALL, fixed(**_TIMES), fixed(axis=-3, **_TIMES), "axis >= -2 and axis < rank(input)"),
+    (ON_ALL, fixed(), fixed(input=t(1, 7, 48), scales=t(1, 48)), "rank(scales) in (1, rank(input))"),
+    (ON_ALL, fixed(scales=t(1)), fixed(scales=t(2)), "size(scales, 0) in (1, size(input, axis))"),
+    (ON_ALL, fixed(**_TIMES), fixed(scales=t(2), **_TIMES), "size(scales, 0) in (1, D)"),
+    (
+        (HOST,),
+        fixed(scales=t(1, 48)),
+        fixed(scales=t(7, 48)),
+        "numel(scales) == size(scales, axis) and size(scales, axis) in (1, size(input, axis))",
+    ),
+    ((HOST,), fixed(scales=t(1, 48), **_TIMES), fixed(scales=t(7, 48), **_TIMES), "numel(scales) == size(scales, -1)"),
+    (ON_ALL, fixed(**zeros(BF16)), fixed(**zeros(BF16, 1, 48)), "rank(zero_points) in (1, rank(scales))"),
+    (ON_ALL, fixed(**zeros(BF16)), fixed(**zeros(BF16, 2)), "shape(zero_points) in (shape(scales), (1,))"),
+    ((A2, A3), fixed(), fixed(dtype=1), "dtype == 12"),
+    ((A2, A3), fixed(), fixed(axis=1), "axis == -1"),
+    ((A2, A3), fixed(), fixed(scales=t(1, 48)), "rank(scales) == 1"),
     ((A2, A3), fixed(), fixed(input=t(1, 1, 1, 1, 1, 1, 1, 7, 48)), "rank(input) <= 8"),
     ((A2, A3), fixed(), fixed(scales=t(48, dtype=F32)), "dtype(scales) == dtype(input)"),
     ((A2, A3), fixed(F16, **_TIMES), fixed(F16), "dtype(input) in ('float32', 'bfloat16')"),
@@ -80,12 +127,26 @@ def product(m: int = 5, k: int = 48, n: int = 24, **more: Any) -> dict[str, Any]
     return whole | {"pertoken_scale": t(m, dtype=F32), "output_dtype": 15} | more
 
 
-_ABSENT = {"offset": t(24, dtype=F32), "group_sizes": [1], "y_scale": t(24, dtype=F32), "x1_dtype": 1, "x2_dtype": 1,
+def narrow(**more: Any) -> dict[str, Any]:
+    """A product whose result is in int8."""
+    return product() | {"pertoken_scale": None, "output_dtype": None} | more
+
+
+_ABSENT = {"group_sizes": [1], "y_scale": t(24, dtype=F32), "x1_dtype": 1, "x2_dtype": 1,
            "scale_dtype": 6, "pertoken_scale_dtype": 6}  # fmt: skip
 PRODUCTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *((ON_ALL, product(), product(**{name: value}), f"not given({name})") for name, value in _ABSENT.items()),
-    (ON_ALL, product(), product(output_dtype=None), "output_dtype in (5, 15)"),
-    (ON_ALL, product(output_dtype=5), product(output_dtype=3), "output_dtype in (5, 15)"),
+    (ON_ALL, product(output_dtype=5), product(output_dtype=3), "output_dtype in (None, 1, 5, 15)"),
+    (ON_ALL, narrow(offset=t(24, dtype=F32)), product(offset=t(24, dtype=F32)), "output_dtype in (None, 1)"),
+    (ON_ALL, narrow(), narrow(pertoken_scale=t(5, dtype=F32)), "not given(pertoken_scale)"),
+    (ON_ALL, narrow(bias=t(24, dtype=INT)), narrow(bias=t(24, dtype=F32)), "dtype(bias) == 'int32'"),
+    (
+        ON_ALL,
+        product(x1=t(2, 5, 48, dtype=torch.int8), bias=t(2, 1, 24, dtype=INT)),
+        product(bias=t(2, 1, 24, dtype=INT)),
+        "rank(bias) == 1 or rank(x1) == 3 or rank(x2) == 3",
+    ),
+    ((A2, A3), product(), product(x2=t(2, 48, 24, dtype=torch.int8)), "rank(x2) == 2"),
     (ON_ALL, product(), product(x2=t(47, 24, dtype=torch.int8)), "needs x1 as [*B M K]"),
     (ON_ALL, product(scale=t(1, dtype=F32)), product(scale=t(2, dtype=F32)), "needs scale as [1|N]"),
     (ON_ALL, product(), product(pertoken_scale=t(4, dtype=F32)), "needs pertoken_scale as [M]"),
@@ -113,7 +174,8 @@ def norm(*shape: int, **more: Any) -> dict[str, Any]:
 
 _ONE, _OTHER = {"smooth_scale1": t(48)}, {"smooth_scale2": t(48)}
 NORMS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (EVERY, norm(), norm(y_dtype=1), "not given(y_dtype)"),
+    (EVERY, norm(y_dtype=1), norm(y_dtype=0), "y_dtype in (None, 1, 16)"),
+    (EVERY, norm(y_dtype=16), norm(7, 44, y_dtype=16), "D % 8 == 0"),
     (EVERY, norm(**_ONE, **_OTHER), norm(**_OTHER), "given(smooth_scale1)"),
     (EVERY, norm(output_mask=[False, True]), norm(output_mask=[False, False]), "output_mask != (False, False)"),
     (
@@ -153,13 +215,12 @@ def added_static(*shape: int, dtype: torch.dtype = BF16, **more: Any) -> dict[st
     return x | {"scales1": t(shape[-1], dtype=scale), "zero_points1": t(shape[-1], dtype=zero)} | more
 
 
-_NO_ZERO = {"zero_points1": None}
+_SECOND = {"scales2": t(48), "zero_points2": t(48)}
+_SECOND_F16 = {"scales2": t(48, dtype=F32), "zero_points2": t(48, dtype=INT)}
 ADDED_STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (ON_ALL, added_static(), added_static(scales2=t(48)), "not given(scales2)"),
-    (ON_ALL, added_static(**_NO_ZERO), added_static(zero_points2=t(48)), "not given(zero_points2)"),
+    (ON_ALL, added_static(scales2=t(48)), added_static(zero_points2=t(48)), "given(scales2)"),
     (ON_ALL, added_static(), added_static(axis=0), "axis == -1"),
-    (ON_ALL, added_static(), added_static(div_mode=False), "div_mode"),
-    (ON_ALL, added_static(), added_static(dst_type=1), "not given(dst_type)"),
+    (ON_ALL, added_static(dst_type=1), added_static(dst_type=0), "dst_type in (None, 1)"),
     (ON_ALL, added_static(), added_static(scales1=t(1)), "needs scales1 as [D]"),
     (ON_ALL, added_static(), added_static(zero_points1=t(1)), "needs zero_points1 as [D]"),
     (ON_ALL, added_static(), added_static(x2=t(1, 48)), "B is [1], not [7] in [1, 48]"),
@@ -177,6 +238,20 @@ ADDED_STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] 
     ((A2, A3), added_static(), added_static(zero_points1=t(48, dtype=INT)), "dtype(zero_points1) == 'bfloat16'"),
     ((A2, A3), added_static(dtype=F16), added_static(dtype=F16, scales1=t(48)), "dtype(scales1) == 'float32'"),
     ((A2, A3), added_static(dtype=F16), added_static(dtype=F16, zero_points1=t(48)), "dtype(zero_points1) == 'int32'"),
+    *(
+        (
+            (A2, A3),
+            added_static(dtype=of, **legal),
+            added_static(dtype=of, **(legal | {name: t(48, dtype=wrong)})),
+            said,
+        )
+        for of, legal, name, wrong, said in (
+            (BF16, _SECOND, "scales2", F32, "dtype(scales2) == 'bfloat16'"),
+            (BF16, _SECOND, "zero_points2", INT, "dtype(zero_points2) == 'bfloat16'"),
+            (F16, _SECOND_F16, "scales2", BF16, "dtype(scales2) == 'float32'"),
+            (F16, _SECOND_F16, "zero_points2", BF16, "dtype(zero_points2) == 'int32'"),
+        )
+    ),
     ((A2, A3), added_static(), added_static(dtype=F32), "needs x1 in bfloat16, float16"),
 ]
 
@@ -188,7 +263,7 @@ def static(*shape: int, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any
 
 
 STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (EVERY, static(), static(dst_dtype=1), "not given(dst_dtype)"),
+    (EVERY, static(dst_dtype=1), static(dst_dtype=0), "dst_dtype in (None, 1)"),
     (EVERY, static(), static(scale=t(48)), "needs scale as [1]"),
     (EVERY, static(), static(offset=t(48, dtype=torch.int8)), "needs offset as [1]"),
     (EVERY, static(), static(gamma=t(47)), "D"),
@@ -266,7 +341,8 @@ def turned(m: int = 5, d: int = 128, k: int = 128, dtype: torch.dtype = BF16, **
 TURNED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (ON_ALL, turned(d=256), turned(d=192), "D % K == 0"),
     (ON_ALL, turned(axis=1), turned(axis=0), "axis in (-1, 1)"),
-    (ON_ALL, turned(), turned(dst_dtype=16), "dst_dtype in (None, 1)"),
+    (ON_ALL, turned(dst_dtype=16), turned(dst_dtype=0), "dst_dtype in (None, 1, 16)"),
+    (ON_ALL, turned(dst_dtype=16), turned(d=132, k=132, dst_dtype=16), "D % 8 == 0"),
     (ON_ALL, turned(), turned(round_mode="floor"), "round_mode == 'rint'"),
     (ON_ALL, turned(), turned(scale_alg=1), "scale_alg == 0"),
     (ON_ALL, turned(), turned(dst_type_max=6.0), "dst_type_max == 0"),

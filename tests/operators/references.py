@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def add_layer_norm(
     roots = torch.stack([1 / (row.var(correction=0) + epsilon).sqrt() for row in rows])
     y = torch.stack([(row - m) * r * gamma + beta for row, m, r in zip(rows, means, roots, strict=True)])
     lines = (each.reshape(*total.shape[:-1], 1) for each in (means, roots))
-    return y.reshape(total.shape), *lines, total
+    return y.reshape(total.shape), *lines, total if additional_output else torch.zeros_like(total)
 
 
 def paired(d: int, mode: str) -> tuple[list[int], list[int]]:
@@ -80,7 +81,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Any = None) -> Tensor:
-    return rope(input, r1, r2, rotary_mode)
+    return rope(input, r1, r2, rotary_mode) if rotate is None else input * r1 + input @ rotate * r2
 
 
 def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str, rotary_mode: str) -> Any:
@@ -104,11 +105,15 @@ def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor
     return out
 
 
-def gating(x: Tensor, k: int, renorm: int = 0, output_softmax: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def gating(
+    x: Tensor, k: int = 1, renorm: int = 0, output_softmax: bool = False, finished: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     shares = x.exp() / x.exp().sum(-1, keepdim=True)
     index = x.argsort(-1, descending=True)[..., :k]
     y = shares.gather(-1, index)
     y = y / y.sum(-1, keepdim=True) if renorm else y
+    if finished is not None:
+        index[finished] = x.shape[-1]
     return y, index, shares if output_softmax and not renorm else x.new_empty(0)
 
 
@@ -140,7 +145,7 @@ def grouped_gating(
         share = row[experts]
         shares.append(routed_scaling_factor * (share / (share.sum() + eps) if norm_type or renorm else share))
         chosen.append(experts)
-    return torch.stack(shares), torch.tensor(chosen), scores
+    return torch.stack(shares), torch.tensor(chosen), scores if out_flag else torch.zeros_like(scores)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -156,12 +161,19 @@ def clipped_swiglu(
     limit: float = 7.0,
     bias: float = 1.0,
     interleaved: bool = True,
+    group_index: Tensor | None = None,
 ) -> Tensor:
-    x = x.movedim(dim, -1)
-    half = x.shape[-1] // 2
-    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    """The dims from `dim` on as one; rows behind those that are counted are 0."""
+    dim %= x.ndim
+    shape = [*x.shape[:dim], x.shape[dim] // 2, *x.shape[dim + 1 :]]
+    rows = x.reshape(math.prod(x.shape[:dim]), -1)
+    half = rows.shape[1] // 2
+    a, b = (rows[:, ::2], rows[:, 1::2]) if interleaved else (rows[:, :half], rows[:, half:])
     a, b = a.minimum(x.new_tensor(limit)), b.minimum(x.new_tensor(limit)).maximum(x.new_tensor(-limit))
-    return (a / (1 + (-alpha * a).exp()) * (b + bias)).movedim(-1, dim)
+    y = a / (1 + (-alpha * a).exp()) * (b + bias)
+    if group_index is not None:
+        y[int(group_index.sum()) :] = 0
+    return y.reshape(shape)
 
 
 def format_cast(input: Tensor, acl_format: int) -> Tensor:

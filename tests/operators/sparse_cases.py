@@ -57,6 +57,7 @@ PROLOG: tuple[tuple[str, Make], ...] = (
     ("all skipped", prolog(2, slots=(-1, -1))),
     ("no token", prolog(0, slots=())),
     ("scales", prolog(3, slots=(3, 7, 0), qc_qr_scale=0.5, kc_scale=2.0, rmsnorm_epsilon_cq=0.5)),
+    ("another epsilon of queries", prolog(3, slots=(3, 7, 0), rmsnorm_epsilon_cq=0.5)),
     ("NZ", prolog(5, slots=(3, 7, 0, 11, 6), mode="PA_NZ", rmsnorm_epsilon_ckv=0.5)),
     ("NZ, skipped, batch", prolog(2, 2, slots=((-1, 5), (10, -1)), mode="PA_NZ")),
     ("BSND", prolog(2, 3, mode="BSND")),
@@ -83,6 +84,8 @@ PRODUCTS: tuple[tuple[str, Make], ...] = (
     ("defaults", product((4, 5, 32), (4, 32, 16))),
     ("turned input", product((5, 4, 32), (4, 32, 16), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])),
     ("one token", product((1, 4, 32), (4, 32, 16), perm_x1=[1, 0, 2])),
+    ("in two parts", product((4, 5, 32), (4, 32, 16), perm_x1=[0, 1, 2], batch_split_factor=2)),
+    ("as many parts as products", product((5, 4, 32), (4, 32, 16), perm_x1=[1, 0, 2], batch_split_factor=4)),
 )
 TURNED_WEIGHT = ("turned weight", product((5, 4, 32), (4, 16, 32), perm_x1=[1, 0, 2], perm_x2=[0, 2, 1]))
 

@@ -212,7 +212,15 @@ _PRODUCT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (_ON_ALL, product(perm_y=[1, 0, 2]), product(perm_y=[0, 1, 2]), "perm_y == (1, 0, 2)"),
     (_ON_ALL, product(), product(bias=t(16)), "not given(bias)"),
     (_ON_ALL, product(), product(scale=t(64)), "not given(scale)"),
-    (_ON_ALL, product(), product(batch_split_factor=2), "batch_split_factor == 1"),
+    (_ON_ALL, product(), product(batch_split_factor=0), "given(batch_split_factor) and batch_split_factor > 0"),
+    ((HOST,), product(batch_split_factor=2), product(batch_split_factor=3), "I % batch_split_factor == 0"),
+    (
+        (HOST,),
+        product((5, 4, 32), perm_x1=_FIRST, batch_split_factor=4),
+        product((5, 4, 32), perm_x1=_FIRST, batch_split_factor=5),
+        "J % batch_split_factor == 0",
+    ),
+    ((A2, A3), product(), product(batch_split_factor=2), "batch_split_factor == 1"),
     (_ON_ALL, product(), product((5, 4, 32)), "I == W"),
     (_ON_ALL, product((5, 4, 32), perm_x1=_FIRST), product(perm_x1=_FIRST), "J == W"),
     (_ON_ALL, product(), product(weight=(4, 16, 32)), "K == U"),
@@ -395,15 +403,16 @@ _QUANT_ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], st
     ),
     (EVERY[:3], quant_attention(), quant_attention(quant_scale_repo_mode=0), "quant_scale_repo_mode == 1"),
     *(
-        (EVERY[:3], quant_attention(), quant_attention(**{name: t(4, dtype=F32)}), "not given(key_dequant_scale)")
+        (EVERY[:3], quant_attention(), quant_attention(**{name: t(4, dtype=F32)}), f"not given({name})")
         for name in ("key_dequant_scale", "value_dequant_scale")
     ),
     (EVERY[:3], quant_attention(), quant_attention(sparse_indices=t(9, 2, 16, dtype=INT)), "sparse_indices as [T 1 K]"),
-    ((A2, A3), quant_attention(), quant_attention(d=512), "D == 576"),
-    ((A2, A3), quant_attention(), quant_attention(rope_head_dim=32), "rope_head_dim == 64"),
-    ((A2, A3), quant_attention(), quant_attention(tile_size=64), "tile_size == 128"),
+    ((A2, A3), quant_attention(), quant_attention(d=704, row=788), "D == 576"),
+    ((A2, A3), quant_attention(), quant_attention(row=676, rope_head_dim=32, tile_size=32), "rope_head_dim == 64"),
+    ((A2, A3), quant_attention(), quant_attention(row=672, tile_size=64), "tile_size == 128"),
     (EVERY[:3], quant_attention(), quant_attention(tile_size=0), "tile_size >= 1"),
-    ((A2, A3), quant_attention(), quant_attention(row=640), "Row == 656"),
+    (EVERY[:3], quant_attention(), quant_attention(row=640), "Row == D + rope_head_dim + 4 *"),
+    (EVERY[:3], quant_attention(), quant_attention(rope_head_dim=576), "0 < rope_head_dim and rope_head_dim < D"),
     (EVERY[:3], quant_attention(), quant_attention(value=cache("PA_BSND", 640).to(torch.int8)), "W == Row"),
     ((A2, A3), quant_attention(n=128), quant_attention(n=48), "N in (1, 2, 4, 8, 16, 32, 64, 128)"),
     ((A2, A3), quant_attention(sparse_block_size=16), quant_attention(sparse_block_size=32), "sparse_block_size in"),

@@ -46,7 +46,7 @@ def prolog(
             store(cache, row, slot, cache_mode)
     none = torch.zeros(1).double()
     queries = query.reshape(*lead, heads, width), query_rope.reshape(*lead, heads, dr)
-    return *queries, none, latent.reshape(*lead, -1) if query_norm_flag else none, none, kv, kr
+    return *queries, none, latent.reshape(*lead, latent.shape[1]) if query_norm_flag else none, none, kv, kr
 
 
 def older_prolog(**call: Any) -> tuple[Tensor, ...]:
@@ -81,7 +81,9 @@ def store(cache: Tensor, row: Tensor, slot: int, mode: str) -> None:
 def product(input: Tensor, weight: Tensor, **more: Any) -> Tensor:
     x1 = input.transpose(0, 1) if more.get("perm_x1") == [1, 0, 2] else input
     w = weight.transpose(1, 2) if more.get("perm_x2") == [0, 2, 1] else weight
-    return torch.stack([torch.stack([x1[b, m] @ w[b] for b in range(len(w))]) for m in range(x1.shape[1])])
+    y = torch.stack([torch.stack([x1[b, m] @ w[b] for b in range(len(w))]) for m in range(x1.shape[1])])
+    parts = more.get("batch_split_factor", 1)
+    return y if parts == 1 else torch.stack([each.flatten(1) for each in y.chunk(parts, 1)])
 
 
 def sequences(x: Tensor, layout: str, lengths: Tensor | None, table: Tensor | None = None) -> list[Tensor]:

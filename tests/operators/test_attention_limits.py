@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fusion.operators import HOST, OPERATORS, refusal
-from fusion.operators.attention_limits import V1 as V1_NAMES
 from tests.operators.attention_cases import FIRST
 from tests.operators.attention_limits_cases import (
     CACHE_EDGES,
@@ -18,8 +17,15 @@ from tests.operators.attention_limits_cases import (
     WHOLE_EDGES,
     WHOLE_HOST_EDGES,
     WHOLE_HOST_ONLY,
+    WIDTH_EDGES,
     Edge,
     bsnd,
+)
+from tests.operators.first_attention_limits_cases import (
+    COMPUTED_EDGES,
+    FIRST_CALL,
+    FIRST_HOST_EDGES,
+    FIRST_KERNEL_EDGES,
 )
 
 V2 = "npu::npu_fused_infer_attention_score_v2"
@@ -87,6 +93,12 @@ def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
         judged_in_first(chip, edge)
 
 
+@pytest.mark.parametrize("edge", WIDTH_EDGES, ids=lambda edge: edge[2])
+def test_both_sides_of_the_widths_of_heads(edge: Edge):
+    judged(V2, HOST, edge)
+    judged_in_first(HOST, edge)
+
+
 @pytest.mark.parametrize("edge", WHOLE_HOST_ONLY, ids=lambda edge: edge[2])
 def test_both_sides_of_what_a_host_asks_for_in_layouts_that_no_chip_takes(edge: Edge):
     judged(V2, HOST, edge)
@@ -94,18 +106,42 @@ def test_both_sides_of_what_a_host_asks_for_in_layouts_that_no_chip_takes(edge: 
     assert refusal(OPERATORS[V2], CHIPS[0], (), edge[0])
 
 
-@pytest.mark.parametrize("name", V1_NAMES.unused)
-@pytest.mark.parametrize("lengths", ["", ".tensor_lengths"])
-def test_what_the_first_version_has_beside_is_not_computed(name: str, lengths: str):
-    call = renamed(bsnd())
-    judged(f"{V1}{lengths}", HOST, (call, call | {name: torch.empty(1, device="meta")}, f"not given({name})"))
+@pytest.mark.parametrize("edge", COMPUTED_EDGES, ids=lambda edge: edge[2])
+def test_both_sides_of_what_decompositions_ask_for_where_no_chip_takes_the_call(edge: Edge):
+    legal, illegal, text = edge
+    judged(V2, HOST, edge)
+    judged(f"{V2}.tensor_lengths", HOST, (in_tensors(legal), in_tensors(illegal), text))
+    judged_in_first(HOST, edge)
+    assert refusal(OPERATORS[V2], CHIPS[0], (), legal)
 
 
-def test_every_limit_has_an_edge():
-    op = OPERATORS[V2]
-    edges = (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES, *WHOLE_HOST_ONLY, *WHOLE_EDGES)
-    edges = (*edges, *CACHE_HOST_EDGES, *CACHE_EDGES)
-    said = [refusal(op, CHIPS[0], (), edge[1]) or "" for edge in edges]
+@pytest.mark.parametrize("chip", [HOST, *CHIPS])
+@pytest.mark.parametrize("edge", FIRST_HOST_EDGES, ids=lambda edge: edge[2])
+def test_both_sides_of_what_the_first_version_alone_asks_for(edge: Edge, chip: str):
+    legal, illegal, text = edge
+    lengths = in_tensors(legal), in_tensors(illegal), text
+    for name, call in ((V1, edge), (f"{V1}.tensor_lengths", lengths)):
+        op = OPERATORS[name]
+        assert text in str(refusal(op, chip, (), call[1]))
+        assert (refusal(op, chip, (), call[0]) is None) is (chip == HOST or call[0].keys() == FIRST_CALL.keys())
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("edge", FIRST_KERNEL_EDGES, ids=lambda edge: edge[2])
+def test_no_chip_takes_what_no_rule_gives(edge: Edge, chip: str):
+    judged(V1, chip, edge)
+
+
+@pytest.mark.parametrize("version", [V1, V2])
+def test_every_limit_has_an_edge(version: str):
+    op = OPERATORS[version]
+    edges = [*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES, *WHOLE_HOST_ONLY, *WHOLE_EDGES]
+    edges += [*CACHE_HOST_EDGES, *CACHE_EDGES, *COMPUTED_EDGES, *WIDTH_EDGES]
+    calls = [edge[1] for edge in edges]
+    if version == V1:
+        calls = [renamed(edge[1]) for edge in edges if in_both(edge)]
+        calls += [edge[1] for edge in (*FIRST_HOST_EDGES, *FIRST_KERNEL_EDGES)]
+    said = [refusal(op, CHIPS[0], (), call) or "" for call in calls]
     texts = [each if isinstance(each, str) else each.text for each in (*op.limits[HOST], *op.limits[CHIPS[0]])]
     assert not [text for text in texts if not any(text in each for each in said)]
 

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import OPERATORS, Operator
-from tests.operators.cases import CASES, DTYPES, OLDER, Case, described, flat
-from tests.operators.pypto_cases import LAYER
+from fusion.operators import OPERATORS
+from tests.operators.agreement import new, require_agreement
+from tests.operators.cases import CASES, DTYPES, Case, described, flat
 from tests.operators.references import REFERENCES
-
-# Root mean square of the error over that of the result: one or two roundings of the dtype's last bit.
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, torch.float64: 1e-14}
-# A whole number may be the one beside it where what was rounded before lies between the two.
-TOLERANCE[torch.int8] = 5e-3
-# Times that: four roundings, one after the other, weigh as much as two that are independent.
-CHAINS = {
-    **dict.fromkeys(("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional", *OLDER, *LAYER), 2),
-    **dict.fromkeys(("atb::npu_mla_preprocess.out", "atb::npu_mla_preprocess.functional"), 4),
-}
-# What a rounding to int8 on the way may do, where what is rounded has been rounded before.
-STEP = {"atb::npu_mla_preprocess.out": 4e-3, "atb::npu_mla_preprocess.functional": 4e-3}
-
-
-def widened(arguments: dict) -> dict:
-    def wide(value: Any) -> Any:
-        if isinstance(value, list):
-            return [wide(each) for each in value]
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return {name: wide(value) for name, value in arguments.items()}
-
-
-def new(result: tuple[Tensor, ...], op: Operator, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The results that are no written arguments."""
-    return tuple(each for each in result if not any(each is arguments[name] for name in op.written))
-
-
-def relative(got: Tensor, expected: Tensor) -> float:
-    if not got.numel() or torch.equal(got.double(), expected.double()):
-        return 0.0
-    got, expected = got.double(), expected.double()
-    return ((got - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,20 +21,7 @@ def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
     op = OPERATORS[case.name]
     kept = [value for name, value in arguments.items() if isinstance(value, Tensor) and name not in op.written]
     before = [value.clone() for value in kept]
-    expected = flat(REFERENCES[case.operator](**widened(arguments)))
-    result = flat(op.fallback(**arguments))
-    got = (*new(result, op, arguments), *(arguments[name] for name in op.written))
-    assert len(got) == len(expected)
-    chain, step = CHAINS.get(case.operator, 1), STEP.get(case.operator, 0.0)
-    if arguments.get("weight_quant_mode") and dtype.itemsize == 2:
-        chain *= 4  # what is rounded before it is quantised may become the whole number beside
-    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert a.shape == b.shape
-        if a.dtype == torch.int8:
-            assert not a.numel() or (a.double() - b).abs().max() <= 2, f"output {index}"
-            continue
-        allowed = max(chain * max(TOLERANCE[dtype], TOLERANCE.get(a.dtype, 0.0)), dtype.itemsize == 2 and step)
-        assert relative(a, b) <= allowed, f"output {index}"
+    require_agreement(case.name, arguments, dtype)
     assert all(map(torch.equal, before, kept))
 
 

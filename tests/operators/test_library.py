@@ -234,7 +234,7 @@ def test_what_hides_its_writes_is_run_by_the_vendors_own_overload():
     library.impl("twice", lambda x, cache: (x + 1, x + 2, cache.add_(x)), "CPU")
     stand_in = replace(
         older, schema="written_unsaid::twice.in_place(Tensor x, Tensor(a!) cache) -> (Tensor, Tensor)",
-        dims={}, dtypes={}, limits={},
+        dims={}, dtypes={}, limits={}, uncomputed={}, without_effect=frozenset(), compute=lambda x, cache: (),
     )  # fmt: skip
     cache = torch.ones(2)
     one, two = run_by_default(stand_in, torch.ones(2), cache=cache)

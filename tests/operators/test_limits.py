@@ -92,6 +92,7 @@ SIGMOID = {
     "norm_type": 1,
 }
 CLIPPED = {"x": t(2, 3, 64)}
+GROUP = {"group_index": t(2, dtype=torch.int64)}
 NORM = {"input": t(2, 3, 64), "gamma": t(64)}
 ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
 LAYER, ADD_CHIPS = {**ADD, "beta": t(64), "additional_output": True}, (HOST, A2, A3)
@@ -195,7 +196,7 @@ EDGES = [
         "needs x1 in bfloat16, float16",
     ),
     # npu_add_layer_norm
-    ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"additional_output": False}, "additional_output"),
+    ("npu_add_layer_norm", ADD_CHIPS[1:], LAYER, LAYER | {"additional_output": False}, "additional_output"),
     ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"x2": t(1, 3, 64)}, "B is [1, 3], not [2, 3] in [1, 3, 64]"),
     ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"beta": t(63)}, "needs beta as [D]"),
     (
@@ -403,7 +404,7 @@ EDGES = [
     # npu_clipped_swiglu
     ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED | {"dim": 2}, CLIPPED | {"dim": 3}, "dim < rank(x)"),
     ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED, {"x": t(2, 3, 63)}, "size(x, dim) % 2 == 0"),
-    ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED, CLIPPED | {"group_index": t(2, dtype=torch.int64)}, "group_index"),
+    ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED | GROUP, CLIPPED | GROUP | {"dim": 0}, "dim % rank(x) > 0"),
     ("npu_clipped_swiglu", (A2, A3), {"x": t(1, 64)}, {"x": t(64)}, "rank(x) > 1"),
     (
         "npu_clipped_swiglu",
@@ -487,7 +488,13 @@ EDGES = [
     ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE, GATE | {"x": t(16)}, "rank(x) in (2, 3)"),
     ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE | {"k": 16}, GATE | {"k": 17}, "0 < k and k <= E"),
     ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE, GATE | {"renorm": 2}, "renorm in (0, 1)"),
-    ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE, GATE | {"finished": t(7)}, "not given(finished)"),
+    (
+        "npu_moe_gating_top_k_softmax_v2",
+        (HOST, A2, A3),
+        GATE | {"finished": t(7, dtype=torch.bool)},
+        GATE | {"finished": t(6, dtype=torch.bool)},
+        "needs finished as [*B]",
+    ),
     (
         "npu_moe_gating_top_k_softmax_v2",
         (HOST, A2, A3),
@@ -505,11 +512,24 @@ EDGES = [
     # npu_fusion_attention
     *(("npu_fusion_attention", (HOST, A2, A5), *edge) for edge in FUSION_HOST_EDGES),
     *(("npu_fusion_attention", (A2, A5), *edge) for edge in FUSION_EDGES),
-    *((name, (HOST, *CHIPS), scatter(2), scatter(3), "K <= rank(input)") for name in ND),
+    *((name, (HOST, *CHIPS), scatter(1), scatter(3), "K <= rank(input)") for name in ND),
+    *(
+        (name, (HOST, *CHIPS), scatter(1), scatter(1) | {"updates": t(*shape)}, f"sizes(updates, {text}")
+        for name in ND
+        for shape, text in (((2, 4), "0, rank(indices) - 1) =="), ((3, 5), "rank(indices) - 1, rank(updates)) =="))
+    ),
     *((name, CHIPS, scatter(1), scatter(1, dtype=F32), "dtype(updates) == dtype(input)") for name in ND),
     # scatter_update
     *((name, (HOST, *CHIPS), runs(), runs(rank=3), "rank(input) == rank(updates)") for name in RUN),
-    *((name, (HOST, *CHIPS), runs(axis=-3), runs(axis=-4), "axis % rank(input) != 0") for name in RUN),
+    *((name, (HOST, *CHIPS), runs(), runs(axis=-4), "axis % rank(input) != 0") for name in RUN),
+    *(
+        (name, (HOST, *CHIPS), runs(), runs() | {"updates": t(*shape)}, f"sizes(updates, {text} ==")
+        for name in RUN
+        for shape, text in (
+            ((2, 3, 3, 8), "1, axis % rank(input))"),
+            ((2, 4, 3, 7), "axis % rank(input) + 1, rank(updates))"),
+        )
+    ),
     *((name, (HOST, *CHIPS), runs(5), runs(6), "size(updates, axis) <= size(input, axis)") for name in RUN),
     *((name, CHIPS, runs(), runs(dtype=F32), "dtype(updates) == dtype(input)") for name in RUN),
     # npu_scatter_pa_kv_cache

@@ -62,7 +62,7 @@ def test_one_result_of_the_packages_own_overload_is_passed_on_whole():
     library.impl("once", lambda x, cache: x + cache.add_(x), "CPU")
     stand_in = replace(
         OPERATORS[LAYER[0]], schema="written_unsaid_too::once.in_place(Tensor x, Tensor(a!) cache) -> Tensor",
-        dims={}, dtypes={}, limits={}, compute=lambda: (), outputs=lambda: (), flops=None,
+        dims={}, dtypes={}, limits={}, compute=lambda x, cache: (), outputs=lambda: (), flops=None,
     )  # fmt: skip
     cache = torch.ones(2)
     assert run_by_default(stand_in, torch.ones(2), cache=cache).tolist() == [3, 3]

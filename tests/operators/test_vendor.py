@@ -43,6 +43,8 @@ for case in CASES:
         op = OPERATORS[case.name]
         if "::" in case.operator and case.operator not in METAS_OF_ATB:
             continue  # torch_npu has no Meta kernel of it
+        if call.get("k", 0) is None:
+            continue  # its Meta kernel compares None with 0
         if not accepted(op, call):
             continue  # what the Meta kernel says of a dtype that no chip takes means nothing
         theirs, ours = (list(map(described, flat(f(**call)))) for f in (op.overload(), op.meta))

@@ -1,0 +1,50 @@
+"""Limits of the calls of an operator, per chip or for every machine: predicates over dims, dtypes and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.operators import predicates
+
+CHIPS = ("ascend910b", "ascend910_93", "ascend950")
+"""Chips with limits: Atlas A2, Atlas A3, Ascend 950."""
+A2_A3 = CHIPS[:2]
+HOST = "host"
+"""CPU or GPU, where the decomposition runs: no limits but those that every machine has."""
+LOWERINGS = ("eager", "torchair", "npugraph_ex")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """`text` must hold, in calls for which `when` holds, if the graph is lowered by `lowering` (None: by any)."""
+
+    text: str
+    when: str = ""
+    lowering: str | None = None
+    because: str = ""
+
+    def verdict(self, values: Mapping[str, Any]) -> bool | None:
+        """Return True if a call with `values` satisfies the limit, False if not, None if that cannot be decided.
+
+        A limit that symbolic sizes leave open, but the sizes of the traced call satisfy, becomes a guard of the graph.
+        """
+        satisfied = self.evaluate(values, predicates.proven)
+        if satisfied is None and self.evaluate(values, predicates.hinted):
+            return self.evaluate(values, predicates.guarded)
+        return satisfied
+
+    def evaluate(self, values: Mapping[str, Any], decide: predicates.Decide) -> bool | None:
+        """Evaluate the limit for `values`, comparing symbolic sizes by `decide`; None if that leaves the limit open."""
+        applies = predicates.holds(self.when, values, decide) if self.when else True
+        if applies is False:
+            return True
+        satisfied = predicates.holds(self.text, values, decide)
+        return satisfied if applies or satisfied else None
+
+
+def only(names: Iterable[str], when: str, because: str = "") -> tuple[Limit, ...]:
+    """Require the arguments `names` in calls for which `when` holds, and forbid them in all others."""
+    required = (Limit(f"given({name})", when=when) for name in names)
+    return *required, *(Limit(f"not given({name})", when=f"not ({when})", because=because) for name in names)
