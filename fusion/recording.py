@@ -25,6 +25,7 @@ from fusion._torch.tensors import leaves, map_only, told_apart
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
+from fusion.language.ranges import is_covered
 from fusion.operators import unchecked
 from fusion.records import Input, Output, Step
 from fusion.sizes import SizeNodes
@@ -59,7 +60,7 @@ class Recorder(FakesMode):
             if isinstance(tensor, torch.Tensor):
                 self._names.setdefault(id(tensor), Output(number, item if several else None))
         given, named = map_only(torch.Tensor, self.name, (_completed(func, args), named))
-        self.steps.append(Step(func, given, named, result))
+        self.steps.append(Step(func, given, named, result, is_covered()))
         return result
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

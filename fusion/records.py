@@ -162,12 +162,21 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a plan: an operator, its arguments (tensors as `Input` or `Output`), and the fake result."""
+    """One call of a plan.
+
+    Attributes:
+        target: the operator.
+        args: its arguments, tensors as `Input` or `Output`.
+        kwargs: those that are passed by name.
+        result: the fake result.
+        covered: True if the lowering states that float16 holds what the call rounds (`fusion.language.ranges`).
+    """
 
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
+    covered: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,8 +31,8 @@ def written(value: Any) -> Any:
             return ["input", name]
         case Output(step, item):
             return ["output", step, item]
-        case Step(target=target, args=args, kwargs=kwargs, result=result):
-            return ["step", *map(written, (target, args, dict(kwargs), result))]
+        case Step(target, args, kwargs, result, covered):
+            return ["step", *map(written, (target, args, dict(kwargs), result, covered))]
         case Plan(steps, results, fakes, refusals, costs, uses):
             return ["plan", *map(written, (steps, results, fakes, dict(refusals), costs, uses))]
         case Refused():

@@ -4,6 +4,7 @@ from fusion.language.forms import Pattern, captured
 from fusion.language.groups import Group, attribute, scalar, tensor
 from fusion.language.marks import alternative, calls, lookalike, lowering, pattern, refused_on, variants
 from fusion.language.meanings import relied
+from fusion.language.ranges import bounded, rounding
 from fusion.language.reader import Library, Reader, Word, levels, ordered, reader, word
 from fusion.language.rule import Example, Lowering, Refused, Rule, ask_guard, call, require
 from fusion.language.terms import Bindings, Capture, Term
@@ -24,6 +25,7 @@ __all__ = [
     "alternative",
     "ask_guard",
     "attribute",
+    "bounded",
     "call",
     "calls",
     "captured",
@@ -36,6 +38,7 @@ __all__ = [
     "refused_on",
     "relied",
     "require",
+    "rounding",
     "scalar",
     "tensor",
     "variants",

@@ -85,6 +85,27 @@ class Cast(Above):
 
 
 @dataclass(frozen=True, eq=False)
+class Typed(Above):
+    """A term of whose value the parameter takes the dtype."""
+
+    dtype: Parameter
+    parts = Above.below
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank of the inner term."""
+        return self.inner.rank
+
+    def heads(self) -> frozenset[str]:
+        """The heads of the inner term: no step stands above it."""
+        return self.inner.heads()
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        if self.dtype.takes(value.dtype, bound):
+            yield from self.inner.match(value, {**bound, self.dtype: value.dtype}, cx)
+
+
+@dataclass(frozen=True, eq=False)
 class Scaled(Above):
     """A value that is `inner` times a number, which the parameter takes; 1 where it is `inner` itself."""
 

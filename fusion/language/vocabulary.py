@@ -11,7 +11,7 @@ import torch
 
 from fusion.errors import RuleError
 from fusion.language.meanings import Meaning
-from fusion.language.steps import Cast, Scaled
+from fusion.language.steps import Cast, Scaled, Typed
 from fusion.language.terms import Apply, Capture, Parameter, Term
 from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped
 
@@ -23,6 +23,7 @@ class Vocabulary:
     maybe_packed = Packed
     maybe_repeated = Repeated
     maybe_scaled = Scaled
+    typed = Typed
     per_token = PerToken
     reshaped = Reshaped
 

@@ -44,6 +44,7 @@ SCATTER_ND_UPDATE_ = Operator(
         ),
         **_SAME,
     },
+    moves=True,
     source="op-plugin: torch_npu.npu_scatter_nd_update_; CANN: aclnnScatterNd; GE: ScatterNdUpdate, in place",
     summary="input[indices[i, 0], …, indices[i, K-1]] = updates[i]; equal indices in no fixed order",
 )
@@ -83,6 +84,7 @@ SCATTER_UPDATE_ = Operator(
         ),
         **_SAME,
     },
+    moves=True,
     source="op-plugin: torch_npu.scatter_update_; GE: Scatter, in place",
     summary="input[b, …, indices[b] : indices[b] + size(updates, axis), …] = updates[b] along axis",
 )
@@ -128,6 +130,7 @@ SCATTER_PA_KV_CACHE = Operator(
         "host": (Limit("A * L == N * D and C * M == N * E", when="cache_mode == 'PA_NZ'"),),
         **dict.fromkeys(CHIPS, _PA_SAME),
     },
+    moves=True,
     lowerings=frozenset({"eager", "npugraph_ex"}),
     source="op-plugin: torch_npu.npu_scatter_pa_kv_cache; a negative slot is not documented",
     summary=f"both caches{_PA_FORMULA}",
@@ -165,6 +168,7 @@ RESHAPE_AND_CACHE = Operator(
     },
     dtypes={"key value key_cache value_cache": _PAGED, "slot_indices": INT32},
     limits=dict.fromkeys(CHIPS, _BOTH),
+    moves=True,
     lowerings=frozenset({"eager", "npugraph_ex"}),
     source="op-plugin: test_atb_reshape_and_cache.py (ND golden), ops/atb/ReshapeAndCachAtb.cpp; no Meta in 2.13.0",
     summary=f"both caches{_RESHAPE_FORMULA}",
@@ -261,6 +265,7 @@ GATHER_PA_KV_CACHE = Operator(
     },
     dtypes={"key_cache value_cache key value": HALVES | INT8, "block_tables seq_lens seq_offset": INT32},
     limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
+    moves=True,
     lowerings=frozenset({"eager", "npugraph_ex"}),  # torchair has no converter
     fractal=_formats,
     source=(

@@ -77,6 +77,10 @@ class Operator:
     """Weights that the kernel reads in ND, a transposed view too, as well as in FRACTAL_NZ, which it reads faster."""
     empty: frozenset[str] = field(default_factory=frozenset[str])
     """Dims that may be 0: of a tensor that a mode of the operator leaves alone. All others have elements."""
+    moves: bool = False
+    """True if all floats that the operator gives are elements of its arguments."""
+    rounds: str = ""
+    """Values that the kernel computes on the way and rounds to float16 beside float16, "" where there are none."""
 
     def __post_init__(self) -> None:
         """Give each of several names of a row its own; refuse a declaration that speaks of what is not known."""

@@ -230,6 +230,7 @@ MOE_INIT_ROUTING_V2 = Operator(
             ),
         ),
     },
+    moves=True,
     source=(
         "op-plugin: torch_npu.npu_moe_init_routing_v2 (A2 and A3; its equivalent code in numpy), "
         "test_npu_moe_init_routing_v2.py; CANN: aclnnMoeInitRoutingV3"

@@ -216,6 +216,7 @@ GATHER_SELECTION_KV_CACHE = Operator(
     dims=_DIMS,
     dtypes=dict.fromkeys(_DIMS, INT32) | {_CACHES: HALVES | INT8},
     limits={"host": _HOST, "ascend910_93": _KERNEL},
+    moves=True,
     lowerings=frozenset({"eager", "npugraph_ex"}),
     unread=_unread,
     source=(

@@ -114,6 +114,7 @@ FORMAT_CAST = Operator(
         "host": (f"acl_format in ({ND}, {FRACTAL_NZ})",),
         **dict.fromkeys(A2_A3, _LIMITS),
     },
+    moves=True,
     lowerings=frozenset({"eager"}),
     source="torch_npu.npu_format_cast; it has neither a Meta kernel nor a GE converter in 2.13.0",
     summary="the same values, stored as acl_format says: 2 row-major, 29 fractal NZ; elsewhere a copy",

@@ -169,6 +169,7 @@ MLA_PREPROCESS = Operator(
     },
     limits={"host": _HOST, **dict.fromkeys(A2_A3, _KERNEL)},
     flops=lambda input, wdqkv, wuq, wuk: products(input.shape[0], wdqkv, wuq, wuk),
+    rounds="what each layer gives, and queries times wuk",
     lowerings=frozenset({"eager"}),
     source=(
         "ATB: MlaPreprocessOperation, its checks, kernel and test_mla_preprocess.py; op-plugin: "

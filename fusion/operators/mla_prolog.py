@@ -183,6 +183,7 @@ MLA_PROLOG_V3 = Operator(
         "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
         "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"
     ),
+    rounds="what each layer gives, and queries times weight_uk",
     summary=_SUMMARY,
     empty=frozenset({"Kr"}),
 )
@@ -260,6 +261,7 @@ def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Oper
         lowerings=frozenset({"eager", "npugraph_ex"}),  # GE sees no order between such a call and what reads its caches
         flops=MLA_PROLOG_V3.flops,
         source=source,
+        rounds=MLA_PROLOG_V3.rounds,
         summary=_OLDER_SUMMARY.format(what="an overload"),
         runs_default=True,
     )

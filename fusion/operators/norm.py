@@ -104,6 +104,7 @@ ADD_RMS_NORM = Operator(
         **dict.fromkeys(CHIPS, _ADD_SAME),
     },
     source="op-plugin: torch_npu.npu_add_rms_norm; CANN: aclnnAddRmsNorm; kernel: ops-nn norm/add_rms_norm",
+    rounds="x1 + x2",
     summary="x = round(x1 + x2); y = round(round(s · rstd) · gamma), s = x1 + x2 (bfloat16) or x (float16)",
 )
 
@@ -137,6 +138,7 @@ ADD_RMS_NORM_CAST = Operator(
         "CANN: aclnnAddRmsNormCast (y1 = float(y2), of 16 bits); torch_npu.npu_add_rms_norm_cast; kernel: ops-nn "
         "norm/add_rms_norm_cast (one rounding, then a cast; a public test leaves y1 unrounded)"
     ),
+    rounds="x1 + x2",
     summary="x = round(x1 + x2); y2 = round(s · rstd · gamma); y1 = y2 in float32, s as of npu_add_rms_norm",
 )
 

@@ -90,6 +90,7 @@ ADD_RMS_NORM_QUANT = Operator(
         ),
     },
     lowerings=_EAGER,
+    rounds="x1 + x2, and the norm",
     source=(
         "op-plugin: torch_npu.npu_add_rms_norm_quant (scales and zero points as gamma); CANN: aclnnAddRmsNormQuantV2 "
         "(table of the dtypes that go together); kernel: ops-nn norm/add_rms_norm_quant"

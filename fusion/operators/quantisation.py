@@ -400,6 +400,7 @@ ADD_RMS_NORM_DYNAMIC_QUANT = Operator(
         ),
         **dict.fromkeys(CHIPS, _NORM),
     },
+    rounds="x1 + x2",
     source="op-plugin: torch_npu.npu_add_rms_norm_dynamic_quant; kernel: ops-nn norm/add_rms_norm_dynamic_quant",
     summary=(
         "x = round(x1 + x2); n = (x1 + x2) · rstd · gamma (+ beta) in float32 (float16: of x); "

@@ -208,6 +208,7 @@ APPLY_ROTARY_POS_EMB = Operator(
         "ascend950": (*_APPLY, "D <= 1024"),
     },
     source=_PAGES.format("npu_apply_rotary_pos_emb", "aclnnApplyRotaryPosEmbV2", "apply_rotary_pos_emb"),
+    rounds="x · cos and rotate(x) · sin",
     summary="q, k = round(x · cos + rotate(x) · sin) for x = query, key; bfloat16 in float32, float16 in itself",
     overwrites=frozenset({"query", "key"}),
 )

@@ -141,6 +141,7 @@ SPARSE_ATTENTION_PTO = Operator(
     dims=_DIMS,
     dtypes=dict.fromkeys(_DIMS, BFLOAT16) | dict.fromkeys(_INDICES, INT32),
     limits={"host": _HOST, "ascend910_93": _KERNEL},
+    rounds="what each layer gives, and queries times w_uk",
     lowerings=frozenset({"torchair"}),  # there is no kernel to launch by itself
     flops=_flops,
     source=(

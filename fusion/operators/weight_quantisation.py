@@ -77,6 +77,7 @@ WEIGHT_QUANT_BATCHMATMUL = Operator(
     },
     flops=lambda x, weight: product(x, weight.shape[1]),
     source="op-plugin: torch_npu.npu_weight_quant_batchmatmul (A2 and A3; a weight of int8, ND)",
+    rounds="(weight + antiquant_offset) · antiquant_scale",
     summary="out = round(x · round((weight + antiquant_offset) · antiquant_scale) + bias), sums in float32",
 )
 

@@ -19,6 +19,7 @@ from fusion.testing.laws import (
     refuses,
     saves_what_it_claims,
 )
+from fusion.testing.ranges import keeps_float64, refuses_float64, stays_in_range
 from fusion.testing.trials import Trial, trial, trial_of
 from fusion.widening import widen, widened
 
@@ -35,11 +36,14 @@ __all__ = [
     "check",
     "emits_valid_calls",
     "idempotent",
+    "keeps_float64",
     "leaves_the_rest_alone",
     "means_what_it_says",
     "recognises",
     "refuses",
+    "refuses_float64",
     "saves_what_it_claims",
+    "stays_in_range",
     "trial",
     "trial_of",
     "widen",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import require
+from fusion import bounded, require
 
 BAND = 2048
 """The mask of sparse modes 2, 3 and 4 is fixed: what it holds is not read for a larger one."""
@@ -116,7 +116,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments
         operator = torch.ops.npu.npu_fused_infer_attention_score
         arguments = {FIRST_NAMES.get(name, name): value for name, value in arguments.items()}
     overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
-    return overload(q, k, v, **{FIRST_NAMES[KEYS] if call.version == 1 else KEYS: lengths}, **arguments)
+    with bounded():  # a result is a mean of values
+        return overload(q, k, v, **{FIRST_NAMES[KEYS] if call.version == 1 else KEYS: lengths}, **arguments)
 
 
 def _older(
@@ -143,13 +144,15 @@ def _older(
         told |= {name: arguments[name] for name in ("atten_mask", "block_table", "block_size") if name in arguments}
         operator = torch.ops.npu.npu_incre_flash_attention
         overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
-        return overload(q, k, v, actual_seq_lengths=lengths, **told), q
+        with bounded():  # a mean of values
+            return overload(q, k, v, actual_seq_lengths=lengths, **told), q
     require("block_table" not in arguments, "the older operator for several queries reads no pages")
     numbers = not isinstance(lengths, Tensor) and all(isinstance(each, int) and each > 0 for each in lengths or ())
     require(numbers, "the older operator for several queries is told lengths in numbers, and of keys that there are")
     told |= {name: arguments[name] for name in ("atten_mask", "pre_tokens") if name in arguments}
     told |= dict(sparse_mode=mode, next_tokens=arguments.get("next_tokens", UNLIMITED))
-    return torch.ops.npu.npu_prompt_flash_attention(q, k, v, actual_seq_lengths_kv=lengths, **told), q
+    with bounded():  # a mean of values
+        return torch.ops.npu.npu_prompt_flash_attention(q, k, v, actual_seq_lengths_kv=lengths, **told), q
 
 
 def heads_last(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, attribute, require, scalar, tensor
+from fusion import Group, attribute, require, rounding, scalar, tensor
 from patterns.attention.calls import Call
 from patterns.cache import pages
 from patterns.quant.scales import exact_scale, scale_of
@@ -86,12 +86,18 @@ class Int8(Floats):
         require(False, "the operator {operator} reads no int8", operator=operator)
 
     def told(self, call: Call, q: Tensor, source: Any) -> Call:
-        """As of floats."""
+        """Return the call with the scales; the operator gives keys and values in the dtype of the queries."""
+        wide = torch.float32 if self.mixed else q.dtype
+        with rounding("the keys and values that int8 stands for", wide, q.dtype):
+            return replace(call, int8=self._scales(q, source))
+
+    def _scales(self, q: Tensor, source: Any) -> TokenScales | Scales:
+        """Return what the operator is told of keys and values."""
         if self.k_scale is not None and (self.k_scale.shape[0] != 1 or self.k_scale.shape[2] != 1):
             key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
-            return replace(call, int8=TokenScales(key, value))
+            return TokenScales(key, value)
         key, value = exact_scale(self.k_scale, self.k_by, q), exact_scale(self.v_scale, self.v_by, q)
-        return replace(call, int8=Scales(key, value, self._offset(q), source.first.shape[1]))
+        return Scales(key, value, self._offset(q), source.first.shape[1])
 
     def _offset(self, q: Tensor) -> Tensor | None:
         """That of values, in the dtype of the queries."""

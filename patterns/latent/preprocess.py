@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Rule, lowering, pattern, require, rounding, scalar, tensor, variants
 from patterns.attention.calls import laid
 from patterns.cache.pages import NZ_INT8, in_rows
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
@@ -135,14 +135,17 @@ class MlaPreprocess(Rule):
         scales = order.joined(projection.dq_scale, projection.dkv_scale, projection.uq_scale)
         betas, told = _told(projection, x, (norm.gamma, queries.gamma), order)
         kv, kr, mode = _pages(storage)
-        query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
+        given = (
             x.reshape(tokens, -1), norm.gamma, betas[0], down, scales[0].float(), queries.gamma, betas[1], wide,
             scales[1].float(), row.scaled_gamma(x.dtype), cos, sin, queries.up.contiguous(), kv, kr,
             storage.slots.reshape(-1).to(torch.int32),
-            q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
-            q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
-            cache_mode=mode, **told, **storage.preprocess_arguments(x),
         )  # fmt: skip
+        with rounding("what the int8 layers give", projection.layer_dtype, x.dtype):
+            query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
+                *given, q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
+                q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
+                cache_mode=mode, **told, **storage.preprocess_arguments(x),
+            )  # fmt: skip
         query, rope = (each.unflatten(0, x.shape[:-1]) if x.dim() == 3 else each for each in (query, rope))
         return *queries.restored(query, rope), *storage.restored(kv, kr)
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, calls, lowering, pattern, require, scalar, tensor, variants
+from fusion import Rule, attribute, bounded, calls, lowering, pattern, require, scalar, tensor, variants
 from fusion.analysis.rounding import exact
 from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables
 from patterns.quant.joined_schemes import JOINED
-from patterns.quant.quantisation import quantised_rows
+from patterns.quant.quantisation import quantised_rows, rounded_scale
 from patterns.quant.scales import multipliers
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 from patterns.rotary.orders import INTERLEAVED, RowOrder
@@ -85,7 +85,7 @@ class Int8QueryPages(Int8LatentPages):
     def restored_queries(self, queries: Queries, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Queries, rotated ones and scales, heads first."""
         scale, rope = scale.reshape(*query.shape[:-1], 1), queries.reordered(rope)
-        return query.transpose(1, 2), rope.transpose(1, 2), scale.transpose(1, 2).to(self.dtype)
+        return query.transpose(1, 2), rope.transpose(1, 2), rounded_scale(scale.transpose(1, 2), self.dtype)
 
 
 STORES = (Rows, *PAGES, Fresh, PackedPages, Int8QueryPages)
@@ -152,12 +152,14 @@ class MlaProlog(Rule):
     def run(self, x, projection, storage, queries, row, tables):
         """One call of the third version."""
         projection = queries.reordered_layers(projection, row)
-        query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
-            *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up),
-            rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
-            qc_qr_scale=projection.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(x),
-            cache_index=storage.index(x), **projection.arguments(), **storage.prolog_arguments(row.widths, x.device),
-        )  # fmt: skip
+        given = *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up)
+        with bounded():  # the model holds what each layer gives in this dtype as well
+            query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
+                *given, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
+                qc_qr_scale=projection.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(x),
+                cache_index=storage.index(x), **projection.arguments(),
+                **storage.prolog_arguments(row.widths, x.device),
+            )  # fmt: skip
         found = storage.restored_queries(queries, query, rope, scales)
         return *found, *projection.restored(latent, scale), *storage.restored(*row.reordered(*caches))
 
@@ -173,11 +175,13 @@ class MlaProlog(Rule):
         ones = queries.factor == row.factor == 1
         require(ones, "the older versions of the operator multiply no latent by a number")
         projection = queries.reordered_layers(projection, row)
-        query, rope, *caches = getattr(torch.ops.npu, version).functional(
-            *read(x, projection, queries, row, tables), index, *storage.caches(x, row.widths, queries.up),
-            rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, cache_mode=storage.layout(x),
-        )  # fmt: skip
-        latent = torch.ops.npu.npu_rms_norm(torch.nn.functional.linear(x, projection.dq), queries.gamma, queries.eps)[0]
+        given = *read(x, projection, queries, row, tables), index, *storage.caches(x, row.widths, queries.up)
+        with bounded():  # the model holds what each layer gives in this dtype as well
+            query, rope, *caches = getattr(torch.ops.npu, version).functional(
+                *given, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, cache_mode=storage.layout(x)
+            )
+            low = torch.nn.functional.linear(x, projection.dq)
+        latent = torch.ops.npu.npu_rms_norm(low, queries.gamma, queries.eps)[0]
         return *queries.restored(query, rope), latent, *storage.restored(*row.reordered(*caches))
 
 

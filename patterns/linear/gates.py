@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Group, attribute, require, scalar, tensor
+from fusion import Group, attribute, bounded, require, scalar, tensor
 from patterns.quant.quantised_linear import multiplied, prepared, refuse
 
 f32 = torch.float32
@@ -88,8 +88,9 @@ class Projected(Group):
         return None if self.gate_bias is None else torch.cat([self.gate_bias, self.up_bias])
 
     def joined(self) -> Tensor:
-        """Both, [*B, 2 · H], by one matmul."""
-        return F.linear(self.x, torch.cat([self.gate, self.up]), self.bias())
+        """Return both, [*B, 2 · H], by one matmul."""
+        with bounded():  # the model holds gate and up in the dtype of x as well
+            return F.linear(self.x, torch.cat([self.gate, self.up]), self.bias())
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ class Int8Projected(Projected):
         refuse(self.dtype)
 
     def joined(self) -> Tensor:
-        """Both, [*B, 2 · H], by one product."""
+        """Return both, [*B, 2 · H], by one product."""
         scale, weight = torch.cat([self.gate_scale, self.up_scale]), prepared(torch.cat([self.gate, self.up]))
-        return multiplied(self.x, weight, scale, self.tokens.float().reshape(-1), self.bias(), self.dtype)
+        with bounded():  # the model holds gate and up in this dtype as well
+            return multiplied(self.x, weight, scale, self.tokens.float().reshape(-1), self.bias(), self.dtype)
 
 
 @dataclass(frozen=True)

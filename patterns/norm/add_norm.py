@@ -12,7 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, lookalike, lowering, pattern, require, scalar, tensor, variants
+from fusion import (
+    Group,
+    Rule,
+    attribute,
+    lookalike,
+    lowering,
+    pattern,
+    require,
+    rounding,
+    scalar,
+    tensor,
+    variants,
+)
 from patterns.norm.gain import GAIN, Gain, unit_gain
 from patterns.norm.rms_norm import RMSNorm
 
@@ -68,30 +80,30 @@ class AddNorm(Rule):
 
     @pattern
     @variants(norm=(RmsNorm, LayerNorm))
-    def rounded_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+    def rounded_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
         """The norm of the sum as the next layer reads it."""
-        s = a + b
+        s = p.typed(a + b, total)
         return norm.of(p, s, eps), s
 
     @pattern
     @variants(norm=(RmsNorm, LayerNorm))
-    def float32_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+    def float32_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
         """The norm of the sum in float32, before it is rounded for the next layer."""
-        s = float32_sum(p, a, b)
+        s = p.typed(float32_sum(p, a, b), total)
         return p.as_dtype(norm.of(p, s, eps), like=a), p.as_dtype(s, like=a)
 
     @pattern
     @variants(norm=(RmsNorm,))
-    def float32_sum_rounded_norm(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+    def float32_sum_rounded_norm(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
         """The same with the norm rounded before the weight."""
-        s = float32_sum(p, a, b)
+        s = p.typed(float32_sum(p, a, b), total)
         return p.as_dtype(rounded_before_gain(p, s, norm.gamma, eps, to=a), like=a), p.as_dtype(s, like=a)
 
     @pattern
     @variants(norm=(RmsNorm,))
-    def float32_sum_unused(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar()):
+    def float32_sum_unused(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
         """The same where nothing else reads the sum."""
-        return p.as_dtype(norm.of(p, float32_sum(p, a, b), eps), like=a)
+        return p.as_dtype(norm.of(p, p.typed(float32_sum(p, a, b), total), eps), like=a)
 
     @variants(norm=(RmsNorm, LayerNorm))
     @lookalike("one addend is broadcast or scaled: the operator adds two tensors of the same shape, as they are")
@@ -105,10 +117,12 @@ class AddNorm(Rule):
 
     @lowering
     @variants(norm=(RmsNorm,))
-    def rms(self, a: Tensor, b: Tensor, norm: Gain, eps: float):
-        """One operator, which takes the gain in the dtype of the addends."""
+    def rms(self, a: Tensor, b: Tensor, norm: Gain, eps: float, total: torch.dtype):
+        """Run one operator, which takes the gain in the dtype of the addends."""
         require(a.dtype == b.dtype, "the addends have different dtypes")
-        y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, norm.like(a), eps)
+        gain = norm.like(a)
+        with rounding("the sum of the addends", total, a.dtype):
+            y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, gain, eps)
         return y, s
 
     @lowering

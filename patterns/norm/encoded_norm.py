@@ -10,13 +10,14 @@ norm before it would be rounded to 16 bits, or `npu_add_rms_norm_cast`, which wi
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Rule, attribute, lowering, pattern, require, rounding, scalar, tensor, variants
 from patterns.norm.add_norm import AddNorm, float32_sum, rounded_before_gain
 from patterns.norm.gain import Gain, unit_gain
 from patterns.quant.quantisation import Quantisation
@@ -39,14 +40,21 @@ class Alone(Group):
 
 @dataclass(frozen=True)
 class RoundedSum(Group):
-    """The norm of a sum as the next layer reads it."""
+    """The norm of a sum as the next layer reads it.
+
+    Attributes:
+        a: one addend.
+        b: the other.
+        total: the dtype in which the model holds their sum.
+    """
 
     a: Any = tensor("*B D")
     b: Any = tensor("*B D")
+    total: Any = attribute()
 
     def terms(self, p, gain, eps):
         """The norm, and what else is kept."""
-        s = self.a + self.b
+        s = p.typed(self.a + self.b, self.total)
         return p.rms_norm(x=s, **vars(gain), eps=eps), (s,)
 
 
@@ -56,7 +64,7 @@ class Float32Sum(RoundedSum):
 
     def terms(self, p, gain, eps):
         """The norm, and what else is kept."""
-        s = float32_sum(p, self.a, self.b)
+        s = p.typed(float32_sum(p, self.a, self.b), self.total)
         return p.as_dtype(self.norm(p, s, gain, eps), like=self.a), (p.as_dtype(s, like=self.a),)
 
     def norm(self, p, s, gain, eps):
@@ -139,9 +147,11 @@ class EncodedNorm(Rule):
     @variants(of=SUMS, result=(TokenScales,))
     def by_token(self, of: RoundedSum, result: TokenScales, gain: Gain, eps: float):
         """One operator; a scale in 16 bits is cast."""
-        y, _, s, scale, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
-            *_addends(of), gain.like(of.a), epsilon=eps, output_mask=[True, False]
-        )
+        addends, weight = _addends(of), gain.like(of.a)
+        with _rounded(of):
+            y, _, s, scale, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
+                *addends, weight, epsilon=eps, output_mask=[True, False]
+            )
         return y, result.restored(scale), s
 
     @lowering
@@ -156,9 +166,9 @@ class EncodedNorm(Rule):
             scale = scale_of(result.scale, result.by, x.device)
             offset = result.offset(torch.int32, x.device)
         lines = [each.expand(x.shape[-1]).contiguous() for each in (scale, offset)]
-        y, _, s = torch.ops.npu.npu_add_rms_norm_quant(
-            *_addends(of), gain.like(x), *lines, None if bias is None else _exact_bias(bias, x), epsilon=eps
-        )
+        given = (*_addends(of), gain.like(x), *lines, None if bias is None else _exact_bias(bias, x))
+        with _rounded(of):
+            y, _, s = torch.ops.npu.npu_add_rms_norm_quant(*given, epsilon=eps)
         return y, s
 
     @lowering
@@ -174,13 +184,20 @@ class EncodedNorm(Rule):
     @variants(of=SUMS, result=(Widened,), tokens=("apart", "in one dim"))
     def widened(self, of: RoundedSum, gain: Gain, eps: float, tokens: str):
         """One operator; the tokens of all sequences in one dim [T, D] where a router reads them so."""
-        wide, y, _, s = torch.ops.npu.npu_add_rms_norm_cast(*_addends(of), gain.like(of.a), eps)
+        addends, weight = _addends(of), gain.like(of.a)
+        with _rounded(of):
+            wide, y, _, s = torch.ops.npu.npu_add_rms_norm_cast(*addends, weight, eps)
         return wide if tokens == "apart" else wide.flatten(0, -2), y, s
 
 
 def _addends(of: RoundedSum) -> tuple[Tensor, Tensor]:
     require(of.a.dtype == of.b.dtype, "the addends of the norm have different dtypes")
     return of.a, of.b
+
+
+def _rounded(of: RoundedSum) -> AbstractContextManager[None]:
+    """State in which dtype the model holds the sum that the operators round to that of the addends."""
+    return rounding("the sum of the addends", of.total, of.a.dtype)
 
 
 def _exact_bias(bias: Tensor, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, tensor
+from fusion import Group, rounding, tensor
 
 f32 = torch.float32
 GAIN = tensor("D", optional=True)
@@ -27,11 +27,18 @@ class Gain(Group):
     weight: Any = GAIN
 
     def like(self, x: Tensor) -> Tensor:
-        """The gain [D], rounded once to the dtype of x [.., D]."""
-        if self.weight is not None:
-            wide = self.weight if self.weight.dtype == x.dtype else self.weight.to(f32)
-            return (1.0 + wide).to(x.dtype)
-        return unit_gain(x) if self.gamma is None else self.gamma.to(x.dtype)
+        """Return the gain [D], rounded once to the dtype of x [.., D].
+
+        Raises:
+            Refused: that dtype has less range than the gain.
+        """
+        given = self.gamma if self.weight is None else self.weight
+        if given is None:
+            return unit_gain(x)
+        with rounding("the gain", given.dtype, x.dtype):  # 1 + w of a float16 w is at most 65504
+            if self.weight is None:
+                return given.to(x.dtype)
+            return (1.0 + (given if given.dtype == x.dtype else given.to(f32))).to(x.dtype)
 
     def remark(self, x: Any, operator: str) -> str:
         """What rounding it means, where it is rounded: relative to a lane, no more than the result's own rounding."""

@@ -175,7 +175,7 @@ class RMSNorm(Rule):
     def scaled(self, x: Tensor, eps: float, factor: Any):
         """One operator for a sum of squares; the gain is 1 / sqrt(factor)."""
         require(factor is not None, "the squares are averaged, not summed")
-        gain = torch.full(x.shape[-1:], factor**-0.5, dtype=f32, device=x.device)
+        gain = torch.full(x.shape[-1:], factor**-0.5, dtype=torch.promote_types(x.dtype, f32), device=x.device)
         return torch.ops.npu.npu_rms_norm(x, gain, eps / factor)[0]
 
     @lowering

@@ -128,5 +128,19 @@ class Quantisation(Rule):
 
 
 def _kept(scale: Tensor, dtype: torch.dtype, times: float | None) -> Tensor:
-    """The scales [*B, 1] of the model, of those in float32 that the operator gives."""
-    return (scale if times is None else scale * times).to(dtype)
+    """Return the scales [*B, 1] of the model, of those in float32 that the operator gives."""
+    return rounded_scale(scale if times is None else scale * times, dtype)
+
+
+def rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 scales in the dtype of the model.
+
+    Raises:
+        Refused: the model divides by scales of float16, of which faint ones are other numbers than the operator's.
+    """
+    require(
+        dtype != torch.float16,
+        "the scales of tokens: the model divides by them in float16, which thins out below 6e-5; the operator requires "
+        "float32; compute them in float32",
+    )
+    return scale.to(dtype)

@@ -28,6 +28,8 @@ UNSCALED = "numbers are rounded to int8 without a scale that is the largest of t
 _JOINED = "scales are joined, or repeated, before they divide rows, and not proven to be those of the same rows"
 FAINT = 1e-5
 """A scale up to which a row counts as zeros: the least that quantisation code keeps scales at."""
+FAINTEST = 2.0**-24
+"""The least number of float16 above 0: a row of float16 below holds zeros alone."""
 
 
 @dataclass(frozen=True)
@@ -267,4 +269,8 @@ def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -
         return "a scale of 16 bits is rounded, so that without a bound a row may leave int8"
     if scale.least > FAINT * (1 + 1e-6):
         return f"scales are at least {scale.least:g}: more rows than those that are as good as zeros would change"
+    if x.dtype == torch.float16 and scale.least * LARGEST > FAINTEST:
+        return (
+            f"the bound {scale.least:g} of scales: rows of float16 may lie below; npu_dynamic_quant requires no bound"
+        )
     return ""

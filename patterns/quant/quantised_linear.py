@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, alternative, attribute, lowering, pattern, require, tensor, variants
+from fusion import Group, Rule, alternative, attribute, lowering, pattern, require, rounding, tensor, variants
 
 NZ = 29  # the storage format in which the operator reads a weight fastest
 CODES = {torch.float16: 5, torch.bfloat16: 15}
@@ -69,7 +69,11 @@ class W8A8(Group):
 
 @dataclass(frozen=True)
 class WeightOnly(Group):
-    """Rows in floats; of the weight a scale, and perhaps a zero point; the result seen in heads, if it is."""
+    """Rows in floats; of the weight a scale, and perhaps a zero point; the result seen in heads, if it is.
+
+    Attributes:
+        dtype: that in which the model holds the weight times its scale.
+    """
 
     x: Any = tensor("*B K")
     weight: Any = tensor("N K")
@@ -77,6 +81,7 @@ class WeightOnly(Group):
     offset: Any = tensor("*G C", optional=True)
     bias: Any = tensor("N", optional=True)
     heads: Any = attribute()
+    dtype: Any = attribute()
 
     def term(self, p) -> Any:
         """The layer."""
@@ -129,15 +134,16 @@ class QuantisedLinear(Rule):
     @lowering
     @variants(layer=(WeightOnly,))
     def weight_only(self, layer: WeightOnly):
-        """One operator over the rows of all tokens; a bias beside bfloat16 in float32."""
+        """Run one operator over the rows of all tokens; a bias beside bfloat16 in float32."""
         x, (outputs, inputs), scale, bias = layer.x, layer.weight.shape, layer.scale, layer.bias
-        y = torch.ops.npu.npu_weight_quant_batchmatmul(
-            x.reshape(-1, inputs),
-            layer.weight.t(),
-            scale,
-            antiquant_offset=layer.offset,
-            bias=bias.float() if bias is not None and x.dtype == torch.bfloat16 else bias,
-            antiquant_group_size=inputs // scale.shape[0] if scale.dim() == 2 else 0,
-        )
+        with rounding("the weight times its scale", layer.dtype, x.dtype):
+            y = torch.ops.npu.npu_weight_quant_batchmatmul(
+                x.reshape(-1, inputs),
+                layer.weight.t(),
+                scale,
+                antiquant_offset=layer.offset,
+                bias=bias.float() if bias is not None and x.dtype == torch.bfloat16 else bias,
+                antiquant_group_size=inputs // scale.shape[0] if scale.dim() == 2 else 0,
+            )
         lanes = (outputs,) if layer.heads is None else (layer.heads, outputs // layer.heads)
         return y.reshape(*x.shape[:-1], *lanes)

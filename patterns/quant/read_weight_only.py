@@ -27,6 +27,7 @@ INT8_WEIGHT_LINEAR = word(
     "x ((weight + offset) · scale)ᵀ (+ bias) of floats x",
     x="[*B, K]", weight="[N, K] in int8", scale="[1], [N], or [G, N] for G groups of inputs", offset="as scale",
     bias="[N]", heads="how many heads the result is seen in [*B, H, D], absent for [*B, N]",
+    dtype="in which the model holds (weight + offset) · scale, float32 where a scale stands behind the product",
 )  # fmt: skip
 
 _KEPT = (torch.int8, torch.uint8)
@@ -269,9 +270,10 @@ def _reading(a: Algebra, layer: _Layer) -> Reading | str | None:
         scale = layer.behind if scale is None else a.mul(scale, layer.behind)
     if scale is None or (offset is not None and scale.shape != offset.shape):
         return "the int8 weight has a scale and an offset of other groups" if scale is not None else None
+    dtype = layer.made.dtype if layer.behind is None else torch.float32
     named = {"scale": a.scale(scale, weight.number), "offset": offset, "bias": layer.bias, "heads": layer.heads}
     given = {name: each for name, each in named.items() if each is not None}
-    return Reading("int8_weight_linear", {"x": layer.x, "weight": weight.base, **given})
+    return Reading("int8_weight_linear", {"x": layer.x, "weight": weight.base, "dtype": dtype, **given})
 
 
 def _for_operator(a: Algebra, factor: Value | None) -> Value | None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion import Group, attribute
-from patterns.quant.quantisation import quantised_rows
+from patterns.quant.quantisation import quantised_rows, rounded_scale
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ class TokenScales(Group):
         return quantised_rows(p, y, self.dtype)
 
     def restored(self, scale: Tensor) -> Tensor:
-        """The scales [*B, 1] of the model, of those in float32 [*B] that the operator gives."""
-        return scale.unsqueeze(-1).to(self.dtype)
+        """Return the scales [*B, 1] of the model, of those in float32 [*B] that the operator gives."""
+        return rounded_scale(scale.unsqueeze(-1), self.dtype)

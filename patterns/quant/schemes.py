@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
-from patterns.quant.quantisation import quantised_rows
+from patterns.quant.quantisation import quantised_rows, rounded_scale
 from patterns.quant.quantised_linear import prepared
 
 Order = Callable[[Tensor], Tensor]
@@ -133,7 +133,8 @@ class Int8QueryLayer(FloatLayers):
     def restored(self, latent: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """The latent of the queries in int8, and its scale [.., 1] without the number of the heads."""
         scale = scale.reshape(*latent.shape[:-1], 1)
-        return latent, (scale if self.factor_of_heads == 1 else scale / self.factor_of_heads).to(self.scale_dtype)
+        one = scale if self.factor_of_heads == 1 else scale / self.factor_of_heads
+        return latent, rounded_scale(one, self.scale_dtype)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion import Group, attribute, require, tensor
+from fusion import Group, attribute, bounded, require, tensor
 from fusion.graph import dim_of
 from patterns.rotary.rotated import Rotated, Widened, dims_of, four_dims
 
@@ -97,7 +97,8 @@ def heads_first(pair: Pair, by_batch: bool = False) -> tuple[Tensor, ...]:
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Q [B, S, N, D], k [B, S, K, D], by tables [B|1, S, 1, D]."""
-    return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
+    with bounded():  # float16 is rotated in float16 by the model, too: `WidenedPair` refuses float32
+        return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
 
 
 def _refuse_unlike(axis: int, q: Tensor, k: Tensor, *tables: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, attribute, require, tensor
+from fusion import Group, attribute, bounded, require, tensor
 
 
 def four_dims(x: Tensor) -> Tensor:
@@ -70,8 +70,13 @@ class Rotated(Group):
         return getattr(p, word)(**vars(self) | beside)
 
     def rounded(self, y: Tensor) -> Tensor:
-        """A result in the dtype of the model."""
-        return y.to(self.dtype)
+        """Return the rotated lanes `y`, which must have the dtype of the model's."""
+        require(
+            y.dtype == self.dtype,
+            "the rotated lanes: the model holds them in {wide}; the operator rounds them to {narrow}",
+            wide=self.dtype, narrow=y.dtype,
+        )  # fmt: skip
+        return y
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Both tables [.., D] as the operators read them."""
@@ -118,9 +123,12 @@ class Widened(Rotated):
         return cos, sin
 
     def _written_out(self, table: Tensor) -> Tensor:
-        if table.shape[-1] == self.x.shape[-1]:
-            return table.to(self.x.dtype)
-        return table.unsqueeze(-1).expand(*table.shape, 2).to(self.x.dtype).flatten(-2)
+        with (
+            bounded()
+        ):  # cosines and sines, at most times the factor of YaRN: float16 holds them within 3e-8 or a half ulp
+            if table.shape[-1] == self.x.shape[-1]:
+                return table.to(self.x.dtype)
+            return table.unsqueeze(-1).expand(*table.shape, 2).to(self.x.dtype).flatten(-2)
 
 
 def _for_batch(table: Tensor, batch: int) -> Tensor:

@@ -42,11 +42,12 @@ class Gate(Group):
     def routed(self, factor: float = 1.0, eps: float = 0.0, scores: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and experts [*T, K] in float32 and int32, and the scores [*T, E] if they are asked for."""
         lead = self.logits.shape[:-1]
-        flat = self.logits.reshape(-1, self.logits.shape[-1]).to(torch.float32)
+        wide = torch.promote_types(self.logits.dtype, torch.float32)
+        flat = self.logits.reshape(-1, self.logits.shape[-1]).to(wide)
         several = torch.ops.npu.npu_moe_gating_top_k(
             flat,
             self.count,
-            bias=None if self.bias is None else self.bias.to(torch.float32),
+            bias=None if self.bias is None else self.bias.to(wide),
             k_group=self.kept,
             group_count=self.groups,
             group_select_mode=_SCORE[self.group_score],

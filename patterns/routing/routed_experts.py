@@ -18,7 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, attribute, calls, lookalike, lowering, pattern, require, tensor, variants
+from fusion import (
+    Rule,
+    attribute,
+    bounded,
+    calls,
+    lookalike,
+    lowering,
+    pattern,
+    require,
+    rounding,
+    tensor,
+    variants,
+)  # fmt: skip
 from patterns.linear.gates import BOUNDS, Unbounded, activated
 from patterns.routing.activations import ACTIVATIONS, GATED
 from patterns.routing.encodings import (
@@ -30,6 +42,7 @@ from patterns.routing.encodings import (
     OneMatrix,
     Outward,
     QuantisedTokens,
+    Routed,
 )
 
 
@@ -108,7 +121,7 @@ class RoutedExperts(Rule):
         int8, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
             routed.rows, [both.in_nz()], [both.scale], routed.scales, routed.counts, group_list_type=1
         )
-        given = rows.multiplied(routed._replace(rows=int8, scales=scales), down)
+        given = _second_product(rows, routed._replace(rows=int8, scales=scales), down)
         return _total(given, choice, routed.places, down, shape)
 
     @lowering
@@ -119,20 +132,37 @@ class RoutedExperts(Rule):
         first = gate.joined()
         require(first.bias is None, "biases stand between the product and its activation")
         routed = rows.routed(choice.experts, down.weight.shape[0])
-        both = rows.multiplied(routed, replace(first, dtype=down.dtype))
+        both = _first_product(rows, routed, gate, down)
         int8, inverse = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
-        given = rows.multiplied(routed._replace(rows=int8, scales=inverse.reciprocal()), down)  # it gives 127 / rowmax
+        scaled = routed._replace(rows=int8, scales=inverse.reciprocal())  # it gives 127 / rowmax
+        given = _second_product(rows, scaled, down)
         return _total(given, choice, routed.places, down, shape)
 
     @lowering
     def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
         """Rows in order of their experts, two products of groups with an activation between, and the sum."""
-        routed, first = rows.routed(choice.experts, down.weight.shape[0]), gate.joined()
-        both = rows.multiplied(routed, replace(first, dtype=down.dtype))
-        if first.bias is not None:
-            both = (both + first.bias[choice.in_order(routed.places)]).to(both.dtype)
-        hidden = rows.encoded(routed, bounds.run(both, gate.interleaved))
-        return _total(rows.multiplied(hidden, down), choice, routed.places, down, shape)
+        routed, bias = rows.routed(choice.experts, down.weight.shape[0]), gate.joined().bias
+        both = _first_product(rows, routed, gate, down)
+        with bounded():  # the model holds both in the dtype of the first product
+            if bias is not None:
+                both = (both + bias[choice.in_order(routed.places)]).to(both.dtype)
+            activated = bounds.run(both, gate.interleaved)
+        hidden = rows.encoded(routed, activated)
+        return _total(_second_product(rows, hidden, down), choice, routed.places, down, shape)
+
+
+def _first_product(rows: Any, routed: Routed, gate: Any, down: Outward) -> Tensor:
+    """Return gate and up of all rows, [R, 2 · I], in the dtype of what experts give."""
+    first = replace(gate.joined(), dtype=down.dtype)
+    held = rows.product_dtype(gate.first)
+    with rounding("the product before the activation", held, down.dtype or held):
+        return rows.multiplied(routed, first)
+
+
+def _second_product(rows: Any, routed: Routed, down: Outward) -> Tensor:
+    """Return what each expert gives, [R, H]."""
+    with bounded():  # the model holds it in this dtype as well
+        return rows.multiplied(routed, down)
 
 
 def _total(given: Tensor, choice: Choice, places: Tensor, down: Outward, shape: Any) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion import Group, attribute, require, tensor
+from fusion import Group, attribute, bounded, require, tensor
 from patterns.attention.calls import MaskSpec, laid
 from patterns.cache.pages import SIZES, cut
 from patterns.sparse.pages import of_rows, read
@@ -106,7 +106,8 @@ class Indexer(Group):
             return weights, torch.ones_like(weights) if scale is None else scale
         weights = weights.float() if scale is None else weights.float() * scale.float()
         largest = weights.abs().amax(-1, keepdim=True)
-        weights = (weights / largest.masked_fill(largest == 0, 1)).to(torch.float16)
+        with bounded():  # at most 1; what is less than 3e-8 of the largest counts as 0
+            weights = (weights / largest.masked_fill(largest == 0, 1)).to(torch.float16)
         return weights, torch.ones_like(weights)
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:

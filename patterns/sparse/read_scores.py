@@ -194,6 +194,8 @@ def _said(a: Algebra, found: _Products, floats: dict[str, Value], behind: tuple[
         of_queries, *more = _in_float16(a, weights)
         said = _with_scales(a, found, int8, behind, [*more, *scales])
         said = said if isinstance(said, str) else {**said, "weights": of_queries}
+        if not more and isinstance(said, dict) and "query_scale" in said:  # the model rounds no product to float16
+            said["query_scale"] = a.cast(said["query_scale"], WIDE)
     alone = len(found.factors) == 1 and not heads[0].below and not behind
     floating = alone and all(is_float(each) for each in floats.values())
     if floating and (isinstance(said, str) or said["key_scale"].dtype != torch.float16):

@@ -41,6 +41,6 @@ def test_a_layer_norm_is_told_of_no_sum():
 
 def test_addends_of_two_dtypes_are_added_by_the_model():
     with pytest.raises(Refused, match="different dtypes"):
-        AddNorm().rms(X, X.bfloat16(), RmsNorm(GAIN, None), 1e-6)
+        AddNorm().rms(X, X.bfloat16(), RmsNorm(GAIN, None), 1e-6, X.dtype)
     with pytest.raises(Refused, match="different dtypes"):
         AddNorm().layer(X, X.bfloat16(), LayerNorm(GAIN, GAIN), 1e-6)

@@ -76,14 +76,21 @@ def test_bounds_stand_between_two_products_of_groups():
     assert distance(fused, wanted) < max(TOLERANCE[BF16], 1.5 * distance(plain, wanted))
 
 
-@pytest.mark.parametrize("form", [biased, biased_sorted, biased_loop])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [(biased, BF16), (biased, F16), (biased_sorted, BF16), (biased_sorted, F16), (biased_loop, BF16)],
+)
 def test_biases_are_added_to_rows_and_by_the_sum(form: Form, dtype: torch.dtype):
     args = (*inputs(dtype), *biases(dtype))
     plain, fused, gm, _ = run(form, args)
     assert operators(gm) == {ROUTE: 1, GROUPED: 2, "npu::npu_swiglu": 1, QUANT: 1, FINISH: 1}
     wanted = expected(*args)
     assert distance(fused, wanted) < max(TOLERANCE[dtype], 1.5 * distance(plain, wanted))
+
+
+def test_a_product_that_the_model_rounds_with_its_bias_alone_is_not_held_in_float16():
+    said = left_alone(biased_loop, (*inputs(F16), *biases(F16)))
+    assert any("float16" in each for each in said)
 
 
 def test_biases_of_other_experts_are_left_alone():

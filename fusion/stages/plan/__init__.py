@@ -29,6 +29,7 @@ from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.fit import mismatch
 from fusion.stages.plan.needless import Needless
+from fusion.stages.plan.precision import Precision
 from fusion.stages.plan.recorded import PlanBook, Plans
 from fusion.stages.plan.run import Run
 from fusion.stages.plan.sharing import Sharing
@@ -63,6 +64,7 @@ class Planner:
         self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
         self._needless = Needless(graph, frozenset()).of
+        self._precision = Precision(graph)
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`.
@@ -170,7 +172,9 @@ class Planner:
 
     def _cause(self, offer: Candidate) -> Refused | str | None:
         """Why the target cannot run it."""
-        return offer.plan.refusals.get(self.target.name) or mismatch(offer.match, offer.plan)
+        match, plan = offer.match, offer.plan
+        refused = plan.refusals.get(self.target.name) or mismatch(match, plan)
+        return refused or self._precision.refusal(match, plan, offer.built)
 
     def _note_elsewhere(self, match: Match, plans: Sequence[Plan | Refused]) -> None:
         """What another target would refuse although this one does not."""

@@ -1,0 +1,236 @@
+"""The laws of precision: no number is held in less range than the model gives it, and float64 is never demoted.
+
+For the first, inputs are scaled by powers of 2, each alone and all together, until their largest number is near the end
+of float16, in its midst, or among its faintest. Integers, masks and tables of angles stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from fusion._torch.operators import schema_of, short_name
+from fusion._torch.tensors import tree_leaves
+from fusion.operators import operator_of
+from fusion.testing.laws import WIDENED
+from fusion.testing.trials import Trial
+from fusion.verification import relative_error
+from fusion.widening import widen
+
+LEVELS = (6e4, 4e3, 250.0, 1e-2, 1e-4, 1e-6, 2e-7)
+"""What the largest magnitude of a scaled input is brought to, at most."""
+MASKED = -1e4
+"""A number from which on down an input is a mask."""
+_CHOICES = frozenset({"topk", "sort", "argsort"})
+_STEPS = _CHOICES | {"round", "trunc", "floor"}
+"""Calls whose results jump where their arguments hardly change."""
+Scales = Mapping[int, float]
+"""Number of an input -> by what it is multiplied."""
+
+
+def stays_in_range(t: Trial, pairs: bool = False) -> None:
+    """Require of the fused graph to be as near to float64 as the original is, at every scale of its inputs.
+
+    With `pairs` one input is also scaled up as another is scaled down.
+
+    Raises:
+        AssertionError: a result is infinite or NaN where the original's is finite, or its rms error is more than an ulp
+            and 1.5 times the original's, or 1.5 times what moving all inputs by half an ulp makes of float64.
+    """
+    wide = widen(t.captured.graph)
+    for scales in scalings(t.captured.inputs, pairs):
+        inputs = tuple(_scaled(each, scales.get(number)) for number, each in enumerate(t.captured.inputs))
+        if any(isinstance(each, Tensor) and _overflows(each, t.captured.inputs[n]) for n, each in enumerate(inputs)):
+            continue
+        reason = _is_as_near(replace(t, captured=replace(t.captured, inputs=inputs)), wide)
+        assert not reason, f"{reason}; inputs are multiplied by {dict(scales) or 1}"
+
+
+def keeps_float64(t: Trial) -> None:
+    """Require of a fused graph on float64 inputs the numbers of the original.
+
+    Raises:
+        AssertionError: integers differ, or floats by more than 1e-12; where the original computes in narrower floats as
+            well, by more than 4 ulps of the narrowest.
+    """
+    count, unit = len(t.captured.inputs), _coarsest(t.captured.graph)
+    pairs = zip(_run(t.captured.graph, t.inputs()[:count], count), _run(t.fused, t.inputs(), count), strict=True)
+    for number, (old, new) in enumerate(pairs):
+        if not isinstance(old, Tensor):
+            continue
+        assert new.dtype == old.dtype, f"result {number} is {new.dtype}, not {old.dtype}"
+        if not old.is_floating_point():
+            assert torch.equal(new, old), f"result {number} has other numbers"
+            continue
+        limit = max(WIDENED, 4 * unit)
+        wrong = relative_error(new, old)
+        assert wrong <= limit, f"result {number} in {old.dtype} differs by {wrong:.3g}"
+
+
+def _coarsest(gm: fx.GraphModule) -> float:
+    """Return the largest unit of rounding among the floats that a graph computes in."""
+    vals = [each for node in gm.graph.nodes for each in tree_leaves(node.meta.get("val"))]
+    return max(torch.finfo(each.dtype).eps for each in vals if isinstance(each, Tensor) and each.is_floating_point())
+
+
+def refuses_float64(t: Trial, applied: bool) -> None:
+    """Require of a graph that is fused for a chip no operator of float64, and a reason where a host has `applied` one.
+
+    Raises:
+        AssertionError: an operator reads or gives float64, or nothing is refused.
+    """
+    for node in t.fused.graph.nodes:
+        if "fusion" in node.meta and operator_of(node.target) is not None:
+            vals = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+            wide = [each for each in tree_leaves(vals) if isinstance(each, Tensor) and each.dtype == torch.float64]
+            assert not wide, f"{node.format_node()} is in float64"
+    reasons = [each.reason for each in t.outcome.refusals]
+    assert not applied or t.outcome.chosen or reasons, "nothing is fused, and nothing says why"
+
+
+def scalings(inputs: Sequence[Any], pairs: bool = False) -> Iterator[Scales]:
+    """Give every input that holds numbers every level, then all at once; of `pairs`, one as much more as one less."""
+    tops = {n: float(each.double().abs().max()) for n, each in enumerate(inputs) if _is_scaled(each, inputs)}
+
+    def to(level: float, *numbers: int) -> Scales:
+        return {n: 2.0 ** math.floor(math.log2(level / tops[n])) for n in numbers}
+
+    yield {}
+    yield from (to(level, number) for number in tops for level in LEVELS)
+    yield from (to(level, *tops) for level in LEVELS)
+    for one, other in combinations(tops, 2) if pairs else ():
+        yield from ({one: factor, other: 1 / factor} for factor in (2.0**8, 2.0**-8))
+
+
+def _is_scaled(x: Any, inputs: Sequence[Any]) -> bool:
+    """True if an input holds numbers: neither whole ones, nor a mask, nor cosines beside their sines."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.any() or not x.isfinite().all():
+        return False
+    is_mask = bool((x <= MASKED).any()) or bool(((x == 0) | (x.abs() == 1)).all())
+    return not is_mask and not any(_are_angles(x, each) for each in inputs if each is not x)
+
+
+def _are_angles(x: Tensor, y: Any) -> bool:
+    """True if x² + y² is 1 everywhere."""
+    alike = isinstance(y, Tensor) and y.is_floating_point() and y.shape == x.shape
+    return alike and bool(((x.double().square() + y.double().square() - 1).abs() < 0.02).all())
+
+
+def _scaled(x: Any, by: float | None) -> Any:
+    """`x` times a number, lying in memory as `x` does."""
+    if by is None:
+        return x
+    return (x.detach().double() * by).to(x.dtype)
+
+
+def _overflows(x: Tensor, given: Tensor) -> bool:
+    """True if scaling made an input infinite."""
+    return x.is_floating_point() and not bool(x.isfinite().all()) and bool(given.isfinite().all())
+
+
+def _is_as_near(t: Trial, wide: fx.GraphModule) -> str:
+    """Why the fused graph is further from float64 than the original on the inputs of a trial; "" where it is not."""
+    count = len(t.captured.inputs)
+    graph, named = t.captured.graph, {short_name(node.target) for node in t.captured.graph.graph.nodes}
+    in_float64, in_its_own = (fx.Interpreter(each, garbage_collect_values=False) for each in (wide, graph))
+    exact, old = (
+        _run(in_float64.run, t.inputs(wide=True)[:count], count),
+        _run(in_its_own.run, t.inputs()[:count], count),
+    )
+    if any(map(_overflowed, in_float64.env.values(), in_its_own.env.values())):
+        return ""
+    new = _run(t.fused, t.inputs(), count)
+    moved = _run(wide, _moved(t)[:count], count)
+    tied = _run(_Backwards(graph).run, t.inputs()[:count], count) if named & _CHOICES else old
+    for number, (truth, was, made, swung) in enumerate(zip(exact, old, new, moved, strict=True)):
+        if not isinstance(truth, Tensor) or not torch.equal(was.nan_to_num(), tied[number].nan_to_num()):
+            continue  # ties decide
+        if truth.is_floating_point():
+            reason = _further(truth, was, made, swung, jumps=bool(named & _STEPS))
+        else:
+            alike = [have == want for have, want in zip(new, old, strict=True) if _are_weights(have, truth)]
+            reason = _other_numbers(truth, was, made, swung, alike)
+        if reason:
+            return f"result {number} {reason}"
+    return ""
+
+
+def _overflowed(exact: Any, old: Any) -> bool:
+    """True if the original is not finite somewhere on the way where float64 is: there its range ends, too."""
+    is_float = isinstance(old, Tensor) and old.is_floating_point()
+    return is_float and bool((exact.isfinite() & ~old.isfinite()).any())
+
+
+def _are_weights(x: Any, numbers: Tensor) -> bool:
+    """True if floats stand beside a list of whole numbers, one for each."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape
+
+
+def _other_numbers(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, alike: Sequence[Tensor]) -> str:
+    """Why whole numbers differ more often than the original's; of those with `alike` weights any may be named."""
+    off, before, swung = (each != exact for each in (new, old, moved))
+    for each in alike:
+        off = off & ~each
+    limit = 1.5 * max(int(before.sum()), int(swung.sum())) + 1 + exact.numel() // 100
+    return f"has {int(off.sum())} other numbers, {limit:g} are allowed" if int(off.sum()) > limit else ""
+
+
+def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, jumps: bool) -> str:
+    """Why floats are further from float64 than the original's; "" where they are not.
+
+    Behind calls that jump, one number in a hundred may be any other, and a list another where scores are near.
+    """
+    some = exact.isfinite() & old.isfinite()
+    lost = int((some & ~new.isfinite()).sum())
+    if lost:
+        return f"is infinite or NaN {lost} times where the original is finite"
+    size = float(exact[some].norm())
+    wrong, before, swung = ((each.double() - exact)[some] for each in (new, old, moved))
+    if jumps:
+        wrong = wrong.abs().sort()[0][: -1 - wrong.numel() // 100]
+    wrong, before, swung = (float(each.norm()) for each in (wrong, before, swung))
+    held = torch.finfo(old.dtype)
+    ulp = held.eps * size + held.smallest_normal * held.eps * math.sqrt(exact.numel())
+    limit = (4 if jumps else 1.5) * max(before, swung) + ulp if math.isfinite(swung) else math.inf
+    return f"has an rms error of {wrong:.3g}, {limit:.3g} is allowed of {size:.3g}" if wrong > limit else ""
+
+
+def _run(run: Callable[..., Any], inputs: Sequence[Any], count: int) -> list[Any]:
+    """Results, and the first `count` inputs as they are afterwards."""
+    return [*tree_leaves(run(*inputs)), *inputs[:count]]
+
+
+def _moved(t: Trial) -> list[Any]:
+    """Wide inputs that are moved by up to half an ulp of their narrow dtype: what rounding them did not tell."""
+    draw = torch.Generator().manual_seed(0)
+
+    def moved(x: Any, narrow: Any) -> Any:
+        if not isinstance(x, Tensor) or not narrow.is_floating_point():
+            return x
+        noise = torch.rand(x.shape, generator=draw, dtype=x.dtype) - 0.5
+        return x * (1 + noise * torch.finfo(narrow.dtype).eps)
+
+    return [moved(x, narrow) for x, narrow in zip(t.inputs(wide=True), t.captured.inputs, strict=False)]
+
+
+class _Backwards(fx.Interpreter):
+    """Runs a graph in which of equal numbers the last is chosen, not the first."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if short_name(target) not in _CHOICES:
+            return super().call_function(target, args, kwargs)
+        names = [argument.name for argument in schema_of(target).arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        axis = given.get("dim", -1)
+        turned: tuple[Any, ...] = (args[0].flip(axis), *args[1:])
+        found = super().call_function(target, turned, kwargs)
+        if isinstance(found, Tensor):
+            return args[0].shape[axis] - 1 - found
+        return found[0], args[0].shape[axis] - 1 - found[1]
