@@ -1,0 +1,52 @@
+"""Every rule of the library keeps the range and the precision of the model, at any scale of its examples' inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from fusion import Example, Rule, testing
+from fusion.library import installed
+from fusion.options import Options
+from tests.support.tried import cases
+
+TARGETS = ("ascend910_93", "host")
+SHARE = 41
+"""By day one in so many."""
+
+
+def settings(*choices: Any) -> Iterator[Any]:
+    """Every example with every choice; most of them every night."""
+    applied = ((rule, each) for rule, each in cases(installed().rules) if not each.refusal or each.instead)
+    for number, ((rule, example), choice) in enumerate(product(applied, choices)):
+        name = f"{rule.name}-{example.name}-{choice}".replace("torch.", "")
+        marks = [pytest.mark.nightly] if number % SHARE else []
+        yield pytest.param(rule, example, choice, id=name, marks=marks)
+
+
+def trial(rule: Rule, example: Example, dtype: torch.dtype, target: str) -> testing.Trial:
+    return testing.trial(rule, example, dtype, options=Options(target=target, lower="eager"))
+
+
+@pytest.mark.parametrize(("rule", "example", "target"), settings(*TARGETS))
+def test_float16_stays_in_range(rule: Rule, example: Example, target: str):
+    testing.stays_in_range(trial(rule, example, torch.float16, target))
+
+
+@pytest.mark.parametrize(("rule", "example", "dtype"), settings(torch.bfloat16, torch.float32))
+def test_other_floats_are_as_near_to_float64(rule: Rule, example: Example, dtype: torch.dtype):
+    testing.stays_in_range(trial(rule, example, dtype, "ascend910_93"))
+
+
+@pytest.mark.parametrize(("rule", "example", "target"), settings(TARGETS[0]))
+def test_float64_is_exact_on_a_host_and_refused_on_a_chip(rule: Rule, example: Example, target: str):
+    try:
+        host = trial(rule, example, torch.float64, "host")
+    except torch._dynamo.exc.TorchRuntimeError:
+        pytest.skip("torch itself multiplies groups in bfloat16 alone")
+    testing.keeps_float64(host)
+    testing.refuses_float64(trial(rule, example, torch.float64, target), bool(host.outcome.chosen))
