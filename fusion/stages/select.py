@@ -196,7 +196,7 @@ class _Way(NamedTuple):
 def _swept(numbers: Sequence[int], worth: Mapping[int, int], overlaps: Overlaps) -> list[int]:
     """Choose among options in the order of the graph, by the best way to each set of those that exclude later ones.
 
-    However long a group is, only a few of its options overlap at once.
+    However long a group is, only a few of its options overlap at once. Of ways that save the same the first wins.
     """
     place = {number: place for place, number in enumerate(numbers)}
     last = {number: max(place[each] for each in (number, *overlaps[number])) for number in numbers}
@@ -210,7 +210,7 @@ def _swept(numbers: Sequence[int], worth: Mapping[int, int], overlaps: Overlaps)
                 taken = left | {number} if last[number] > at else left
                 offers.append((taken, _Way(way.worth + worth[number], (number, way.cover))))
             for key, offer in offers:
-                if key not in further or offer.worth >= further[key].worth:
+                if key not in further or offer.worth > further[key].worth:
                     further[key] = offer
         most = sorted(further.items(), key=lambda each: each[1].worth, reverse=True)[:MOST]
         ways = dict(most)

@@ -70,13 +70,17 @@ class Rotated(Group):
         return getattr(p, word)(**vars(self) | beside)
 
     def rounded(self, y: Tensor) -> Tensor:
-        """Return the rotated lanes `y`, which must have the dtype of the model's."""
+        """Return the rotated lanes `y` in the dtype of the model.
+
+        Raises:
+            Refused: the operator has rounded them to a narrower one.
+        """
         require(
-            y.dtype == self.dtype,
+            torch.promote_types(y.dtype, self.dtype) == y.dtype,
             "the rotated lanes: the model holds them in {wide}; the operator rounds them to {narrow}",
-            wide=self.dtype, narrow=y.dtype,
+            wide=str(self.dtype).removeprefix("torch."), narrow=str(y.dtype).removeprefix("torch."),
         )  # fmt: skip
-        return y
+        return y.to(self.dtype)
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Both tables [.., D] as the operators read them."""

@@ -234,7 +234,7 @@ def test_a_reader_of_a_module_that_is_no_package_is_told_by_its_code(monkeypatch
     assert key_of(first) == key_of(of_module("yield from ()")) != key_of(of_module("return iter(())"))
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), (each for each in ()), torch.empty(2, device="meta")], ids=repr)
+@pytest.mark.parametrize("value", [threading.Lock(), (each for each in ()), torch.empty(2, device="meta")], ids=type)
 def test_what_is_of_this_process_alone_has_no_key(value: Any):
     with pytest.raises(UnkeyedError):
         digest_of({"held": [value]})

@@ -55,7 +55,8 @@ class Precision:
     def refusal(self, match: Match, plan: Plan, built: Iterable[Value]) -> Refused | None:
         """Why a plan, with the values that are `built` for it, is less precise than the model; None where it is not."""
         given = tuple(plan.tensors(match).values())
-        if any(each.dtype is F64 for each in (*given, *match.results)) or (self._takes_float64 and _is_wide(given)):
+        wide = any(each.dtype is F64 for each in (*given, *match.results)) or (self._takes_float64 and _is_wide(given))
+        if wide and not all(map(_is_coarse, match.results)):
             return _demoted(match, plan, given)
         steps = (reason for name, reason in self._uncovered(plan) if not _is_held(match.captures.get(name)))
         return next(steps, None) or next(filter(None, map(self._unheld, (*built, *match.unheld))), None)
@@ -72,6 +73,11 @@ class Precision:
         )
 
 
+def _is_coarse(value: Value) -> bool:
+    """True if a value is rounded to 16 bits, beside which the difference of float32 and float64 is nothing."""
+    return value.dtype in (F16, torch.bfloat16)
+
+
 def _is_held(value: Any) -> bool:
     """True if float16 is proven to hold every number of a value, which is None for what is no capture."""
     return value is not None and (not narrows(exact(value).dtype, F16) or _is_within(value))
@@ -82,7 +88,7 @@ def _is_negated(value: Value) -> bool:
 
 
 def _is_within(value: Value) -> bool:
-    """True if no number of a value is proven to pass the greatest of float16."""
+    """True if every number of a value is proven to be less than the greatest of float16."""
     return largest(value) < torch.finfo(F16).max
 
 
