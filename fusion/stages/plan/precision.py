@@ -3,7 +3,8 @@
 Between its calls a plan holds tensors that the model does not, and some kernels round numbers on the way
 (`Operator.rounds`). What is in float16 there must be in float16 in the model too, or be covered by a statement of the
 lowering (`fusion.language.ranges`). bfloat16 has the range of float32, and laws bound its error. Where a match reads or
-gives float64, or is of float64 inputs alone, all that the model and the plan compute for it must be float64.
+gives float64, or is of float64 inputs alone, all that the model and the plan compute for it must be float64, unless
+all that comes of it is rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from fusion._torch.operators import short_name
 from fusion._torch.tensors import leaves
@@ -56,7 +58,7 @@ class Precision:
         """Why a plan, with the values that are `built` for it, is less precise than the model; None where it is not."""
         given = tuple(plan.tensors(match).values())
         wide = any(each.dtype is F64 for each in (*given, *match.results)) or (self._takes_float64 and _is_wide(given))
-        if wide and not all(map(_is_coarse, match.results)):
+        if wide and not all(map(_ends_in_16_bits, match.makers)):
             return _demoted(match, plan, given)
         steps = (reason for name, reason in self._uncovered(plan) if not _is_held(match.captures.get(name)))
         return next(steps, None) or next(filter(None, map(self._unheld, (*built, *match.unheld))), None)
@@ -73,9 +75,29 @@ class Precision:
         )
 
 
-def _is_coarse(value: Value) -> bool:
-    """True if a value is rounded to 16 bits, beside which the difference of float32 and float64 is nothing."""
-    return value.dtype in (F16, torch.bfloat16)
+def _ends_in_16_bits(node: fx.Node) -> bool:
+    """True if all readers of a result get it in 16 bits, which hide the difference of float32 and float64.
+
+    On the way to them it may be moved and cast.
+    """
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if _dtype(each) in (F16, torch.bfloat16):
+            continue
+        if not each.users or not all(map(_is_moved_by, each.users)):
+            return False
+        waiting.extend(each.users)
+    return True
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _is_moved_by(user: fx.Node) -> bool:
+    """True if a call gives elements of its arguments as they are, or cast."""
+    return user.op == "call_function" and (is_view(user.target) or short_name(user.target) in (*_MOVES, "_to_copy"))
 
 
 def _is_held(value: Any) -> bool:
