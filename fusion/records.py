@@ -31,6 +31,7 @@ class Refusal:
         about: the node that computes what it is said of, if another does.
         blamed: the node whose line is to blame, if it is another.
         words: the semantic ops of the look-alike that it is of, None where those of the rule speak.
+        covers: the nodes that this reason accounts for: reports drop the reasons of other rules about them.
     """
 
     rule: str
@@ -43,6 +44,7 @@ class Refusal:
     about: fx.Node | None = field(default=None, repr=False)
     blamed: fx.Node | None = field(default=None, repr=False)
     words: frozenset[str] | None = field(default=None, repr=False)
+    covers: frozenset[fx.Node] = field(default=frozenset(), repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the text and the place of a refusal, without the graph that its node is of."""

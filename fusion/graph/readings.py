@@ -38,6 +38,7 @@ class Miss:
         of: what it is said of, where several values look like one thing: it is told once.
         limited: the value does read so, and this is why a limit of an operator refuses it.
         useless: the value does read so, and this is why a rewrite of it may save nothing.
+        covers: values that this reason accounts for: reports drop the reasons of other rules about them.
     """
 
     rule: str
@@ -46,6 +47,7 @@ class Miss:
     of: Value | None = None
     limited: bool = False
     useless: bool = False
+    covers: frozenset[Value] = frozenset()
 
 
 Found = tuple[Value, Reading | Miss]

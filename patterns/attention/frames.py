@@ -2,7 +2,7 @@
 
 [B, N, S]    [B, M, G, S]              as they stand
 [S]    [N, S]    [M, G, S]             without a batch, where keys are repeated for heads or a sink is given to each
-[B, N]    [B, M, G]    [M, G]          one query of each head, without a dim for it
+[B, N]    [B, M, G]    [M, G]    [N]   one query of each head, without a dim for it
 [B · N, S]                             heads of all sequences in one dim
 [B, X, N, S]                           several sequences of each batch: blocks, rows of an alignment, streams
 """
@@ -113,6 +113,7 @@ class Attended:
         plain = self.plain(shape)
         if len(shape) == 1:
             yield plain.unbatched(2)
+            yield plain.unbatched().of_one_query()
             return
         if len(shape) in (2, 3) and self.queries.shape[:-1] == tuple(shape) and in_groups(self.queries):
             yield plain.of_one_query().unbatched(3 - len(shape))

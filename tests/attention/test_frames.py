@@ -41,6 +41,30 @@ def test_matrices_with_the_same_keys_are_heads():
     assert read(attended, *inputs(6)) == [(1, 6, 5, D)]
 
 
+def one_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query [N, D] of heads with keys [T, N, D] of their own, without dims for sequences and queries."""
+    return torch.einsum("nt,tnd->nd", torch.einsum("nd,tnd->nt", q, k).softmax(-1), v)
+
+
+def test_the_heads_of_one_query_need_no_other_dim():
+    keys, values = (numbers(7, 6, D, seed=seed) for seed in (1, 2))
+    assert read(one_token, numbers(6, D), keys, values) == [(1, 6, 1, D)]
+
+
+def test_a_loop_over_the_sequences_of_a_batch_is_one_attention():
+    def loop(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        rows: list[Tensor] = []
+        for sequence in range(q.shape[0]):
+            scores = torch.einsum("nd,tnd->nt", q[sequence], k[sequence])
+            scores = scores.masked_fill(torch.arange(k.shape[1]) >= lengths[sequence], -torch.inf)
+            rows.append(torch.einsum("nt,tnd->nd", scores.softmax(-1), v[sequence]))
+        return torch.stack(rows)
+
+    lengths = torch.tensor([7, 4])
+    keys, values = (numbers(2, 7, 6, D, seed=seed) for seed in (1, 2))
+    assert (2, 6, 1, D) in read(loop, numbers(2, 6, D), keys, values, lengths)
+
+
 def positions_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads behind the positions of one sequence, on which the mask depends alone."""
     mask = torch.arange(k.shape[0]) <= torch.arange(q.shape[0])[:, None]
