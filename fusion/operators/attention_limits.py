@@ -334,7 +334,11 @@ _PAGES = (
         "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
         when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S > 1",
     ),
-    Limit("block_size % 16 == 0 and block_size <= 1024", when=f"{_PAGED} and ({_PACKED} or given(query_rope))"),
+    Limit(
+        "block_size % 16 == 0 and block_size <= 1024",
+        when=f"{_PAGED} and ({_PACKED} or given(query_rope))",
+        because="a cache without a block table is read as one page for each sequence, of all its positions",
+    ),
     Limit("rank(key) == 3 or rank(key) == 5", when=f"{_PAGED} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
     Limit("rank(key) < 5", when=f"{_PAGED} and {_PLAIN} and not ({CACHE})", because=_NZ),
     Limit("K <= 65535", when=f"{_PAGED} and rank(key) == 3"),

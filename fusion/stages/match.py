@@ -6,7 +6,7 @@ import math
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from heapq import merge
 from itertools import chain
@@ -309,9 +309,14 @@ class _Search:
             self._refused.add(said)
             blamed = next(filter(None, map(self._computes, miss.at)), None) if miss else None
             about = self.graph.node(miss.of) if miss and miss.of else None
-            self.found.refusals.append(
-                Refusal(rule, cause, owner, variant=variant, miss=miss, about=about, blamed=blamed, words=words)
-            )
+            refusal = Refusal(rule, cause, owner, variant=variant, miss=miss, about=about, blamed=blamed, words=words)
+            self.found.refusals.append(replace(refusal, covers=self._covered(miss)) if miss else refusal)
+
+    def _covered(self, miss: Miss) -> frozenset[fx.Node]:
+        """Return the nodes that hold, or are built from, the values that a miss accounts for."""
+        owners = (self.graph.owners.get(each) for each in miss.covers)
+        places = (node for each in miss.covers for node in self.graph.places.get(each, ()))
+        return frozenset((*filter(None, owners), *places))
 
     def _computes(self, value: Value) -> fx.Node | None:
         """The first node that computes a value, or is built from it; None for what is passed in."""
@@ -321,18 +326,20 @@ class _Search:
     def note_lookalikes(self, rule: Rule) -> None:
         """Say why what looks like the rule is something else, in a node or inside one (a division holds a power).
 
-        Of several look-alikes of one value the first is told: rules name the nearest first.
+        Of several look-alikes of one value the first is told: rules name the nearest first. So it is of a product and
+        the same with more factors.
         """
-        told: set[Value] = set()
+        told: dict[Value, Pattern] = {}
         is_something = cache(lambda value: self._is_known(rule, value) or self._is_within(value))
         for form in filter(self._may_occur, rule.lookalikes()):
             for value in self._where(form, (*self._candidates(form.results[0]), *self._inside(form.results[0]))):
-                if value in told or is_something(value):
+                is_longer = value.op == "mul" and any(told.get(each, form) is not form for each in value.args)
+                if value in told or is_longer or is_something(value):
                     continue
                 for bound in form.results[0].match(value, {}, self):
                     captures = captured(form, bound)
                     if form.keeps_apart(captures):
-                        told.add(value)
+                        told[value] = form
                         self._refuse(rule.name, Refused(form.reason, captures), value, words=form.words)
                         break
 

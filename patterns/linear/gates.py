@@ -80,8 +80,16 @@ class Projected(Group):
     def refuse(self) -> None:
         """Joining is free only where it is done once."""
         fixed = self.gate_is_parameter_only and self.up_is_parameter_only
-        require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
-        require((self.gate_bias is None) == (self.up_bias is None), "only one of gate and up has a bias")
+        require(
+            fixed,
+            "the weights do not come from Parameters alone: joining them would cost a copy at "
+            "every call; pass them as Parameters of the module",
+        )
+        require(
+            (self.gate_bias is None) == (self.up_bias is None),
+            "only one of gate and up has a bias; one matmul of both requires a bias of each; give "
+            "the other projection a bias of zeros",
+        )
 
     def bias(self) -> Tensor | None:
         """Those of both, [2 · H]."""
@@ -145,7 +153,11 @@ class Unbounded(Group):
 
     def refuse(self, interleaved: bool) -> None:
         """Refuse every second lane."""
-        require(not interleaved, "gate and up are every second lane of one tensor: the operator takes its halves")
+        require(
+            not interleaved,
+            "gate and up are every second lane of one tensor; npu_swiglu requires its halves; "
+            "order the rows of the weight of their projection so",
+        )
 
     def run(self, merged: Tensor, interleaved: bool) -> Tensor:
         """The operator."""
@@ -174,7 +186,12 @@ class Clipped(Group):
 
     def refuse(self, interleaved: bool) -> None:
         """Refuse bounds that the operator has not."""
-        require(self.floor == -math.inf, "the gate is clamped from below as well, at {floor}", floor=self.floor)
+        require(
+            self.floor == -math.inf,
+            "the gate is clamped from below as well, at {floor}; npu_clipped_swiglu requires an "
+            "upper bound alone; leave the lower one out",
+            floor=self.floor,
+        )
         kept = (self.low, self.high) == (-self.limit, self.limit)
         between = "up is clamped between {low} and {high}, where the operator has one limit for gate and up: {limit}"
         require(kept, between, low=self.low, high=self.high, limit=self.limit)

@@ -41,7 +41,10 @@ class Layers(Group):
 
     def refuse(self) -> None:
         """Joining is free only where it is done once."""
-        said = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
+        said = (
+            "the weights do not come from Parameters alone: joining them would cost a copy at "
+            "every call; pass them as Parameters of the module"
+        )
         require(self.is_parameter_only, said)
 
     def joined(self, x: Tensor) -> Tensor:

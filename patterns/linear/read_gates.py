@@ -69,10 +69,13 @@ def _gates(sigmoid: Value, beside: set[Value]) -> bool:
 
 def _why_no_silu(gate: Value, beside: set[Value]) -> str:
     """What is different in a sigmoid of `gate` that is multiplied by others; "" where nothing is, or it is no gate."""
-    if gate in beside:
+    if _factors(gate) <= beside:  # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
         return ""
-    if gate.op != "scale" or gate.arg not in beside:
-        return "the gate is a plain sigmoid: silu multiplies it by the gate itself"
+    if gate.op != "scale" or not _factors(gate.arg) <= beside:
+        return (
+            "the gate is a plain sigmoid; npu_swiglu requires silu, gate · sigmoid(gate), and this "
+            "package emits no operator for sigmoid(gate) · up"
+        )
     is_gate = len(beside) > 2 and gate.arg.op != "clip"  # else it is of another rule, or multiplies nothing more
     return f"the gate is multiplied by {gate.attrs[0]} in the sigmoid, not in silu" if is_gate else ""
 

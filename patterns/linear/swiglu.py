@@ -45,24 +45,68 @@ class GatedActivation(Rule):
         return self.gated(p, source, bounds, result)
 
     @variants(bounds=BOUNDS)
-    @lookalike("gate and up are in the wrong order: the operator takes the first half, or lanes, for the gate")
+    @lookalike(
+        "gate and up are in the wrong order; the operator requires the gate in the first half, "
+        "or lanes; exchange both in the weight of their projection"
+    )
     def swapped(self, p, bounds, source: Any = Merged):
         """The gate second."""
         return activated(p, bounds, source.terms(p, gate_first=False), source.like)
 
-    @lookalike("the gate is multiplied by {factor} before silu")
+    @lookalike(
+        "the gate is multiplied by {factor} before silu; npu_swiglu requires silu of the gate "
+        "as it is; multiply the weight of its projection by {factor} instead"
+    )
     def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
         """Silu of a gate times a number."""
         scaled = p.maybe_cast(p.scale(p.maybe_cast(gate, to=f32), factor), to=f32)
         return p.maybe_cast(p.silu(scaled), to=gate) * up
 
-    @lookalike("gate and up are other slices of one tensor than the first and second halves of its last dim")
+    @variants(source=SOURCES, bounds=BOUNDS)
+    @lookalike(
+        "the product of the activated gate and up is read in float32, before it is rounded; the operator rounds it to "
+        "the dtype of gate and up; cast the product to their dtype before anything else is computed from it"
+    )
+    def wide(self, p, source, bounds):
+        """Read the product in float32, with the gate first in one tensor or as a projection."""
+        return activated(p, bounds, source.terms(p), source.like)
+
+    @variants(source=SOURCES)
+    @lookalike(
+        "the gate is multiplied by a tensor before silu; the operator multiplies neither half of its input; where that "
+        "tensor has one number for each channel, multiply the weight of the projection of the gate by it instead"
+    )
+    def factor_of_gate(self, p, source, factor=tensor("*F")):
+        """Multiply the gate by a tensor before silu."""
+        gate, up = source.terms(p)
+        product = p.maybe_cast(gate * factor, to=f32)
+        return p.maybe_cast(p.silu(product), to=source.like) * up
+
+    @variants(source=SOURCES)
+    @lookalike(
+        "silu of the gate, or up, is multiplied by another tensor before both are multiplied with each other; the "
+        "operator multiplies them alone; write (silu(gate) * up) * factor"
+    )
+    def factor_between(self, p, source, factor=tensor("*F")):
+        """Multiply one side by a tensor before the product of both."""
+        gate, up = source.terms(p)
+        return p.maybe_cast(p.silu(gate), to=source.like) * up * factor
+
+    @lookalike(
+        "gate and up are other slices of one tensor than the first and second halves of its "
+        "last dim; npu_swiglu requires these; order the rows of the weight of their projection "
+        "so"
+    )
     def slices(self, p, x=tensor("*B D")):
         """Of any two slices."""
         gate, up = (p.maybe_cast(p.op("slice", x), to=f32) for _ in range(2))
         return p.maybe_cast(p.silu(gate), to=x) * up
 
-    @lookalike("gate and up are projections of different inputs", apart=("source.x", "z"))
+    @lookalike(
+        "gate and up are projections of different inputs; npu_swiglu requires both in one "
+        "tensor, as one matmul gives them of one input",
+        apart=("source.x", "z"),
+    )
     def two_inputs(self, p, z=tensor("*B J"), source: Any = Projected):
         """Silu of one, times the other."""
         gate, up = source.terms(p, beside=z)
@@ -70,21 +114,21 @@ class GatedActivation(Rule):
 
     @variants(bounds=BOUNDS)
     @lookalike(
-        "gate and up are not the first and second halves, or lanes, of one tensor but two tensors, or other slices; "
-        "joining them would cost a copy",
+        "gate and up are neither the halves, or lanes, of one tensor nor two linear layers of one input; the operator "
+        "reads both from one tensor",
         apart=("gate", "up"),
     )
     def two_tensors(self, p, bounds, gate=tensor("*B D"), up=tensor("*B D")):
         """Of any two tensors."""
         return activated(p, bounds, (p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)), gate)
 
-    @lookalike("the gate is clamped behind silu: the operator clamps it before")
+    @lookalike("the gate is clamped behind silu; npu_clipped_swiglu requires the bound before silu")
     def behind_silu(self, p, gate=tensor("*B D"), up=tensor("*B D"), bounds: Any = Clipped):
         """Silu, then a bound."""
         activated = p.maybe_cast(p.silu(p.maybe_cast(gate, to=f32)), to=gate)
         return p.clip(activated, bounds.floor, bounds.limit) * bounds.linear(p, p.maybe_cast(up, to=f32))
 
-    @lookalike("the gate is gelu, not silu")
+    @lookalike("the gate is gelu, not silu; npu_swiglu computes silu alone")
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
         """Gelu(gate) · up."""
         return p.op("gelu", gate) * up

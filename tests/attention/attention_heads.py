@@ -420,6 +420,6 @@ LOOKALIKES = (
     refused(shifted_weights, "the weights go through an addition", activations(8, S, S)),
     refused(chosen_weights, "the weights go through a choice", activations(8, S, S)),
     refused(mixed_heads, "the weights go through another product", activations(8, N, N)),
-    refused(cubed, "the scores go through power"),
+    refused(cubed, "the scores go through pow"),
     refused(clipped, "the scores are clamped"),
 )

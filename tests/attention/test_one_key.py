@@ -63,7 +63,8 @@ def test_its_numbers_stay(form: Callable[..., Tensor], dtype: torch.dtype):
 def test_a_softmax_over_heads_stays():
     t = trial_of(capture(over_heads, rows(8, torch.bfloat16)), NPU)
     assert not t.outcome.chosen
-    assert [each.reason for each in t.outcome.refusals] == ["the softmax is taken over the queries, not over the keys"]
+    [reason] = [each.reason for each in t.outcome.refusals]
+    assert reason.startswith("the softmax is taken over the queries, not over the keys")
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -35,9 +35,8 @@ def test_a_result_that_is_arranged_by_several_symbolic_sizes_is_left_alone():
     given = (numbers(5, 3, 4, 16), numbers(5, 3, 7, 16, seed=1), numbers(5, 3, 7, 16, seed=2))
     captured = capture(attended, given, dynamic=True)
     readings = read_graph(captured.graph.graph, captured.facts).readings
-    assert [each.reason for _, each in readings.missed("softmax_attention")] == [
-        "the result is arranged by several symbolic sizes"
-    ]
+    [(_, missed)] = readings.missed("softmax_attention")
+    assert missed.reason.startswith("the result is arranged by several symbolic sizes")
 
 
 def decoded(q: Tensor, rows: Tensor) -> Tensor:

