@@ -9,7 +9,9 @@ from patterns.attention.read_batches import batched_attentions
 from patterns.attention.read_int8 import int8_cache
 from patterns.attention.read_lse_merge import merges
 from patterns.attention.read_numbered import numbered_attentions
+from patterns.attention.read_recurrences import recurrences
 from patterns.attention.read_segments import paged_segments, segmented_attentions
+from patterns.attention.read_sinkhorn import sinkhorn
 from patterns.attention.read_softmax_lse import softmax_lse
 from patterns.attention.ring import RingMla
 from patterns.cache.cache_write import CacheWrite
@@ -100,6 +102,8 @@ _READERS = (
     segmented_attentions,
     paged_segments,
     merges,
+    recurrences,
+    sinkhorn,
     lightning_indexers,
     indexer_lists,
     latent_operands,

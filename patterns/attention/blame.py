@@ -19,7 +19,10 @@ from patterns.attention.divided_late import stripped
 RULE = "softmax_attention"
 _BIAS = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
 _ASSUME = " (of a mask that is passed in, the option assume says it)"
-_KEPT = "the weights are read by more than the product with values: they are computed in any case"
+_KEPT = (
+    "the weights are read by more than the product with values: they are computed in any "
+    "case, and npu_fused_infer_attention_score returns none; do not return them"
+)
 TRUTHS = (
     "a mask is added to the scores that is computed from numbers which are passed in, and not known to be 0 or 1, as "
     "booleans are"
@@ -73,7 +76,10 @@ def left_whole(node: fx.Node) -> str:
     """Why a call of sdpa is not written out."""
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if dropout:
-        return "some of the weights are dropped at random"
+        return (
+            "some of the weights are dropped at random; npu_fused_infer_attention_score drops "
+            "none; set the dropout to 0"
+        )
     given: Any = node.args[1:3]
     keys, values = (dims_of(each.meta["val"].shape[-2:-1]) for each in given)
     if keys != values:

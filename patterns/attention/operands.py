@@ -17,8 +17,15 @@ from patterns.attention.scores import Scores
 from patterns.attention.weights import Weights, empty_rows
 from patterns.latent import int8_operands
 
-APART = "keys or values are not the same for the queries of one head"
-SEVERAL = "one row of scores is scaled or masked in several ways"
+APART = (
+    "keys or values are not the same for the queries of one head; "
+    "npu_fused_infer_attention_score requires one tensor of keys and one of values for all "
+    "queries of a head"
+)
+SEVERAL = (
+    "one row of scores is scaled or masked in several ways; "
+    "npu_fused_infer_attention_score requires one scale and one mask"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,10 @@ def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame,
     q = a.reshape(q, (*frame.sizes, q.shape[-1]))
     shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
     if not _divides(k.shape[1], shared):
-        return "keys and values are shared by other groups of heads"
+        return (
+            "keys and values are shared by other groups of heads; npu_fused_infer_attention_score "
+            "requires the same groups for both"
+        )
     k, v = (_spread(a, each, shared) for each in (k, v))
     sizes = k.shape[2], v.shape[-1]
     whole = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)

@@ -164,7 +164,10 @@ def _by_channel(x: Tensor, heads: int, width: int) -> Tensor:
 
 
 def _in_lines(pages: Tensor) -> Tensor:
-    require(pages.is_contiguous(), "the pages are not contiguous")
+    require(
+        pages.is_contiguous(),
+        "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
+    )
     *_, size, line = pages.shape
     return pages.reshape(pages.shape[0], -1, size, line)
 

@@ -52,7 +52,10 @@ _VALUED = (
 )
 _OTHERS = (None, APART, _REPEATED, SEVERAL)
 """Why a product is not that of queries and keys, where what is added to it may be."""
-_SUNK = "a sink stands beside the scores of rows that a list names: the operator takes none"
+_SUNK = (
+    "a sink stands beside the scores of rows that a list names: this package passes none to "
+    "npu_sparse_flash_attention, whose argument sinks it does not compute"
+)
 _SCALED = "scores of rows that a list names are multiplied by tensors: the operator multiplies all by one number"
 _CLAMPED = "masked scores of rows that a list names are clamped to finite numbers"
 _LENGTHS = ("window", "kv_len", "kv_lens")
@@ -147,7 +150,12 @@ def _found(
         return None
     weights = weights_of(a, value.arg, walk)
     if weights is None:
-        return "some of the weights are dropped at random" if dropped(value.arg) else None
+        return (
+            "some of the weights are dropped at random; npu_fused_infer_attention_score drops "
+            "none; set the dropout to 0"
+            if dropped(value.arg)
+            else None
+        )
     if weights.softmax.attrs[0] != -1:
         return OVER_QUERIES
     scores = scores_of(a, walk, weights.softmax.arg)
@@ -191,7 +199,10 @@ def _reading(
 ) -> Outcome | Miss | str:
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
     if not 1 <= len(shape) <= 4:
-        return "scores of more than five dims"
+        return (
+            "scores of more than five dims; npu_fused_infer_attention_score requires [B, N, S, T]; "
+            "flatten the first of them"
+        )
     assert scores.product is not None  # as of all that is found
     if scores.product.shape[-1] != product.args[1].shape[-2]:
         return _REPEATED if scores.product.shape[-1] == 1 else _CUT
@@ -219,12 +230,12 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
     widened = (("cast", (root.dtype,)),) if narrow and ("cast", (root.dtype,)) not in of.finish else ()
     steps = named_view(frame.sizes, of.weights, width, (*of.finish, *widened))
     if steps is None:
-        return "the result is arranged by several symbolic sizes"
+        return "the result is arranged by several symbolic sizes; compile it for static sizes of all but one of them"
     captures["output_view"] = steps
     if scores.sink is not None:
         sink = per_head(a, scores.sink, frame, attended.queries)
         if sink is None:
-            return "the sink is not one number for each head"
+            return "the sink is not one number for each head; npu_fused_infer_attention_score requires [N]"
         captures["sink"] = sink
     in_floats = "q" in operands
     seen = _seen(assumed, of, frame, keys, operands["q"].dtype if in_floats else None)

@@ -11,7 +11,10 @@ from typing import Any
 
 from fusion.graph import Graph, Value
 
-OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
+OVER_QUERIES = (
+    "the softmax is taken over the queries, not over the keys; "
+    "npu_fused_infer_attention_score requires it over the keys"
+)
 ONE_KEY = (
     "its weight is 1, as there is one key, and its values are multiplied by it one by one, not as rows of a product"
 )
@@ -29,7 +32,17 @@ _OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
 """Those of scores, which are scaled and masked."""
 _IN_PLACE = ("sigmoid", "relu", "gelu", "tanh", "exp")
 """Functions of single scores that some models have in place of a softmax."""
-_WORDS = {"mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product"}
+_WORDS = {
+    "mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product",
+    "shift": "an addition", "scale": "a multiplication", "clip": "clamp", "power": "pow", "log_sum_exp": "logsumexp",
+    "total": "sum", "mean": "a mean or a sum", "largest": "topk", "index": "a gather of rows", "cumsum": "cumsum",
+}  # fmt: skip
+"""What users call an op of the canonical graph whose name torch does not have, or has for something else."""
+
+
+def called(op: str) -> str:
+    """Return the name by which users know an op of the canonical graph."""
+    return _WORDS.get(op, op.removeprefix("aten.").removesuffix(".default"))
 
 
 def unlike(product: Value) -> str:
@@ -163,7 +176,7 @@ def _down(x: Value, op: str, passed: Sequence[str], most: int = 4) -> tuple[str,
             continue
         seen.add(x)
         below = [each for each in x.args if x.op in _ARRANGED or prod(each.shape) == prod(x.shape)]
-        own = () if x.op in passed else (_WORDS.get(x.op, x.op.removeprefix("aten.").removesuffix(".default")),)
+        own = () if x.op in passed else (called(x.op),)
         latest = below if x.op == "where" else sorted(below, key=lambda each: each.id)
         waiting.extend((each, odd + own) for each in latest)
     return "", None

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from fusion.graph import Found, Graph, Value
 from patterns.attention.blame import missed
+from patterns.attention.unlike import called
 
 OF_A_LAYER = (
     "its scores are no products of queries with keys, but numbers that are computed from each row alone, as of places "
@@ -64,7 +65,7 @@ def _reason(graph: Graph, softmax: Value) -> str:
         return OF_A_LAYER
     if not meets:
         return LEAVES
-    return AMID.format(_named(attends[0])) if all(attends) else BEHIND
+    return AMID.format(called(attends[0])) if all(attends) else BEHIND
 
 
 def _is_passed_in(scores: Value) -> bool:
@@ -72,10 +73,6 @@ def _is_passed_in(scores: Value) -> bool:
     whole = [each for each in scores.args if each.shape == scores.shape]
     added = scores.op in _ARRANGED or (scores.op in ("add", "where") and len(whole) > 0)
     return scores.op == "input" or (added and any(map(_is_passed_in, scores.args if scores.op in _ARRANGED else whole)))
-
-
-def _named(op: str) -> str:
-    return op.removeprefix("aten.").removesuffix(".default")
 
 
 def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool, bool]:

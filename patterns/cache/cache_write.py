@@ -97,12 +97,19 @@ class KeyValuePages(Group):
 
     def guard(self) -> None:
         """Slots that are proven."""
-        require(self.slots is not None, "the place is not proven to lie in its page: slot % Size is")
+        require(
+            self.slots is not None,
+            "the place is not proven to lie in its page: slot % Size is; write page = slot // Size "
+            "and place = slot % Size",
+        )
 
     def read(self) -> Sequence[Tensor]:
         """Rows and caches, which may have no gaps and no other order: a kernel finds a row by its slot alone."""
         caches = (self.key_cache, self.value_cache)
-        require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
+        require(
+            all(each.is_contiguous() for each in caches),
+            "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
+        )
         return self.key, self.value, *caches
 
 

@@ -30,8 +30,13 @@ def sequences(cache: Any, start: Any, axis: int) -> Any:
 def of_one_head(cache: Tensor, axis: int) -> Tensor:
     """A contiguous cache [B, .., T, .., D], T along `axis`, whose other dims have size 1."""
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
-    require(all(each == 1 for each in others), "the cache holds several heads: as pages they would alias each other")
-    require(cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages")
+    require(
+        all(each == 1 for each in others),
+        "the cache holds several heads: as pages they would alias each other; the operator requires one head",
+    )
+    require(
+        cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages; allocate it contiguous"
+    )
     return cache
 
 
@@ -40,13 +45,18 @@ def cut(cache: Tensor, axis: int) -> Tensor:
     cache = of_one_head(cache, axis)
     size: Any = cache.shape[axis]
     page = next((each for each in SIZES if isinstance(size, int) and size % each == 0), 0)
-    require(page, "the cache holds {size} positions, which no size of a page divides", size=size)
+    require(
+        page, "the cache holds {size} positions, which no size of a page divides; allocate a multiple of 16", size=size
+    )
     return cache.reshape(-1, page, 1, cache.shape[-1])
 
 
 def in_rows(pages: Tensor, block: Any) -> Tensor:
     """Pages of one head as [Block, Size, 1, D]: those in blocks of NZ are the same memory."""
-    require(pages.is_contiguous(), "the pages are not contiguous")
+    require(
+        pages.is_contiguous(),
+        "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
+    )
     return pages.reshape(pages.shape[0], pages.shape[1 if block is None else -2], 1, -1)
 
 

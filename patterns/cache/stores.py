@@ -140,7 +140,11 @@ class Slots(Store):
 
     def guard(self, tokens: Any) -> None:
         """Refuse slots that are not proven, pages of several heads, and other blocks than those of NZ."""
-        require(self.slots is not None, "the place is not proven to lie in its page: slot % Size is")
+        require(
+            self.slots is not None,
+            "the place is not proven to lie in its page: slot % Size is; write page = slot // Size "
+            "and place = slot % Size",
+        )
         pages.refuse_others(self.nz_block, self.lanes)
         of_a_head = self.nz_block is not None or all(size == 1 for size in self.kv_cache.shape[2:-1])
         require(of_a_head, "the pages hold several heads")

@@ -86,7 +86,7 @@ EXAMPLES = (
         "bounded: two tensors",
         partial(gated, halves=lambda x: (x.exp(), x.sin())),
         X,
-        "but two tensors, or other slices",
+        "neither the halves, or lanes, of one tensor",
     ),
     Example("bounded projections: silu", projected, WEIGHTS),
     Example("bounded projections: in float32, up first", _in_float, WEIGHTS),

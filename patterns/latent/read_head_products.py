@@ -52,6 +52,6 @@ def _reading(a: Algebra, x: Value, weight: Value, arranged: Sequence[Step]) -> R
     steps = [*([("reshape", shape)] if x.rank == 3 else []), *arranged]
     finish = named(steps, {rows[2]: "S", rows[0]: "B"})
     if finish is None:
-        return "the result is arranged by several symbolic sizes"
+        return "the result is arranged by several symbolic sizes; compile it for static sizes of all but one of them"
     opened = a.reshape(x, (*rows[:-1], x.shape[-1]))
     return Reading("head_product", {"x": opened, "weight": a.reshape(weight, weight.shape[-3:]), "output_view": finish})

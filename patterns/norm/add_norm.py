@@ -106,7 +106,10 @@ class AddNorm(Rule):
         return p.as_dtype(norm.of(p, p.typed(float32_sum(p, a, b), total), eps), like=a)
 
     @variants(norm=(RmsNorm, LayerNorm))
-    @lookalike("one addend is broadcast or scaled: the operator adds two tensors of the same shape, as they are")
+    @lookalike(
+        "one addend is broadcast or scaled; the operator requires two tensors of the same "
+        "shape and adds them as they are"
+    )
     def other_sum(self, p, norm, a=tensor("*A"), b=tensor("*C"), eps=scalar()):
         """Norm of any other sum."""
         return norm.of(p, a + b, eps)
@@ -119,7 +122,10 @@ class AddNorm(Rule):
     @variants(norm=(RmsNorm,))
     def rms(self, a: Tensor, b: Tensor, norm: Gain, eps: float, total: torch.dtype):
         """Run one operator, which takes the gain in the dtype of the addends."""
-        require(a.dtype == b.dtype, "the addends have different dtypes")
+        require(
+            a.dtype == b.dtype,
+            "the addends have different dtypes; the operator requires one; cast one of them to that of the other",
+        )
         gain = norm.like(a)
         with rounding("the sum of the addends", total, a.dtype):
             y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, gain, eps)
@@ -129,7 +135,11 @@ class AddNorm(Rule):
     @variants(norm=(LayerNorm,))
     def layer(self, a: Tensor, b: Tensor, norm: LayerNorm, eps: float):
         """One operator; weight and bias in the dtype of the addends, or in float32 alike."""
-        require(a.dtype == b.dtype, "the addends of the norm have different dtypes")
+        require(
+            a.dtype == b.dtype,
+            "the addends of the norm have different dtypes; the operator requires one; cast one of "
+            "them to that of the other",
+        )
         gamma = unit_gain(a) if norm.gamma is None else norm.gamma
         lines = gamma, torch.zeros_like(unit_gain(a)) if norm.beta is None else norm.beta
         kept = a.dtype if {each.dtype for each in lines} == {a.dtype} else f32

@@ -191,7 +191,11 @@ class EncodedNorm(Rule):
 
 
 def _addends(of: RoundedSum) -> tuple[Tensor, Tensor]:
-    require(of.a.dtype == of.b.dtype, "the addends of the norm have different dtypes")
+    require(
+        of.a.dtype == of.b.dtype,
+        "the addends of the norm have different dtypes; the operator requires one; cast one of "
+        "them to that of the other",
+    )
     return of.a, of.b
 
 

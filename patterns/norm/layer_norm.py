@@ -51,7 +51,7 @@ class LayerNorm(Rule):
 
     def guard(self, eps: float):
         """As for every norm."""
-        require(eps > 0, "eps={eps} is not positive, as the operator needs", eps=eps)
+        require(eps > 0, "eps={eps} is not positive, as the operator requires", eps=eps)
 
     @lookalike("the variance has a factor {factor}: it is unbiased (correction 1), the operator's is not")
     def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):

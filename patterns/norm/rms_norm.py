@@ -91,7 +91,7 @@ class RMSNorm(Rule):
 
     def guard(self, eps: float, factor: float | None):
         """Only a small positive eps is a guard against division by zero."""
-        require(eps > 0, "eps={eps} is not positive, as the operator needs", eps=eps)
+        require(eps > 0, "eps={eps} is not positive, as the operator requires", eps=eps)
         eps /= factor or 1
         require(eps <= 0.02, "eps={eps} is no guard against division by zero but a damping term", eps=eps)
         require(factor is None or factor > 0, "the mean square under the root is multiplied by {factor}", factor=factor)
@@ -127,37 +127,42 @@ class RMSNorm(Rule):
         moment = p.scale(p.mean(p.square(x - average)), factor) + p.square(average)
         return p.rsqrt(p.shift(moment, eps))
 
-    @lookalike("eps={eps} is added to each square, not to their mean")
+    @lookalike("eps={eps} is added to each square, not to their mean; write rsqrt(mean + eps)")
     def eps_inside(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
         """(mean(x² + eps))ᵃ."""
         return p.power(p.mean(p.square(x) + eps), root)
 
-    @lookalike("eps={eps} is added outside the root")
+    @lookalike("eps={eps} is added outside the root; the operator adds it to the mean square; write rsqrt(mean + eps)")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
         """X / (sqrt(mean(x²)) + eps)."""
         return p.power(p.power(p.mean(p.square(x)), 0.5) + eps, -1.0)
 
-    @lookalike("the root holds no eps")
+    @lookalike("the root holds no eps; the operator requires one; write rsqrt(mean + eps)")
     def no_eps(self, p, x=tensor("*B D"), root=attribute()):
         """X · rsqrt(mean(x²))."""
         return p.power(p.mean(p.square(x)), root)
 
-    @lookalike("eps is a tensor, not a constant number in the graph")
+    @lookalike(
+        "eps is a tensor, not a constant number in the graph; the operator requires a number; "
+        "pass eps as a Python float"
+    )
     def tensor_eps(self, p, x=tensor("*B D"), eps=tensor("*E")):
         """Rsqrt(mean(x²) + eps tensor)."""
         return p.rsqrt(p.mean(p.square(x)) + eps)
 
-    @lookalike("the mean is of absolute values, not of squares under a root")
+    @lookalike(
+        "the mean is of absolute values, not of squares under a root; the operator requires the root of the mean square"
+    )
     def absolute(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
         """X / (mean(|x|) + eps)."""
         return p.power(p.mean(p.op("abs", x)) + eps, root)
 
-    @lookalike("the length is clamped from below, instead of having eps added under the root")
+    @lookalike("the length is clamped from below, instead of having eps added under the root; write rsqrt(mean + eps)")
     def clamped(self, p, x=tensor("*B D"), root=attribute(), factor=scalar()):
         """X / max(‖x‖, eps), as F.normalize."""
         return p.power(p.op("clip", p.maybe_scaled(p.power(p.mean(p.square(x)), 0.5), factor)), root)
 
-    @lookalike("the mean square is clamped from below, instead of having eps added to it")
+    @lookalike("the mean square is clamped from below, instead of having eps added to it; write rsqrt(mean + eps)")
     def clamped_square(self, p, x=tensor("*B D"), root=attribute()):
         """X / sqrt(max(mean(x²), eps))."""
         return p.power(p.op("clip", p.mean(p.square(x))), root)

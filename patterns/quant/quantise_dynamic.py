@@ -24,7 +24,10 @@ LARGEST = 127
 _NARROW = (torch.float16, torch.bfloat16)
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
 FLOATS = "rows are rounded by a scale of their own and stay floats, where the operator gives int8"
-UNSCALED = "numbers are rounded to int8 without a scale that is the largest of their row"
+UNSCALED = (
+    "numbers are rounded to int8 without a scale that is the largest of their row; "
+    "npu_dynamic_quant requires amax(|row|) / 127"
+)
 _JOINED = "scales are joined, or repeated, before they divide rows, and not proven to be those of the same rows"
 FAINT = 1e-5
 """A scale up to which a row counts as zeros: the least that quantisation code keeps scales at."""
@@ -48,11 +51,22 @@ class _Scale:
         return replace(self, factor=self.factor * factor, least=self.least * factor)
 
 
+_SHARED = (
+    "one scale is shared by several tokens: the operator gives each token its own; take the largest over the last dim "
+    "alone"
+)
+
+
 def _scale(value: Value) -> _Scale | None:
     """What scale of rows `value` is; None where it is none at all."""
     if _is_greatest(value) and is_nonnegative(value.arg):
         one = value.op == "largest" or value.attrs == (-1,)
-        odd = "" if one else "one scale is shared by several tokens: the operator gives each token its own"
+        odd = (
+            ""
+            if one
+            else "one scale is shared by several tokens: the operator gives each token its own; take "
+            "the largest over the last dim alone"
+        )
         x = value.arg.arg if value.arg.op == "abs" else value.arg
         return _Scale(exact(x), value, narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":
@@ -72,7 +86,11 @@ def _scale(value: Value) -> _Scale | None:
         case "clip":
             return replace(found, odd="the scale has an upper bound, which the operator does not keep")
         case "shift":
-            return replace(found, odd="a number is added to the scale, where the operator divides by the scale itself")
+            return replace(
+                found,
+                odd="a number is added to the scale, where the operator divides by the scale itself; clamp "
+                "the scale from below instead",
+            )
         case _:
             return found
 
@@ -262,7 +280,10 @@ def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -
     if not math.isclose(scale.factor * LARGEST, 1, rel_tol=1e-6):
         return f"the largest number of a row becomes {1 / scale.factor:g}, by the operator {LARGEST}"
     if not below.rounded:
-        return "numbers are cut off toward zero, where the operator rounds to the nearest"
+        return (
+            "numbers are cut off toward zero, where the operator rounds to the nearest; write "
+            "torch.round(x) before the cast"
+        )
     if below.low > -LARGEST or below.high < LARGEST:
         return f"whole numbers are bounded by {below.low:g} and {below.high:g}, those of the operator by {LARGEST}"
     if scale.narrow and below.high > LARGEST:

@@ -24,7 +24,7 @@ from patterns.quant.quantise_dynamic import FLOATS, UNSCALED, dynamic, is_rounde
 _LEAST, _MOST = -128, 127
 _PASSED = ("cast", "clip", "clamp", "trunc", "reshape")
 _BEHIND = "the zero point is added to rounded numbers, where the operator rounds the sum"
-_CUT = "numbers are cut off toward zero, where the operator rounds to the nearest"
+_CUT = "numbers are cut off toward zero, where the operator rounds to the nearest; write torch.round(x) before the cast"
 _FLOAT = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
 _PART = "the zero point {zero:g} is no whole number of 8 bits"
 _BOUNDS = "whole {what} are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"

@@ -37,7 +37,10 @@ _ALONG = (
 )
 _LISTED = "scales of the int8 weight are looked up by a list, which is not proven to name the group of each input"
 _WHOLE = frozenset({torch.int16, torch.int32, torch.int64})
-_UNSIGNED = "the weight is kept in uint8, and the operator takes int8"
+_UNSIGNED = (
+    "the weight is kept in uint8, and the operator takes int8; subtract 128 from the "
+    "weight and from its zero point once"
+)
 _NUMBER = "a number is added to the int8 weight, where the operator adds a tensor of channels or groups"
 _WIDE = "what is added to the int8 weight in whole numbers is not proven to be int8: floats may not hold the sum"
 _BEHIND = "an offset is added to the int8 weight behind its scale, where the operator adds it before"

@@ -63,10 +63,16 @@ def refusal(cos: Side, sin: Side, pairs: Index) -> str | None:
     """Why products of lanes and their partners are no rotation. `pairs` are the lanes of each pair of the result."""
     apart = any((each.table[pairs[:, 0]] != each.table[pairs[:, 1]]).any() for each in (cos, sin))
     if apart or any(stop - start < 2 for each in (cos, sin) for start, stop in runs(each.table)):
-        return "the lanes take their cosines (or sines) from different tensors"
+        return (
+            "the lanes take their cosines (or sines) from different tensors; npu_rotary_mul "
+            "requires one table of cosines and one of sines; join them along the lanes"
+        )
     gain = cos.factor[0]
     if gain <= 0 or not (cos.factor == gain).all():
-        return "the terms with the cosine do not all have the same positive factor"
+        return (
+            "the terms with the cosine do not all have the same positive factor; npu_rotary_mul "
+            "requires x · cos with one factor, which its table holds"
+        )
     if not (sin.factor == sin.factor[0]).all():
         if (cos.table == sin.table).all() and len({*cos.entry, *sin.entry}) == 2 * len(cos.lane):
             return "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
@@ -77,7 +83,7 @@ def refusal(cos: Side, sin: Side, pairs: Index) -> str | None:
 def unpaired(left: Side, right: Side) -> str | None:
     """Why lanes that are combined with lanes of the same tensor are no rotated pairs."""
     if (left.lane == right.lane).all():
-        return "each lane is combined with itself, not with a partner"
+        return "each lane is combined with itself, not with a partner; a rotation combines it with the lane of its pair"
     _, uses = np.unique(np.concatenate((left.lane, right.lane)), return_counts=True)
     if len(uses) != len(left.lane) or (uses != 2).any():
         return None  # as of one half of a rotation, or of weighted sums: the result holds no pairs of lanes

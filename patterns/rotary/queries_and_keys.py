@@ -38,7 +38,13 @@ class Pair(Group):
         """What one call can take."""
         q, k = self.q.rank, self.k.rank
         require(self.order == "half", _PAIRS)
-        require(q == k, "queries and keys have {q} and {k} dims: their axes differ", q=q, k=k)
+        require(
+            q == k,
+            "queries and keys have {q} and {k} dims: their axes differ; the operator requires the "
+            "same for both; reshape one of them",
+            q=q,
+            k=k,
+        )
         require(q in (3, 4), "queries and keys have {q} dims, not three or four", q=q)
 
     def read(self, by_batch: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -104,7 +104,12 @@ def _summed(known: KnownTables, root: Value, at: Rows, leaves: Leaves, whole: bo
     if len(found) == 3:
         pairs = ([found[0], found[1]], [found[0], found[2]], [found[1], found[2]])
         turned = any(isinstance(_turned(known, root, pair, leaves), Reading) for pair in pairs)
-        return "a third term is added to the rotation" if turned else None
+        return (
+            "a third term is added to the rotation; npu_rotary_mul requires x · cos + partner(x) · "
+            "sin alone; add it behind"
+            if turned
+            else None
+        )
     return _turned(known, root, found, leaves) if len(found) == 2 else None
 
 

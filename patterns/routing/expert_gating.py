@@ -138,7 +138,10 @@ class GatedScores(Rule):
         scores = p.chosen_scores(**vars(gate), dtype=dtype)
         return scores * p.power(p.clip(p.scale(p.mean(scores), size), low, high), -1.0)
 
-    @lookalike("experts are chosen by logits: the operator chooses by sigmoids of them, of which more are equal")
+    @lookalike(
+        "experts are chosen by logits: the operator chooses by sigmoids of them, of which more "
+        "are equal; choose by the sigmoids"
+    )
     def sigmoid_of_chosen(self, p, logits=tensor("*T E"), count=attribute()):
         """Choose, then sigmoid."""
         return p.sigmoid(p.maybe_cast(p.largest(logits, count), to=torch.float32))
@@ -149,7 +152,11 @@ class GatedScores(Rule):
             size is None or abs(size / gate.count - 1) < 1e-9,
             inverse is None or abs(inverse * gate.count - 1) < 1e-9,
         ]
-        require(all(sums), "the chosen scores are divided by something else than their sum")
+        require(
+            all(sums),
+            "the chosen scores are divided by something else than their sum; npu_moe_gating_top_k "
+            "requires the sum of the chosen ones",
+        )
         require(eps is None or eps >= 0, "eps={eps} makes the sum smaller", eps=eps)
 
     @lowering

@@ -107,7 +107,11 @@ class DividedShares(Shares):
     def guard(self, among: Any) -> None:
         """What the mean of so many is multiplied by to be the sum."""
         sums = isinstance(among, int) and abs(self.factor * among - 1) < 1e-9
-        require(sums, "the chosen shares are divided by something else than their sum")
+        require(
+            sums,
+            "the chosen shares are divided by something else than their sum; "
+            "npu_moe_gating_top_k_softmax requires the sum of the chosen ones",
+        )
 
 
 @dataclass(frozen=True)
@@ -180,12 +184,12 @@ class SoftmaxShares(Rule):
         kept = p.kept(x=p.maybe_cast(logits, to=f32), count=count, fill=fill)
         return p.softmax(p.maybe_cast(kept, to=f32))
 
-    @lookalike("nothing reads which experts are chosen")
+    @lookalike("nothing reads which experts are chosen; npu_moe_gating_top_k gives weights and experts at once")
     def without_experts(self, p, logits=tensor("*B E"), count=attribute()):
         """The softmax over the largest alone."""
         return p.softmax(p.maybe_cast(p.largest(logits, count), to=f32))
 
-    @lookalike("nothing reads which experts are chosen")
+    @lookalike("nothing reads which experts are chosen; npu_moe_gating_top_k gives weights and experts at once")
     def shares_without_experts(self, p, logits=tensor("*B E"), count=attribute()):
         """The largest of the softmax alone."""
         return _largest_shares(p, logits, count)
@@ -214,7 +218,10 @@ class SoftmaxShares(Rule):
         chosen = _largest_shares(p, logits, count)
         return chosen * p.power(p.clip(p.scale(p.mean(chosen), factor), low, high), -1.0)
 
-    @lookalike("the chosen shares are divided by something else than their sum")
+    @lookalike(
+        "the chosen shares are divided by something else than their sum; "
+        "npu_moe_gating_top_k_softmax requires the sum of the chosen ones"
+    )
     def divided_otherwise(self, p, logits=tensor("*B E"), count=attribute(), by=tensor("*B 1"), exponent=attribute()):
         """Divided by any other number of each token."""
         return _largest_shares(p, logits, count) * p.power(by, exponent)

@@ -58,7 +58,10 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
     weights = [best] if gate["bias"] is None and best in graph.places else []
     weights += [each for each in list(graph.places) if each.op == "take" and _reads(each, scores, places)]
     if not weights:
-        biased = "the weights are those scores to which the bias was added: the operator's are without"
+        biased = (
+            "the weights are those scores to which the bias was added: the operator's are without; "
+            "gather the weights from the scores before the bias"
+        )
         others = "the weights are not the scores of the experts that are chosen"
         yield places, Miss(RULE, biased if best in graph.places else others)
         return
