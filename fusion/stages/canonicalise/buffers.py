@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusion.graph import Algebra, Value, inner_writes, parts
+from fusion.graph import Algebra, Value, inner_writes, joined_writes, parts
 from fusion.graph.algebra import MAX_STOP
 from fusion.graph.logic import number
 from fusion.graph.proof import must, proven
@@ -86,10 +86,13 @@ def _first_sequences(a: Algebra, x: Value, source: Value, first: Value | None) -
 
 
 def _covered(a: Algebra, last: Value) -> Value | None:
-    """The join of the slices of a chain of `slice_scatter` that leaves nothing of its buffer, oldest write below."""
+    """Join the slices of a chain of `slice_scatter`, oldest write below, that cover its buffer; None where some stays.
+
+    Slices that are writes at the same positions are one write of their joined rows.
+    """
     axis, _, _, stride = last.attrs
     size = int(last.shape[axis])
-    writes: dict[int, Value] = {}
+    writes: dict[int, joined_writes.Part] = {}
     lanes: set[int] = set()
     value = last
     while value.op == "slice_scatter" and value.attrs[0] == axis and value.attrs[3] == stride:
@@ -97,14 +100,15 @@ def _covered(a: Algebra, last: Value) -> Value | None:
         here = set(range(start, stop, stride))
         if here & lanes:
             return None
-        writes[start] = value.args[1]
+        writes[start] = (start, stop, value.args[0], value.args[1])
         lanes |= here
         value = value.arg
     if len(lanes) < size:
         return None
-    pieces = [writes[start] for start in sorted(writes)]
+    slices = [writes[start] for start in sorted(writes)]
+    pieces = [source for *_, source in slices]
     if stride == 1:
-        return a.cat(pieces, axis)
+        return joined_writes.joined(a, value, slices, axis) or a.cat(pieces, axis)
     if size % stride or sorted(writes) != list(range(stride)):
         return None
     return a.reshape(a.cat([opened(a, each, axis + 1) for each in pieces], axis + 1), last.shape)
