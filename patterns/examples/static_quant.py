@@ -45,6 +45,16 @@ def of_whole_rows(x: Tensor, scale: Tensor) -> Tensor:
     return int8(x / scale.flatten()).unflatten(-1, (M, D))
 
 
+def by_number(x: Tensor) -> Tensor:
+    """Multiply by a number that every dtype holds."""
+    return int8(x * 16.0)
+
+
+def by_number_with_zero(x: Tensor) -> Tensor:
+    """Multiply by a number that bfloat16 does not hold, in float32, and add a zero point."""
+    return int8(x.float() * 16.0625 + 3.0)
+
+
 def cut_off(x: Tensor, scale: Tensor) -> Tensor:
     """Without rounding."""
     return (x / scale).clamp(-128, 127).to(torch.int8)
@@ -58,9 +68,16 @@ EXAMPLES = (
     Example("channels, zero points", shifted, inputs(*CHANNELS, more=(ZERO,))),
     Example("heads", divided, inputs(*HEADS)),
     Example("one scale", divided, inputs(*ALL)),
+    Example("a number", by_number, tensors(grid(0, B, S, D))),
+    Example("a number and a zero point", by_number_with_zero, tensors(grid(0, B, S, D))),
     Example("whole rows", of_whole_rows, inputs(*CHANNELS, rows=(B, S, M * D))),
 )
 BOUNDED: Callable[[Tensor, Tensor], Tensor] = lambda x, scale: int8(x / scale, -127)  # noqa: E731
-REJECTS = (Example("other bounds", BOUNDED, inputs(*CHANNELS), "whole numbers are bounded by -127 and 127"),)
+REJECTS = (
+    Example("other bounds", BOUNDED, inputs(*CHANNELS), "whole numbers are bounded by -127 and 127"),
+    Example(
+        "a number, other bounds", lambda x: int8(x * 16.0, -127), tensors(grid(0, B, S, D)), "bounded by -127 and 127"
+    ),
+)
 
 TRIED = {"quantisation": (*EXAMPLES, *REJECTS)}

@@ -1,6 +1,7 @@
 """q = round(x / s + z): rows in int8, by a scale of each token or by scales that the model holds.
 
-    of tokens     s = max|x| / 127 of each        held     s and z of each head, of each channel or of all (C8)
+    of tokens     s = max|x| / 127 of each
+    held          s and z of each head, of each channel or of all (C8), tensors or numbers of the source
 
 *Matches* the quotient, or the product with the inverse, and its rounding, with or without bounds that change nothing;
 of tokens their largest magnitude as well, with rows as they are, or turned by a matrix such as Hadamard's, where
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.quant.held_scales import HeldScales
+from patterns.quant.held_scales import HeldScales, KnownScale
 
 INT8 = 1
 """The number by which the operator is told the dtype of its result."""
@@ -79,8 +80,8 @@ class Quantisation(Rule):
         return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
 
     def within(self, rows: Any) -> frozenset[str]:
-        """The norm before scales that are held."""
-        return frozenset({"encoded_norm"} if isinstance(rows, HeldScales) else ())
+        """The norm before scales that are the same for all tokens."""
+        return frozenset({"encoded_norm"} if isinstance(rows, HeldScales | KnownScale) else ())
 
     @pattern
     @variants(rows=(Rows, RotatedRows))
@@ -99,6 +100,12 @@ class Quantisation(Rule):
     def by_channel(self, p, rows):
         """By scales that are the same for all tokens, with or without a zero point."""
         return p.int8_rows(**vars(rows))
+
+    @pattern
+    @variants(rows=(KnownScale,))
+    def by_number(self, p, rows):
+        """Multiply by one number of the source, with or without a zero point."""
+        return p.int8_by_number(**vars(rows))
 
     def guard(self, rows: Any):
         """What the rows are multiplied by."""
@@ -121,10 +128,18 @@ class Quantisation(Rule):
         return whole.reshape(rows.x.shape), _kept(scale.reshape(*rows.x.shape[:-1], 1), dtype, times)
 
     @lowering
-    @variants(rows=(HeldScales,))
-    def static(self, rows: HeldScales):
+    @variants(rows=(HeldScales, KnownScale))
+    def static(self, rows: HeldScales | KnownScale):
         """One operator, over rows whose scales are those of their last dim: heads and channels in one."""
         return rows.quantised()
+
+    @lowering
+    @variants(rows=(HeldScales,))
+    def static_in_float32(self, rows: HeldScales):
+        """The same over rows that are cast: scales have the dtype of `x`, which in float16 they do not divide."""
+        dtypes = (rows.x.dtype, rows.scale.dtype)
+        require(torch.float64 not in dtypes, "x or its scale is in float64; npu_quantize computes in float32")
+        return rows.quantised(torch.float32)
 
 
 def _kept(scale: Tensor, dtype: torch.dtype, times: float | None) -> Tensor:

@@ -28,7 +28,7 @@ _CUT = "numbers are cut off toward zero, where the operator rounds to the neares
 _FLOAT = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
 _PART = "the zero point {zero:g} is no whole number of 8 bits"
 _BOUNDS = "whole {what} are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
-_WHOLE = "numbers become int32 before they are bounded by -128 and 127: what int32 does not hold is not defined"
+UNBOUNDED = "numbers become int32 before they are bounded by -128 and 127: what int32 does not hold is not defined"
 _SEVERAL = "rows with a zero point are not divided by one scale of the whole tensor"
 _TIMES = "rows with a zero point are multiplied by a scale, where the operator divides"
 _DIVIDED = "queries are divided by a scale of each head, where the operator multiplies by one"
@@ -83,7 +83,7 @@ def _found(rule: str, outcome: Reading | str) -> Reading | Miss:
 def _unbounded(below: Rounded, what: str) -> str:
     """Why the bounds of int8 are not those of the operator, "" if they are."""
     if below.unbounded:
-        return _WHOLE
+        return UNBOUNDED
     alike = (below.low, below.high) == (_LEAST, _MOST)
     return "" if alike else _BOUNDS.format(what=what, low=below.low, high=below.high)
 

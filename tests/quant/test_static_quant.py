@@ -14,8 +14,8 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
 from patterns.examples import static_quant as examples
-from patterns.examples.inputs import fixed
-from patterns.examples.quantisation import weights
+from patterns.examples.inputs import fixed, tensors
+from patterns.examples.quantisation import grid, int8, weights
 from patterns.examples.static_quant import CHANNELS, ZERO, cut_off, divided, inputs, multiplied, shifted
 from tests.support.tried import tried
 
@@ -52,18 +52,74 @@ def test_scales_of_heads_and_channels_are_those_of_whole_rows():
     assert (rows[-1], *scale) == (64, 64)
 
 
+def _dtypes(t: Trial) -> list[torch.dtype]:
+    """Dtypes of what the one call is given."""
+    (call,) = calls(t)
+    return [each.meta["val"].dtype for each in call.all_input_nodes]
+
+
 @pytest.mark.parametrize(
-    ("function", "dtype", "count"),
-    [(divided, torch.float16, 0), (multiplied, torch.float16, 1)],
+    ("function", "dtype"),
+    [(divided, torch.float32), (multiplied, torch.float16)],
     ids=("divided", "multiplied"),
 )
-def test_scales_in_float16_multiply_alone(function: Callable[..., Tensor], dtype: torch.dtype, count: int):
-    assert len(calls(fused(function, inputs(*CHANNELS), dtype))) == count
+def test_scales_in_float16_multiply_alone(function: Callable[..., Tensor], dtype: torch.dtype):
+    assert set(_dtypes(fused(function, inputs(*examples.ALL), torch.float16))) == {dtype}
 
 
-def test_a_scale_in_another_dtype_is_left():
-    float32 = fixed(inputs(*CHANNELS)(torch.float32)[1].detach())
-    assert not calls(fused(divided, lambda dtype: (*inputs(*CHANNELS)(dtype)[:1], float32), torch.bfloat16))
+@pytest.mark.parametrize("scale", [CHANNELS, examples.ALL, ()], ids=["channels", "one element", "no dims"])
+def test_rows_are_cast_where_the_scale_is_in_float32(scale: tuple[int, ...]):
+    float32 = fixed(inputs(*scale)(torch.float32)[1].detach())
+    t = fused(lambda x, s: int8(x.float() / s), lambda dtype: (*inputs(*CHANNELS)(dtype)[:1], float32), torch.bfloat16)
+    assert set(_dtypes(t)) == {torch.float32}
+
+
+INT8_BY_A_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
+    "multiplied": lambda x: torch.round(x * 16.0).clamp(-128, 127).to(torch.int8),
+    "divided": lambda x: torch.round(x / 0.0625).clamp(-128, 127).to(torch.int8),
+    "bounded first": lambda x: (16.0 * x).clamp(-128, 127).round().char(),
+    "bounded by tensors": lambda x: torch.minimum(
+        torch.maximum((x * 16).round(), torch.tensor(-128.0)), torch.tensor(127.0)
+    ).to(torch.int8),
+    "by the inverse": lambda x: (x * (1 / 0.0625)).round().clip(-128, 127).to(torch.int8),
+    "of a function": lambda x: (torch.relu(x) * 16).round().clamp(-128, 127).to(torch.int8),
+    "whole zero point": lambda x: (x.float() * 16 - 5).round().clamp(-128, 127).to(torch.int8),
+    "zero point with a fraction": lambda x: (x.float() * 16 + 0.3).round().clamp(-128, 127).to(torch.int8),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", INT8_BY_A_NUMBER.values(), ids=INT8_BY_A_NUMBER)
+def test_numbers_of_the_source_are_scales(form: Callable[[Tensor], Tensor], dtype: torch.dtype):
+    assert len(calls(fused(form, tensors(grid(0, 2, 5, 48)), dtype))) == 1
+
+
+def test_a_number_that_the_dtype_does_not_hold_is_multiplied_in_float32():
+    rows = tensors(grid(0, 2, 5, 48))
+    in_float32 = lambda x: int8(x.float() * 16.0625)  # noqa: E731
+    assert _dtypes(fused(in_float32, rows, torch.bfloat16))[0] == torch.float32
+    assert _dtypes(fused(in_float32, rows, torch.float16))[0] == torch.float16
+
+
+NO_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
+    "cut off": lambda x: (x * 16).clamp(-128, 127).to(torch.int8),
+    "zero point behind": lambda x: ((x * 16).round() + 5).clamp(-128, 127).to(torch.int8),
+    "unbounded": lambda x: (x * 16).round().to(torch.int32).clamp(-128, 127).to(torch.int8),
+    "other bounds": lambda x: (x * 16).round().clamp(-127, 127).to(torch.int8),
+    "uint8": lambda x: (x * 16 + 128).round().clamp(0, 255).to(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("form", NO_NUMBER.values(), ids=NO_NUMBER)
+def test_other_roundings_by_a_number_are_left(form: Callable[[Tensor], Tensor]):
+    assert not calls(fused(form, tensors(grid(0, 2, 5, 48)), torch.bfloat16))
+
+
+def test_a_number_before_scales_of_tokens_is_one_of_them():
+    def form(x: Tensor) -> Tensor:
+        return int8(x * (127 / x.abs().amax(-1, keepdim=True)))
+
+    assert not calls(fused(form, tensors(grid(0, 2, 5, 48)), torch.bfloat16))
 
 
 def test_fractions_that_are_cut_off_are_left():
