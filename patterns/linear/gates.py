@@ -1,6 +1,7 @@
 """The facets of a gated activation: where gate and up come from, and what bounds them.
 
 Merged       two halves, or every second lane, of one tensor
+MergedWide   those of one that is cast to float32
 Projected    two projections of one input, whose weights are joined
 Int8Projected    the same in W8A8
 
@@ -39,6 +40,13 @@ class Merged(Group):
         gate, up = (p.maybe_cast(each, to=f32) for each in (lanes if gate_first else lanes[::-1]))
         return gate, up
 
+    def wide_terms(self, p) -> tuple[Any, Any]:
+        """Return both, each cast to float32."""
+        gate, up = (
+            p.cast(p.gate_lanes(x=self.x, second=each, interleaved=self.interleaved), to=f32) for each in (False, True)
+        )
+        return gate, up
+
     @property
     def like(self) -> Any:
         """What has the dtype of the result."""
@@ -50,6 +58,17 @@ class Merged(Group):
     def joined(self) -> Tensor:
         """Both, [*B, 2 · H]."""
         return self.x
+
+
+@dataclass(frozen=True)
+class MergedWide(Merged):
+    """Gate and up of one tensor that is cast to float32 as a whole."""
+
+    def wide_terms(self, p) -> tuple[Any, Any]:
+        """Return both, of a tensor in float32."""
+        wide = p.cast(self.x, to=f32)
+        gate, up = (p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True))
+        return gate, up
 
 
 @dataclass(frozen=True)
@@ -67,10 +86,20 @@ class Projected(Group):
 
     def terms(self, p, beside: Any = None) -> tuple[Any, Any]:
         """Both, perhaps in float32; up of another input where there is one `beside`."""
+        gate, up = self.projections(p, beside)
+        return p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)
+
+    def wide_terms(self, p) -> tuple[Any, Any]:
+        """Return both, each cast to float32."""
+        gate, up = self.projections(p)
+        return p.cast(gate, to=f32), p.cast(up, to=f32)
+
+    def projections(self, p, beside: Any = None) -> tuple[Any, Any]:
+        """Return both layers as they are; up of another input where there is one `beside`."""
         gate = dict(weight=self.gate, bias=self.gate_bias, is_parameter_only=self.gate_is_parameter_only)
         up = dict(weight=self.up, bias=self.up_bias, is_parameter_only=self.up_is_parameter_only)
         other = self.x if beside is None else beside
-        return p.maybe_cast(p.linear(x=self.x, **gate), to=f32), p.maybe_cast(p.linear(x=other, **up), to=f32)
+        return p.linear(x=self.x, **gate), p.linear(x=other, **up)
 
     @property
     def like(self) -> Any:
@@ -110,8 +139,8 @@ class Int8Projected(Projected):
     up_scale: Any = tensor("H")
     dtype: Any = attribute()
 
-    def terms(self, p, beside: Any = None) -> tuple[Any, Any]:
-        """Both, perhaps in float32."""
+    def projections(self, p, beside: Any = None) -> tuple[Any, Any]:
+        """Return both layers as they are."""
         gate, up = (
             p.int8_matmul(
                 x=self.x, weight=getattr(self, name), scale=getattr(self, f"{name}_scale"), tokens=self.tokens,
@@ -120,7 +149,7 @@ class Int8Projected(Projected):
             )
             for name in ("gate", "up")
         )  # fmt: skip
-        return p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)
+        return gate, up
 
     @property
     def like(self) -> Any:
@@ -215,6 +244,7 @@ class Shifted(Clipped):
 
 
 SOURCES: tuple[Any, ...] = (Merged, Projected, Int8Projected)
+WIDE_SOURCES: tuple[Any, ...] = (*SOURCES, MergedWide)
 BOUNDS: tuple[Any, ...] = (Unbounded, Clipped, Shifted)
 
 

@@ -1,10 +1,10 @@
 """y = silu(a) · b; or y = a · sigmoid(alpha · a) · (b + shift), both bounded  (Shazeer, 2020; gpt-oss, 2025).
 
 *Matches* silu written in any way, of the halves or lanes of a merged projection, or of two projections of one input
-whose weights are Parameters; with bounds of both, or without; as it is, or quantised for the next layer in W8A8, each
-row with its own scale, where nothing else reads it. *Replaces with* `npu_swiglu`, `npu_clipped_swiglu`, or
-`npu_swiglu_quant`, which quantises what was activated before it would be rounded to 16 bits; two projections become one
-matmul of the joined weights, in floats or in W8A8, prepared once.
+whose weights are Parameters; with bounds of both, or without; as it is, in float32 as a factor of more, or quantised
+for the next layer in W8A8, each row with its own scale, where nothing else reads it. *Replaces with* `npu_swiglu`,
+`npu_clipped_swiglu`, or `npu_swiglu_quant`, which quantises what was activated before it would be rounded to 16 bits;
+two projections become one matmul of the joined weights, in floats or in W8A8, prepared once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, scalar, tensor, variants
-from patterns.linear.gates import BOUNDS, SOURCES, Clipped, Merged, Projected, Unbounded, activated
+from patterns.linear.gates import BOUNDS, SOURCES, WIDE_SOURCES, Clipped, Merged, Projected, Unbounded, activated
 from patterns.quant.results import Plain, TokenScales
 
 f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class Unrounded(Plain):
+    """In float32, computed of 16 bits: a factor of more, such as the weight of a token for its expert."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,13 @@ class GatedActivation(Rule):
     def quantised(self, p, source, bounds, result):
         """The same in int8."""
         return self.gated(p, source, bounds, result)
+
+    @pattern
+    @variants(source=WIDE_SOURCES, bounds=BOUNDS, result=(Unrounded,))
+    def in_float32(self, p, source, bounds, result):
+        """The same that is not rounded to the dtype of its source."""
+        gate, up = source.wide_terms(p)
+        return result.terms(p, bounds.gated(p, gate) * bounds.linear(p, up))
 
     @variants(bounds=BOUNDS)
     @lookalike(
@@ -143,6 +155,12 @@ class GatedActivation(Rule):
     def npu(self, source: Any, bounds: Any, result: Plain):
         """One operator, behind one matmul where projections are joined."""
         return bounds.run(source.joined(), source.interleaved)
+
+    @lowering
+    @variants(result=(Unrounded,))
+    def npu_in_float32(self, source: Any, bounds: Any, result: Unrounded):
+        """The same operator over what is cast."""
+        return bounds.run(source.joined().to(f32), source.interleaved)
 
     @lowering
     @variants(result=(TokenScales,))
