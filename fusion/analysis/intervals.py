@@ -74,7 +74,7 @@ def _computed(x: Value) -> Range | None:
             return (size, size) if isinstance(size, int) else (0 if size.is_nonnegative else -_LARGEST, _LARGEST)
         case "arange":
             return _counted(x)
-        case "largest_index":
+        case "largest_index" | "stable_largest_index":
             size = x.arg.shape[-1]
             return 0, size - 1 if isinstance(size, int) else _LARGEST
         case "ascending_index":

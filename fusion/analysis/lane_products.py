@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,15 +118,21 @@ def _join(parts: Sequence[tuple[Index, Factor]], size: int) -> Factor:
 
 
 def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
-    """Write every lane as a sum of at most `limit` products; None where it is something else."""
+    """Write every lane as a sum of at most `limit` products; None where it is something else.
+
+    Lanes of zeros are sums of none.
+    """
     value, size = at.value, len(at.index)
+    zeros = value.below("reshape", "expand", "cast")
+    if (zeros.op, zeros.attrs) == ("full", (0,)):
+        return []
     match value.op:
         case "add":
             sides = [_operand(at, each) for each in value.args]
             found = [None if side is None else terms(side, leaves, limit) for side in sides]
             if found[0] is None or found[1] is None or len(found[0]) + len(found[1]) > limit:
                 return None
-            return found[0] + found[1]
+            return _compact(found[0] + found[1])
         case "scale":
             inner = terms(at.below(), leaves, limit)
             return inner and [Term(each.coefficient * value.attrs[0], each.first, each.second) for each in inner]
@@ -151,6 +158,25 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
                 alone = factor(at, leaves)
                 return [Term(alone.coefficient, alone, _join([], size))]
             return _join_terms([(where, terms(source, leaves, limit)) for where, source in parts], size)
+
+
+def _compact(found: list[Term]) -> list[Term]:
+    """Move the products of each lane to the first terms, in order, and drop terms without any."""
+    is_missing = np.array([each.first.leaf == NONE for each in found])
+    if not is_missing.any():
+        return found
+    order = np.argsort(is_missing, axis=0, kind="stable")
+
+    def moved(rows: list[NDArray[Any]]) -> NDArray[Any]:
+        return np.take_along_axis(np.array(rows), order, axis=0)
+
+    coefficients = moved([each.coefficient for each in found])
+    sides = [
+        [moved([getattr(each, name) for each in side]) for name in ("coefficient", "leaf", "index")]
+        for side in ([each.first for each in found], [each.second for each in found])
+    ]
+    count = int((~is_missing).sum(axis=0).max())
+    return [Term(coefficients[n], *(Factor(*(row[n] for row in side)) for side in sides)) for n in range(count)]
 
 
 def _of_mean(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:

@@ -120,6 +120,12 @@ def _addcmul(a: Algebra, out: Out, x: Value, y: Value, z: Value, value: float = 
     return a.add(x, a.scale(proven(a.mul(y, z)), value))
 
 
+@translates("prims.fma.default")
+def _fma(a: Algebra, out: Out, x: Any, y: Any, z: Any) -> Translated:
+    """Return x · y + z."""
+    return add(a, out, mul(a, out, x, y), z)
+
+
 def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
     return a.unary(op, a.cast(x, out.dtype))
 
