@@ -31,6 +31,10 @@ _LOSSLESS = {
 }
 
 
+_LARGEST = frozenset({"largest", "largest_index", "stable_largest", "stable_largest_index"})
+"""Ops of which the first entries are those of the same op with a smaller count."""
+
+
 def widens(source: torch.dtype | None, target: torch.dtype | None) -> bool:
     """Whether a cast from `source` to `target` keeps every value exactly."""
     return source == target or (source is not None and target in _LOSSLESS.get(source, ()))
@@ -143,7 +147,7 @@ class Algebra:
                 return self.cut(pieces[0][0], axis, start - pieces[0][1], stop - pieces[0][1], step)
             if step == 1 and pieces:
                 return self.cat([self.cut(each, axis, max(start - at, 0), stop - at) for each, at in pieces], axis)
-        if x.op in ("largest", "largest_index") and (axis, start, step) == (x.rank - 1, 0, 1):
+        if x.op in _LARGEST and (axis, start, step) == (x.rank - 1, 0, 1):
             return self.make(x.op, x.args, (stop,), (*x.shape[:-1], stop), x.dtype)
         stop = start + (len(range(start, stop, step)) - 1) * step + 1 if start < stop else start
         shape = (*x.shape[:axis], len(range(start, stop, step)), *x.shape[axis + 1 :])

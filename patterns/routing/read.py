@@ -6,6 +6,10 @@
 
 Outside of these groups `choice` is filled with -inf. Filled with 0 it is the same where no score can be negative: 0 is
 then not larger than any score that may be chosen, and which of equal ones is chosen torch leaves open.
+
+A stable sort does not: of equal scores the first expert stands first. So it does in npu_moe_gating_top_k without
+groups, whose kernel sorts all scores of a token by one Sort of Ascend C, which is stable; with groups it merges them in
+the order of the groups.
 """
 
 from __future__ import annotations
@@ -27,21 +31,47 @@ from patterns.routing.words import CHOSEN_SCORES, EXPERT_CHOICE
 
 RULE = "expert_routing"
 _ALL = {"groups": 1, "kept": 1, "group_score": "max"}
+_STABLE = "stable_largest_index"
+_IN_GROUPS = (
+    "experts: chosen in groups by a stable sort; npu_moe_gating_top_k keeps equal scores in order without groups "
+    "alone; write topk where their order is free"
+)
+_ROUNDED = (
+    "experts: chosen by a stable sort of scores in {dtypes}; npu_moe_gating_top_k sorts them in float32, where others "
+    "are equal; write topk where their order is free"
+)
+_OF_LOGITS = (
+    "experts: chosen by a stable sort of logits; npu_moe_gating_top_k sorts scores, of which more are equal, and the "
+    "order of equal ones in npu_moe_gating_top_k_softmax_v2 is not documented; write topk where it is free"
+)
 _NO_SCORES = "what is chosen from is not sigmoid or softmax of logits, plus a bias"
 
 
 @reader(gives=(EXPERT_CHOICE, CHOSEN_SCORES))
 def expert_choices(graph: Graph) -> Iterator[Found]:
     """Every list of the largest that is a router's, with the scores at these places."""
-    lists = [each for each in list(graph.places) if each.op == "largest_index" and is_float(each.arg)]
+    lists = [each for each in list(graph.places) if _lists_some(each) and is_float(each.arg)]
     for places in lists:
         found = _gate(graph.algebra, places)
         if found is None and _weighs_by_what_it_chooses(graph, places):
             found = _NO_SCORES
+        if found is None and places.op == _STABLE and _become_scores(graph, places):
+            found = _OF_LOGITS
         if isinstance(found, str):
             yield places, Miss(RULE, found)
         elif found is not None:
             yield from _readings(graph, places, *found)
+
+
+def _lists_some(places: Value) -> bool:
+    """True if `places` are those of the largest; a stable sort, of which the first are taken, also lists all."""
+    return places.op == "largest_index" or (places.op == _STABLE and places.attrs != places.arg.shape[-1:])
+
+
+def _become_scores(graph: Graph, places: Value) -> bool:
+    """True if the values at `places` are what a softmax or sigmoids are taken of."""
+    best = graph.algebra.make("stable_largest", places.args, places.attrs, places.shape, places.arg.dtype)
+    return any(each.op in ("softmax", "sigmoid") and each.arg.below("cast") is best for each in graph.places)
 
 
 def _weighs_by_what_it_chooses(graph: Graph, places: Value) -> bool:
@@ -54,7 +84,9 @@ def _weighs_by_what_it_chooses(graph: Graph, places: Value) -> bool:
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
-    best = graph.algebra.make("largest", places.args, places.attrs, places.shape, places.arg.dtype)
+    best = graph.algebra.make(
+        places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype
+    )
     weights = [best] if gate["bias"] is None and best in graph.places else []
     weights += [each for each in list(graph.places) if each.op == "take" and _reads(each, scores, places)]
     if not weights:
@@ -108,14 +140,34 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else _NO_SCORES
     scores, bias = parts
-    norm = rows_below(scores)
-    if masked is None and (norm.op == "softmax" and bias is None):
+    norm, is_stable = rows_below(scores), places.op == _STABLE
+    if masked is None and not is_stable and (norm.op == "softmax" and bias is None):
         return None  # which is another rule's
     groups = _groups(masked, choice, bias) if masked else _ALL
     if isinstance(groups, str):
         return groups
+    disorder = _why_other_order(scores, choice, groups) if is_stable else ""
+    if disorder:
+        return disorder
     logits = a.reshape(norm.arg, choice.shape)
     return {"logits": logits, "bias": bias, "norm": norm.op, **groups, "count": places.attrs[0]}, scores
+
+
+def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> str:
+    """Return why the operator may put equal scores in another order than a stable sort; "" if it does not."""
+    if groups["groups"] > 1:
+        return _IN_GROUPS
+    rounded = {choice.dtype, scores.dtype, *(each.dtype for each in _casts(scores))} - {torch.float32}
+    dtypes = ", ".join(sorted(str(each).removeprefix("torch.") for each in rounded))
+    return _ROUNDED.format(dtypes=dtypes) if rounded else ""
+
+
+def _casts(scores: Value) -> Iterator[Value]:
+    """Yield scores and what they are rounded from, down to the sigmoid or the softmax."""
+    yield scores
+    while is_rounding(scores) or scores.op == "reshape":
+        scores = scores.arg
+        yield scores
 
 
 def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:

@@ -6,6 +6,7 @@ masked_fill(x, c, v)            → where(c, v, x)                       softmax
 x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
                                   largest(x) where these are the places of the largest of x
 
+sort, argsort, descending       → largest, largest_index; if equals keep their order stable_largest, _index
 sort, argsort, ascending        → ascending, ascending_index; of one value the same if both or none keep equals in order
 
 The k largest are values "largest" and places "largest_index", which share x and k; places of shares are those of their
@@ -33,6 +34,8 @@ from fusion.graph.logic import compare, constant, moved, negated, number, pointw
 from fusion.graph.proof import must, proof, proven
 from fusion.stages.canonicalise import lists
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
+
+_LARGEST_INDICES = ("largest_index", "stable_largest_index")
 
 
 def _held(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | None) -> Value:
@@ -198,8 +201,8 @@ def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **kwargs: A
     """
     dim %= x.rank
     largest = uncast(places)
-    if largest.op == "largest_index" and _ranked(x) is _ranked(largest.arg) and dim == x.rank - 1:
-        return a.make("largest", (x,), largest.attrs, out.shape, out.dtype)
+    if largest.op in _LARGEST_INDICES and _ranked(x) is _ranked(largest.arg) and dim == x.rank - 1:
+        return a.make(largest.op.removesuffix("_index"), (x,), largest.attrs, out.shape, out.dtype)
     source, listed = (each.arg if each.op == "expand" else each for each in (x, places))
     rest = x.shape[dim + 1 :]
     must(all(size == 1 for size in listed.shape[dim + 1 :]) and places.shape[dim + 1 :] == rest)
@@ -270,14 +273,33 @@ def is_shares(x: Value) -> bool:
 @translates("aten.sort.default")
 def _sort(a: Algebra, out: Out, x: Value, dim: int = -1, descending: bool = False) -> Translated:
     """In descending order, all are the largest."""
-    return _topk(a, out, x, x.shape[dim], dim) if descending else _ascending(a, x, dim, False)
+    return _sorted(a, x, dim, descending, False)
 
 
 @translates("aten.sort.stable")
 def _stable_sort(
     a: Algebra, out: Out, x: Value, *, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> Translated:
-    return None if descending else _ascending(a, x, dim, bool(stable))
+    return _sorted(a, x, dim, descending, bool(stable))
+
+
+def _sorted(a: Algebra, x: Value, dim: int, descending: bool, stable: bool) -> tuple[Value, Value]:
+    """Return `x` in order along a dim, and where each number stood; `stable`: True if equals keep their order.
+
+    In descending order all are the largest, and so they are in ascending order times -1. Those of a stable sort have
+    ops of their own, since operators leave the order of equals open.
+    """
+    if (x.op, x.attrs) == ("scale", (-1.0,)) and is_float(x) and not descending:
+        values, places = _sorted(a, x.arg, dim, True, stable)
+        return a.scale(values, *x.attrs), places
+    if not descending:
+        return _ascending(a, x, dim, stable)
+    must(dim % x.rank == x.rank - 1)
+    if not stable:
+        return of_largest(a, x, x.shape[-1])
+    count = x.shape[-1:]
+    places = a.make("stable_largest_index", (x,), count, x.shape, torch.int64)
+    return a.make("stable_largest", (x,), count, x.shape, x.dtype), places
 
 
 def _ascending(a: Algebra, x: Value, dim: int, stable: bool) -> tuple[Value, Value]:
