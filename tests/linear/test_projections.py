@@ -57,7 +57,7 @@ def test_a_result_that_the_caller_gets_is_no_part_of_a_larger_tensor():
     assert applied == {("joined_projections", "two"): 1}
 
 
-@pytest.mark.parametrize("count", [5, 6, 9])
+@pytest.mark.parametrize("count", [5, 6, 9, 14])
 def test_more_than_four_are_joined_in_groups(count):
     weights = [nn.Parameter(numbers(32, 64, seed=seed) / 8) for seed in range(count)]
     gm, applied, _ = fused(lambda x, *weights: tuple(F.linear(x, each).exp() for each in weights), X, *weights)

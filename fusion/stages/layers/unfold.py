@@ -6,7 +6,8 @@ one; what all layers share is one node for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain
 
 import torch.fx as fx
 from torch.fx.node import map_arg
@@ -14,8 +15,8 @@ from torch.fx.node import map_arg
 from fusion.graph.overlay import Held
 from fusion.mutation import outputs, sort
 from fusion.origin import PROVENANCE, inherit
-from fusion.records import Rewritten
-from fusion.stages.layers.correspondence import Correspondence
+from fusion.records import Candidate, Rewritten
+from fusion.stages.layers.correspondence import Correspondence, NotRepeatedError
 from fusion.stages.layers.origins import BEFORE, Origins
 
 Instance = tuple[fx.Node, int]
@@ -42,8 +43,24 @@ def unfold(
     if not done:
         return [], []
     unfolding = _Unfolding(origins, Correspondence(origins, held, done))
+    repeated = [tuple(origins.candidates(made.candidate)) for made in done]
+    _require_disjoint(chain.from_iterable(repeated))
     unfolding.write()
-    return [each for made in done for each in unfolding.repeated(made)], unfolding.standing_for(copies)
+    rewritten = (each for pair in zip(done, repeated, strict=True) for each in unfolding.repeated(*pair))
+    return list(rewritten), unfolding.standing_for(copies)
+
+
+def _require_disjoint(candidates: Iterable[Candidate]) -> None:
+    """Require that no node is replaced twice, as where a rewrite joins results of several layers.
+
+    Raises:
+        NotRepeatedError: one is.
+    """
+    replaced = set[fx.Node]()
+    for each in candidates:
+        if not replaced.isdisjoint(each.match.makers):
+            raise NotRepeatedError(f"{each.match.rule.name} takes results of several layers together")
+        replaced.update(each.match.makers)
 
 
 class _Unfolding:
@@ -74,10 +91,9 @@ class _Unfolding:
         self._drop(unused)
         sort(self._source)
 
-    def repeated(self, made: Rewritten) -> Iterator[Rewritten]:
-        """Yield a rewrite in each layer that its own stands for."""
+    def repeated(self, made: Rewritten, candidates: Sequence[Candidate]) -> Iterator[Rewritten]:
+        """Yield a rewrite in each layer that its own stands for, where its candidate is one of `candidates`."""
         number = self._between.layer_of(made)
-        candidates = self._origins.candidates(made.candidate)
         for instance, candidate in zip(self._origins.instances[number], candidates, strict=True):
             yield Rewritten(candidate, tuple(self._added(made, number, instance)))
 
