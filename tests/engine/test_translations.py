@@ -364,7 +364,8 @@ BY_PARTS = {
     "attention to no heads": (
         call(aten.scaled_dot_product_attention.default, (2, 2, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), enable_gqa=True),
         "add(full(0), scale(add(scale(reshape(mean(arg2_1, -4, -3, -2, -1)), 0.0), "
-        "add(scale(reshape(mean(arg1_1, -4, -3, -2, -1)), 0.0), scale(reshape(mean(arg0_1, -4, -3, -2, -1)), 128.0))), 0.0))",
+        "add(scale(reshape(mean(arg1_1, -4, -3, -2, -1)), 0.0), "
+        "scale(reshape(mean(arg0_1, -4, -3, -2, -1)), 128.0))), 0.0))",
     ),
 }
 """Composite calls without a translation: read by what torch makes of them."""
