@@ -111,7 +111,7 @@ class Outcome:
         return ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GraphReport(Outcome):
     """The outcome for one graph, with that graph; what is told of it is worked out when it is read.
 
@@ -126,6 +126,10 @@ class GraphReport(Outcome):
     graph: fx.GraphModule
     machine: Target
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+
+    def __repr__(self) -> str:
+        """Name the target and count what the report holds: matches and reasons hold the graph many times over."""
+        return f"GraphReport({self.machine.name}: {len(self.chosen)} rewrites, {len(self.refusals)} refusals)"
 
     def __getstate__(self) -> dict[str, Any]:
         told = {"matches": self.matches, "after": self.after}

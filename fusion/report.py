@@ -55,7 +55,7 @@ class Interruption:
         return " ".join(filter(None, parts))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Report over all graphs of a model.
 
@@ -75,6 +75,11 @@ class Report:
     breaks: tuple[Break, ...] = ()
     interruption: Interruption | None = None
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Name the target and count what the report holds; `str` is the report itself."""
+        counts = f"{len(self.parts)} graphs, {len(self.matches)} matches, {len(self.refusals)} refusals"
+        return f"Report({self.target}: {counts})"
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
