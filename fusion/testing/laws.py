@@ -38,10 +38,10 @@ def recognises(t: Trial) -> None:
     applied = [each.match.rule.name for each in t.outcome.chosen]
     refusals = "\n".join(str(each) for each in t.outcome.refusals)
     message = f"{t.rule.name} does not recognise its example; fused {applied}\n{refusals}"
-    assert t.rule.name in applied or _lacks_range(t), message
+    assert t.rule.name in applied or lacks_range(t), message
 
 
-def _lacks_range(t: Trial) -> bool:
+def lacks_range(t: Trial) -> bool:
     """True if inputs are float16, and a refusal says that float16 has not the range of a number of the model."""
     narrow = any(isinstance(each, Tensor) and each.dtype == torch.float16 for each in t.captured.inputs)
     return narrow and any("float16" in each.reason for each in t.outcome.refusals)
@@ -132,11 +132,11 @@ def refuses(t: Trial, text: str, instead: str = "") -> None:
     applied = [each.match.form for each in t.outcome.chosen if each.match.rule.name == t.rule.name]
     wrong = [form for form in applied if not instead or instead not in form]
     assert not wrong, f"{t.rule.name} was applied as {wrong} although it must be refused with {text!r}"
-    assert applied or not instead or _lacks_range(t), f"{t.rule.name} was not applied as {instead!r} instead"
+    assert applied or not instead or lacks_range(t), f"{t.rule.name} was not applied as {instead!r} instead"
     speaking = {t.rule.name, *t.rule.uses()}
     given = [each for each in t.outcome.refusals if each.rule in speaking and text in each.reason]
     others = "\n".join(str(each) for each in t.outcome.refusals)
-    assert given or _lacks_range(t), f"{t.rule.name} was not refused with {text!r} but with:\n{others}"
+    assert given or lacks_range(t), f"{t.rule.name} was not refused with {text!r} but with:\n{others}"
     assert all(each.where for each in given), "the refusal does not say where"
 
 

@@ -89,7 +89,7 @@ MADE_0 = [of_pairs, where_seen, in_float, beside_a_product, beside_what_is_taken
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_of_hidden_keys_may_be_made_0(form: Form, dtype: torch.dtype, level: Level):
     found = tried(form, dtype, level)
-    assert fuses(found), found.outcome.refusals
+    assert fuses(found) or testing.lacks_range(found), found.outcome.refusals
     testing.means_what_it_says(found)
 
 

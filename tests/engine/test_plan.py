@@ -18,6 +18,7 @@ from fusion.graph.contractions import matmul
 from fusion.library import installed
 from fusion.options import Options
 from fusion.recording import Fakes
+from fusion.records import Repeats
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
@@ -112,7 +113,7 @@ def test_matches_of_which_one_takes_the_other_share_no_call():
     planner = Planner(graph, Fakes(graph), Target.resolve("ascend910_93"), "eager", (), Options())
     found = match(graph, [ScaledExp()]).matches
     plans = {each: planner._book.of(each) for each in found}
-    shared = Sharing(graph, plans, planner._to_build, planner._dying_alone, {})
+    shared = Sharing(graph, plans, planner._to_build, planner._dying_alone, Repeats())
     calls_of = [shared.calls_of(each, "run", plans[each]["run"]) for each in found]
     assert sorted(map(len, calls_of)) == [1, 2]
     assert {shared.count(call) for of in calls_of for call in of} == {1}

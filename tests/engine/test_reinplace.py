@@ -224,15 +224,15 @@ f16, f32, i32 = torch.float16, torch.float32, torch.int32
 class Made(Build):
     """Calls as the pass adds them."""
 
-    def fused_call(self, target, *args) -> fx.Node:
+    def fused_call(self, target, *args, **kwargs) -> fx.Node:
         operators.ensure()
-        node = self(getattr(torch.ops.npu, target).default, *args)
+        node = self(getattr(torch.ops.npu, target).default, *args, **kwargs)
         node.meta["fusion"] = {}
         return node
 
     def paged(self, caches, slots) -> fx.Node:
         key, value = self.input(2, 2, 16, dtype=f16), self.input(2, 2, 16, dtype=f16)
-        return self.fused_call("npu_scatter_pa_kv_cache_functional", key, value, *caches, slots)
+        return self.fused_call("npu_scatter_pa_kv_cache_functional", key, value, *caches, slots, cache_mode="Norm")
 
     def written(self, cache) -> fx.Node:
         first, second, _, width = cache.meta["val"].shape

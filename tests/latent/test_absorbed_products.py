@@ -57,7 +57,7 @@ def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
 def test_neither_keys_nor_values_are_computed(form: Callable[..., Any], of: corpus.Setting):
     t = tried(form, of)
     absorbed = applied(t) & {"absorbed_products", "latent_attention"}
-    assert absorbed or costs_less_expanded(t), "\n".join(map(str, t.outcome.refusals))
+    assert absorbed or costs_less_expanded(t) or testing.lacks_range(t), "\n".join(map(str, t.outcome.refusals))
     testing.means_what_it_says(t)
     testing.emits_valid_calls(t)
 

@@ -199,7 +199,7 @@ MASKS = [
     ("bool", None, 0, LISTED), ("bool", None, 5, LISTED), ("bool", "causal", 0, OWN),
     ("bool", "padding", 5, LISTED),
     ("float", "causal", 0, OWN), ("float", None, 0, "the option assume says it"),
-    ("float", "padding", 5, "assumed to be padding may hide all of them: pass booleans in"),
+    ("float", "padding", 5, "the mask of what is chosen from is not proven"),
 ]  # fmt: skip
 
 
