@@ -57,7 +57,8 @@ def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
 def test_neither_keys_nor_values_are_computed(form: Callable[..., Any], of: corpus.Setting):
     t = tried(form, of)
     absorbed = applied(t) & {"absorbed_products", "latent_attention"}
-    assert absorbed or costs_less_expanded(t) or testing.lacks_range(t), "\n".join(map(str, t.outcome.refusals))
+    attended = of.dtype == torch.float16 and (testing.lacks_range(t) or "attention" in applied(t))
+    assert absorbed or costs_less_expanded(t) or attended, "\n".join(map(str, t.outcome.refusals))
     testing.means_what_it_says(t)
     testing.emits_valid_calls(t)
 
