@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = ["OpOverload", "OpOverloadPacket"]  # of torch, used as they are
 
-import_module("torch._inductor.inductor_prims")  # private: defines `prims.fma`, as which Dynamo writes addcmul(value=)
 aten = torch.ops.aten
 
 

@@ -60,7 +60,7 @@ EXAMPLES = (
     ),
     Example("scaled gate", partial(gated, activation=lambda gate: F.silu(0.5 * gate)), X, "multiplied by 0.5 before"),
     Example("weighted later", lambda x, row: with_factors(x, after=row), WITH_CHANNELS),
-    Example("weighted in float32", in_float32, tensors((2, 3, 128), (2, 3, 1)), "read in float32, before it is"),
+    Example("weighted in float32", in_float32, tensors((2, 3, 128), (2, 3, 1))),
     Example("gate times a tensor", with_factors, WITH_CHANNELS, "multiplied by a tensor before silu"),
     Example("weighted between", lambda x, row: with_factors(x, between=row), WITH_CHANNELS, "write (silu(gate) * up)"),
     Example("sigmoid gate", partial(gated, activation=torch.sigmoid), X, "the gate is a plain sigmoid"),

@@ -28,6 +28,7 @@ OTHER_MEANINGS = {
     ("hf.py", "attention"),  # an argument of transformers
     ("buffers.py", "write"),  # canonical ops of values
     ("constant_folding.py", "write"),
+    ("joined_writes.py", "write"),
     ("writes.py", "write"),
 }
 ENGINE = Path(fusion.__file__).parent

@@ -78,7 +78,6 @@ CURES: dict[str, dict[str, str]] = {
         "two tensors": "two chunks",
         "halves of rows": "two chunks",
         "scaled gate": "two chunks",
-        "weighted in float32": "weighted later",
         "gate times a tensor": "weighted later",
         "weighted between": "weighted later",
         "sigmoid gate": "two chunks",
@@ -257,6 +256,7 @@ CURES: dict[str, dict[str, str]] = {
         "the scale of others": "divided by its scale",
         "four bits": "divided by its scale",
         "other bounds": "turned rows",
+        "a number, other bounds": "a number",
     },
     "ring_mla": {
         "any mask": "keys that came before",

@@ -42,7 +42,20 @@ def kinds() -> frozenset[str]:
 
 # Words that reasons use as everybody does, although a class is named after them.
 ORDINARY = frozenset(
-    {"Attention", "Cache", "Pages", "Rope", "Quantisation", "Activation", "Bias", "Call", "Tables", "Rows", "Plain"}
+    {
+        "Attention",
+        "Cache",
+        "Pages",
+        "Rope",
+        "Quantisation",
+        "Activation",
+        "Bias",
+        "Call",
+        "Tables",
+        "Rows",
+        "Plain",
+        "Norm",
+    }
 )
 
 

@@ -129,12 +129,3 @@ FACTORS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 def test_one_reason_names_the_place_of_a_factor(function: Callable[[Tensor, Tensor], Tensor], reason: str):
     ((_, reported),) = reasons(lambda x: function(x[..., :H], x[..., H:]), 2, 3, 2 * H)
     assert reason in reported
-
-
-def test_a_product_that_is_weighted_in_float32_is_not_called_slices():
-    _, outcome = fused(
-        lambda x, row: (F.silu(x[..., :H].float()) * x[..., H:].float() * row).to(x.dtype),
-        numbers(2, 3, 2 * H).bfloat16(), numbers(2, 3, 1),
-    )  # fmt: skip
-    [reason] = [each.reason for each in outcome.refusals if each.rule == "activation"]
-    assert "read in float32, before it is rounded" in reason

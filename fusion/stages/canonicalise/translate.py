@@ -22,6 +22,8 @@ class Out(NamedTuple):
 
 Translator = Callable[..., Translated]
 TRANSLATORS: dict[OpOverload, Translator] = {}
+_OF_INDUCTOR: dict[str, Translator] = {}
+"""By name, of operators that exist once Inductor is imported: `prims.fma`, which Dynamo writes for addcmul(value=)."""
 OF_COMPLEX: dict[Translator, str] = {}
 """How each translator takes complex tensors."""
 _OF_DIMS: set[OpOverload] = set()
@@ -42,7 +44,11 @@ def translates(*names: str, any_rank: bool = False, of_complex: str = "") -> Cal
         OF_COMPLEX[translator] = of_complex
         for name in names:
             namespace, packet, overload = name.split(".")
-            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+            given = getattr(getattr(torch.ops, namespace), packet, None)
+            if given is None:
+                _OF_INDUCTOR[name] = translator
+                continue
+            op = getattr(given, overload)
             TRANSLATORS[op] = translator
             if not any_rank and any(each.name.startswith(_NAMES_A_DIM) for each in schema_of(op).arguments):
                 _OF_DIMS.add(op)
@@ -60,7 +66,7 @@ def translations(table: Mapping[str, Translator], any_rank: bool = False, of_com
 def translator_of(op: OpOverload, args: Sequence[Any]) -> Translator | None:
     """What translates a call with these operands, if anything does."""
     dimless = op in _OF_DIMS and bool(args) and isinstance(args[0], Value) and not args[0].rank
-    return None if dimless else TRANSLATORS.get(op)
+    return None if dimless else TRANSLATORS.get(op) or _OF_INDUCTOR.get(str(op))
 
 
 def promote(algebra: Algebra, out: Out, *operands: Any) -> tuple[Any, ...]:
