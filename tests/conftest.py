@@ -18,8 +18,9 @@ SEED = "CANN_FUSION_SEED"
 DECISION = pytest.StashKey[changed.Decision]()
 
 SHARES = {
+    "api/test_examples.py": 2,
     "attack/test_attack.py": 2,
-    "attention/test_attention.py": 6,
+    "attention/test_attention.py": 8,
     "attention/test_attention_numbers.py": 4,
     "attention/test_batches.py": 3,
     "attention/test_block_diagonal.py": 3,
@@ -37,7 +38,8 @@ SHARES = {
     "sparse/test_serving_examples.py": 2,
     "sparse/test_packed_block.py": 2,
     "goldens/test_goldens.py": 32,
-    "laws/test_laws.py": 48,
+    "laws/test_laws.py": 64,
+    "laws/test_reasons.py": 4,
     "laws/test_verification.py": 1600,
     "lowering/test_guest_numbers.py": 150,
     "models/test_caches.py": 3,
@@ -61,8 +63,8 @@ SHARES = {
     "routing/test_int8_experts.py": 2,
     "routing/test_loops.py": 2,
     "routing/test_routing_ge.py": 2,
-    "operators/test_fallbacks.py": 24,
-    "operators/test_meta.py": 24,
+    "operators/test_fallbacks.py": 32,
+    "operators/test_meta.py": 32,
 }
 """Modules of which one test in so many runs for each push; tests without parameters always run."""
 

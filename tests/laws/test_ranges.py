@@ -37,6 +37,7 @@ def test_float16_stays_in_range(rule: Rule, example: Example, target: str):
     testing.stays_in_range(trial(rule, example, torch.float16, target))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("rule", "example", "dtype"), settings(torch.bfloat16, torch.float32))
 def test_other_floats_are_as_near_to_float64(rule: Rule, example: Example, dtype: torch.dtype):
     testing.stays_in_range(trial(rule, example, dtype, "ascend910_93"))
