@@ -6,7 +6,7 @@ import math
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from heapq import merge
 from itertools import chain
@@ -32,13 +32,11 @@ class Found:
         matches: where rules apply.
         refusals: where they do not, with their reasons.
         failures: what rules raised, which are refused there.
-        sound: the rules that could be read.
     """
 
     matches: list[Match] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    sound: Sequence[Rule] = ()
 
 
 def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset(), told: bool = True) -> Found:
@@ -47,12 +45,11 @@ def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozense
     `unsafe` names rules whose guard is not asked.
     """
     search = _Search(graph, unsafe)
-    search.found.sound = [rule for rule in rules if search.attempt(lambda each: each.uses(), rule)]
-    for level in levels(search.found.sound):
+    for level in levels(rules):
         for rule in level:
             search.attempt(search.apply, rule)
     if told:
-        for rule in search.found.sound:
+        for rule in rules:
             search.attempt(search.note_lookalikes, rule)
         search.note_misses()
     return search.found
@@ -97,7 +94,7 @@ class _Candidates:
     def _blocks(self) -> Sequence[Mapping[int, Sequence[int]]]:
         """For each path the numbers of the candidates in each stretch of `_NEAR` calls."""
         positions = [self._position(each) for each in self.candidates]
-        blocks: list[dict[int, list[int]]] = [defaultdict(list) for _ in (positions[0] if positions else ())]
+        blocks: list[dict[int, list[int]]] = [defaultdict(list) for _ in positions[0]]
         for number, position in enumerate(positions):
             for path, place in enumerate(position):
                 blocks[path][place // _NEAR].append(number)
@@ -309,8 +306,20 @@ class _Search:
             self._refused.add(said)
             blamed = next(filter(None, map(self._computes, miss.at)), None) if miss else None
             about = self.graph.node(miss.of) if miss and miss.of else None
-            refusal = Refusal(rule, cause, owner, variant=variant, miss=miss, about=about, blamed=blamed, words=words)
-            self.found.refusals.append(replace(refusal, covers=self._covered(miss)) if miss else refusal)
+            covers = self._covered(miss) if miss else frozenset[fx.Node]()
+            self.found.refusals.append(
+                Refusal(
+                    rule,
+                    cause,
+                    owner,
+                    variant=variant,
+                    miss=miss,
+                    about=about,
+                    blamed=blamed,
+                    words=words,
+                    covers=covers,
+                )
+            )
 
     def _covered(self, miss: Miss) -> frozenset[fx.Node]:
         """Return the nodes that hold, or are built from, the values that a miss accounts for."""
@@ -344,12 +353,11 @@ class _Search:
                         break
 
     def _is_known(self, rule: Rule, value: Value) -> bool:
-        """Whether a value is what a rule means, or that with more factors, or a guard has said why it is not."""
-        if value in self._guarded:
+        """True if a value is what a rule means, or that with more factors, or a guard has said why it is not."""
+        products = (each for each in value.args if each.op == "mul") if value.op == "mul" else ()
+        if any(each in self._guarded or self.readings(each, rule.name) for each in (value, *products)):
             return True
-        if value.op == "mul" and any(each.op == "mul" and self.readings(each, rule.name) for each in value.args):
-            return True
-        return bool(self.readings(value, rule.name)) or (rule.name, value) in self._explained
+        return (rule.name, value) in self._explained
 
     def _is_within(self, value: Value) -> bool:
         """Whether one node computes a value on the way to something that was recognised."""

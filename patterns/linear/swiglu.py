@@ -74,15 +74,6 @@ class GatedActivation(Rule):
         scaled = p.maybe_cast(p.scale(p.maybe_cast(gate, to=f32), factor), to=f32)
         return p.maybe_cast(p.silu(scaled), to=gate) * up
 
-    @variants(source=SOURCES, bounds=BOUNDS)
-    @lookalike(
-        "the product of the activated gate and up is read in float32, before it is rounded; the operator rounds it to "
-        "the dtype of gate and up; cast the product to their dtype before anything else is computed from it"
-    )
-    def wide(self, p, source, bounds):
-        """Read the product in float32, with the gate first in one tensor or as a projection."""
-        return activated(p, bounds, source.terms(p), source.like)
-
     @variants(source=SOURCES)
     @lookalike(
         "the gate is multiplied by a tensor before silu; the operator multiplies neither half of its input; where that "

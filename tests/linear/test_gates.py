@@ -129,3 +129,12 @@ FACTORS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 def test_one_reason_names_the_place_of_a_factor(function: Callable[[Tensor, Tensor], Tensor], reason: str):
     ((_, reported),) = reasons(lambda x: function(x[..., :H], x[..., H:]), 2, 3, 2 * H)
     assert reason in reported
+
+
+def test_a_product_that_a_guard_refuses_has_no_second_reason_where_it_is_weighted():
+    _, outcome = fused(
+        lambda x, row, first, second: F.silu(F.linear(x, first)) * F.linear(x, second) * row,
+        numbers(2, 3, 64), numbers(2, 3, 1), numbers(H, 64, seed=1), numbers(H, 64, seed=2),
+    )  # fmt: skip
+    [reason] = [each.reason for each in outcome.refusals if each.rule == "activation"]
+    assert "do not come from Parameters alone" in reason
