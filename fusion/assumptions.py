@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion._torch.memory import stamps
+from fusion._torch.operators import short_name
 from fusion._torch.tensors import WeakTensors
 from fusion._torch.tracing import Boxed, boxed, dynamo_position
 from fusion.bands import Band, band_of
@@ -96,8 +97,8 @@ def _encoded(mask: fx.Node, kind: str) -> str:
     waiting, seen = list(mask.users), set(mask.users)
     while waiting:
         node = waiting.pop()
-        name = str(node.target).removeprefix("aten.").partition(".")[0]
-        if (name == "rsub" and node.args[1] == 1) or (name == "sub" and node.args[1] == 1):
+        name = short_name(node.target)
+        if name in ("rsub", "sub") and node.args[1] == 1:
             return kind + ONES
         more = [each for each in node.users if each not in seen] if name in _VIEWS else []
         seen.update(more)
@@ -219,7 +220,7 @@ def _positions(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def remembering(kind: str | Band) -> Callable[[Tensor], bool]:
-    """Whether a tensor is what was assumed, asked again only for another one, or one that was written to since.
+    """Return a check that a tensor is what was assumed, asked again only for another one, or one written to since.
 
     Masks are kept weakly. A tensor made in inference mode is asked every time: torch does not count writes to it.
     A storage format is asked every time, which waits for nothing.

@@ -18,7 +18,7 @@ from fusion._torch.fakes import OUTSIDE, CopyMode, fresh_fake_mode, real_causal_
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.exported import explain_exported
-from fusion.failures import worded
+from fusion.failures import shortened, worded
 from fusion.guesses import Guesses, innermost, is_of_model
 from fusion.language import Library, Reader, Rule
 from fusion.options import Options
@@ -165,7 +165,7 @@ def _first_lines(reason: str) -> str:
     explained = re.search(r"Explanation: ([^\n]*)", rest)
     text = f"{first}: {explained[1]}" if explained else first
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    return shortened(text, _LONGEST)
 
 
 _LONGEST = 200  # characters

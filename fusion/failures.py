@@ -41,11 +41,12 @@ def stage(name: str) -> Generator[None, None, None]:
 def failure(name: str, error: Exception, rule: str = "", node: fx.Node | None = None) -> Failure:
     """The record of what was raised in a stage; with a `rule`, only that one is lost."""
     node = node or culprit(error)
-    place = {} if node is None else _place(node)
+    place = {} if node is None else place_in_report(node)
     return Failure(name, worded(error), rule or _maker(node) or _working(error), not rule, **place)
 
 
-def _place(node: fx.Node) -> dict[str, str]:
+def place_in_report(node: fx.Node) -> dict[str, str]:
+    """Name a node, with the line of the model that it is of, for a report."""
     return {"node": node.name, "where": location(node), "source": source_text(node), "module": module_path(node)}
 
 
@@ -57,8 +58,13 @@ def raised(part: str, error: Exception) -> Refused:
 def worded(error: Exception) -> str:
     """Type and message, in one line."""
     told = " ".join(str(error).split())
-    short = told if len(told) <= _LONGEST else f"{told[:_LONGEST]} …"
+    short = shortened(told, _LONGEST)
     return f"{type(error).__name__}: {short}" if short else type(error).__name__
+
+
+def shortened(text: str, most: int) -> str:
+    """Cut a text behind so many characters."""
+    return text if len(text) <= most else f"{text[:most]} …"
 
 
 def culprit(error: Exception) -> fx.Node | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusion._torch.fakes import FakeTensor, without_fakes
-from fusion._torch.operators import OpOverload, is_random, schema_of, short_name
+from fusion._torch.operators import OpOverload, arguments_of, is_random, schema_of, short_name
 from fusion._torch.tensors import WeakTensors, leaves, map_only, storage_of
 
 MOST = 2**16
@@ -131,7 +131,8 @@ class GivenNumbers:
         for fake in leaves(result):
             if isinstance(fake, FakeTensor) and _is_whole(fake) and fake.numel() <= MOST and fake not in self._known:
                 with without_fakes():
-                    self._known[fake] = _sample(func, _bound(func, args, kwargs), tuple(fake.shape)).to(fake.dtype)
+                    sampled = _sample(func, arguments_of(func, args, kwargs), tuple(fake.shape))
+                    self._known[fake] = sampled.to(fake.dtype)
                 self._sampled[fake] = True
 
     def positions(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
@@ -148,19 +149,12 @@ def _is_whole(x: torch.Tensor) -> bool:
     return x.layout is torch.strided and not (x.is_floating_point() or x.is_complex() or x.is_quantized or x.is_meta)
 
 
-def _bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the arguments of a call, with the defaults of the others."""
-    declared = schema_of(func).arguments
-    defaults = {each.name: each.default_value for each in declared if each.has_default_value()}
-    return defaults | {each.name: value for each, value in zip(declared, args, strict=False)} | dict(kwargs)
-
-
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """List the arguments that a call writes to."""
     if not schema_of(func).is_mutable:
         return []
-    given = _bound(func, args, kwargs)
-    return leaves([given[each.name] for each in schema_of(func).arguments if each.is_write and each.name in given])
+    given = arguments_of(func, args, kwargs)
+    return leaves([given[each.name] for each in schema_of(func).arguments if each.is_write])
 
 
 def _makes_none(func: OpOverload) -> bool:

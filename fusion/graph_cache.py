@@ -173,8 +173,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
     """
     graphs = text_cache("graphs", library, options, MOST)
     mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
-    keys = keys_of(library)
-    if graphs is None or mode is None or options.dump_dir or keys is None:
+    if graphs is None or mode is None or options.dump_dir or (keys := keys_of(library)) is None:
         return None
     try:
         told = [_told_of(node) for node in source.nodes]

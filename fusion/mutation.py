@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch.operators import OpOverload, schema_of, short_name
+from fusion._torch.operators import OpOverload, given, schema_of, short_name
 from fusion._torch.tensors import count, leaves
 from fusion._torch.tracing import rename
 
@@ -82,12 +82,6 @@ def _may_alias(target: OpOverload, number: int) -> list[tuple[int, str]]:
     declared = ((place, each.name, each.alias_info) for place, each in every if each.alias_info is not None)
     shared = returned.before_set
     return [(place, name) for place, name, own in declared if not shared or not shared.isdisjoint(own.before_set)]
-
-
-def given(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of the operator `target` by the names of its schema."""
-    names = (each.name for each in schema_of(target).arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def memory_of(node: fx.Node) -> fx.Node:

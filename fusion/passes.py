@@ -84,8 +84,9 @@ class FusionPass(CustomGraphPass):
             FusionError: the graph carries no shapes.
             StageError: a stage failed; the graph is as it came.
         """
-        kept, options, inductor, on_npu = copied(source), self.options, hosts_pass(), is_on_npu(source)
-        if inductor and on_npu and not options.plan_lower:
+        kept, options, inductor = copied(source), self.options, hosts_pass()
+        on_npu = inductor and is_on_npu(source)
+        if on_npu and not options.plan_lower:
             options = replace(options, plan_lower="inductor")
         outcome = fuse_graph(source, self.library, options, original=kept, told=False, in_place=on_npu or not inductor)
         if inductor and outcome.chosen:

@@ -219,7 +219,7 @@ class _Search:
         if self.told:
             with stage("report"):
                 refused = [*found.refusals, *planner.refusals, *useless(candidates, frozenset(chosen))]
-                refusals = worth_telling(refused, chosen, found.sound)
+                refusals = worth_telling(refused, chosen, on)
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
         failures = (*unread, *found.failures, *planner.failures)
@@ -291,7 +291,9 @@ def _body(code: fx.GraphModule, search: _Search, used: int) -> tuple[fx.GraphMod
     fresh, fuel = fx.GraphModule(code, copy.deepcopy(code.graph)), search.options.fuel
     options = search.options if fuel is None else replace(search.options, fuel=max(fuel - used, 0))
     try:
-        outcome = fuse_graph(fresh.graph, search.library, options, told=search.told, in_place=search.in_place)
+        outcome = fuse_graph(
+            fresh.graph, search.library, options, original=code.graph, told=search.told, in_place=search.in_place
+        )
     except StageError as error:
         return code, Outcome(before=counted(code.graph), failures=(error.failure,))
     fresh.recompile()

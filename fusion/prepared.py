@@ -261,9 +261,8 @@ def foreseen(prepared: Sequence[Prepared], source: fx.Graph, stuck: Sequence[str
     found: list[Prepared] = []
     for each in prepared:
         left = {name: why for name in each.sources if (why := stuck[positions[name]])} if each.joined else {}
-        why = next(iter(left.values()), each.copied)
         size = sum(vals[name].numel() * vals[name].element_size() for name in left)
-        found.append(replace(each, copied=why, size=size) if left else each)
+        found.append(replace(each, copied=next(iter(left.values())), size=size) if left else each)
     return tuple(found)
 
 

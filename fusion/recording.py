@@ -27,7 +27,7 @@ from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
 from fusion.language.ranges import is_covered
 from fusion.operators import unchecked
-from fusion.records import Input, Output, Step
+from fusion.records import Input, Output, Step, outputs_of
 from fusion.sizes import SizeNodes
 from fusion.texts import frozen
 
@@ -55,10 +55,8 @@ class Recorder(FakesMode):
             return result  # a size or a device: known, nothing to replay
         number = len(self.steps)
         self._kept.append(result)
-        several = isinstance(result, (tuple, list))
-        for item, tensor in enumerate(result if several else (result,)):
-            if isinstance(tensor, torch.Tensor):
-                self._names.setdefault(id(tensor), Output(number, item if several else None))
+        for output, tensor in outputs_of(number, result):
+            self._names.setdefault(id(tensor), output)
         given, named = map_only(torch.Tensor, self.name, (_completed(func, args), named))
         self.steps.append(Step(func, given, named, result, is_covered()))
         return result

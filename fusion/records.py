@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
@@ -160,6 +161,14 @@ class Output:
 
     step: int
     item: int | None
+
+
+def outputs_of(step: int, result: Any) -> Iterator[tuple[Output, torch.Tensor]]:
+    """Yield the tensors among what step number `step` gives, each with its name."""
+    several = isinstance(result, (tuple, list))
+    for item, each in enumerate(cast(Sequence[Any], result) if several else (result,)):
+        if isinstance(each, torch.Tensor):
+            yield Output(step, item if several else None), each
 
 
 @dataclass(frozen=True, eq=False)

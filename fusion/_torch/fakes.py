@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusion._torch.operators import is_composite
 from fusion._torch.tensors import leaves, map_only
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]  # of torch, used as they are
@@ -305,7 +306,7 @@ def _is_meta_enough(func: Callable[..., Any]) -> bool:
         return False
     by_meta = func in meta_table or func in FakeTensorMode._cpp_meta_supports_symint or torch.Tag.view_copy in func.tags
     decomposed = func in decomposition_table and torch_decomp_decompositions(func)
-    return by_meta or not (decomposed or func._can_decompose())
+    return by_meta or not (decomposed or is_composite(func))
 
 
 _MADE = ("ones", "zeros", "full", "arange", "scalar_tensor")

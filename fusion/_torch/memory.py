@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakTensorKeyDictionary as WeakTensors
+
+from fusion._torch.tensors import WeakTensors, shares_memory, storage_of
 
 RUNS = 64
 _SAMPLES: WeakTensors = WeakTensors()  # tensor -> the view of its samples
@@ -42,13 +43,21 @@ def holders(tensor: Tensor, sampled: Tensor | None = None) -> int:
     """
     storage = tensor.untyped_storage()
     view = _SAMPLES.get(tensor if sampled is None else sampled)
-    of_samples = view is not None and view.untyped_storage()._cdata == storage._cdata
+    of_samples = view is not None and shares_memory(view, tensor)
     return torch._C._storage_Use_Count(storage._cdata) - of_samples - 1  # without `storage`
 
 
 def fills_its_storage(tensor: Tensor) -> bool:
     """True if the storage of `tensor` holds no element but its own."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def copied(x: Tensor) -> Tensor:
+    """Copy `x` with the memory around it, so that the copy has the strides, the offset and the storage size of `x`."""
+    if x.is_contiguous() and fills_its_storage(x):
+        return x.detach().clone()  # keeps the storage format, which a copy of the bytes does not
+    memory = x.detach().untyped_storage().clone()
+    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())
 
 
 def is_between_processes(tensor: Tensor) -> bool:
@@ -63,8 +72,7 @@ def is_from_torch(tensor: Tensor) -> bool:
     as `torch.load(mmap=True)` and safetensors do. NumPy's memory, that of other libraries and whatever cannot be told
     from it is not.
     """
-    storage = tensor.untyped_storage()
-    return storage.resizable() or storage._cdata in _OURS or _is_mapped_file(tensor)
+    return tensor.untyped_storage().resizable() or storage_of(tensor) in _OURS or _is_mapped_file(tensor)
 
 
 def _is_mapped_file(tensor: Tensor) -> bool:

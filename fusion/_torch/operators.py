@@ -43,11 +43,16 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def given(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of the operator `op` by the names of its schema."""
+    names = (each.name for each in schema_of(op).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call by name, with the defaults of those that are not given."""
-    declared = schema_of(op).arguments
-    given = {**dict(zip([each.name for each in declared], args, strict=False)), **kwargs}
-    return {each.name: given.get(each.name, each.default_value) for each in declared}
+    known = given(op, args, kwargs)
+    return {each.name: known.get(each.name, each.default_value) for each in schema_of(op).arguments}
 
 
 def short_name(target: Any) -> str:

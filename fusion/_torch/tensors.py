@@ -96,14 +96,6 @@ def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
         return tuple(found.detach().reshape(-1).tolist())
 
 
-def copied(x: torch.Tensor) -> torch.Tensor:
-    """Copy `x` with the memory around it, so that the copy has the strides, the offset and the storage size of `x`."""
-    if x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size():
-        return x.detach().clone()  # keeps the storage format, which a copy of the bytes does not
-    memory = x.detach().untyped_storage().clone()
-    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())
-
-
 def memory_order(x: torch.Tensor) -> list[int]:
     """Dims of `x` from the outermost in memory to the innermost, as elementwise results keep them.
 

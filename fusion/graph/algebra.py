@@ -58,6 +58,10 @@ class Algebra:
 
     # shape -----------------------------------------------------------------------------------------------------
 
+    def opened(self, x: Value, place: int) -> Value:
+        """Return `x` with one more dim, of size 1, at `place`."""
+        return self.reshape(x, (*x.shape[:place], 1, *x.shape[place:]))
+
     def reshape(self, x: Value, shape: Sequence[Dim]) -> Value:
         """Same elements in the same order, other dims; sinks below functions of single elements and row means."""
         shape = tuple(shape)

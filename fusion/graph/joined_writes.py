@@ -42,8 +42,7 @@ def _opened(a: Algebra, source: Value, axis: int, before: Value, start: int, sto
     must(stop - start == 1 and written.shape == (*part.shape[:axis], *part.shape[axis + 1 :]))
     must(axis > max(_axes_of_positions(written)))
     rows, place = written.args[1], _axis_of_rows(written, axis)
-    opened = a.reshape(rows, (*rows.shape[:place], 1, *rows.shape[place:]))
-    return a.make(written.op, (part, opened, *written.args[2:]), written.attrs, part.shape, part.dtype)
+    return a.make(written.op, (part, a.opened(rows, place), *written.args[2:]), written.attrs, part.shape, part.dtype)
 
 
 def _axes_of_positions(written: Value) -> Sequence[int]:

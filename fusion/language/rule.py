@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from string import Formatter
@@ -174,11 +174,6 @@ class Rule:
     def uses(self) -> frozenset[str]:
         """List the semantic ops that its patterns mention."""
         return _used(type(self), tuple(vars(self).items()))
-
-    def applies(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Each semantic op with what one of its patterns applies it to."""
-        for form in (*self.patterns(), *self.lookalikes()):
-            yield from form.applied
 
 
 @cache

@@ -117,7 +117,7 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 
 def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
-    unasked = tuple(Limit(f"not given({name})", because=_NO_RULE) for name in _unasked(names))
+    unasked = tuple(Limit(f"not given({name})", because=NO_RULE) for name in _unasked(names))
     a2 = (*unasked, *_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
     a2 = (*a2, *names.antiquant.kernel(names.lse, names.query_lengths), *(INT8_KERNEL if names.whole else ()))
     whole = " and query_quant_mode == 0" if names.whole else ""
@@ -194,7 +194,7 @@ def _of_widths(names: Names) -> Iterator[Limit]:
     yield Limit("V % num_key_value_heads == 0", when=f"{several} and num_key_value_heads > 0")
 
 
-_NO_RULE = "no rule needs it, and what kernels ask for is not declared"
+NO_RULE = "no rule needs it, and what kernels ask for is not declared"
 _PADDED = ("query_padding_size", "kv_padding_size")
 _PREFIX = ("key_shared_prefix", "value_shared_prefix")
 

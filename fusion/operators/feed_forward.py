@@ -12,7 +12,7 @@ from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS, INT32, INT64, compute_dtype
 from fusion.operators.limits import A2_A3, CHIPS, Limit
-from fusion.operators.quantisation import INT8_CODE, LARGEST, of_groups
+from fusion.operators.quantisation import INT8_CODE, LARGEST, int8, of_groups
 
 
 def _swiglu(input: Tensor, dim: int) -> Tensor:
@@ -52,7 +52,7 @@ def _swiglu_quant(given: Given) -> tuple[Tensor, Tensor]:
         scale = (LARGEST / top).squeeze(-1)
     else:
         scale = torch.zeros_like(y[..., 0])
-    return y.round().clamp(-1 - LARGEST, LARGEST).to(torch.int8).contiguous(), scale.contiguous()
+    return int8(y).contiguous(), scale.contiguous()
 
 
 def _smoothed(y: Tensor, given: Given) -> Tensor:

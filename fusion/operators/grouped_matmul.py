@@ -20,7 +20,7 @@ from fusion.operators.contract import Operator
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, FLOATS, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, HOST, Limit
-from fusion.operators.quantisation import CODES, int8_product, quantised, result_dtype
+from fusion.operators.quantisation import CODES, group_of_rows, int8_product, quantised, result_dtype
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _grouped_matmul(given: Given) -> list[Tensor]:
         return [_product(rows, matrices, groups.counts)]
     wide = compute_dtype(rows)
     y = _by_blocks(rows.to(wide), matrices.to(wide), groups.counts)
-    y = y if bias is None else y + bias.to(wide)[_groups(groups.counts, rows.shape[0])]
+    y = y if bias is None else y + bias.to(wide)[group_of_rows(groups.counts.cumsum(0), rows.shape[0])]
     return [_activated(y, given["act_type"]).to(rows.dtype)]
 
 
@@ -99,18 +99,13 @@ def _dequantised(
 ) -> Tensor:
     """Multiply int8, then by scales of channels of groups [G, N] and of rows [M], the bias [G, N] before if integer."""
     channels, tokens = scales
-    wide, group = compute_dtype(channels), _groups(groups.counts, rows.shape[0])
+    wide, group = compute_dtype(channels), group_of_rows(groups.counts.cumsum(0), rows.shape[0])
     total = _by_blocks(rows, matrices, groups.counts)
     if bias is not None and not bias.is_floating_point():
         total = total + groups.of(bias)[group]
     out = total.to(wide) * channels.to(wide)[group]
     out = out if tokens is None else out * tokens.to(wide).unsqueeze(-1)
     return out + groups.of(bias).to(wide)[group] if bias is not None and bias.is_floating_point() else out
-
-
-def _groups(counts: Tensor, rows: int) -> Tensor:
-    """The group of each row [rows]."""
-    return torch.searchsorted(counts.cumsum(0), torch.arange(rows, device=counts.device), right=True)
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
@@ -137,7 +132,7 @@ def _by_blocks(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     inside = places.unsqueeze(-1) + torch.arange(size, device=rows.device)
     multiply = int8_product if rows.dtype == torch.int8 else torch.bmm
     products = multiply(rows[inside.clamp(0, count - 1)], matrices[group])
-    row, group = torch.arange(count, device=rows.device), _groups(counts, count)
+    row, group = torch.arange(count, device=rows.device), group_of_rows(counts.cumsum(0), count)
     found = block_starts[group] * size + (row - row_starts[group])
     return products.flatten(0, 1)[found]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.attention import Attention, computed, flops_of, promised
+from fusion.operators.attention_limits import NO_RULE
 from fusion.operators.attention_numbers import both_grids, int8_result
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, in_tensors
@@ -105,10 +106,9 @@ _HEADS: tuple[Limit | str, ...] = (
     Limit("numel(quant_scale2) in (1, H)", when=f"given(quant_scale2) and {_MERGED}"),
     Limit("Np == num_heads and (Bp == 1 or Bp == B) and Sp >= S", when="given(pse_shift)"),
 )
-_NO_RULE = "no rule needs it, and what kernels ask for is not declared"
 _KERNEL: tuple[Limit | str, ...] = (
-    Limit("input_layout != 'BSH'", because=_NO_RULE),
-    *(Limit(f"not given({name})", because=_NO_RULE) for name in ("pse_shift", "quant_scale2")),
+    Limit("input_layout != 'BSH'", because=NO_RULE),
+    *(Limit(f"not given({name})", because=NO_RULE) for name in ("pse_shift", "quant_scale2")),
     *(f"dtype({name}) == dtype(query)" for name in ("key", "value")),
     "num_heads <= 256",
     Limit("num_heads <= 64 * num_key_value_heads", when="num_key_value_heads > 0"),
@@ -161,7 +161,7 @@ _INCRE_HOST = (
           because="no page says to which rows masks and biases belong"),
 )  # fmt: skip
 _INCRE_KERNEL = (
-    *(Limit(f"not given({name})", because=_NO_RULE) for name in ("antiquant_scale", "kv_padding_size")),
+    *(Limit(f"not given({name})", because=NO_RULE) for name in ("antiquant_scale", "kv_padding_size")),
     *_KERNEL,
     "B <= 65535",
     Limit("Q <= 262144", when=f"{_ROWS} and input_layout == 'BSND'"),
@@ -194,7 +194,7 @@ _PROMPT_HOST = (
 )  # fmt: skip
 _PROMPT_KERNEL = (
     *_KERNEL,
-    Limit("not given(actual_seq_lengths)", because=_NO_RULE),
+    Limit("not given(actual_seq_lengths)", because=NO_RULE),
     Limit("sparse_mode in (0, 2, 3, 4)", because=_BLIND),
     Limit("not given(atten_mask)", when="sparse_mode == 0", because=_BLIND),
     "B <= 65536",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fusion._torch.operators import given
 from fusion.graph import dims_of
-from fusion.mutation import given
 
 _METADATA = torch.ops.aten._assert_tensor_metadata.default
 

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fusion._torch.operators import schema_of, short_name
+from fusion._torch.operators import arguments_of, short_name
 from fusion._torch.tensors import tree_leaves
 from fusion.operators import operator_of
 from fusion.testing.laws import WIDENED
@@ -226,9 +226,7 @@ class _Backwards(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if short_name(target) not in _CHOICES:
             return super().call_function(target, args, kwargs)
-        names = [argument.name for argument in schema_of(target).arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        axis = given.get("dim", -1)
+        axis = arguments_of(target, args, kwargs)["dim"]
         turned: tuple[Any, ...] = (args[0].flip(axis), *args[1:])
         found = super().call_function(target, turned, kwargs)
         if isinstance(found, Tensor):

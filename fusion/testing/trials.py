@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fusion._torch.tensors import copied, tree_map_only
+from fusion._torch.memory import copied
+from fusion._torch.tensors import tree_map_only
 from fusion.language import Example, Library, Rule
 from fusion.library import installed
 from fusion.options import Options

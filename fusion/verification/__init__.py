@@ -26,8 +26,8 @@ import torch.fx as fx
 
 from fusion._torch.tracing import Boxed, boxed, outside_modes
 from fusion.errors import Failure, FusionError, VerificationError
-from fusion.failures import worded
-from fusion.origin import location, look, module_path, place_of, source_text
+from fusion.failures import place_in_report, worded
+from fusion.origin import look, place_of
 from fusion.records import Prepared
 from fusion.verification.culprit import Again, Culprit, culprit
 from fusion.verification.difference import difference
@@ -146,8 +146,7 @@ def _given(subject: Subject, call: Call) -> str:
 
 def _failure(found: Culprit, fault: Fault) -> Failure:
     match = found.candidate.match
-    place = {"where": location(match.node), "source": source_text(match.node), "module": module_path(match.node)}
-    return Failure("verify", fault.message, match.rule.name, whole=False, node=match.node.name, **place)
+    return Failure("verify", fault.message, match.rule.name, whole=False, **place_in_report(match.node))
 
 
 def _cause(found: Culprit | None) -> str:

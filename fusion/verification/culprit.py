@@ -41,15 +41,19 @@ def culprit(again: Again, is_wrong: Callable[[fx.GraphModule], bool]) -> Culprit
     """
     count = len(again(None)[1].chosen)
     right, wrong = 0, count
-    if not count or not is_wrong(_trial(again, count)[0]):
+    if not count:
+        return None
+    last, first = _trial(again, count), None  # the trials of `wrong` and `right`
+    if not is_wrong(last[0]):
         return None
     while wrong - right > 1:
         middle = (right + wrong) // 2
-        if is_wrong(_trial(again, middle)[0]):
-            wrong = middle
+        tried = _trial(again, middle)
+        if is_wrong(tried[0]):
+            wrong, last = middle, tried
         else:
-            right = middle
-    (without, before), (guilty, after) = _trial(again, right), _trial(again, wrong)
+            right, first = middle, tried
+    (without, before), (guilty, after) = first or _trial(again, 0), last
     known = set(map(_key, before.chosen))
     candidate = next((each for each in after.chosen if _key(each) not in known), after.chosen[-1])
     return Culprit(candidate, wrong, count, without, guilty)

@@ -13,7 +13,8 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from fusion._torch.tensors import copied, held_by, leaves, map_only
+from fusion._torch.memory import copied
+from fusion._torch.tensors import held_by, leaves, map_only
 from fusion.mutation import is_write
 from fusion.texts import frozen
 from fusion.verification.judge import Judge
@@ -81,8 +82,9 @@ def _twins(plain: fx.Graph, fused: fx.Graph) -> Twins:
     calls = {_call(node, {}): node for node in reversed(plain.nodes)}
     twins: dict[fx.Node, fx.Node] = {}
     for node in fused.nodes:
-        if all(each in twins for each in node.all_input_nodes) and _call(node, twins) in calls:
-            twins[node] = calls[_call(node, twins)]
+        twin = calls.get(_call(node, twins)) if all(each in twins for each in node.all_input_nodes) else None
+        if twin is not None:
+            twins[node] = twin
     return twins
 
 

@@ -240,8 +240,9 @@ class Judge:
         plain = self.plain[place]
         if not is_inexact(plain):
             return unequal_rows(fused, plain, exact)
-        away = distances(fused, plain, exact).fused
-        return gross_rows(away, distances(fused, plain, self.judging[place]), TOLERANCE[self._grains[place]])
+        measured = distances(fused, plain, self.judging[place])
+        away = measured.fused if exact is self.judging[place] else distances(fused, plain, exact).fused
+        return gross_rows(away, measured, TOLERANCE[self._grains[place]])
 
     def _described(self, rows: Rows, fused: Sequence[Any]) -> str:
         """Describe the worst entry of the first result that is wrong, and name the others."""

@@ -13,8 +13,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion._torch.fakes import TorchDispatchMode
+from fusion._torch.memory import copied
 from fusion._torch.operators import is_random
-from fusion._torch.tensors import copied, tree_leaves
+from fusion._torch.tensors import tree_leaves
 from fusion.mutation import is_written
 from fusion.records import Prepared
 from fusion.verification.choices import Choices

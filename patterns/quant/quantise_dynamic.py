@@ -61,12 +61,7 @@ def _scale(value: Value) -> _Scale | None:
     """What scale of rows `value` is; None where it is none at all."""
     if _is_greatest(value) and is_nonnegative(value.arg):
         one = value.op == "largest" or value.attrs == (-1,)
-        odd = (
-            ""
-            if one
-            else "one scale is shared by several tokens: the operator gives each token its own; take "
-            "the largest over the last dim alone"
-        )
+        odd = "" if one else _SHARED
         x = value.arg.arg if value.arg.op == "abs" else value.arg
         return _Scale(exact(x), value, narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":

@@ -97,10 +97,6 @@ class FloatRows(Group):
         """What has the dtype of what stands between both products, of the first matrices."""
         return self.tokens
 
-    def product_dtype(self, first: Inward) -> torch.dtype:
-        """Return the dtype in which the model holds the product of the first matrices."""
-        return self.tokens.dtype
-
     def further(self, p, hidden, like):
         """The rows of the second product."""
         return p.as_dtype(hidden, like=like)
@@ -141,10 +137,6 @@ class QuantisedTokens(Group):
 
     def like(self, first):
         """The dtype of what stands between both products, of the first matrices."""
-        return first.dtype
-
-    def product_dtype(self, first: Inward) -> torch.dtype:
-        """Return the dtype in which the model holds the product of the first matrices."""
         return first.dtype
 
     def further(self, p, hidden, like):

@@ -39,6 +39,7 @@ from patterns.routing.encodings import (
     INT8_ENCODINGS,
     Choice,
     FloatRows,
+    Inward,
     OneMatrix,
     Outward,
     QuantisedTokens,
@@ -132,7 +133,7 @@ class RoutedExperts(Rule):
         first = gate.joined()
         require(first.bias is None, "biases stand between the product and its activation")
         routed = rows.routed(choice.experts, down.weight.shape[0])
-        both = _first_product(rows, routed, gate, down)
+        both = _first_product(rows, routed, gate, first, down)
         int8, inverse = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
         scaled = routed._replace(rows=int8, scales=inverse.reciprocal())  # it gives 127 / rowmax
         given = _second_product(rows, scaled, down)
@@ -141,22 +142,22 @@ class RoutedExperts(Rule):
     @lowering
     def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
         """Rows in order of their experts, two products of groups with an activation between, and the sum."""
-        routed, bias = rows.routed(choice.experts, down.weight.shape[0]), gate.joined().bias
-        both = _first_product(rows, routed, gate, down)
+        routed, first = rows.routed(choice.experts, down.weight.shape[0]), gate.joined()
+        both = _first_product(rows, routed, gate, first, down)
         with bounded():  # the model holds both in the dtype of the first product
-            if bias is not None:
-                both = (both + bias[choice.in_order(routed.places)]).to(both.dtype)
+            if first.bias is not None:
+                both = (both + first.bias[choice.in_order(routed.places)]).to(both.dtype)
             activated = bounds.run(both, gate.interleaved)
         hidden = rows.encoded(routed, activated)
         return _total(_second_product(rows, hidden, down), choice, routed.places, down, shape)
 
 
-def _first_product(rows: Any, routed: Routed, gate: Any, down: Outward) -> Tensor:
-    """Return gate and up of all rows, [R, 2 · I], in the dtype of what experts give."""
-    first = replace(gate.joined(), dtype=down.dtype)
-    held = rows.product_dtype(gate.first)
+def _first_product(rows: Any, routed: Routed, gate: Any, first: Inward, down: Outward) -> Tensor:
+    """Return gate and up of all rows, [R, 2 · I], by the matrices `first` in the dtype of what experts give."""
+    like = rows.like(gate.first)
+    held = like.dtype if isinstance(like, Tensor) else like
     with rounding("the product before the activation", held, down.dtype or held):
-        return rows.multiplied(routed, first)
+        return rows.multiplied(routed, replace(first, dtype=down.dtype))
 
 
 def _second_product(rows: Any, routed: Routed, down: Outward) -> Tensor:

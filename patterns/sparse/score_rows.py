@@ -53,4 +53,4 @@ def of_one_batch(a: Algebra, factors: Sequence[Value]) -> list[Value]:
 
 def with_one_more(a: Algebra, x: Value) -> list[Value]:
     """With a dim for the one query of each sequence, and for the one sequence of all queries, where there is none."""
-    return [a.reshape(x, (*x.shape[:place], 1, *x.shape[place:])) if x.rank == 3 else x for place in (1, 0)]
+    return [a.opened(x, place) if x.rank == 3 else x for place in (1, 0)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion.facts import Facts
@@ -116,3 +116,19 @@ def memory(*tensors: Tensor) -> list[int]:
     """For each tensor the first that has its memory."""
     pointers = [each.untyped_storage().data_ptr() for each in tensors]
     return [pointers.index(each) for each in pointers]
+
+
+class Function(nn.Module):
+    """A function as a module, for torch.export."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def exported(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
+    with torch.no_grad():
+        return torch.export.export(Function(function), args).graph_module

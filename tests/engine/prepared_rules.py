@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, silu
@@ -12,9 +13,21 @@ from torch.nn.functional import conv1d, silu
 from fusion import Options, Rule, lowering, pattern, tensor
 from fusion.backend import FusionBackend
 
+from .graphs import numbers
+
+X = numbers(2, 16, 3)
+WIDE = (32, 16, 1)
+"""The shape of a weight of `Gate`."""
 RAN: Counter[str] = Counter()
 LIBRARY = torch.library.Library("fusion_prepared_tests", "DEF")
 LIBRARY.define("join(Tensor a, Tensor b) -> Tensor")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Forget what was compiled, and what ran."""
+    torch.compiler.reset()
+    RAN.clear()
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:
@@ -102,3 +115,8 @@ def backend(rule: Rule = CountedGate(), **options) -> FusionBackend:
 
 def close(have: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+def agree(run, model, x=X):
+    with torch.no_grad():
+        close(run(x), model(x))

@@ -15,6 +15,12 @@ from fusion.origin import module_path
 Change = Callable[[fx.Node], None]
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch, target: str, change: Change, module: str = "") -> None:
     """Change each call of an operator that the pass makes, in modules whose path has `module` in it."""
     fuse_graph = fusion.backend.fuse_graph

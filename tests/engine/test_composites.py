@@ -15,8 +15,7 @@ from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.stages.canonicalise import canonicalise
 
-from .graphs import Build, names, norm, numbers
-from .test_dead_code import Function, exported
+from .graphs import Build, Function, exported, names, norm, numbers
 
 aten = torch.ops.aten
 A3 = Options(target="ascend910_93")

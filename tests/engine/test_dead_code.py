@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.stages.dead_code import drop_dead_code
 
-from .graphs import Build, names, norm, numbers
+from .graphs import Build, exported, names, norm, numbers
 
 aten = torch.ops.aten
 A3 = Options(target="ascend910_93")
 X, R, W = numbers(2, 256).bfloat16(), numbers(2, 256, seed=1).bfloat16(), numbers(256).bfloat16()
-
-
-class Function(nn.Module):
-    """A function as a module, for torch.export."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(*args)
-
-
-def exported(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
-    with torch.no_grad():
-        return torch.export.export(Function(function), args).graph_module
 
 
 def test_an_assertion_about_a_cast_keeps_no_norm_from_its_sum():

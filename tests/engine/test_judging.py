@@ -20,14 +20,11 @@ from fusion.verification.runs import Call
 from fusion.widening import run_wide, widen, widened
 
 from .graphs import norm, numbers, traced
+from .spoiled import without_gradients
+
+__all__ = ["without_gradients"]  # a fixture that every test here takes
 
 INF, NAN = torch.inf, torch.nan
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 # float64 -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fusion import prepared
 from fusion._torch.memory import stamps
 
 from .graphs import numbers
-from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, Layers, backend, close
+from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, Layers, agree, backend, close
 
 X = numbers(2, 16, 3)
 
@@ -37,11 +37,6 @@ def compiled(model, rule=CountedGate(), dynamic=None, **options):
 def entries():
     own = [recipe for recipe in list(prepared._RECIPES.values()) if not any(recipe is each for each in OTHERS)]
     return [entry for recipe in own for entry in recipe.entries.values()]
-
-
-def agree(run, model, x=X):
-    with torch.no_grad():
-        close(run(x), model(x))
 
 
 @pytest.mark.parametrize("lower", ["eager", "inductor"])

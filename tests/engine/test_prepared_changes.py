@@ -15,16 +15,9 @@ from fusion import joined, prepared
 from fusion._torch.memory import RUNS, samples
 
 from .graphs import numbers
-from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, backend, close
+from .prepared_rules import RAN, WIDE, CountedGate, Gate, JoinedGate, X, backend, close, fresh
 
-X = numbers(2, 16, 3)
-WIDE = (32, 16, 1)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    RAN.clear()
+__all__ = ["fresh"]  # a fixture that every test here takes
 
 
 def in_place(model):

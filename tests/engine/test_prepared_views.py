@@ -22,25 +22,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fusion import Options, joined, prepared
 
 from .graphs import numbers
-from .prepared_rules import RAN, Gate, JoinedGate, Layers, backend, close
+from .prepared_rules import RAN, WIDE, Gate, JoinedGate, Layers, X, agree, backend, close, fresh
 
-X = numbers(2, 16, 3)
-WIDE = (32, 16, 1)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    RAN.clear()
+__all__ = ["fresh"]  # a fixture that every test here takes
 
 
 def compiled(model, dynamic=None, **options):
     return torch.compile(model, backend=backend(JoinedGate(), **options), dynamic=dynamic)
-
-
-def agree(run, model, x=X):
-    with torch.no_grad():
-        close(run(x), model(x))
 
 
 def started(model=None, **options):

@@ -8,7 +8,7 @@ from fusion.graph import Algebra, Value, inner_writes, joined_writes, parts
 from fusion.graph.algebra import MAX_STOP
 from fusion.graph.logic import number
 from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise.shapes import arranges, first_of, opened
+from fusion.stages.canonicalise.shapes import arranges, first_of
 from fusion.stages.canonicalise.translate import Out, Translated
 
 
@@ -111,4 +111,4 @@ def _covered(a: Algebra, last: Value) -> Value | None:
         return joined_writes.joined(a, value, slices, axis) or a.cat(pieces, axis)
     if size % stride or sorted(writes) != list(range(stride)):
         return None
-    return a.reshape(a.cat([opened(a, each, axis + 1) for each in pieces], axis + 1), last.shape)
+    return a.reshape(a.cat([a.opened(each, axis + 1) for each in pieces], axis + 1), last.shape)

@@ -144,7 +144,7 @@ def _cat(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Transl
 @arranges("aten.stack.default", any_rank=True)
 def _stack(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
     dim %= len(out.shape)
-    return a.cat([opened(a, each, dim) for each in tensors], dim)
+    return a.cat([a.opened(each, dim) for each in tensors], dim)
 
 
 @arranges("aten.repeat_interleave.self_int")
@@ -155,13 +155,8 @@ def _repeat_interleave(
     if dim is None:
         x, dim = a.reshape(x, (math.prod(x.shape),)), 0
     behind = dim % x.rank + 1
-    wide = a.expand(opened(a, x, behind), (*x.shape[:behind], repeats, *x.shape[behind:]))
+    wide = a.expand(a.opened(x, behind), (*x.shape[:behind], repeats, *x.shape[behind:]))
     return a.reshape(wide, out.shape)
-
-
-def opened(a: Algebra, x: Value, place: int) -> Value:
-    """`x` with one more dim, of size 1."""
-    return a.reshape(x, (*x.shape[:place], 1, *x.shape[place:]))
 
 
 @arranges("aten.repeat.default")

@@ -172,7 +172,7 @@ def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, ind
     axis = dim % x.rank
     must(isinstance(index, int) and isinstance(x.shape[axis], int) and x.shape[axis] and source.dtype == x.dtype)
     index %= int(x.shape[axis])
-    rows = a.reshape(source, (*source.shape[:axis], 1, *source.shape[axis:]))
+    rows = a.opened(source, axis)
     return buffers.sliced(a, x, rows, axis, index, index + 1)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
-from typing import Any
 
 import torch.fx as fx
 
+from fusion._torch.tensors import leaves
 from fusion.facts import Facts
 from fusion.mutation import outputs
 from fusion.stages.layers.cuts import Cut, crossing, cuts
@@ -103,7 +103,7 @@ def _left(division: Division) -> int:
 
 def fold(source: fx.Graph, facts: Facts, division: Division) -> Folded | None:
     """Leave out of `source` each layer to which, with its neighbours, another corresponds, or return None."""
-    around = contexts(_numbers(division))
+    around = contexts([each.kind for each in division.layers])
     places = retained(around)
     if len(places) == len(division.layers):
         return None
@@ -118,21 +118,10 @@ def fold(source: fx.Graph, facts: Facts, division: Division) -> Folded | None:
         if node not in gone and node.op != "output":
             now[node] = folded.node_copy(node, lambda each: now[moved.get(each, each)])
     returned = source.output_node()
-    left = [each for each in _listed(returned) if each not in gone]
+    left = [each for each in leaves(returned.args) if each not in gone]
     copied = folded.output(tuple(now[each] if isinstance(each, fx.Node) else each for each in left))
     copied.meta = dict(returned.meta)
     results = tuple(place for place, each in enumerate(outputs(source)) if each not in gone)
     strides = tuple(facts.strides[place] for place in results if place < len(facts.strides))
     origin = {new: old for old, new in now.items()} | {copied: returned}
     return Folded(source, division, stand_in, folded, replace(facts, strides=strides), origin, results)
-
-
-def _numbers(division: Division) -> list[int]:
-    """Number the kinds of the layers: they are long to compare."""
-    numbers: dict[Any, int] = {}
-    return [numbers.setdefault(each.kind, len(numbers)) for each in division.layers]
-
-
-def _listed(returned: fx.Node) -> Sequence[Any]:
-    given: Any = returned.args[0]
-    return given if isinstance(given, (tuple, list)) else (given,)

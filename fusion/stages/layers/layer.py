@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from typing import cast
 
 import torch.fx as fx
 
@@ -32,7 +33,7 @@ class Layer:
     writes: tuple[fx.Node, ...] = ()
     results: tuple[int, ...] = ()
     ports: tuple[fx.Node, ...] = ()
-    kind: Hashable = None
+    kind: int = -1
 
     @property
     def all(self) -> tuple[fx.Node, ...]:
@@ -135,14 +136,17 @@ class _Divider:
         """
         bodies, ports = zip(*(self._body(number, each) for number, each in enumerate(layers)), strict=True)
         last = len(layers) - 1
-        kinds: dict[Hashable, Hashable] = {}
+        first: dict[Hashable, Hashable] = {}
+        numbers: dict[Hashable, int] = {}  # kinds are long to compare
         for number, layer in enumerate(layers):
-            body, kind = bodies[number], object()
+            body, kind = bodies[number], cast(Hashable, object())
             if 0 < number < last and not self._is_single(layer, layers[number + 1]):
                 place = {each: place for place, each in enumerate(layer.nodes)}
                 kind = body, tuple(place[each] for each in ports[number + 1])
-                kind = kinds.get(body, kind) if number == last - 1 else kinds.setdefault(body, kind) and kind
-            yield replace(layer, ports=ports[number], kind=kind)
+                if number == last - 1:
+                    kind = first.get(body, kind)
+                first.setdefault(body, kind)
+            yield replace(layer, ports=ports[number], kind=numbers.setdefault(kind, len(numbers)))
 
     def _is_single(self, layer: Layer, behind: Layer) -> bool:
         """True if a layer cannot be of the kind of another."""

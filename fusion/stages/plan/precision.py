@@ -26,7 +26,7 @@ from fusion.graph import Graph, Value
 from fusion.language import Refused
 from fusion.language.ranges import narrows
 from fusion.operators import operator_of
-from fusion.records import Input, Match, Output, Plan, Step
+from fusion.records import Input, Match, Output, Plan, Step, outputs_of
 
 F16, F64 = torch.float16, torch.float64
 _MOVES = frozenset({
@@ -35,6 +35,7 @@ _MOVES = frozenset({
     "new_ones", "eye", "scatter", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
 })  # fmt: skip
 """Calls whose results consist of elements of their arguments, or of numbers that float16 holds."""
+_MOVES_AND_CASTS = _MOVES | {"_to_copy"}
 _MOVING = frozenset({
     "reshape", "expand", "slice", "narrow", "permute", "cat", "index", "gathered", "flip", "filled", "where", "full",
 })  # fmt: skip
@@ -97,7 +98,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 def _is_moved_by(user: fx.Node) -> bool:
     """True if a call gives elements of its arguments as they are, or cast."""
-    return user.op == "call_function" and (is_view(user.target) or short_name(user.target) in (*_MOVES, "_to_copy"))
+    return user.op == "call_function" and (is_view(user.target) or short_name(user.target) in _MOVES_AND_CASTS)
 
 
 def _is_held(value: Any) -> bool:
@@ -141,18 +142,10 @@ def _computed_on(plan: Plan) -> Iterator[tuple[Step, torch.Tensor]]:
     """The results of steps with which other steps of a plan compute."""
     read = set[Output]()
     for number, step in reversed([*enumerate(plan.steps)]):
-        results = [*_results(number, step)]
+        results = [*outputs_of(number, step.result)]
         if not _moves(step) or any(name in read for name, _ in results):
             read.update(each for each in leaves(step.args, step.kwargs) if isinstance(each, Output))
         yield from ((step, result) for name, result in results if name in read)
-
-
-def _results(number: int, step: Step) -> Iterator[tuple[Output, torch.Tensor]]:
-    """The tensors that a step gives, and what they are called."""
-    several = isinstance(step.result, (tuple, list))
-    for item, result in enumerate(step.result if several else (step.result,)):
-        if isinstance(result, torch.Tensor):
-            yield Output(number, item if several else None), result
 
 
 def _moves(step: Step) -> bool:

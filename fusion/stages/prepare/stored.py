@@ -32,6 +32,8 @@ _PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.bmm.default, a
 
 def read_as_stored(source: fx.Graph, facts: Facts, on_chip: bool) -> None:
     """Rewrite what is computed from Parameters so that as little as possible of it is a copy, in place."""
+    if not facts.parameters:
+        return
     found = derived(source, facts.parameters)
     for node in reversed(source.nodes):
         if node not in found or "fusion" not in node.meta or is_written(node) or is_returned(node):
