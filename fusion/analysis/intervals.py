@@ -39,6 +39,14 @@ def is_exact(x: Value) -> bool:
     return found is not None and _fits(found, x.dtype)
 
 
+def keeps_integers(x: Value) -> bool:
+    """True if `x` is a cast of integers to floats that is proven to round none of them."""
+    if x.op != "cast" or x.dtype is None or not x.dtype.is_floating_point or not is_integer(x.arg):
+        return False
+    low, high = bounds(x.arg)
+    return max(-low, high) <= 2 / torch.finfo(x.dtype).eps
+
+
 def uncast(x: Value, *through: str) -> Value:
     """Whole numbers before casts that keep them, all of dtypes of positions; `through` are ops that are passed too."""
     while x.op in through or (x.op == "cast" and {x.arg.dtype, x.dtype} <= INDEX_DTYPES and is_exact(x)):

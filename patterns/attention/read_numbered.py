@@ -42,7 +42,7 @@ def _numbered(graph: Graph, attention: Reading) -> Reading | None:
     tokens = q.shape[_TOKENS]
     must(q.shape[0] == k.shape[0] == 1 and k.shape[_TOKENS] == tokens)
     kind, segment = proven(_blocks(a, proven(mask), tokens))
-    count = proven(_count(segment))
+    count = proven(segments_below(segment))
     held = next((each for each in graph.places if _line(a, each, tokens) is segment), None)
     kept = {name: said[name] for name in ("q", "k", "v", "scale", "sink", "output_view") if name in said}
     how = {"mask_kind": kind, "window": None, "kv_len": None, "fully_masked_row": "zero"}  # each token sees itself
@@ -111,8 +111,8 @@ def _ascends(x: Value) -> bool:
 
 
 @proof
-def _count(segment: Value) -> int | None:
-    """Below which number those of a line stay that never fall and are never negative; None where that is not proven."""
+def segments_below(segment: Value) -> int | None:
+    """Return a bound above the numbers of a line, if these are proven to be never negative and never to fall."""
     x = segment.below("reshape", "cast")
     x = x.arg.below("reshape", "cast") if x.op == "slice" and x.arg.below("reshape", "cast").op == "cumsum" else x
     must(x.dtype is not None and not x.dtype.is_floating_point)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fusion import reader, word
-from fusion.graph import Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 
 GATE_LANES = word(
     "gate_lanes", "half of the lanes [*B, H]",
@@ -19,14 +19,21 @@ def gate_lanes(graph: Graph) -> Iterator[Found]:
     """Every half of a tensor; what is multiplied by a sigmoid, and is no silu of it."""
     yield from _others(graph)
     for value in list(graph.places):
-        found = _half(graph, value)
+        found = half_of_lanes(graph.algebra, value)
         if found is not None:
-            x, second, interleaved = found
-            yield value, Reading("gate_lanes", {"x": x, "second": second, "interleaved": interleaved})
+            yield value, found
 
 
-def _half(graph: Graph, value: Value) -> tuple[Value, bool, bool] | None:
-    """The tensor of which a value is one half of the lanes, which, and whether these are every second one."""
+def half_of_lanes(a: Algebra, value: Value) -> Reading | None:
+    """Read `value` as half of the lanes of a tensor."""
+    found = _half(a, value)
+    return (
+        None if found is None else Reading("gate_lanes", dict(zip(("x", "second", "interleaved"), found, strict=True)))
+    )
+
+
+def _half(a: Algebra, value: Value) -> tuple[Value, bool, bool] | None:
+    """Return the tensor of which `value` is half of the lanes, True for the second half, True for alternate lanes."""
     cut = value.arg if value.op == "reshape" and value.arg.op == "slice" else value
     if cut.op != "slice" or not value.rank:
         return None
@@ -42,7 +49,7 @@ def _half(graph: Graph, value: Value) -> tuple[Value, bool, bool] | None:
     one = axis in (cut.rank - 1, cut.rank - 2) and cut.shape[axis] == 1
     if not one or whole.shape != split:
         return None
-    return graph.algebra.reshape(whole, (*value.shape[:-1], 2 * size)), start == 1, split is pairs
+    return a.reshape(whole, (*value.shape[:-1], 2 * size)), start == 1, split is pairs
 
 
 def _others(graph: Graph) -> Iterator[Found]:

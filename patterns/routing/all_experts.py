@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from math import prod
 from typing import NamedTuple
 
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Value
-from fusion.graph.dims import is_nonnegative
 from fusion.graph.proof import must, proof, proven
 from patterns.routing.expert_rows import Rows
 from patterns.routing.list_masks import lists_largest
 from patterns.routing.pairs import plain
 from patterns.routing.read_kept import Kept, kept
+from patterns.routing.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.routing.weighted_sums import RULE, Total, sum_of_products, summed, total
 
 
@@ -43,6 +42,9 @@ class Columns(NamedTuple):
 def chosen_weights(graph: Graph, x: Value) -> Chosen | None:
     """Which of the weights of all experts [.., E] are not 0."""
     a, inner = graph.algebra, plain(x)
+    one_hot = _by_one_hot(a, x)
+    if one_hot is not None:
+        return one_hot
     if inner.op in ("placed", "write"):
         return _placed(inner) or _by_columns(a, inner)
     if inner.op == "softmax":
@@ -58,6 +60,36 @@ def _placed(inner: Value) -> Chosen | None:
     if inner.op != "placed" or (inner.arg.op, inner.arg.attrs) != ("full", (0,)):
         return None
     return Chosen(inner.args[2], inner.args[1]) if inner.args[1].op == "largest_index" else None
+
+
+@proof
+def _by_one_hot(a: Algebra, x: Value) -> Chosen:
+    """Read Σ_c weights[.., c] · (list[.., c] = e), by a product or a matrix product with the one-hot list."""
+    inner, factor = unscaled(plain(x))
+    inner = plain(inner)
+    if inner.op == "mean":
+        must(inner.attrs == (-2,) and inner.arg.shape[-2] == factor)
+        product = plain(inner.arg)
+        must(product.op == "mul")
+        weights, flags = product.args if product.args[1].below("cast").op == "compare" else product.args[::-1]
+        lies_along = weights.shape == (*flags.shape[:-1], 1)
+    else:
+        must(inner.op == "matmul" and factor == 1)
+        weights, flags = inner.args
+        lies_along = weights.shape == (*flags.shape[:-2], 1, flags.shape[-2])
+    places = proven(_one_hot(flags.below("cast")))
+    must(lies_along and flags.shape == (*places.shape, x.shape[-1]))
+    return Chosen(a.reshape(weights, places.shape), places)
+
+
+def _one_hot(flags: Value) -> Value | None:
+    """Return the list [.., K] of the largest that `flags` [.., K, E] compares with 0 … E - 1."""
+    for listed, numbers in (flags.args, flags.args[::-1]) if (flags.op, flags.attrs) == ("compare", ("eq",)) else ():
+        places, line = uncast(listed, "reshape"), uncast(numbers, "reshape")
+        along = listed.shape[-1:] == (1,) and numbers.shape[-1:] == line.shape == flags.shape[-1:]
+        if along and (line.op, line.attrs) == ("arange", (0, 1)) and places.op == "largest_index":
+            return places
+    return None
 
 
 def _softmax_of(graph: Graph, x: Value, found: Kept) -> Chosen:
@@ -204,8 +236,7 @@ def all_experts(graph: Graph) -> Iterator[Found]:
     for (inner, factor), several in summed(graph).items():
         found = columns(graph.algebra, inner, factor)
         if found is None:
-            dense = _dense(graph, inner)
-            yield from () if dense is None else ((several[0], Miss(RULE, _DENSE, at=(dense,))),)
+            yield from _stacked(graph, inner, factor, several)
             continue
         chosen = chosen_weights(graph, found.weights)
         if chosen is not None:
@@ -214,37 +245,58 @@ def all_experts(graph: Graph) -> Iterator[Found]:
             yield several[0], Miss(RULE, _MAYBE, at=(found.weights,))
 
 
-def _dense(graph: Graph, inner: Value) -> Value | None:
-    """Products of stacked matrices that a sum weighs by numbers which are 0 where an expert was not chosen."""
-    product = plain(inner.arg) if inner.op == "mean" else inner
-    is_sum = product.op == ("mul" if inner.op == "mean" else "matmul")
-    for rows, weights in (product.args, product.args[::-1]) if is_sum else ():
-        rows, every = rows.below(*_ARRANGED), weights.below(*_ARRANGED)
-        products = rows.args if rows.op == "add" else (rows,)
-        more = is_nonnegative(prod(rows.shape) - prod(every.shape) - 1)
-        listed = every.rank > 1 and more and chosen_weights(graph, every) is not None
-        if listed and any(each.below(*_ARRANGED).op == "matmul" for each in products):
-            return rows
-    return None
+def _stacked(graph: Graph, inner: Value, factor: float, several: list[Value]) -> Iterator[Found]:
+    """Yield the same of products of stacked matrices, which give what all experts do of every token."""
+    gathered = _gathered_rows(graph.algebra, inner, factor)
+    found = weighed_stack(graph.algebra, inner, factor) if gathered is None else None
+    if found is not None and _computes(found.given.value):
+        chosen = chosen_weights(graph, found.weights)
+        gathered = None if chosen is None else (chosen, found.given)
+    if gathered is not None:
+        chosen, stack = gathered
+        rows = StackedRows(graph, chosen.places)
+        given = proof(rows.of_stack)(stack)
+        yield from _of_rows(rows, given, chosen, several, Miss(RULE, _DENSE, at=(stack.value,)))
 
 
-_ARRANGED = ("reshape", "permute", "expand", "cast", "scale")
+def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Stack] | None:
+    """Return weights, the list, and what all experts give [T, E, H], of which the rows of the list are gathered."""
+    found = total(a, inner, factor)
+    rows = inner if found is None else plain(found.rows)
+    if found is None or rows.op != "take" or rows.arg.rank != 3 or rows.shape[:-1] != found.weights.shape:
+        return None
+    places = uncast(rows.args[1])
+    return (Chosen(found.weights, places), Stack(rows.arg, 1, 2)) if places.op == "largest_index" else None
+
+
+def _computes(x: Value) -> bool:
+    """True if `x` is a product, or rows of one that are arranged otherwise, perhaps with something added."""
+    below = x.below("reshape", "permute", "cast")
+    return any(each.below("reshape", "permute", "cast").op == "matmul" for each in (below, *below.args))
+
+
 _DENSE = (
-    "all experts are computed for every token, by products of stacked matrices, with weights that are 0 where one was "
-    "not chosen: gather the matrices that a token chose, sort rows by expert, or loop over the experts (transformers' "
-    'option experts_implementation takes "grouped_mm" and "batched_mm")'
+    "experts: all of them are computed for every token, by products of stacked matrices that are not proven to be one "
+    "computation of each expert; npu_grouped_matmul requires rows of the experts that a token chose; gather the "
+    'matrices that it chose, or sort rows by expert (transformers\' option experts_implementation takes "grouped_mm" '
+    'and "batched_mm")'
 )
 
 
 def _of_chosen(graph: Graph, found: Columns, chosen: Chosen, several: list[Value]) -> Iterator[Found]:
     rows = Rows(graph, chosen.places)
     given = proof(rows.of)(found.given)
+    yield from _of_rows(rows, given, chosen, several, Miss(RULE, _UNLIKE, at=found.given))
+
+
+def _of_rows(rows: Rows, given: Value | None, chosen: Chosen, several: list[Value], otherwise: Miss) -> Iterator[Found]:
+    """Yield the sum of what chosen experts give, with the readings of its rows; `otherwise` if they are unproven."""
     if given is None:
-        yield several[0], Miss(RULE, _UNLIKE, at=found.given)
+        yield several[0], otherwise
         return
     yield from rows.found.items()
-    weighed = Total(given, graph.algebra.reshape(chosen.weights, rows.experts.shape))
-    yield from sum_of_products(graph.algebra, weighed, rows.found.get(given), several)
+    weighed = Total(given, rows.a.reshape(chosen.weights, rows.experts.shape))
+    yield from sum_of_products(rows.a, weighed, rows.found.get(given), several)
 
 
 _MAYBE = "a loop gives every expert its part, and the weights of experts that are not chosen are not proven to be 0"

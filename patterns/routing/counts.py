@@ -48,6 +48,12 @@ def counted(ends: Value, count: Dim) -> Value | None:
     return _summed(counts)
 
 
+def counted_outside(ends: Value) -> bool:
+    """True if `ends` are an input of the graph, or the sums of one."""
+    ends = _uncast(ends)
+    return (_uncast(ends.arg) if ends.op == "cumsum" else ends).op == "input"
+
+
 def _uncast(x: Value) -> Value:
     """Numbers of rows before casts to dtypes that hold them."""
     while x.op == "reshape" or (x.op == "cast" and (x.dtype in _EXACT or is_exact(x))):

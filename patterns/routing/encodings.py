@@ -71,6 +71,24 @@ class Outward(Inward):
     scale: Any = tensor("E H", optional=True)
 
 
+@dataclass(frozen=True)
+class Sum(Group):
+    """The sum of what the experts of a token give, and what is added to that."""
+
+    shape: Any = attribute()
+    beside: Any = tensor("T H", optional=True)
+
+    def of(self, p, given, choice):
+        """The term of rows `given`, each with the weight of its choice."""
+        parts = dict(rows=given, weights=choice.weights, order=choice.order)
+        return p.expert_sum(**parts, shape=self.shape, beside=self.beside)
+
+    def refuse(self) -> None:
+        """Refuse a shape that -1 does not describe."""
+        known = [each for each in self.shape if isinstance(each, int)]
+        require(len(self.shape) - len(known) <= 1, "the result has several symbolic sizes")
+
+
 # encodings ----------------------------------------------------------------------------------------------------------
 
 

@@ -26,11 +26,19 @@ def gathered_rows(a: Algebra, x: Value, y: Value) -> tuple[Value, Value, Value] 
     whole = _gathered(a, x.arg) if x.op == "reshape" and x.arg.rank == 4 else None
     if whole is not None and y.shape[-1] == 1 and x.shape == (x.arg.shape[0], prod(x.arg.shape[1:3]), x.shape[-1]):
         return a.reshape(y, (y.shape[0], 1, y.shape[1])), swapped(a, whole[0]), whole[1]
-    joined = y.arg if y.op == "reshape" and (y.arg.op, y.arg.attrs) == ("permute", (0, 3, 1, 2)) else None
-    several = None if joined is None else _gathered(a, joined.arg)
-    if joined is None or several is None or x.shape[-2] != 1 or y.shape != (*joined.shape[:2], prod(joined.shape[2:])):
+    several = _joined(a, y) if y.op == "reshape" and x.shape[-2] == 1 else None
+    return None if several is None else (x, *several)
+
+
+def _joined(a: Algebra, y: Value) -> tuple[Value, Value] | None:
+    """Read matrices [T, M, K · N] that are gathered for K rows of each token, or some of their lanes, as [E, M, N]."""
+    part = y.arg
+    lines, lanes = (part.arg, part.attrs[1:]) if part.op == "slice" and part.attrs[0] == 3 else (part, ())
+    several = _gathered(a, lines.arg) if (lines.op, lines.attrs) == ("permute", (0, 3, 1, 2)) else None
+    if several is None or y.shape != (*part.shape[:2], prod(part.shape[2:])):
         return None
-    return x, swapped(a, several[0]), several[1]
+    matrices = swapped(a, several[0])
+    return (a.cut(matrices, 2, *lanes) if lanes else matrices), several[1]
 
 
 def _gathered(a: Algebra, x: Value) -> tuple[Value, Value] | None:
@@ -41,6 +49,9 @@ def _gathered(a: Algebra, x: Value) -> tuple[Value, Value] | None:
     if x.op == "reshape" and x.arg.op == "index" and x.shape[-2:] == x.arg.shape[-2:]:
         found = _gathered(a, x.arg)
         return None if found is None else (found[0], a.reshape(found[1], x.shape[:-2]))
+    if x.op == "slice" and x.attrs[0] >= x.rank - 2:
+        found, (axis, *lanes) = _gathered(a, x.arg), x.attrs
+        return None if found is None else (a.cut(found[0], axis - x.rank + 3, *lanes), found[1])
     gathers = x.op == "index" and x.attrs == (0,) and x.arg.rank == 3
     return (x.arg, x.args[1]) if gathers else _in_int8(a, x)
 

@@ -56,10 +56,17 @@ def named_rows(x: Value) -> tuple[Value, Value] | None:
 
 
 def _put_rows(x: Value) -> tuple[Value, Value] | None:
-    """The rows that `x` holds, each at the place that an order names: so it holds nothing else."""
-    put = x.op == "write_rows" and x.attrs == (0,) and len(x.args) == 3 and x.args[1].shape == x.shape
-    order = _order(x.args[2]) if put else None
-    return None if order is None else (x.args[1], order)
+    """Return the rows that `x` holds, each at the place that an order names: so `x` holds nothing else."""
+    rows, places = _written(x) or (x, x)
+    order = _order(places) if rows is not x and rows.shape == x.shape else None
+    return None if order is None else (rows, order)
+
+
+def _written(x: Value) -> tuple[Value, Value] | None:
+    """Return the rows that are written into another tensor, or the numbers of a line, and at which places."""
+    if x.op == "placed" and x.rank == 1:
+        return x.args[2], x.args[1]
+    return (x.args[1], x.args[2]) if x.op == "write_rows" and x.attrs == (0,) and len(x.args) == 3 else None
 
 
 def sorted_by(x: Value) -> Arranged | None:

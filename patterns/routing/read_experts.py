@@ -19,7 +19,7 @@ from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from patterns.routing.all_experts import all_experts
-from patterns.routing.counts import counted, lies_below
+from patterns.routing.counts import counted, counted_outside, lies_below
 from patterns.routing.gathered_matrices import gathered_rows
 from patterns.routing.pairs import (
     Arranged,
@@ -39,7 +39,9 @@ _GROUPED = ("grouped_matmul", "transformers.grouped_mm_fallback.default")
 """Products of groups: torch's own, and what transformers calls instead where torch compiles none of that dtype."""
 
 
-@reader(gives=(ROUTED_ROWS, EXPERT_PRODUCT, INT8_EXPERT_PRODUCT, EXPERT_SUM), needs=("quantise",))
+@reader(
+    gives=(ROUTED_ROWS, EXPERT_PRODUCT, INT8_EXPERT_PRODUCT, EXPERT_SUM), needs=("quantise",), refines=("gate_lanes",)
+)
 def routed_experts(graph: Graph) -> Iterator[Found]:
     """Rows of tokens, products of each with its expert's matrix, and weighted sums of these; why others are none."""
     given: dict[Value, Reading] = {}
@@ -87,7 +89,7 @@ def _sorted_product(graph: Graph, value: Value) -> Iterator[Found]:
     rows, matrices, ends = value.args
     listed = counted(ends, matrices.shape[0])
     if listed is None:
-        yield value, Miss(RULE, "the groups are not proven to be the rows of each expert, counted over all experts")
+        yield value, Miss(RULE, _OUTSIDE if counted_outside(ends) else _UNCOUNTED)
         return
     experts = _experts(graph.algebra, listed)
     if not lies_below(experts, matrices.shape[0]):
@@ -101,6 +103,12 @@ def _sorted_product(graph: Graph, value: Value) -> Iterator[Found]:
         yield value, Miss(RULE, _OTHERS)
 
 
+_UNCOUNTED = "the groups are not proven to be the rows of each expert, counted over all experts"
+_OUTSIDE = (
+    "offs: the rows of each expert are counted outside of this graph; npu_moe_init_routing_v2 requires the list of "
+    "experts, of which this graph must count them; count with torch.histc or scatter_add, where torch.bincount breaks "
+    "the graph"
+)
 _OTHERS = (
     "the rows are not proven to be those of the tokens that chose each expert, in the order of the experts counted"
 )

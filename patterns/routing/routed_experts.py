@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fusion import (
     Rule,
-    attribute,
     bounded,
     calls,
     lookalike,
@@ -44,6 +43,7 @@ from patterns.routing.encodings import (
     Outward,
     QuantisedTokens,
     Routed,
+    Sum,
 )
 
 
@@ -61,28 +61,28 @@ class RoutedExperts(Rule):
 
     @pattern
     @variants(rows=ENCODINGS, gate=GATES, bounds=(*BOUNDS, *GATED))
-    def summed(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
+    def summed(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, result: Any = Sum):
         """Rows, two products with an activation between, and their sum."""
         like, listed = rows.like(gate.first), rows.listed(p, choice)
         terms = gate.terms(p, partial(rows.product, p, choice, listed))
         hidden = rows.further(p, activated(p, bounds, terms, like), like)
         given = rows.product(p, choice, hidden, down)
-        return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
+        return result.of(p, given, choice)
 
     @pattern
     @variants(rows=ENCODINGS, gate=(OneMatrix,), bounds=ACTIVATIONS)
-    def ungated(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
+    def ungated(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, result: Any = Sum):
         """The same with an activation of one product."""
         like, listed = rows.like(gate.first), rows.listed(p, choice)
         activation = bounds.activated(p, gate.terms(p, partial(rows.product, p, choice, listed)))
         given = rows.product(p, choice, rows.further(p, activation, like), down)
-        return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
+        return result.of(p, given, choice)
 
     @lookalike("what an expert computes between its two products is not a gated silu or gelu, nor an activation alone")
-    def otherwise(self, p, hidden=tensor("*R I"), choice: Any = Choice, down: Any = Outward, shape=attribute()):
+    def otherwise(self, p, hidden=tensor("*R I"), choice: Any = Choice, down: Any = Outward, result: Any = Sum):
         """Any sum of what experts give."""
         given = FloatRows.product(p, choice, hidden, down)
-        return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
+        return result.of(p, given, choice)
 
     @lookalike(
         "what an expert computes between its two int8 products is no activation whose rows are quantised by token, "
@@ -95,23 +95,22 @@ class RoutedExperts(Rule):
         scales=tensor("*R 1"),
         choice: Any = Choice,
         down: Any = Outward,
-        shape=attribute(),
+        result: Any = Sum,
     ):
         """The same in int8."""
         given = QuantisedTokens.product(p, choice, (hidden, scales), down)
-        return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
+        return result.of(p, given, choice)
 
-    def guard(self, rows: Any, gate: Any, bounds: Any, choice: Choice, down: Outward, shape: Any):
+    def guard(self, rows: Any, gate: Any, bounds: Any, choice: Choice, down: Outward, result: Sum):
         """What the operators take."""
         bounds.refuse(gate.interleaved)
         gate.refuse()
         rows.refuse(down)
-        known = [each for each in shape if isinstance(each, int)]
-        require(len(shape) - len(known) <= 1, "the result has several symbolic sizes")
+        result.refuse()
 
     @lowering
     @variants(rows=INT8_ENCODINGS, bounds=(Unbounded,))
-    def gated(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
+    def gated(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
         """The first product, its activation and quantisation as one, which reads matrices in FRACTAL_NZ alone."""
         both = gate.joined()
         require(
@@ -123,12 +122,12 @@ class RoutedExperts(Rule):
             routed.rows, [both.in_nz()], [both.scale], routed.scales, routed.counts, group_list_type=1
         )
         given = _second_product(rows, routed._replace(rows=int8, scales=scales), down)
-        return _total(given, choice, routed.places, down, shape)
+        return _total(given, choice, routed.places, down, result)
 
     @lowering
     @calls("npu::npu_swiglu_quant")
     @variants(rows=INT8_ENCODINGS, bounds=(Unbounded,))
-    def quantised(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
+    def quantised(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
         """Activation and quantisation as one, which not every compiler takes."""
         first = gate.joined()
         require(first.bias is None, "biases stand between the product and its activation")
@@ -137,10 +136,10 @@ class RoutedExperts(Rule):
         int8, inverse = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
         scaled = routed._replace(rows=int8, scales=inverse.reciprocal())  # it gives 127 / rowmax
         given = _second_product(rows, scaled, down)
-        return _total(given, choice, routed.places, down, shape)
+        return _total(given, choice, routed.places, down, result)
 
     @lowering
-    def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
+    def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
         """Rows in order of their experts, two products of groups with an activation between, and the sum."""
         routed, first = rows.routed(choice.experts, down.weight.shape[0]), gate.joined()
         both = _first_product(rows, routed, gate, first, down)
@@ -149,7 +148,7 @@ class RoutedExperts(Rule):
                 both = (both + first.bias[choice.in_order(routed.places)]).to(both.dtype)
             activated = bounds.run(both, gate.interleaved)
         hidden = rows.encoded(routed, activated)
-        return _total(_second_product(rows, hidden, down), choice, routed.places, down, shape)
+        return _total(_second_product(rows, hidden, down), choice, routed.places, down, result)
 
 
 def _first_product(rows: Any, routed: Routed, gate: Any, first: Inward, down: Outward) -> Tensor:
@@ -166,9 +165,9 @@ def _second_product(rows: Any, routed: Routed, down: Outward) -> Tensor:
         return rows.multiplied(routed, down)
 
 
-def _total(given: Tensor, choice: Choice, places: Tensor, down: Outward, shape: Any) -> Tensor:
+def _total(given: Tensor, choice: Choice, places: Tensor, down: Outward, result: Sum) -> Tensor:
     """The sum of what experts give, each row with its weight, and perhaps their biases."""
     weights, of = choice.weights.to(given.dtype), None if down.bias is None else choice.experts.to(torch.int32)
     bias = None if down.bias is None else down.bias.to(given.dtype)
-    y = torch.ops.npu.npu_moe_finalize_routing(given, None, None, bias, weights, places, of, drop_pad_mode=2)
-    return y.reshape([each if isinstance(each, int) else -1 for each in shape])
+    y = torch.ops.npu.npu_moe_finalize_routing(given, result.beside, None, bias, weights, places, of, drop_pad_mode=2)
+    return y.reshape([each if isinstance(each, int) else -1 for each in result.shape])

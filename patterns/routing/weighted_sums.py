@@ -18,11 +18,12 @@ RULE = "routed_experts"
 
 
 class Total(NamedTuple):
-    """Σ over the choices of a token of rows [R, H] times weights [T, K]."""
+    """Σ over the choices of a token of rows [R, H] times weights [T, K], perhaps added to `beside` [T, H]."""
 
     rows: Value
     weights: Value
     order: Value | None = None
+    beside: Value | None = None
 
 
 def total(a: Algebra, inner: Value, factor: float) -> Total | None:
@@ -53,8 +54,9 @@ def as_sum(found: Total, several: list[Value]) -> Found:
     rows, dtype = found.rows, several[0].dtype
     for value in several:
         if value.dtype == rows.dtype:
-            said = {"rows": rows, "weights": found.weights, "shape": value.shape}
-            return value, Reading("expert_sum", said if found.order is None else {**said, "order": found.order})
+            parts = {"rows": rows, "weights": found.weights, "order": found.order, "beside": found.beside}
+            captures = {name: part for name, part in parts.items() if part is not None}
+            return value, Reading("expert_sum", {**captures, "shape": value.shape})
     kept = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
     return several[0], Miss(RULE, kept.replace("torch.", ""), at=(rows,))
 
@@ -127,10 +129,16 @@ def _of_matmul(a: Algebra, x: Value, y: Value) -> Total | None:
 
 
 def _of_added(a: Algebra, base: Value, rows: Value, index: Value) -> Total | None:
-    """Rows that are added to those of their tokens, which are zero at first."""
+    """Read rows that are added to those of their tokens in `base` [T, H]."""
     pairs = Pairs(base.shape[0], _times(rows.shape[0], base.shape[0]))
-    if (base.op, base.attrs) != ("full", (0,)) or base.rank != 2 or pairs.choices is None:
+    if base.rank != 2 or pairs.choices is None:
         return None
+    beside = None if (base.op, base.attrs) == ("full", (0,)) else base
+    found = _of_added_products(a, rows, index, pairs)
+    return None if found is None else found._replace(beside=beside)
+
+
+def _of_added_products(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> Total | None:
     order, product = order_of_tokens(uncast(index), pairs), plain(rows)
     for each, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
         if each.shape == product.shape and weights.shape == (*each.shape[:-1], 1):

@@ -58,4 +58,5 @@ EXPERT_SUM = word(
     "expert_sum",
     "the sum over its choices of the rows of a token, each times a weight",
     rows="[R, H]", weights="[T, K]", order="as of routed_rows", shape="of the value",
+    beside="[T, H], which is added to the sum",
 )  # fmt: skip

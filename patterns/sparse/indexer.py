@@ -23,16 +23,32 @@ class Seen(Group):
     kv_len: Any = attribute()
     kv_lens: Any = tensor("B", optional=True)
     row_lens: Any = tensor("B R", optional=True)
+    segment: Any = tensor("*T", optional=True)
+    segments: Any = attribute()
     every_row_nonempty: Any = attribute()
 
     def seen(self) -> dict[str, Any]:
         """As the readers say it."""
         seen = dict(mask_kind=self.mask_kind, window=None, kv_len=self.kv_len, kv_lens=self.kv_lens)
-        return seen | dict(row_lens=self.row_lens, every_row_nonempty=self.every_row_nonempty)
+        own = dict(row_lens=self.row_lens, segment=self.segment, segments=self.segments)
+        return seen | own | dict(every_row_nonempty=self.every_row_nonempty)
 
     def hides_nothing(self) -> bool:
         """Whether every query may see all of the keys."""
-        return self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None and self.row_lens is None
+        told = (self.kv_len, self.kv_lens, self.row_lens, self.segment)
+        return self.mask_kind == "none" and all(each is None for each in told)
+
+    def segment_ends(self) -> Tensor | None:
+        """Return where each segment ends, int32 [segments]: behind as many tokens as have no larger number."""
+        if self.segment is None:
+            return None
+        line = self.segment.reshape(-1, 1)
+        return (line <= torch.arange(self.segments, device=line.device)).sum(0).to(torch.int32)
+
+    def segment_starts(self) -> Tensor:
+        """Return where the segment of each token starts, int32 [T]: behind as many tokens as have a smaller number."""
+        line = self.segment.reshape(-1)
+        return torch.searchsorted(line, line, out_int32=True)
 
     def own_lengths(self, queries: Any, keys: Any) -> Tensor:
         """How many of the keys each query sees, [B, S] in int32."""
@@ -83,8 +99,11 @@ class Indexer(Group):
         if seen.row_lens is not None:
             batch, queries = self.query.shape[:2]
             lengths = seen.own_lengths(queries, self.key.shape[1]).flatten()
-            alone = Seen(mask_kind="none", kv_len=None, kv_lens=lengths, row_lens=None)
+            alone = Seen(mask_kind="none", kv_len=None, kv_lens=lengths, row_lens=None, segment=None, segments=None)
             return self.apart(queries).found(alone).unflatten(0, (batch, queries)).squeeze(2)
+        ends = seen.segment_ends()
+        if ends is not None:
+            return self.in_segments(ends)
         keys, room, how = self.read()
         mode, lengths = Seen.lengths(seen, self.query, self.key.shape[1], room)
         how |= dict(actual_seq_lengths_key=lengths, layout_query="BSND", sparse_count=self.count, sparse_mode=mode)
@@ -95,6 +114,15 @@ class Indexer(Group):
         return torch.ops.npu.npu_quant_lightning_indexer(
             self.query, keys, weights, query_scale, self.scales(), 0, 0, **how
         )
+
+    def in_segments(self, ends: Tensor) -> Tensor:
+        """List keys of each query's own segment, counted from the first of these [1, T, 1, K]."""
+        require(self.key_scale is None, "int8 keys of packed tokens are not put to npu_quant_lightning_indexer in TND")
+        query, key = self.query[0], self.key[0].unsqueeze(1)
+        weights = query.new_ones(query.shape[:2]) if self.weights is None else self.weights[0]
+        lengths = dict(actual_seq_lengths_query=ends, actual_seq_lengths_key=ends)
+        how = dict(layout_query="TND", layout_key="TND", sparse_count=self.count, sparse_mode=3)
+        return torch.ops.npu.npu_lightning_indexer(query, key, weights, **lengths, **how)[0].unsqueeze(0)
 
     def weighted(self) -> tuple[Tensor, Tensor]:
         """Weights and scales of int8 queries, [B, S, N] in float16, whose product the operator rounds to float16 again.
@@ -166,6 +194,11 @@ class PagedIndexer(Indexer):
     def refuse_blocks(self) -> None:
         """Refuse blocks of NZ."""
         of_rows(self.layout)
+
+    def in_segments(self, ends: Tensor) -> Tensor:
+        """Refuse segments: one block table names the pages of all."""
+        require(False, "block_table: it names the pages of all packed tokens; TND requires a row for each segment")
+        return ends
 
     def apart(self, queries: Any) -> Indexer:
         """Each with the pages of its sequence."""

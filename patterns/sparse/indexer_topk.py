@@ -45,6 +45,8 @@ class IndexerTopk(Rule):
     def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any, offset: Any) -> Tensor:
         """The operator, of whose list [B, S, 1, K] there may be fewer entries where there are fewer keys."""
         places = indexer.found(seen)
+        if seen.segment is not None:
+            places = torch.where(places < 0, places, places + seen.segment_starts().reshape(-1, 1, 1))
         if not isinstance(entries, int):
             places = places[..., : indexer.key.shape[1]]
         places = places.squeeze(2).to(dtype)

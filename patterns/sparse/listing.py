@@ -18,7 +18,7 @@ from fusion import Group, attribute, require, tensor
 from patterns.sparse.fixed_keys import FixedKeys
 from patterns.sparse.indexer import Indexer, Seen
 
-_EVERY = Seen(mask_kind="none", kv_len=None, kv_lens=None, row_lens=None)
+_EVERY = Seen(mask_kind="none", kv_len=None, kv_lens=None, row_lens=None, segment=None, segments=None)
 """Where a list says itself what is seen, every query may see all of the keys."""
 
 
@@ -68,7 +68,7 @@ class Listing(Seen):
 
     def _tells_blind(self) -> bool:
         """Whether the list that the operator is given is empty where a query sees no key."""
-        return self.hidden is not None or self.room is not None
+        return self.hidden is not None or self.room is not None or self.segment is not None
 
     def _is_nan(self, seen: Any) -> bool:
         """Whether a query that sees no key gives NaN; the list of an indexer, of which it is empty, says which do."""
@@ -111,6 +111,14 @@ class Listing(Seen):
             places = places.masked_fill(self.hidden.gather(-1, there), -1)
             ordered = self.ends and self.distinct
             places = places if ordered else places.sort(dim=-1, descending=True).values
+        if self.segment is not None:
+            there = torch.arange(places.shape[1], device=places.device)[:, None]
+            places = (
+                torch.where(places > there, -1, places - self.segment_starts()[:, None])
+                .sort(dim=-1, descending=True)
+                .values
+            )
+            places = places.clamp(min=-1)
         if self.row_lens is not None:
             places = places.masked_fill(places >= self.own_lengths(places.shape[1], None).unsqueeze(-1), -1)
             places = places.sort(dim=-1, descending=True).values
@@ -153,6 +161,10 @@ class GatheredRows(Group):
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
         """Every query may see all of the keys: the list says itself what is seen."""
         return _EVERY.lengths(queries, keys, room)
+
+    def segment_ends(self) -> Tensor | None:
+        """A list names rows of all tokens."""
+        return None
 
     def own(self, seen: Any) -> Tensor:
         """The list as the operator takes it, [B, S, 1, K]: it ends at the first negative entry."""

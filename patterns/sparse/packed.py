@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
 from patterns.attention.calls import Parts
-from patterns.sparse.pages import ROWS, of_rows, paged, read
+from patterns.sparse.pages import ROWS, of_rows, paged, read, refuse_segments
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class PackedRows(Group):
             attention_mode=2, quant_scale_repo_mode=1, tile_size=self.tile, rope_head_dim=queries[1].shape[-1],
             **where, **seen,
         )  # fmt: skip
+
+    def attended_in_segments(self, queries: Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
+        """See `refuse_segments`."""
+        return refuse_segments()
 
 
 @dataclass(frozen=True)

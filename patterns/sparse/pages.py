@@ -44,6 +44,15 @@ class LatentRows(Rows):
         rows, turned = self.read(queries[0].shape[0])
         return attended(queries, (rows, turned), listed, scale, **ROWS, **seen)
 
+    def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
+        """Attend in segments of packed tokens that end at `ends`, from whose first key lists [1, T, 1, K] count."""
+        (query, query_rope), (rows, key_rope) = queries, self.read(1)
+        return torch.ops.npu.npu_sparse_flash_attention(
+            query[0], rows[0], rows[0], listed[0], scale, query_rope=query_rope[0], key_rope=key_rope[0],
+            sparse_block_size=1, layout_query="TND", layout_kv="TND", actual_seq_lengths_query=ends,
+            actual_seq_lengths_kv=ends, sparse_mode=3, attention_mode=2,
+        )[0].unsqueeze(0)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LatentPages(Pages):
@@ -75,6 +84,17 @@ class LatentPages(Pages):
         """See `attended`."""
         rows, turned = (read(each, self.size) for each in (self.first_pages, self.second_pages))
         return attended(queries, (rows, turned), listed, scale, **paged(self.block_table), **seen)
+
+    def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
+        """See `refuse_segments`."""
+        return refuse_segments()
+
+
+def refuse_segments() -> Tensor:
+    """Refuse segments of rows that do not lie as packed tokens."""
+    why = "latent: it lies in pages, or packed in int8; segments of packed tokens require rows in TND"
+    require(False, why)
+    return torch.empty(0)
 
 
 def paged(block_table: Tensor) -> dict[str, Any]:

@@ -25,13 +25,22 @@ from patterns.sparse.fixed_keys import list_of, split
 from patterns.sparse.looked_up import looked_up
 from patterns.sparse.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.rows import distinct
-from patterns.sparse.seen_keys import EVERY, NOTHING, in_words
+from patterns.sparse.seen_keys import EVERY, NOTHING, in_words, starts_anywhere
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
+_RANGES = (
+    "keys: each query sees a range that starts at a key which data names; npu_lightning_indexer requires keys from the "
+    "first one of a sequence or of a segment of packed tokens on; write the mask of segments as (segment[:, None] == "
+    "segment) & causal, with segment = torch.searchsorted(cu_seqlens[1:], positions, right=True)"
+)
 _MORE = (
     "the mask shows other keys than those that are listed, and they are not proven to be the first or the last ones of "
     "those that a query may see: the operator reads a list alone"
+)
+_STABLE = (
+    "keys: listed by a stable sort, which keeps equal scores in the order of their keys; npu_lightning_indexer leaves "
+    "open which of equal scores it lists; write topk where their order is free"
 )
 _THRESHOLD = (
     "keys are seen whose scores reach the least of the largest ones: of equal scores that may be more keys than a list "
@@ -191,6 +200,8 @@ class Indexed:
 def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     """The indexer that lists places; why it is none."""
     a = assumed.algebra
+    if places.op == "stable_largest_index" and _is_rectified(places.arg):
+        return _STABLE
     if places.op != "largest_index":
         return "the keys that are listed are not the largest of a row of scores"
     found = _unmasked(a, _Scores(places.arg, places.arg.shape, ()))
@@ -209,9 +220,10 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     formula = masks.visible()
     if isinstance(formula, str):
         return formula
-    words = in_words(masks, masks.limits(formula))
+    bounds = masks.limits(formula)
+    words = in_words(masks, bounds)
     if words is None:
-        return _MASK
+        return _RANGES if starts_anywhere(masks, bounds) else _MASK
     count = _at_most(places.attrs[0])
     if count is None:
         return "how many keys are listed is not known"

@@ -13,6 +13,7 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, moved, number
 from fusion.analysis.intervals import is_exact, uncast
+from fusion.analysis.nodes import is_handed_out
 from fusion.graph import Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
 from patterns.attention.assumed import Assumed
@@ -55,11 +56,16 @@ def indexer_lists(graph: Graph) -> Iterator[Found]:
             yield chosen[0], Miss("indexer_topk", NOT_A_SUM)
     lists = [each for each in graph.places if each.dtype in INDEX_DTYPES]
     read |= {found[0] for each in lists if each.op == "where" and (found := _places(each))}
+
+    def is_wanted(value: Value) -> bool:
+        """True if a list is read as it is: by no mask or gather that is read, or by the caller."""
+        return value not in read or any(map(is_handed_out, graph.places[value]))
+
     for value in lists:
         found = listed(assumed, value)
         if isinstance(found, Reading):
             yield value, found
-        elif found is not None and (value.op == "where" or (value.op == "largest_index" and value not in read)):
+        elif found is not None and (value.op == "where" or (value.op == "largest_index" and is_wanted(value))):
             yield value, Miss("indexer_topk", found)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-from fusion.analysis.affine import Affine
+from fusion.analysis.affine import Affine, Leaf, number
 from fusion.graph import Value
+from fusion.graph.proof import must, proof, proven
 from patterns.attention.bounds import Limits, per_query, per_sequence, sees_some
 from patterns.attention.masks import Masks
+from patterns.attention.read_numbered import segments_below
 
 EVERY = {"mask_kind": "none", "window": None, "kv_len": None}
 """Every key there is."""
@@ -23,8 +26,41 @@ def in_words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
     words = masks.bounded(bounds)
     if not words:
         lengths = _row_lens(masks, bounds)
-        words = {} if lengths is None else {"row_lens": lengths}
-    return {**found, **words, "every_row_nonempty": _sees_some(masks, bounds)} if words else None
+        words = (_segments(masks, bounds) or {}) if lengths is None else {"row_lens": lengths}
+    nonempty = "segment" in words or _sees_some(masks, bounds)  # a token sees itself
+    return {**found, **words, "every_row_nonempty": nonempty} if words else None
+
+
+def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
+    """True if a mask hides the keys before one that a tensor names."""
+    key = len(masks.positions.shape) - 1
+    named = () if bounds.low is None else tuple(bounds.low.terms)
+    for part in bounds.rest:
+        if not isinstance(part, bool) and part[0] == "le" and part[1].terms.get(key, 0) == -1:
+            named += tuple(part[1].terms)
+    return any(isinstance(term, Leaf) for term in named)
+
+
+@proof
+def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
+    """Read packed tokens that see those of their own segment up to themselves."""
+    batch, _, queries, keys = masks.sizes
+    must(batch == 1 and queries == keys and len(bounds.rest) == 1)
+    must(bounds.high == number(0) and bounds.moving and bounds.low is None)
+    (asked,) = bounds.rest
+    if isinstance(asked, bool) or asked[0] != "eq":
+        return None
+    terms = [*asked[1].terms.items()]
+    must(asked[1].constant == 0 and len(terms) == 2 and terms[0][1] * terms[1][1] < 0)
+    must(all(isinstance(leaf, Leaf) for leaf, _ in terms))
+    rank = len(masks.positions.shape)
+    axes = {frozenset(leaf.index) - {number(0)} for leaf, _ in terms}
+    must(axes == {frozenset({masks.positions.axis(axis)}) for axis in (rank - 2, rank - 1)})
+    lines = {masks.a.scale(leaf.value, abs(factor)) for leaf, factor in terms}  # a sum is so many times a mean
+    must(len(lines) == 1)
+    (line,) = lines
+    must(prod(line.shape) == queries)
+    return {"segment": line, "segments": proven(segments_below(line))}
 
 
 def _row_lens(masks: Masks, bounds: Limits) -> Value | None:

@@ -133,6 +133,10 @@ def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, seen: An
     query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
     room = source.keys(query.shape[0])
     keys = room if encoding.first_rows is None else encoding.first_rows
+    ends = listing.segment_ends()
+    if ends is not None:
+        y = source.attended_in_segments((query, rope), listed, scale, ends)
+        return listing.restored(y, listed, seen, lambda: source.mean(query.shape[0], keys))
     mode, lengths = listing.lengths(query, keys, None if source.paged else room)
     y = source.attended((query, rope), listed, scale, sparse_mode=mode, actual_seq_lengths_kv=lengths)
     return listing.restored(y, listed, seen, lambda: source.mean(query.shape[0], keys))

@@ -9,6 +9,9 @@ _SEEN = {
     "kv_lens": "[B], for each of them",
     "row_lens": "[B, S], for each query where that is no causal order, beside no other; [B, 1] for the first ones, "
     "and one more for each that follows",
+    "segment": "the number of each packed token's segment, of T elements, which never falls: each query sees the keys "
+    "of its own segment up to itself, and nothing else is said",
+    "segments": "a bound above these numbers",
     "every_row_nonempty": "whether every query is known to see a key",
 }
 

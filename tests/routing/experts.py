@@ -106,6 +106,34 @@ def one_expert(tokens, logits, gate_up, down):
     return torch.zeros_like(given).index_copy(0, order, given) * weights
 
 
+def sorted_as_floats(tokens, logits, gate_up, down):
+    """An NPU sorts floats faster than integers: vllm-ascend casts experts, and the order to invert it."""
+    weights, experts = routed(logits)
+    order = torch.argsort(experts.view(-1).float()).to(torch.int32)
+    given = by_group(tokens.index_select(0, order // CHOICES), ends_of(experts.view(-1)), gate_up, down)
+    given = given * weights.view(-1).index_select(0, order).unsqueeze(-1)
+    back = torch.argsort(order.float()).to(torch.int32)
+    return given.index_select(0, back).reshape(tokens.shape[0], CHOICES, -1).sum(1)
+
+
+def put_back_by_scatter(tokens, logits, gate_up, down):
+    weights, experts = routed(logits)
+    listed, order = experts.flatten().sort()
+    given = by_group(tokens[order.div(CHOICES, rounding_mode="trunc")], ends_of(listed), gate_up, down)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0]))
+    return torch.einsum("tkh,tk->th", given[back].view(-1, CHOICES, WIDTH), weights)
+
+
+def added_to_others(tokens, logits, gate_up, down):
+    """torchtitan: rows are added to what shared experts give, here to the tokens themselves."""
+    weights, experts = routed(logits)
+    order = torch.argsort(experts.view(-1), stable=True)
+    owner = (order // CHOICES).reshape(-1, 1).expand(-1, WIDTH)
+    given = by_group(tokens.gather(0, owner), ends_of(experts.view(-1)), gate_up, down)
+    given = (given.float() * weights.view(-1)[order].reshape(-1, 1)).to(tokens.dtype)
+    return (2 * tokens).scatter_add(0, owner, given)
+
+
 # how many rows each expert has --------------------------------------------------------------------------------------
 
 
@@ -196,6 +224,14 @@ def weights_in_float(tokens, logits, gate_up, down):
     return (given * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
+def halves_of_gathered(tokens, logits, gate_up, down):
+    """SGLang: gate and up are parts of the matrices that were gathered."""
+    weights, experts = routed(logits)
+    gate, up = gate_up[experts].chunk(2, dim=2)
+    hidden = F.silu(torch.einsum("ti,taoi->tao", tokens, gate)) * torch.einsum("ti,taoi->tao", tokens, up)
+    return torch.einsum("tai,ta->ti", torch.einsum("tao,taio->tai", hidden, down[experts]), weights)
+
+
 def in_batches(tokens, logits, gate_up, down):
     tokens, (weights, experts) = tokens.unsqueeze(0), (each.unsqueeze(0) for each in routed(logits))
     hidden = halves((gate_up[experts] @ tokens[:, :, None, :, None]).squeeze(-1))
@@ -203,6 +239,7 @@ def in_batches(tokens, logits, gate_up, down):
     return (given * weights.unsqueeze(-1)).sum(-2)[0]
 
 
+FURTHER: tuple[Form, ...] = (sorted_as_floats, put_back_by_scatter, added_to_others, halves_of_gathered)
 GATHERED: tuple[Form, ...] = (gathered, by_einsum, rows_first, weights_in_float, in_batches)
 
 
@@ -218,7 +255,8 @@ def expected(tokens: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, form
         if form is not weights_in_float:
             weights = (weights / weights.sum()).to(logits.dtype)
         given = [down[e].double() @ halves(gate_up[e].double() @ token) for e in experts]
-        rows.append(sum(w * each for w, each in zip(weights.double(), given, strict=True)))
+        total = sum(w * each for w, each in zip(weights.double(), given, strict=True))
+        rows.append(total + 2 * token if form is added_to_others else total)
     return torch.stack(rows)
 
 

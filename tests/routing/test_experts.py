@@ -18,11 +18,13 @@ from tests.routing.experts import (
     COUNTED,
     EMITTED,
     EXPERTS,
+    FURTHER,
     GATHERED,
     OTHERS,
     ROUTE,
     SORTED,
     Form,
+    by_group,
     expected,
     halves,
     inputs,
@@ -83,6 +85,18 @@ def test_every_spelling_is_the_vendors_sequence(form: Form, dtype: torch.dtype, 
     assert distance(fused, wanted) < max(TOLERANCE[dtype], 1.5 * distance(plain, wanted))
 
 
+@pytest.mark.parametrize("form", FURTHER, ids=lambda form: form.__name__)
+def test_further_spellings(form: Form):
+    test_every_spelling_is_the_vendors_sequence(form, BF16, "composite", dynamic=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("level", "dynamic"), [("core", True), ("decomposed", False)])
+@pytest.mark.parametrize("form", FURTHER, ids=lambda form: form.__name__)
+def test_further_spellings_at_every_level(form: Form, level: str, dynamic: bool):
+    test_every_spelling_is_the_vendors_sequence(form, BF16, level, dynamic and form is not FURTHER[0])
+
+
 @pytest.mark.parametrize(("level", "dynamic"), [("composite", False), ("core", True)])
 @pytest.mark.parametrize("name", COUNTED)
 def test_rows_of_each_expert_are_counted_in_any_way(name: str, level: str, dynamic: bool):
@@ -129,6 +143,19 @@ def test_a_loop_over_the_experts_that_were_hit_is_told():
     gm = capture(hit, inputs(BF16)[:2]).graph
     outcome = fuse_graph(gm.graph, installed(), A3)
     assert any("experts_implementation" in str(each.cause) for each in outcome.refusals)
+
+
+def test_counts_that_are_passed_in_are_named():
+    tokens, logits, gate_up, down = inputs(BF16)
+    _, experts = routed(logits)
+    counts = torch.bincount(experts.flatten(), minlength=EXPERTS)
+
+    def behind_a_break(tokens: Tensor, order: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return by_group(tokens[order // 2], counts.cumsum(0).int(), gate_up, down)
+
+    gm = capture(behind_a_break, (tokens, experts.flatten().argsort(), counts, gate_up, down)).graph
+    outcome = fuse_graph(gm.graph, installed(), A3)
+    assert any("counted outside of this graph" in str(each.cause) for each in outcome.refusals)
 
 
 @requires_torch_npu

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.dtypes import INTEGERS, held_number, is_exact
+from fusion.analysis.dtypes import INTEGERS, held_number, is_exact, is_integer
 from fusion.analysis.floors import absorbs, is_above
 from fusion.analysis.intervals import bounds, of_dtype
 from fusion.analysis.rounding import is_float
@@ -150,7 +150,8 @@ _floor_divide = partial(_by_divisor, "floor_divide")
 
 @translates("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str | None = None) -> Translated:
-    return _floor_divide(a, out, x, divisor) if rounding_mode == "floor" else None
+    must(rounding_mode == "floor" or (rounding_mode == "trunc" and is_integer(x) and bounds(x)[0] >= 0))
+    return _floor_divide(a, out, x, divisor)
 
 
 def _clip(a: Algebra, x: Value, low: float, high: float) -> Value:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import common, held_number, holds
-from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.intervals import bounds, keeps_integers, uncast
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
@@ -303,7 +303,13 @@ def _sorted(a: Algebra, x: Value, dim: int, descending: bool, stable: bool) -> t
 
 
 def _ascending(a: Algebra, x: Value, dim: int, stable: bool) -> tuple[Value, Value]:
-    """`x` in ascending order along a dim, and where each number stood; `stable`: whether equals keep their order."""
+    """Sort `x` along a dim: the numbers, and where each stood; `stable`: True if equals keep their order.
+
+    Integers have the order of the floats that they are cast to.
+    """
+    if keeps_integers(x):
+        values, places = _ascending(a, x.arg, dim, stable)
+        return a.cast(values, x.dtype), places
     attrs = (dim % x.rank, stable)
     places = a.make("ascending_index", (x,), attrs, x.shape, torch.int64)
     return a.make("ascending", (x,), attrs, x.shape, x.dtype), places
