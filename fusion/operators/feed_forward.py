@@ -103,7 +103,6 @@ SWIGLU_QUANT = Operator(
         ),
         **dict.fromkeys(CHIPS, ("rank(x) > 1", "D <= 8192")),
     },
-    lowerings=frozenset({"eager", "npugraph_ex"}),
     source=(
         "op-plugin: torch_npu.npu_swiglu_quant and its test; CANN: aclnnSwiGluQuantV2; kernel: ops-nn "
         "quant/swi_glu_quant, whose second result is 127 / rowmax, where npu_dynamic_quant gives rowmax / 127 (ATB "

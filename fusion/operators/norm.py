@@ -181,8 +181,8 @@ ADD_LAYER_NORM = Operator(
             ),
         ),
     },
-    lowerings=frozenset({"eager", "npugraph_ex"}),
-    source="CANN: aclnnAddLayerNorm; op-plugin: AddLayerNormKernelNpuOpApi; kernel: ops-nn norm/add_layer_norm",
+    source="CANN: aclnnAddLayerNorm; op-plugin: AddLayerNormKernelNpuOpApi; kernel and GE operator: ops-nn "
+    "norm/add_layer_norm",
     summary="x = round(x1 + x2), or zeros without additional_output; "
     "y = round((s - mean(s)) / sqrt(var(s) + epsilon) · gamma + beta), s = x1 + x2",
 )

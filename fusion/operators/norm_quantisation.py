@@ -12,7 +12,6 @@ from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.norm import added, rstd
 from fusion.operators.quantisation import INT8_CODE, int8
 
-_EAGER = frozenset({"eager", "npugraph_ex"})
 _OTHERS = "other results than int8 are not decomposed"
 
 
@@ -89,7 +88,6 @@ ADD_RMS_NORM_QUANT = Operator(
             ),
         ),
     },
-    lowerings=_EAGER,
     rounds="x1 + x2, and the norm",
     source=(
         "op-plugin: torch_npu.npu_add_rms_norm_quant (scales and zero points as gamma); CANN: aclnnAddRmsNormQuantV2 "
@@ -128,7 +126,7 @@ RMS_NORM_QUANT = Operator(
             ("rank(x) <= 8", *(f"dtype({name}) == dtype(x)" for name in ("gamma", "beta", "scale")), "epsilon >= 0"),
         ),
     },
-    lowerings=_EAGER,
+    lowerings=frozenset({"eager", "npugraph_ex"}),  # RmsNormQuant has no prototype for graphs
     source=(
         "op-plugin: torch_npu.npu_rms_norm_quant, whose formula multiplies by scale; that of CANN: aclnnRmsNormQuant, "
         "op-plugin's test and the kernel, ops-nn norm/rms_norm_quant, divide"

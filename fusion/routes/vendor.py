@@ -16,6 +16,7 @@ from fusion._torch.tracing import Boxed, boxed, tracing_apart
 from fusion.errors import FusionError
 from fusion.operators import ensure
 from fusion.routes.expand import expand
+from fusion.routes.ge_operators import convert_to_ge
 from fusion.routes.hidden_writes import handed_over
 
 aten = torch.ops.aten
@@ -94,6 +95,7 @@ def _mend_converters(register: Callable[..., Any]) -> None:
     _mend_prolog(register)
     _mend_router(register)
     _convert_latent_line(register)
+    convert_to_ge(register)
 
 
 def _mend_prolog(register: Callable[..., Any]) -> None:

@@ -49,11 +49,14 @@ EXAMPLES = (
     Example("two chunks", gated, X),
     Example("cast as a whole, silu written out", lambda x: written_out(x.float()).to(x.dtype), X),
     Example("viewed as two rows", viewed, X),
+    Example("behind other lanes", lambda x: gated(x[..., 32:]), X),
     Example("second half first", partial(gated, gate_first=False), X, "in the wrong order"),
     Example(
         "two tensors", lambda gate, up: F.silu(gate) * up, tensors((2, 3, 64), (2, 3, 64)),
         "neither the halves",
     ),
+    Example("before other lanes", lambda x: F.silu(x[..., :48]) * x[..., 48:96], X),
+    Example("slices that do not meet", lambda x: F.silu(x[..., :48]) * x[..., 64:112], X, "other slices of one tensor"),
     Example(
         "halves of rows", lambda x: F.silu(x.chunk(2, dim=-2)[0]) * x.chunk(2, dim=-2)[1], tensors((2, 4, 64)),
         "other slices of one tensor",

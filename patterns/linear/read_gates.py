@@ -1,4 +1,8 @@
-"""Gate and up of one tensor: its two halves, or every second lane  (gpt-oss, 2025, interleaves them)."""
+"""Gate and up of one tensor: its two halves, or every second lane  (gpt-oss, 2025, interleaves them).
+
+Of a projection that has more lanes, as of queries, keys and values beside both (FLUX.2, 2025), the tensor is the slice
+that holds the two.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,9 @@ GATE_LANES = word(
 
 @reader(gives=(GATE_LANES,))
 def gate_lanes(graph: Graph) -> Iterator[Found]:
-    """Every half of a tensor; what is multiplied by a sigmoid, and is no silu of it."""
+    """Yield every half of a tensor, and why a product with a sigmoid is no silu times another half."""
     yield from _others(graph)
+    yield from _adjacent(graph)
     for value in list(graph.places):
         found = half_of_lanes(graph.algebra, value)
         if found is not None:
@@ -30,6 +35,22 @@ def half_of_lanes(a: Algebra, value: Value) -> Reading | None:
     return (
         None if found is None else Reading("gate_lanes", dict(zip(("x", "second", "interleaved"), found, strict=True)))
     )
+
+
+def _adjacent(graph: Graph) -> Iterator[Found]:
+    """Yield slices of the last dim that follow each other and are equally wide, as halves of the slice of both."""
+    slices = {
+        (value.arg, value.attrs[1], value.shape[-1]): value
+        for value in list(graph.places)
+        if value.op == "slice" and value.attrs[0] == value.rank - 1 and value.attrs[3] == 1
+    }
+    for (whole, start, size), first in slices.items():
+        second = slices.get((whole, start + size, size))
+        both = None if second is None else graph.algebra.slice(whole, first.rank - 1, start, start + 2 * size)
+        if second is None or both is None or both is whole:
+            continue
+        for half in (first, second):
+            yield half, Reading("gate_lanes", {"x": both, "second": half is second, "interleaved": False})
 
 
 def _half(a: Algebra, value: Value) -> tuple[Value, bool, bool] | None:

@@ -50,6 +50,12 @@ class GatedActivation(Rule):
         return self.gated(p, source, bounds, result)
 
     @pattern
+    @variants(source=WIDE_SOURCES, bounds=(Unbounded,), result=(TokenScales,))
+    def quantised_in_float32(self, p, source, bounds, result):
+        """Quantise what is not rounded to the dtype of its source before."""
+        return self.in_float32(p, source, bounds, result)
+
+    @pattern
     @variants(source=WIDE_SOURCES, bounds=BOUNDS, result=(Unrounded,))
     def in_float32(self, p, source, bounds, result):
         """The same that is not rounded to the dtype of its source."""

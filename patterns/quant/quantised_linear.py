@@ -39,7 +39,8 @@ def multiplied(
     x: Tensor, weight: Tensor, scale: Tensor, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """x [*B, K] of int8 times a weight [K, N] as the operator reads it, times scales [N] and those of rows."""
-    more = {} if bias is None else {"bias": bias if bias.dtype in (torch.int32, dtype) else bias.float()}
+    as_given = bias is not None and (bias.dtype == torch.int32 or bias.dtype == dtype == torch.bfloat16)
+    more = {} if bias is None else {"bias": bias if as_given else bias.float()}
     y = torch.ops.npu.npu_quant_matmul(
         x.reshape(-1, x.shape[-1]), weight, scale.float(), pertoken_scale=rows, output_dtype=CODES[dtype], **more
     )

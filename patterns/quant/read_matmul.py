@@ -16,7 +16,7 @@ import torch
 from fusion import reader, word
 from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.nodes import are_read_by, is_computed
-from fusion.analysis.rounding import unscaled
+from fusion.analysis.rounding import exact, unscaled
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import proof
@@ -84,11 +84,11 @@ def _reading(graph: Graph, found: Product, value: Value) -> Reading | str | None
     a, tokens, ones = graph.algebra, found.tokens, [] if found.one is None else [found.one]
     if tokens is not None and math.prod(tokens.shape) == 1 and graph.is_fixed(tokens):
         tokens, ones = None, [*ones, a.reshape(tokens, (1,))]
-    channels = times_ones(a, found.channels, ones)
-    if tokens is None:
-        channels = a.scale(channels, found.factor)
-    else:
+    channels = times_ones(a, exact(found.channels), ones)  # a cast of Parameters by the lowering is prepared
+    if tokens is not None:
         tokens = a.scale(tokens, found.factor)
+    elif found.factor != 1:
+        channels = a.scale(a.cast(channels, torch.float32), found.factor)
     optional = {name: each for name, each in (("tokens", tokens), ("bias", found.bias)) if each is not None}
     how = {"x": found.x, "weight": found.weight, "scale": channels, "dtype": value.dtype}
     return Reading("int8_matmul", {**how, "is_parameter_only": graph.is_fixed(found.weight), **optional})

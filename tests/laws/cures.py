@@ -61,6 +61,7 @@ CURES: dict[str, dict[str, str]] = {
         "pages, places of unknown range": "pages, a block table",
     },
     "activation": {
+        "slices that do not meet": "before other lanes",
         "bounded: gate and up exchanged": "bounded: interleaved",
         "bounded: gate bounded below": "bounded: interleaved",
         "bounded: up bounded otherwise": "bounded: interleaved",

@@ -12,14 +12,18 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from fusion._torch.operators import arguments_of
 from fusion.errors import FusionError
+from fusion.operators import OPERATORS, ensure
 from fusion.routes import vendor
+from fusion.routes.ge_operators import GE_OPERATORS
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
 
 FUSED = {
     "npu_rms_norm": "RmsNorm",
     "npu_add_rms_norm": "AddRmsNorm",
+    "npu_add_layer_norm": "AddLayerNorm",
     "npu_rotary_mul": "RotaryMul",
     "npu_apply_rotary_pos_emb": "ApplyRotaryPosEmb",
     "npu_interleave_rope": "InterleaveRope",
@@ -156,3 +160,33 @@ def test_index_put_as_scatter(indices: list[Tensor | None], shape: tuple[int, ..
 )
 def test_an_index_put_that_is_no_scatter_is_left_alone(indices: list[Tensor | None], accumulate: bool):
     assert vendor._index_put(torch.ones(2, 4, 6), indices, torch.ones(()), accumulate) is NotImplemented
+
+
+class RecordingGe:
+    """Stand-in for `torchair.ge` that returns what an operator of GE is given."""
+
+    class attr:
+        Bool = Int = Float = Str = staticmethod(lambda value: value)
+
+    @staticmethod
+    def custom_op(name: str, *, inputs: dict[str, Any], outputs: list[str], attrs: dict[str, Any]) -> Any:
+        return name, inputs, outputs, attrs
+
+
+@pytest.mark.parametrize("name", GE_OPERATORS)
+def test_operators_of_ge_take_each_argument_of_the_schema(name: str):
+    ensure()
+    operator, contract = GE_OPERATORS[name], OPERATORS[f"npu::{name}"]
+    arguments = contract.overload()._schema.arguments
+    tensors = {each.name for each in arguments if "Tensor" in str(each.type)}
+    assert set(operator.inputs) == tensors
+    assert {each.name for each in arguments} - tensors - set(operator.attributes) <= {"dst_type"}  # int8 by default
+    assert len(operator.outputs) == len(contract.overload()._schema.returns)
+
+
+def test_inputs_that_are_not_given_are_left_out_of_a_call_of_ge():
+    ensure()
+    given = arguments_of(torch.ops.npu.npu_swiglu_quant.default, ("x",), {"quant_mode": 1, "activate_left": True})
+    called = GE_OPERATORS["npu_swiglu_quant"].call(RecordingGe, given)
+    attrs = {"activate_left": True, "quant_mode": "dynamic", "group_list_type": 0}
+    assert called == ("SwiGluQuant", {"x": "x"}, ["y", "scale"], attrs)

@@ -29,6 +29,14 @@ def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
     return (*rms_norm(total, gamma, epsilon), total)
 
 
+def add_layer_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, additional_output: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = x1 + x2
+    y, mean, root = torch.native_layer_norm(total, gamma.shape, gamma, beta, epsilon)
+    return y, mean, root, total
+
+
 def gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     return rms_norm(x, 1.0 + gamma.float(), epsilon)
 
@@ -62,6 +70,7 @@ def scatter_nd_update(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
 KERNELS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
+    "npu_add_layer_norm": add_layer_norm,
     "npu_gemma_rms_norm": gemma_rms_norm,
     "npu_rotary_mul": rotary_mul,
     "npu_apply_rotary_pos_emb": apply_rotary,
@@ -102,7 +111,8 @@ class Block(nn.Module):
         y, _, total = npu.npu_add_rms_norm(attended, hidden, self.gamma[1], 1e-6)
         total = total + self.down(npu.npu_swiglu(self.gate_up(y)))
         total = npu.npu_gemma_rms_norm(total, self.gamma[2], 1e-6)[0]
-        return F.rms_norm(self.layer_norm(total), [total.shape[-1]], self.gamma[0])
+        centred, *_, total = npu.npu_add_layer_norm(self.layer_norm(total), y, self.gamma[0], self.gamma[1], 1e-5, True)
+        return F.rms_norm(centred + total, [total.shape[-1]], self.gamma[0])
 
 
 def inputs(batch: int, length: int, heads: int = 2, dim: int = 64, room: int = 16) -> list[Tensor]:

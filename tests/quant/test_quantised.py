@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fusion
 
@@ -55,3 +56,22 @@ def test_the_fused_block_is_as_exact_as_the_plain_one(example: ModuleType):
         for name in ("latents", "ropes"):
             caches = [getattr(block, name) for block in (plain, fused, exact)]
             assert example.error(caches[1], caches[2]) <= 1.5 * example.error(caches[0], caches[2])
+
+
+def test_scales_in_16_bits_are_multiplied_by_a_number_in_float32():
+    """Multiply scales of channels by the scale of all rows, a number of the source, without rounding to 16 bits."""
+
+    def layer(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return (torch._int_mm(x, weight.t()).float() * (scale.float() * 0.1)).half()
+
+    options = OPTIONS | {"plan_lower": "eager"}
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-128, 128, (32, 64), generator=generator).to(torch.int8) for _ in range(2))
+    scale = (torch.rand(32, generator=generator) * 1e-3 + 1e-4).bfloat16()
+    fixed = [nn.Parameter(each, requires_grad=False) for each in (weight, scale)]
+    report = fusion.explain(layer, x, *fixed, options=options)
+    assert dict(report.ops) == {"npu::npu_quant_matmul": 1}
+    torch._dynamo.reset()
+    got = torch.compile(layer, backend="cann_fusion", options=options)(x, *fixed)
+    exact = x.double() @ weight.double().t() * (scale.double() * 0.1)
+    assert ((got.double() - exact).abs() <= exact.abs() * 2.0**-10).all()

@@ -105,14 +105,11 @@ def test_tokens_that_others_read_in_int8_are_quantised_once():
     assert distance(fused, plain) < TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize(
-    ("lower", "between"),
-    [("torchair", {"npu::npu_swiglu": 1, QUANT: 1}), ("eager", {"npu::npu_swiglu_quant": 1})],
-)
-def test_matrices_that_are_passed_in_are_read_as_they_lie(lower: str, between: dict[str, int]):
+@pytest.mark.parametrize("lower", ["torchair", "eager"])
+def test_matrices_that_are_passed_in_are_read_as_they_lie(lower: str):
     args = tuple(each.detach() for each in inputs(BF16))
     plain, fused, gm, _ = run(gathered, args, options=Options(target="ascend910_93", plan_lower=lower))
-    assert operators(gm) == {ROUTE: 1, GROUPED: 2, FINISH: 1} | between
+    assert operators(gm) == {ROUTE: 1, GROUPED: 2, FINISH: 1, "npu::npu_swiglu_quant": 1}
     assert distance(fused, expected(*args)) < max(TOLERANCE[BF16], 1.5 * distance(plain, expected(*args)))
 
 
