@@ -42,12 +42,12 @@ from rich.table import Table
 from benchmarks import incumbents
 from benchmarks.never import never_matching
 from fusion import Options, pipeline
-from fusion.backend import FusionBackend
 from fusion.facts import Facts
+from fusion.frontend.backend import FusionBackend
+from fusion.frontend.library import library_for
+from fusion.frontend.passes import FusionPass
 from fusion.language import Library
-from fusion.library import library_for
-from fusion.outcome import GraphReport, Outcome
-from fusion.passes import FusionPass
+from fusion.report.outcome import GraphReport, Outcome
 
 _COMMON = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 192, "num_attention_heads": 4, "pad_token_id": 0}
 _LATENT = dict(

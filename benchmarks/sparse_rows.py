@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion.operators.kv_quant_sparse_flash_attention import KV_QUANT_SPARSE_FLASH_ATTENTION
-from fusion.operators.sparse_flash_attention import SPARSE_FLASH_ATTENTION
+from fusion.operators.sparse.kv_quant_sparse_flash_attention import KV_QUANT_SPARSE_FLASH_ATTENTION
+from fusion.operators.sparse.sparse_flash_attention import SPARSE_FLASH_ATTENTION
 
 LATENT, ROPE, ROW = 512, 64, 656
 SCALE = (128 + ROPE) ** -0.5

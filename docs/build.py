@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import fusion
-from fusion.catalogue import OperatorEntry, RuleEntry, operator_entries, rule_entries
-from fusion.cost import is_launch
+from fusion.frontend.catalogue import OperatorEntry, RuleEntry, operator_entries, rule_entries
+from fusion.frontend.library import installed
+from fusion.graph.launches import is_launch
 from fusion.language import Word
-from fusion.library import installed
 
 ROOT = Path(__file__).parents[1]
 MARKS = re.compile(r"(<!-- listing -->\n).*?(<!-- end of listing -->)", re.DOTALL)

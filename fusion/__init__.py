@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fusion.backend import FusionBackend, fuse
 from fusion.errors import FusionError
-from fusion.explain import explain
-from fusion.exported import fuse_exported
+from fusion.frontend.backend import FusionBackend, fuse
+from fusion.frontend.explain import explain
+from fusion.frontend.exported import fuse_exported
+from fusion.frontend.library import installed
 from fusion.language import (
     Example,
     Group,
@@ -27,14 +28,13 @@ from fusion.language import (
     variants,
     word,
 )
-from fusion.library import installed
 from fusion.options import Options
-from fusion.prepared import refresh
-from fusion.report import Report
-from fusion.target import Target
+from fusion.planning.target import Target
+from fusion.report.report import Report
+from fusion.runtime.prepared import refresh
 
 if TYPE_CHECKING:
-    from fusion.passes import FusionPass
+    from fusion.frontend.passes import FusionPass
 
 __all__ = [
     "Example",
@@ -73,7 +73,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `FusionPass` at its first use: its base is a class of Inductor, whose import takes seconds."""
     if name == "FusionPass":
-        from fusion.passes import FusionPass
+        from fusion.frontend.passes import FusionPass
 
         return FusionPass
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.fx.immutable_collections import immutable_dict
 
-from fusion.bands import Band
-
 KINDS = ("causal", "padding", "window:n")
 """What can be assumed of an attention mask; n is a positive number of keys."""
 ONES = ":ones"
@@ -18,7 +16,28 @@ ONES = ":ones"
 LOWERED = ":lowered"
 """Ends the kind of a float mask of padding that may hide all keys of a query by finite numbers, not by -inf alone."""
 FORMATS = ("ND", "FRACTAL_NZ")
-"""In which storage format a tensor lies, without and with blocks, see `fusion.storage`: found, and checked as well."""
+"""Storage formats of a tensor, without and with blocks: see `fusion.inputs.nz_format`."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A matrix of two numbers.
+
+    Attributes:
+        low: the least j − i of what lies in the band; None where it reaches every corner below.
+        high: the largest; None where it reaches every corner above.
+        inside: the number in the band.
+        outside: the number elsewhere.
+    """
+
+    low: int | None
+    high: int | None
+    inside: bool | float
+    outside: bool | float
+
+    def __str__(self) -> str:
+        low, high = ("" if self.low is None else f"{self.low} <= ", "" if self.high is None else f" <= {self.high}")
+        return f"{self.inside} where {low}column - row{high}, else {self.outside}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +50,8 @@ class Facts:
             or `LOWERED` behind it, e.g. {"arg7_1": "causal:ones"}, of floats that the graph uses as 0 and 1.
         fractal: of each input that may lie in the storage format FRACTAL_NZ, whether it does; where nothing can tell,
             it is supposed to, and to be checked at every call.
-        bands: what buffers hold that hold a band, `fusion.bands`, when the model is compiled; checked at every call.
+        bands: the band in each buffer that holds one when the model is compiled (`fusion.inputs.mask_buffers`); checked
+            at every call.
         arguments: where an input is found in the arguments of the compiled function, e.g. {"arg7_1":
             "attention_mask.full_attention"}: the name by which something can be assumed of it.
         strides: how each result of the graph lies when the model runs without a compiler, None where it is not known;

@@ -13,7 +13,7 @@ from torch.fx.immutable_collections import immutable_dict
 
 from fusion.errors import OptionError
 from fusion.facts import KINDS, window
-from fusion.target import Target
+from fusion.planning.target import Target
 
 PREPACK = ("share", "copy")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")

@@ -16,21 +16,23 @@ from typing import cast
 import torch.fx as fx
 
 from fusion import operators
+from fusion._torch.gc import uncollected
 from fusion._torch.operators import higher_order
+from fusion._torch.stack import roomy
 from fusion._torch.tracing import copied, refill
-from fusion.bodies import bodies
-from fusion.collection import uncollected
+from fusion.caching.text_cache import text_cache
 from fusion.errors import Failure, FormatError, StageError
 from fusion.facts import Facts
-from fusion.failures import stage
 from fusion.graph.overlay import Held
+from fusion.graph.subgraphs import bodies
 from fusion.language import Library
 from fusion.options import Options
-from fusion.outcome import Outcome, counted, live_calls, tally, together
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.target import Target
 from fusion.records import Candidate, Refusal, Repeats, Rewritten
-from fusion.refusals import useless, worth_telling
-from fusion.stack import roomy
+from fusion.report.failures import stage
+from fusion.report.outcome import Outcome, counted, live_calls, tally, together
+from fusion.report.refusals import useless, worth_telling
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.dead_code import drop_dead_code
 from fusion.stages.host_reads import read_on_host
@@ -43,8 +45,6 @@ from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import select
 from fusion.stages.verify import contract, verify, verify_formats
-from fusion.target import Target
-from fusion.text_cache import text_cache
 
 log = logging.getLogger("fusion")
 NOT_ENTERED = "the code inside is not entered: it stays a graph of its own, as it came"

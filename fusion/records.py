@@ -13,8 +13,8 @@ import torch.fx as fx
 from fusion._torch.operators import OpOverload
 from fusion._torch.pickled import portable_metadata
 from fusion.graph import Miss, Value
+from fusion.graph.origin import location, module_path, source_text
 from fusion.language import Capture, Pattern, Refused, Rule, call
-from fusion.origin import location, module_path, source_text
 
 
 @dataclass(frozen=True, eq=False)

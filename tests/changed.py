@@ -101,7 +101,7 @@ def _areas_of_examples(path: Path) -> frozenset[str] | None:
 @cache
 def names() -> dict[str, str]:
     """The domain of each rule, and of each family of the corpus."""
-    from fusion.library import installed
+    from fusion.frontend.library import installed
 
     return FAMILIES | {rule.name: type(rule).__module__.split(".")[1] for rule in installed().rules}
 

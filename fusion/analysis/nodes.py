@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import torch.fx as fx
 
-from fusion.cost import is_view
 from fusion.graph import Graph, Value
+from fusion.graph.launches import is_view
 
 
 def is_computed(graph: Graph, value: Value) -> bool:

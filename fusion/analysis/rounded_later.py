@@ -13,9 +13,9 @@ import torch
 import torch.fx as fx
 
 from fusion._torch.operators import short_name
-from fusion.cost import is_view
 from fusion.graph import Graph, Value
 from fusion.graph.algebra import widens
+from fusion.graph.launches import is_view
 
 Dtypes = frozenset[torch.dtype | None]
 """Those to which numbers are rounded, None among them where something reads them as they are."""

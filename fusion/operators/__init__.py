@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fusion.operators.contract import Operator
 from fusion.operators.legality import refusal, unchecked
-from fusion.operators.library import OPERATORS, Origin, decompositions, ensure, operator_of
 from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
+from fusion.operators.registration import OPERATORS, Origin, decompositions, ensure, operator_of
 
 __all__ = [
     "CHIPS",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.operators.pages import write, written
+from fusion.operators.cache.pages import write, written
 
 Given = Mapping[str, Any]
 """The arguments of a call by name, defaults included."""

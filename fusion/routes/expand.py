@@ -14,8 +14,8 @@ from fusion._torch.fakes import FakeTensorMode, fake_mode_of
 from fusion._torch.operators import OpOverload
 from fusion._torch.tracing import trace
 from fusion.errors import FusionError
+from fusion.operators.attention.softmax import shared_matmul
 from fusion.operators.dtypes import compute_dtype
-from fusion.operators.softmax import shared_matmul
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torch import fx
 from fusion._torch.functional import functional_graph
 from fusion._torch.operators import OpOverload, is_composite
 from fusion._torch.tensors import leaves
-from fusion.bodies import bodies
+from fusion.graph.subgraphs import bodies
 from fusion.operators import decompositions
 from fusion.routes.expand import Table, expand
 from fusion.routes.inline import replace_calls

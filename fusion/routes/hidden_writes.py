@@ -9,9 +9,9 @@ from typing import Any
 import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
-from fusion.mutation import memory_of, shown, written_by
+from fusion.graph.aliasing import memory_of, shown, written_by
 from fusion.operators import OPERATORS, Operator
-from fusion.operators.library import has_default, run_by_default
+from fusion.operators.registration import has_default, run_by_default
 
 
 def handed_over(source: fx.Graph) -> dict[OpOverload, Callable[..., Any]]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion._inductor import inductor_can_build, inductor_compile
+from fusion._torch.inductor import inductor_can_build
 from fusion._torch.tracing import Boxed, boxed
 from fusion.routes.expand import Table
+from fusion.routes.inductor import compile_repaired
 from fusion.routes.inline import inline
 
 
@@ -27,7 +28,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], table: Table) ->
     Made to be the inner compiler of another AOT autograd; `gm` is not changed.
     """
     inlined = inline(gm, table)
-    return inductor_compile(inlined, example_inputs)
+    return compile_repaired(inlined, example_inputs)
 
 
 def has_compiler(device_type: str | None = None) -> bool:

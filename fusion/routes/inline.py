@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion.bodies import with_bodies
-from fusion.origin import PROVENANCE
+from fusion.graph.origin import PROVENANCE
+from fusion.graph.subgraphs import with_bodies
 from fusion.routes.expand import Table, expand
 from fusion.routes.one_call import alone, signature
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from torch import fx
 
 from fusion._torch.tensors import map_only
-from fusion.texts import frozen
+from fusion.planning.plan_json import frozen
 
 
 def alone(node: fx.Node) -> fx.GraphModule:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fusion.graph.origin import inherit
 from fusion.operators import LOWERINGS, Operator, operator_of
-from fusion.origin import inherit
 
 
 def read_on_host(source: fx.Graph, lowering: str) -> int:

@@ -9,9 +9,9 @@ import torch.fx as fx
 
 from fusion import operators
 from fusion._torch.tracing import Boxed
+from fusion.planning.target import Target
 from fusion.routes import host, vendor
 from fusion.routes.inline import inline
-from fusion.target import Target
 
 
 def route(lower: str) -> str:

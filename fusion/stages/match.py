@@ -15,10 +15,10 @@ from typing import Any
 import torch.fx as fx
 
 from fusion.errors import Failure, RuleError
-from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Miss, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, ask_guard, captured, levels, relied, require
 from fusion.records import Match, Refusal
+from fusion.report.failures import culprit, failure, raised
 
 _NEAR = 128
 """Calls of a path within which all results of one operator are computed: a layer has some fifty."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fusion.errors import Failure
-from fusion.failures import culprit, failure
 from fusion.graph import Found, Graph, Reading
 from fusion.language import Reader, ordered
+from fusion.report.failures import culprit, failure
 
 
 def read(graph: Graph, readers: Sequence[Reader]) -> tuple[Graph, list[Failure]]:

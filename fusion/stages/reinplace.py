@@ -21,9 +21,9 @@ from torch.fx.node import map_arg
 from fusion._torch.fakes import fake_like, run_on_fakes
 from fusion._torch.operators import OpOverload, schema_of
 from fusion._torch.tensors import shares_memory
-from fusion.cost import is_view
 from fusion.graph import dims_of
-from fusion.mutation import is_write, reserves
+from fusion.graph.aliasing import is_write, reserves
+from fusion.graph.launches import is_view
 from fusion.operators import HOST, LOWERINGS, OPERATORS, Operator, operator_of
 
 aten = torch.ops.aten

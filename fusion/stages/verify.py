@@ -13,9 +13,9 @@ import torch.fx as fx
 from fusion._torch.tensors import map_only
 from fusion.errors import FormatError, VerificationError
 from fusion.graph import dims_of
-from fusion.mutation import closing_writes, is_write, memory_of, outputs, sharing, written_by
+from fusion.graph.aliasing import closing_writes, is_write, memory_of, outputs, sharing, written_by
+from fusion.inputs.nz_format import may_be_fractal
 from fusion.operators import operator_of
-from fusion.storage import may_be_fractal
 
 
 @dataclass(frozen=True)

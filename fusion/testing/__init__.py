@@ -5,6 +5,7 @@ widen(graph)                                   the same in float64, so that only
 check(rule, example, dtype, level)             raises where a law is broken
 """
 
+from fusion.runtime.widening import widen, widened
 from fusion.testing.capturing import LEVELS, Captured, Level, capture, captured
 from fusion.testing.laws import (
     DTYPES,
@@ -22,7 +23,6 @@ from fusion.testing.laws import (
 )
 from fusion.testing.ranges import keeps_float64, refuses_float64, stays_in_range
 from fusion.testing.trials import Trial, trial, trial_of
-from fusion.widening import widen, widened
 
 __all__ = [
     "DTYPES",

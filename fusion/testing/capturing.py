@@ -15,7 +15,7 @@ from torch.fx.immutable_collections import immutable_dict
 from fusion._torch.operators import core_table
 from fusion._torch.tracing import Boxed, aot_inference, boxed, preserve_composites
 from fusion.facts import Facts
-from fusion.known import Known
+from fusion.inputs.dynamo_inputs import Known
 from fusion.language import Example
 
 Level = Literal["composite", "decomposed", "core"]

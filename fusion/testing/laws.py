@@ -13,17 +13,17 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion._torch.tensors import shares_memory, tree_leaves
+from fusion.frontend.library import examples
+from fusion.graph.aliasing import is_write
 from fusion.language import Example, Rule
-from fusion.library import examples
-from fusion.mutation import is_write
 from fusion.operators import operator_of
 from fusion.options import Options
-from fusion.outcome import live_calls
 from fusion.pipeline import fuse_graph
+from fusion.report.outcome import live_calls
+from fusion.runtime.verification import relative_error
+from fusion.runtime.widening import widen
 from fusion.testing.capturing import Level
 from fusion.testing.trials import Trial, switched_on, trial
-from fusion.verification import relative_error
-from fusion.widening import widen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED = 1e-12

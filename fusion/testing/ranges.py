@@ -19,10 +19,10 @@ from torch import Tensor
 from fusion._torch.operators import arguments_of, short_name
 from fusion._torch.tensors import tree_leaves
 from fusion.operators import operator_of
+from fusion.runtime.verification import relative_error
+from fusion.runtime.widening import widen
 from fusion.testing.laws import WIDENED
 from fusion.testing.trials import Trial
-from fusion.verification import relative_error
-from fusion.widening import widen
 
 LEVELS = (6e4, 4e3, 250.0, 1e-2, 1e-4, 1e-6, 2e-7)
 """What the largest magnitude of a scaled input is brought to, at most."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fusion._torch.memory import copied
 from fusion._torch.tensors import tree_map_only
+from fusion.frontend.library import installed
 from fusion.language import Example, Library, Rule
-from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
+from fusion.runtime.widening import widen, widened
 from fusion.testing.capturing import Captured, Level, captured
-from fusion.widening import widen, widened
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What is known of masks: what the user says of one that is passed in, and which keys the model itself writes.
 
-The former is a formula over its positions, which `fusion.assumptions` checks. Counted from the mask itself is only how
-many keys the first query of each sequence sees; where there are as many queries as keys, not even that.
+The former is a formula over its positions, which `fusion.inputs.assumptions` checks. Counted from the mask itself is
+only how many keys the first query of each sequence sees; where there are as many queries as keys, not even that.
 """
 
 from __future__ import annotations

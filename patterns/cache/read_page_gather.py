@@ -20,7 +20,7 @@ from fusion import reader, word
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from fusion.storage import holds_lines
+from fusion.inputs.nz_format import holds_lines
 from patterns.cache.read_block_tables import Gather, gathers, unflattened
 from patterns.cache.read_writes import WRITES
 

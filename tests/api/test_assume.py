@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fusion
-from fusion import assumptions, backend
 from fusion._torch.tracing import boxed
-from fusion.assumptions import holds
 from fusion.errors import OptionError
+from fusion.frontend import backend
+from fusion.inputs import assumptions
+from fusion.inputs.assumptions import holds
 from fusion.routes.host import has_compiler
 
 from ..engine.graphs import norm, numbers

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import fusion
-from fusion import library
 from fusion.errors import NoRulesError, OptionError, RuleError
+from fusion.frontend import library
+from fusion.planning.target import Target
 from fusion.stages.lower import lower, route
-from fusion.target import Target
 from fusion.testing import capture
 
 from ..engine.graphs import norm, numbers, rotate

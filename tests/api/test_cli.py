@@ -12,11 +12,11 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from fusion import hf
-from fusion.catalogue import operator_entries, rule_entries
-from fusion.cli import app
-from fusion.hf import Request, build
-from fusion.library import installed
+from fusion.frontend import hf
+from fusion.frontend.catalogue import operator_entries, rule_entries
+from fusion.frontend.cli import app
+from fusion.frontend.hf import Request, build
+from fusion.frontend.library import installed
 from fusion.operators import OPERATORS
 
 FACTORIES = """

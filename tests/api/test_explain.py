@@ -222,7 +222,7 @@ def test_a_loop_that_waits_for_another_number_is_an_error(monkeypatch):
             x = norm(x, w)
         return x
 
-    monkeypatch.setattr("fusion.guesses.MOST", 20)
+    monkeypatch.setattr("fusion.inputs.data_dependent.MOST", 20)
     report = explain(search, X, W)
     assert re.search(r"20 numbers that depend on data were read, the last at .*test_explain", report.interruption.error)
     assert report.ops.total() >= 1

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fusion
 from fusion.errors import OptionError
-from fusion.exported import STAY
+from fusion.frontend.exported import STAY
 from fusion.routes import host
 from tests.engine.graphs import norm, numbers
 from tests.support.child import child
@@ -154,7 +154,7 @@ def test_a_weight_that_something_else_reads_stays():
 
 def test_the_report_says_what_fused_and_computes_nothing(monkeypatch: pytest.MonkeyPatch):
     program = exported()
-    monkeypatch.setattr("fusion.exported._program", None)
+    monkeypatch.setattr("fusion.frontend.exported._program", None)
     report = fusion.explain(program, options=A3)
     assert report.target == "ascend910_93"
     assert {each.rule for each in report.matches} == {"add_norm", "joined_projections", "activation", "attention"}
@@ -206,7 +206,7 @@ def test_options_that_check_calls_are_refused(option: dict[str, Any]):
 
 
 def test_rules_may_be_handed_over():
-    from fusion.library import installed
+    from fusion.frontend.library import installed
 
     rules = [rule for rule in installed().rules if rule.name == "rms_norm"]
     assert calls(fusion.fuse_exported(exported(), options=A3, rules=rules)).isdisjoint(FUSED)

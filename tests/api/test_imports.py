@@ -12,7 +12,7 @@ import fusion
 from ..support.child import child
 
 ROOT = Path(__file__).parents[2]
-OPEN = ("fusion.graph", "fusion.analysis", "fusion.facts", "fusion.storage")
+OPEN = ("fusion.graph", "fusion.analysis", "fusion.facts", "fusion.inputs.nz_format")
 HEAVY = ("rich", "typer", "networkx", "jinja2", "transformers", "hypothesis", "torch._inductor", "patterns.examples")
 FILES = sorted((ROOT / "patterns").rglob("*.py"))
 
@@ -38,7 +38,7 @@ def test_importing_and_loading_the_library_loads_nothing_heavy():
         import sys, torch
         before = set(sys.modules)
         import fusion
-        from fusion.library import installed
+        from fusion.frontend.library import installed
         installed()
         print(*sorted(set(sys.modules) - before))
     """

@@ -16,9 +16,10 @@ from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import fusion
-from fusion import operators, passes
-from fusion.library import installed
-from fusion.origin import render
+from fusion import operators
+from fusion.frontend import passes
+from fusion.frontend.library import installed
+from fusion.graph.origin import render
 from tests.engine.graphs import norm, numbers
 from tests.support.child import child
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import fusion
 from fusion import FusionBackend, FusionPass, Options
-from fusion.cli import app
 from fusion.errors import FusionError, OptionError
-from fusion.library import installed, rule_called
+from fusion.frontend.cli import app
+from fusion.frontend.library import installed, rule_called
 from fusion.operators import OPERATORS
 from fusion.options import MODES, PLAN_CACHE_VARIABLE
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion
 from fusion import pipeline
-from fusion.library import installed
+from fusion.frontend.library import installed
 
 from ..engine.graphs import norm, numbers
 

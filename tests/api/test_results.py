@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion import FusionPass, explain
-from fusion.mutation import memory_of, outputs, sharing
+from fusion.graph.aliasing import memory_of, outputs, sharing
 from tests.engine.graphs import fused, memory, norm, numbers, rotate, traced
 
 X, COS, SIN = numbers(2, 8, 256), numbers(8, 64, seed=1), numbers(8, 64, seed=2)

@@ -14,7 +14,7 @@ CHILD = """
 import torch
 import fusion
 from fusion import testing
-from fusion.library import installed
+from fusion.frontend.library import installed
 
 (rule,) = (each for each in installed().rules if each.name == "interleaved_swiglu")
 for _, example in testing.cases([rule]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import testing
-from fusion.outcome import live_calls
+from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level
 from tests.engine.graphs import numbers
 

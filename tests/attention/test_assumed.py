@@ -15,13 +15,13 @@ from fusion import testing
 from fusion.analysis.affine import Affine, Leaf
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.predicates import Positions
-from fusion.assumptions import holds
 from fusion.facts import Facts
+from fusion.frontend.library import installed
 from fusion.graph import Algebra, Value
-from fusion.library import installed
+from fusion.inputs.assumptions import holds
 from fusion.options import Options
-from fusion.outcome import emitted
 from fusion.pipeline import fuse_graph
+from fusion.report.outcome import emitted
 from patterns.attention.assumed import Assumed
 
 HOST = Options(target="host", lower="eager")

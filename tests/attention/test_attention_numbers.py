@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fusion
 from fusion import testing
+from fusion.runtime.verification import relative_error
 from fusion.testing import DTYPES, LEVELS
-from fusion.verification import relative_error
 from tests.corpus.base import generator
 
 from .attention_base import Entry, lowest, repeat, tensors

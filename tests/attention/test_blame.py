@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusion
 from fusion.graph import Algebra
-from fusion.report import Report
+from fusion.report.report import Report
 from patterns.attention.blame import unproven
 
 B, N, S, T, D = 2, 4, 8, 24, 64

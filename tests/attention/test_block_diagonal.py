@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 N, D = 4, 64
 SIZES = (5, 11, 8)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion
-from fusion.report import Report
-from fusion.verification import relative_error
+from fusion.report.report import Report
+from fusion.runtime.verification import relative_error
 
 N, T, D = 4, 512, 64
 ENDS = (0, 160, 400, T)

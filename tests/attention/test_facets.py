@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
 from patterns.examples import attention_pages, latent_attention_int8, latent_attention_paged

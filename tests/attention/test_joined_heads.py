@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion import testing
 from fusion.graph import Algebra
-from fusion.outcome import live_calls
+from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level
 from patterns.attention.joined_heads import of_all_heads
 from patterns.attention.unlike import JOINED

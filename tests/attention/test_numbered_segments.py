@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 from tests.attention.test_block_diagonal import (
     inside_of_both,
     numbered_by_bounds,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion
-from fusion.report import Report
+from fusion.report.report import Report
 from tests.support.torch_npu_host import requires_torch_npu, run
 
 HIDDEN, HEADS, SHARED, WIDTH = 256, 64, 8, 128

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import fusion
-from fusion import assumptions, known
 from fusion.facts import Facts
-from fusion.library import installed
+from fusion.frontend.library import installed
+from fusion.inputs import assumptions
+from fusion.inputs import dynamo_inputs as known
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
-from fusion.report import Report
+from fusion.report.report import Report
 from fusion.testing import capture
 from tests.attention.test_nz_block import BATCH, PAGES, SIZE, inputs, rotated
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.report import Report
+from fusion.report.report import Report
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AROUND = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 N, D, C, R, SIZE, SCALE = 8, 128, 512, 64, 128, 192**-0.5
 FIA, UPDATE = "npu::npu_fused_infer_attention_score_v2", "npu::npu_attention_update"

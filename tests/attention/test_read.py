@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import testing
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import capture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.operators.softmax import Visible
-from fusion.operators.visibility import Band, rows_of, visible
+from fusion.operators.attention.softmax import Visible
+from fusion.operators.attention.visibility import Band, rows_of, visible
 from patterns.attention.visibility import Dense
 
 

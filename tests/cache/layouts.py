@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
 from patterns.examples.inputs import Inputs

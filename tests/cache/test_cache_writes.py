@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fusion.analysis.intervals import bounds
 from fusion.options import Options
+from fusion.planning.target import Target
 from fusion.stages.canonicalise import canonicalise
-from fusion.target import Target
 from fusion.testing import capture
 from tests.engine.graphs import fuse, names, numbers
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
-from fusion.library import library_for
+from fusion.frontend.library import library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.runtime.verification import relative_error
 from fusion.testing import capture
-from fusion.verification import relative_error
 
 N, D, C, R, BLOCKS, SIZE, PAGES = 8, 128, 512, 64, 9, 128, 3
 TABLE = torch.tensor([[3, 6, 0], [5, 8, 2]])

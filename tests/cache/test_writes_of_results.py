@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fusion import testing
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, capture
 from tests.engine.graphs import fuse, names, numbers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion import pipeline
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.testing import Captured

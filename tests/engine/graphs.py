@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion.facts import Facts
+from fusion.frontend.library import installed, library_for
 from fusion.graph import Graph
-from fusion.library import installed, library_for
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.stages.canonicalise import canonicalise

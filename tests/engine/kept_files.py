@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fusion import text_cache
+from fusion.caching import text_cache
 
 from .graphs import norm
 

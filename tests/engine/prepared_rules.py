@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, silu
 
 from fusion import Options, Rule, lowering, pattern, tensor
-from fusion.backend import FusionBackend
+from fusion.frontend.backend import FusionBackend
 
 from .graphs import numbers
 

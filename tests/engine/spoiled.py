@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-import fusion.backend
-from fusion.origin import module_path
+import fusion.frontend.backend
+from fusion.graph.origin import module_path
 
 Change = Callable[[fx.Node], None]
 
@@ -23,7 +23,7 @@ def without_gradients():
 
 def spoil(monkeypatch: pytest.MonkeyPatch, target: str, change: Change, module: str = "") -> None:
     """Change each call of an operator that the pass makes, in modules whose path has `module` in it."""
-    fuse_graph = fusion.backend.fuse_graph
+    fuse_graph = fusion.frontend.backend.fuse_graph
 
     def spoiling(source: fx.Graph, *args: Any, **kwargs: Any) -> Any:
         outcome = fuse_graph(source, *args, **kwargs)
@@ -32,7 +32,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, target: str, change: Change, module: 
                 change(node)
         return outcome
 
-    monkeypatch.setattr(fusion.backend, "fuse_graph", spoiling)
+    monkeypatch.setattr(fusion.frontend.backend, "fuse_graph", spoiling)
 
 
 def argument(place: int, value: Any) -> Change:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion
-from fusion.bands import Band, band_of
+from fusion.facts import Band
+from fusion.inputs.mask_buffers import band_of
 
 from .graphs import numbers
 

@@ -417,7 +417,7 @@ def test_a_text_without_a_field_is_told_where_it_refuses():
 
 
 def test_a_library_is_checked_once(monkeypatch: pytest.MonkeyPatch):
-    from fusion import library
+    from fusion.frontend import library
 
     checked: list[Library] = []
     library._checked.cache_clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.stages.canonicalise import canonicalise
@@ -101,7 +101,7 @@ def test_a_composite_is_its_parts(composite: Callable[..., Any], parts: Callable
 
 
 def test_a_reshape_that_copies_is_a_launch_of_an_exported_graph():
-    from fusion.outcome import counted
+    from fusion.report.outcome import counted
 
     gm = exported(lambda x: (x.transpose(0, 1).reshape(-1), x.reshape(-1), x.transpose(0, 1).flatten()), numbers(2, 3))
     assert sum(each.launches for each in counted(gm.graph).values()) == 2

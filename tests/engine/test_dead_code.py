@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.stages.dead_code import drop_dead_code

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 import fusion
 from fusion import lowering, pipeline
-from fusion.backend import FusionBackend
 from fusion.errors import StageError
-from fusion.library import installed
+from fusion.frontend.backend import FusionBackend
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.stages.canonicalise import translate
 
@@ -167,7 +167,7 @@ def test_a_rewrite_that_fails_names_the_rule_and_how_to_do_without_it(monkeypatc
 
 
 def test_what_the_compiler_does_not_take_runs_as_it_came(monkeypatch):
-    from fusion import backend
+    from fusion.frontend import backend
 
     real = backend.lower
 
@@ -181,7 +181,7 @@ def test_what_the_compiler_does_not_take_runs_as_it_came(monkeypatch):
 
 
 def test_a_compiler_that_fails_by_itself_is_an_error(monkeypatch):
-    monkeypatch.setattr("fusion.backend.lower", planted)
+    monkeypatch.setattr("fusion.frontend.backend.lower", planted)
     with pytest.raises(Exception, match="planted"):
         warned(norm, X, W)
 

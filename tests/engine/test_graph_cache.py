@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.functional import silu
 
-from fusion import graph_cache, text_cache
 from fusion._torch.fakes import FakeTensorMode
-from fusion.backend import FusionBackend
+from fusion.caching import graph_cache, text_cache
 from fusion.errors import Failure
 from fusion.facts import Facts
-from fusion.library import installed
+from fusion.frontend.backend import FusionBackend
+from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.outcome import Outcome
+from fusion.planning.plan_json import UnwrittenError
 from fusion.records import Prepared
+from fusion.report.outcome import Outcome
 from fusion.testing import Captured, capture, captured
-from fusion.texts import UnwrittenError
 from tests.support.tried import tried
 
 from .graphs import norm

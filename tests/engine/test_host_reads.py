@@ -10,7 +10,7 @@ from torch import Tensor
 import fusion
 from fusion.errors import OperatorError
 from fusion.operators import OPERATORS
-from fusion.operators.library import ensure, told_in_numbers
+from fusion.operators.registration import ensure, told_in_numbers
 
 LENGTHS = "npu::npu_fused_infer_attention_score_v2.tensor_lengths"
 NPU = {"target": "ascend910_93", "lower": "eager"}

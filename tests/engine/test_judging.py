@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion import widening
+from fusion.runtime import widening
+from fusion.runtime.verification.choices import Recorded, Replayed, Steady
+from fusion.runtime.verification.difference import difference
+from fusion.runtime.verification.judge import Judge
+from fusion.runtime.verification.numbers import distances, gross_rows, is_close, is_further, other_rows
+from fusion.runtime.verification.runs import Call
+from fusion.runtime.widening import run_wide, widen, widened
 from fusion.testing import capture
-from fusion.verification.choices import Recorded, Replayed, Steady
-from fusion.verification.difference import difference
-from fusion.verification.judge import Judge
-from fusion.verification.numbers import distances, gross_rows, is_close, is_further, other_rows
-from fusion.verification.runs import Call
-from fusion.widening import run_wide, widen, widened
 
 from .graphs import norm, numbers, traced
 from .spoiled import without_gradients

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fusion import text_cache
+from fusion.caching import text_cache
+from fusion.caching.text_cache import TextCache
+from fusion.frontend.library import installed
 from fusion.language import Library, Rule, lowering, pattern, tensor
-from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
 from fusion.stages.plan import recorded as recorded_plans
 from fusion.testing import capture
-from fusion.text_cache import TextCache
 
 from .kept_files import block, inputs, later
 

@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 import fusion
 from fusion.facts import Facts
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
 from fusion.stages.layers import divide, fold
 from fusion.stages.layers.signatures import calls_of
 from fusion.testing import Captured, capture

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from fusion import pipeline
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
 from fusion.stages import match as matching
 from fusion.stages import select as selecting
 from fusion.testing import Captured, capture

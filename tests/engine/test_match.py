@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusion import Options, Rule, lookalike, lowering, pattern, require, scalar, tensor
-from fusion.backend import FusionBackend
 from fusion.errors import RuleError
+from fusion.frontend.backend import FusionBackend
 from fusion.graph import Miss, Reading, Readings
 from fusion.language import captured, levels
 from fusion.stages.match import _Search, match

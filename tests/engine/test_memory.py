@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion.errors import VerificationError
-from fusion.mutation import aliased, closing_writes, is_copy_unseen, is_returned, is_written, outputs, shown, sort
+from fusion.graph.aliasing import aliased, closing_writes, is_copy_unseen, is_returned, is_written, outputs, shown, sort
 from fusion.stages.capture import is_training
 from fusion.stages.rewrite.layout import _is_needless
 from fusion.stages.verify import _strides, contract, verify

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fusion.catalogue import rule_entries
 from fusion.errors import OptionError
+from fusion.frontend.catalogue import rule_entries
+from fusion.frontend.library import installed, library_for
 from fusion.language import Library
-from fusion.library import installed, library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.records import Refusal

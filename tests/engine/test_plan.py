@@ -14,10 +14,12 @@ from sympy import Symbol
 
 from fusion import Rule, calls, lowering, pattern, pipeline, scalar, tensor
 from fusion.facts import Facts
+from fusion.frontend.library import installed
 from fusion.graph.contractions import matmul
-from fusion.library import installed
+from fusion.graph.parameter_only import marks, parameter_inputs
 from fusion.options import Options
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.target import Target
 from fusion.records import Repeats
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
@@ -25,9 +27,7 @@ from fusion.stages.plan import Planner
 from fusion.stages.plan.fit import _in_order, _lies_as_its_indices
 from fusion.stages.plan.recorded import PlanBook
 from fusion.stages.plan.sharing import Sharing
-from fusion.target import Target
 from fusion.testing import capture
-from fusion.weights import marks, parameter_inputs
 
 from .graphs import Build, fuse, fused, norm, numbers, traced
 from .rules import DoubleExp, WrongShape

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fusion
 from fusion import Rule, bounded, lowering, pattern, rounding, tensor
+from fusion.frontend.library import installed
 from fusion.language import Refused
-from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, capture, trial_of
 

@@ -13,16 +13,17 @@ from torch.nn.functional import conv1d, silu
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fusion
-import fusion.joined
-from fusion import Library, Options, hf
+import fusion.runtime.joined
+from fusion import Library, Options
 from fusion.errors import VerificationError
 from fusion.facts import Facts
+from fusion.frontend import hf
+from fusion.graph.parameter_only import derived, marks, parameter_inputs
 from fusion.pipeline import fuse_graph
 from fusion.stages import prepare as stage
 from fusion.stages.prepare import layout
 from fusion.stages.verify import contract, verify
 from fusion.testing import capture
-from fusion.weights import derived, marks, parameter_inputs
 
 from .graphs import HOST, Build, names, numbers, traced
 from .prepared_rules import RAN, CountedGate, FractalGate, Gate, JoinedGate, Layers, TurnedGate, close
@@ -60,7 +61,7 @@ def inputs_of(gm):
 def test_constants_are_prepared_without_any_parameter():
     captured = capture(lambda x: F.rms_norm(x + 1, (3,)) + F.rms_norm(x - 1, (3,)), (X,))
     gm, known = captured.graph, captured.facts
-    outcome = fuse_graph(gm.graph, fusion.library.installed(), Options(target="host", lower="eager"), known)
+    outcome = fuse_graph(gm.graph, fusion.frontend.library.installed(), Options(target="host", lower="eager"), known)
     (each,) = outcome.prepared
     assert (each.sources, each.bytes) == ((), 3 * 4)
     assert inputs_of(gm) == ["arg0_1", each.name]
@@ -69,7 +70,7 @@ def test_constants_are_prepared_without_any_parameter():
 def test_nothing_is_prepared_for_whom_it_cannot_be_handed():
     captured = capture(lambda x: F.rms_norm(x, (3,)), (X,))
     gm = captured.graph
-    outcome = fuse_graph(gm.graph, fusion.library.installed(), Options(target="host", lower="eager"), Facts())
+    outcome = fuse_graph(gm.graph, fusion.frontend.library.installed(), Options(target="host", lower="eager"), Facts())
     (chosen,) = outcome.chosen
     assert chosen.launches == -1  # the gain of ones is made at every call
     assert not outcome.prepared
@@ -273,9 +274,9 @@ def test_explain_tells_the_bytes_and_runs_nothing():
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda model: nn.Parameter(model.gate.weight.data), fusion.joined.SHARED),
-        (lambda model: setattr(model.gate.weight, "data", numbers(64, 16, 1)[:32]), fusion.joined.SLICE),
-        (lambda model: model.gate.weight.share_memory_(), fusion.joined.PROCESSES),
+        (lambda model: nn.Parameter(model.gate.weight.data), fusion.runtime.joined.SHARED),
+        (lambda model: setattr(model.gate.weight, "data", numbers(64, 16, 1)[:32]), fusion.runtime.joined.SLICE),
+        (lambda model: model.gate.weight.share_memory_(), fusion.runtime.joined.PROCESSES),
     ],
 )
 def test_explain_foresees_which_parameters_stay_where_they_are(spoil, why):

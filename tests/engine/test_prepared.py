@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fusion
-from fusion import prepared
 from fusion._torch.memory import stamps
+from fusion.runtime import prepared
 
 from .graphs import numbers
 from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, Layers, agree, backend, close

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fusion
-from fusion import joined, prepared
 from fusion._torch.memory import RUNS, samples
+from fusion.runtime import joined, prepared
 
 from .graphs import numbers
 from .prepared_rules import RAN, WIDE, CountedGate, Gate, JoinedGate, X, backend, close, fresh

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fusion import Options, joined, prepared
+from fusion import Options
+from fusion.runtime import joined, prepared
 
 from .graphs import numbers
 from .prepared_rules import RAN, WIDE, Gate, JoinedGate, Layers, X, agree, backend, close, fresh

@@ -11,11 +11,11 @@ import pytest
 import fusion
 from fusion import Library, Rule, lowering, pattern, reader, tensor, word
 from fusion.errors import RuleError
+from fusion.frontend.library import installed
 from fusion.graph import Algebra, Miss, Reading, Readings
 from fusion.language import Reader, ordered
 from fusion.language.checks import check_library
 from fusion.language.code import files_of, keys_of
-from fusion.library import installed
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
 

@@ -7,7 +7,7 @@ import torch
 
 from fusion.graph import Algebra, Graph, Value
 from fusion.language.rule import Refused
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
 from fusion.stages.canonicalise import canonicalise
 
 from .graphs import numbers, traced

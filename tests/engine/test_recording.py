@@ -14,9 +14,9 @@ from fusion._torch.fakes import fake_like, run_on_fakes
 from fusion._torch.tensors import shares_memory
 from fusion.graph import dim_of, dims_of
 from fusion.language import Refused
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.plan_json import frozen
 from fusion.testing import capture
-from fusion.texts import frozen
 from tests.engine.graphs import numbers, read_graph, traced
 
 

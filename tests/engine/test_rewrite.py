@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from fusion import Library
-from fusion.mutation import memory_of, outputs
-from fusion.origin import location, module_path
-from fusion.outcome import emitted
-from fusion.recording import Fakes
+from fusion.graph.aliasing import memory_of, outputs
+from fusion.graph.origin import location, module_path
+from fusion.planning.fake_execution import Fakes
+from fusion.report.outcome import emitted
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.rewrite import _is_pure, rewrite
 from fusion.testing import capture, emits_valid_calls, trial_of

@@ -12,8 +12,8 @@ from torch.utils._sympy.functions import FloorDiv, PowByNatural
 
 import fusion
 from fusion import Rule, lowering, pattern, tensor
+from fusion.frontend.library import installed
 from fusion.graph.dims import Dim, is_nonnegative, plain, quotient, without_divisions
-from fusion.library import installed
 
 from .graphs import norm
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fusion import operators
 from fusion.errors import FormatError
+from fusion.inputs.nz_format import holds_lines, is_fractal, supposed_fractal
 from fusion.stages.verify import verify_formats
-from fusion.storage import holds_lines, is_fractal, supposed_fractal
 from fusion.testing import capture
 
 

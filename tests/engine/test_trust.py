@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion.backend import FusionBackend
 from fusion.errors import VerificationError
-from fusion.library import installed
+from fusion.frontend.backend import FusionBackend
+from fusion.frontend.library import installed
 from fusion.options import Options
 
 from ..support.child import child

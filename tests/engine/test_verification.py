@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusion import Rule
-from fusion.backend import FusionBackend
 from fusion.errors import VerificationError
+from fusion.frontend.backend import FusionBackend
 from fusion.options import Options
 
 from ..support.child import child
@@ -299,7 +299,7 @@ def test_a_script_that_cannot_be_written_costs_no_more(monkeypatch: pytest.Monke
     def full(*_: Any) -> Path:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("fusion.verification.write", full)
+    monkeypatch.setattr("fusion.runtime.verification.write", full)
     wrong = error(norm, X, W, rules=(WrongNorm(),))
     assert wrong.script == ""
     assert "rule 'wrong_norm'" in str(wrong)

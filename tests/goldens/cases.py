@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.testing import Captured, capture, captured
 from tests.attention import attention, attention_heads, attention_masks, lookalikes_attention
 from tests.corpus.entries import LOOKALIKES, SPELLINGS

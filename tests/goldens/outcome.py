@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.fx as fx
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.outcome import live_calls
 from fusion.pipeline import Outcome, fuse_graph
+from fusion.report.outcome import live_calls
 from fusion.testing import Captured
 
 if TYPE_CHECKING:

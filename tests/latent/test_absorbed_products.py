@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusion import Report, explain, testing
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read

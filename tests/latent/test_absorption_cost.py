@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.target import Target
+from fusion.planning.target import Target
 from patterns.latent.absorption_cost import Sizes, break_even
 
 SIZES = Sizes(heads=128, rank=512, width=128, rope=64, values=128)

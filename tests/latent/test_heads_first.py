@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import linear
 
 import fusion
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.runtime.verification import relative_error
 from fusion.testing import Trial, capture
-from fusion.verification import relative_error
 from tests.models.latents import differences
 
 B, C, R, D, ROOM, SIZE = 2, 512, 64, 128, 64, 16

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fusion
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.runtime.verification import relative_error
 from fusion.testing import LEVELS, Level, Trial, capture
-from fusion.verification import relative_error
 from tests.models.latents import differences
 
 from .inference import SIZES, Model, SparseModel, in_dtype

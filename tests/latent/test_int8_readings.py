@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusion.frontend.library import installed
 from fusion.graph import Graph, Reading
-from fusion.library import installed
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
 from fusion.testing import capture

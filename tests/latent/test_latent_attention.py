@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusion import testing
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read

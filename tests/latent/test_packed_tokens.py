@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 TOKENS, HIDDEN, RANK, HEADS, NOPE, ROPE, LATENT, VALUE, SIZE = 3, 1024, 1536, 8, 128, 64, 512, 128, 128
 TABLE = torch.tensor([[4, 1], [0, 5], [3, 2]])

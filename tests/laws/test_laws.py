@@ -15,8 +15,8 @@ import torch
 import patterns
 from fusion import Example, Rule, testing
 from fusion.errors import OptionError
+from fusion.frontend.library import installed, library_for
 from fusion.language import Pattern, Refused, Term
-from fusion.library import installed, library_for
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.records import Plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusion import Example, Rule, testing
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from tests.support.tried import cases
 

@@ -16,8 +16,8 @@ import torch
 import fusion
 import patterns
 from fusion import Example, testing
+from fusion.frontend.library import examples, installed
 from fusion.language import Group, Rule
-from fusion.library import examples, installed
 from tests.goldens.outcome import FOLDER
 
 from .cures import CURES

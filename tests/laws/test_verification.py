@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 
 from fusion import Example, Rule
-from fusion.backend import FusionBackend
-from fusion.library import installed
+from fusion.frontend.backend import FusionBackend
+from fusion.frontend.library import installed
 from fusion.options import Options
+from fusion.runtime.verification import judge
 from fusion.testing import DTYPES
 from fusion.testing.trials import switched_on
-from fusion.verification import judge
 from tests.support.tried import cases
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.pipeline import fuse_graph
 from fusion.stages.match import match
 from fusion.testing import capture

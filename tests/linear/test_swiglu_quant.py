@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.pipeline import fuse_graph

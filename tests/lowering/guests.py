@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 import fusion
-from fusion._inductor import inductor_table
+from fusion._torch.inductor import inductor_table
+from fusion.runtime.verification import relative_error
 from fusion.testing import Captured, widen, widened
-from fusion.verification import relative_error
 
 HOOKS = (
     "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass", "joint_custom_post_pass",

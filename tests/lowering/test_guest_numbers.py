@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.routes import host
 from fusion.testing import DTYPES, Captured, capture, captured, cases
 from tests.corpus.entries import LOOKALIKES, SPELLINGS

@@ -115,7 +115,7 @@ def test_a_graph_of_training_is_fused_and_learns_the_same():
 
 
 def test_a_guest_whose_lowering_fails_leaves_the_graph_as_it_came(monkeypatch: pytest.MonkeyPatch):
-    from fusion import passes
+    from fusion.frontend import passes
 
     def planted(*_: Any) -> None:
         raise TypeError("planted")

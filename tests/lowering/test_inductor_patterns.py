@@ -77,7 +77,7 @@ def inner(gm: Any, values: Any) -> Any:
 
 @pytest.mark.parametrize("form", [over_queries, over_the_batch, of_turned_values], ids=lambda form: form.__name__)
 def test_a_plain_compile_is_still_wrong(form: Form):
-    """Where this fails, torch is mended: `_hide_exp` and this module can go."""
+    """Where this fails, torch is mended: `hide_exp` and this module can go."""
     assert error(form, torch.compile(form)) > 0.1
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-from fusion.operators.layouts import paged_heads
+from fusion.operators.attention.layouts import paged_heads
 from fusion.routes import host
 from tests.engine.graphs import numbers
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from fusion.runtime.verification import relative_error
 from fusion.testing import Trial, widen
-from fusion.verification import relative_error
 
 from .families import Built
 

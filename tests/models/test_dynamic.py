@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 import fusion
-from fusion.backend import FusionBackend
-from fusion.outcome import GraphReport
-from fusion.verification import relative_error
+from fusion.frontend.backend import FusionBackend
+from fusion.report.outcome import GraphReport
+from fusion.runtime.verification import relative_error
 
 from .families import build
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 from .families import _DENSE_FIRST, _GROUPED, CONFIGS, LAYERS, build
 

@@ -14,7 +14,7 @@ import torch
 from tests.support import ge
 ge.install()
 from tests.models.families import build, caches
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 built = build({family!r}, torch.{dtype}, **{sizes!r})
 plain, fused = built.step({mode!r}), built.step({mode!r})

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import fusion
-from fusion.report import Report
+from fusion.report.report import Report
 from tests.models import families
 from tests.models.families import build
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import fusion
-from fusion.backend import FusionBackend
-from fusion.outcome import GraphReport
-from fusion.verification import relative_error
+from fusion.frontend.backend import FusionBackend
+from fusion.report.outcome import GraphReport
+from fusion.runtime.verification import relative_error
 
 from .families import Built, build, caches
 

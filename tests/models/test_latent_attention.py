@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 import fusion
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.runtime.verification import relative_error
 from fusion.testing import Trial, capture
-from fusion.verification import relative_error
 
 from .families import LAYERS, Built, build, caches
 from .latents import call, differences, padded, steps

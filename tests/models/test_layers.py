@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusion import Options, backend, pipeline
+from fusion import Options, pipeline
+from fusion.frontend import backend
 from fusion.pipeline import Outcome
 
 from .families import build, caches

@@ -13,7 +13,7 @@ from transformers import LongcatFlashConfig, LongcatFlashForCausalLM, StaticCach
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMLA
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 HIDDEN, CONTEXT = 1024, 64
 OPTIONS = {"target": "ascend910_93", "lower": "eager"}

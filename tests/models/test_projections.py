@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 from .families import _GROUPED, CONFIGS, LAYERS, MODES, build
 

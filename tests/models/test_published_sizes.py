@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fusion
-from fusion import hf
+from fusion.frontend import hf
 
 MOST = {"deepseek_v32": 15, "glm_moe_dsa": 14}
 """With 128 heads and with 64."""

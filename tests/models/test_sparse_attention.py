@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx
 
 import fusion
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.runtime.verification import relative_error
 from fusion.testing import Trial, capture
-from fusion.verification import relative_error
 
 from .families import LAYERS, OTHER_INDEXERS, OTHER_SELECTIONS, Built, build, caches
 from .indexers import INDEXED, SIZES

@@ -23,11 +23,11 @@ PLACES = (
     "fusion/analysis",
     "fusion/stages",
     "fusion/graph",
-    "fusion/graph_cache.py",
-    "fusion/text_cache.py",
-    "fusion/assumptions.py",
-    "fusion/mutation.py",
-    "fusion/operators/visibility.py",
+    "fusion/caching/graph_cache.py",
+    "fusion/caching/text_cache.py",
+    "fusion/inputs/assumptions.py",
+    "fusion/graph/aliasing.py",
+    "fusion/operators/attention/visibility.py",
 )
 """Folders and files whose guards are dropped, one at a time."""
 PROBE = "__probe__"

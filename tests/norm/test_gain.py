@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 D, EPS = 640, 1e-6
 OPTIONS = {"target": "ascend910_93", "plan_cache": "off"}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 H, E, EPS = 64, 8, 1e-6
 CAST, ADDED = "npu::npu_add_rms_norm_cast", "npu::npu_add_rms_norm"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.operators.layouts import LAYOUTS, heads_first, sizes_of
+from fusion.operators.attention.layouts import LAYOUTS, heads_first, sizes_of
 
 SHAPES = {
     "BSH": (2, 5, 12),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fusion.operators import OPERATORS, ensure
-from fusion.operators.library import run_by_default
+from fusion.operators.registration import run_by_default
 from tests.operators.pypto_cases import BEFORE, LAYER
 from tests.operators.selection_cases import NAMES as SELECTION
 from tests.support import torch_npu_host

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import OPERATORS
-from fusion.operators.softmax import Visible, fused_softmax, rounded_softmax, written_softmax
+from fusion.operators.attention.softmax import Visible, fused_softmax, rounded_softmax, written_softmax
 from fusion.routes.expand import attention
 from tests.operators.agreement import new, widened
 from tests.operators.cases import CASES, Case, flat

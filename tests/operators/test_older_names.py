@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion.errors import OperatorError
 from fusion.operators import OPERATORS
-from fusion.operators.library import run_by_older
+from fusion.operators.registration import run_by_older
 from tests.operators.sparse_cases import Sparse, attention, indexer, quant_attention, quant_indexer
 
 LENGTHS = "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_{}=None"

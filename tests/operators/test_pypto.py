@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion.operators import OPERATORS, decompositions, ensure, refusal
-from fusion.operators.library import has_default, run_by_default
+from fusion.operators.registration import has_default, run_by_default
 from tests.operators.cases import flat
 from tests.operators.pypto_cases import BEFORE, LAYER, before, layer, reference_layer, sized
 from tests.operators.test_meta import called, operators_in, traced

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import OPERATORS, decompositions, ensure, refusal
-from fusion.operators.library import run_by_default
+from fusion.operators.registration import run_by_default
 from tests.operators.cases import flat
 from tests.operators.selection_cases import EMPTY, NAMES, gathering, page, reference, sized
 from tests.operators.test_meta import called, operators_in, traced

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import OPERATORS
-from fusion.operators.mla_prolog_numbers import packed
+from fusion.operators.latent.mla_prolog_numbers import packed
 from tests.operators.cases import flat
 from tests.operators.sparse_cases import Sparse, attention, indexer, packed_rows, prolog, quant_attention
 from tests.operators.sparse_references import prolog as reference
@@ -155,7 +155,7 @@ def test_sparse_attention_rounds_the_weights_before_it_divides(dtype: torch.dtyp
 def test_sparse_attention_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch):
     call = made(attention(Sparse(("TND", "PA_BSND"), rows=(3, 4), keys=(9, 6)), apart=True))
     whole = OPERATORS[ATTENTION].fallback(**call)
-    monkeypatch.setattr("fusion.operators.sparse_flash_attention._PART", 2 * 6 * 16)  # two rows at once
+    monkeypatch.setattr("fusion.operators.sparse.sparse_flash_attention._PART", 2 * 6 * 16)  # two rows at once
     torch.testing.assert_close(OPERATORS[ATTENTION].fallback(**call), whole)
 
 

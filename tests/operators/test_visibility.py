@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.operators.visibility import Band, visible
+from fusion.operators.attention.visibility import Band, visible
 
 QUERY, KEY = torch.rand(1, 1, 3, 4), torch.rand(1, 1, 5, 4)
 SHOWN = torch.zeros(3, 5, dtype=torch.bool)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import capture, trial
 from patterns.examples.inputs import fixed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fusion
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
 from patterns.examples import static_quant as examples

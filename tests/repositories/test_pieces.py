@@ -11,7 +11,7 @@ from torch import fx
 
 from fusion import testing
 from fusion.options import Options
-from fusion.outcome import live_calls
+from fusion.report.outcome import live_calls
 from fusion.testing import DTYPES, LEVELS, Level, Trial
 
 from .base import Piece

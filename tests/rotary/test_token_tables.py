@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion.language import Refused
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
 from fusion.testing import capture
 from patterns.rotary.token_tables import TokenTables
 from tests.engine.graphs import numbers, read_graph

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.pipeline import fuse_graph

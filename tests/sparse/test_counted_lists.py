@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot as one_hot_rows
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import LEVELS, Trial, means_what_it_says, refuses, trial
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fusion import Example
+from fusion.frontend.library import installed
 from fusion.language import Refused
-from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
 from patterns.sparse.listing import IndexedRows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fusion
 from fusion import Example
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 from patterns.examples.indexer_prolog import Model, Setting
 from tests.sparse.test_whole_layer import fused, operators, unset
 
@@ -34,7 +34,7 @@ def test_all_of_it_is_one_call_that_writes_in_place(sequences: int):
     assert operators(gm)[CALL] == 1
     assert not {name for name in operators(gm) if "dynamic_quant" in name or "quant_matmul" in name}
     assert len(outcome.in_place) == 2
-    after = sum(each.launches for each in fusion.outcome.live_calls(gm.graph).values())
+    after = sum(each.launches for each in fusion.report.outcome.live_calls(gm.graph).values())
     assert after <= 3 < before  # both tables of halves, and the call
 
 

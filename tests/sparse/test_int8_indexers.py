@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
 from patterns.sparse.indexer import Indexer

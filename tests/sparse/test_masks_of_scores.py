@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 B, S, T, N, C, R, HEADS, D, LISTED = 2, 4, 256, 16, 512, 64, 8, 128, 32
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "torchair"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 from .packed_block import EACH, PLAIN, Model, Sizes, Spelling, any_spelling, inputs
 

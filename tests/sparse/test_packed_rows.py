@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, capture, emits_valid_calls, means_what_it_says, trial
 from patterns.examples.inputs import normal, tensors

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.testing import LEVELS, Level, Trial, means_what_it_says, trial
 from patterns.attention.masks import MOVED
 from tests.engine.graphs import HOST, numbers

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.outcome import live_calls
 from fusion.pipeline import Outcome, fuse_graph
+from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level, capture, emits_valid_calls, means_what_it_says, trial
 from patterns.examples.selection import (
     SETTING,

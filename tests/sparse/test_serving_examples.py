@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.verification import relative_error
+from fusion.runtime.verification import relative_error
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHES = {"deepseek_v32": 13, "glm5": 14 + 5, "deepseek_v32_w8a8c8": 21}

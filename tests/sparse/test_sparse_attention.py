@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from fusion import testing
 from fusion.graph import Algebra, Reading, Value
 from fusion.options import Options
+from fusion.runtime.verification import relative_error
 from fusion.testing import LEVELS, Trial, capture
-from fusion.verification import relative_error
 from patterns.attention.assumed import Assumed
 from patterns.sparse import read, rows
 from patterns.sparse.read_scores import NOT_A_SUM, parts

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fusion
+from fusion.runtime.verification import relative_error
 from fusion.testing import DTYPES
-from fusion.verification import relative_error
 from tests.corpus.base import activations
 
 from . import sparse_attention, sparse_attention_blocks, sparse_attention_lists

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.testing import Trial, means_what_it_says, trial
 from patterns.examples import sparse_attention as sparse
 from patterns.examples.inputs import Inputs, normal, tensors

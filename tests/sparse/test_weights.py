@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.testing import means_what_it_says, trial
 from tests.engine.graphs import HOST, numbers
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fusion import Example
-from fusion.library import installed
+from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.outcome import live_calls
 from fusion.pipeline import Outcome, fuse_graph
+from fusion.report.outcome import live_calls
 from fusion.testing import capture
 from patterns.examples.sparse_attention_pto import SETTING, Model, Packed, Setting
 

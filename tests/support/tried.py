@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
 from fusion import Example, Rule
-from fusion.library import examples
+from fusion.frontend.library import examples
 from tests.attention import facets
 from tests.latent import prolog_cells
 from tests.sparse import cells as sparse_cells

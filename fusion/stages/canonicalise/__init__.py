@@ -17,15 +17,15 @@ from fusion._torch.tensors import constant_numbers
 from fusion.errors import FusionError
 from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Value, dims_of
+from fusion.graph.aliasing import closing_writes, is_write, reserves, written_by
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
+from fusion.graph.parameter_only import derived
 from fusion.graph.proof import proof, proven
-from fusion.mutation import closing_writes, is_write, reserves, written_by
 from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
 from fusion.stages.canonicalise.banded import banded
 from fusion.stages.canonicalise.composites import Composites
 from fusion.stages.canonicalise.translate import OF_COMPLEX, Out, Translated, translator_of
-from fusion.weights import derived
 
 __all__ = ["canonicalise"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusion.bands import Band
+from fusion.facts import Band
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import compare, constant, moved, negated, pointwise, positions, where
 from fusion.graph.proof import proof, proven

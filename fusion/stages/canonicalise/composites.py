@@ -15,7 +15,7 @@ import torch.fx as fx
 from fusion._torch.fakes import fake_mode_of, without_guards
 from fusion._torch.functional import functional_graph
 from fusion._torch.operators import OpOverload, is_composite
-from fusion.mutation import is_write
+from fusion.graph.aliasing import is_write
 from fusion.routes.one_call import alone, signature
 
 log = logging.getLogger("fusion")

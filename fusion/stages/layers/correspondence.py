@@ -9,8 +9,8 @@ import torch
 import torch.fx as fx
 
 from fusion.errors import FusionError
+from fusion.graph.aliasing import memory_of, outputs, reserves
 from fusion.graph.overlay import Held
-from fusion.mutation import memory_of, outputs, reserves
 from fusion.records import Rewritten
 from fusion.stages.layers.origins import BEFORE, Origins
 from fusion.stages.layers.signatures import described

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from fusion._torch.tensors import leaves
 from fusion.facts import Facts
-from fusion.mutation import outputs
+from fusion.graph.aliasing import outputs
 from fusion.stages.layers.cuts import Cut, crossing, cuts
 from fusion.stages.layers.layer import Division, Layer, divided
 from fusion.stages.layers.signatures import Calls, calls_of

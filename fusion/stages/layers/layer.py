@@ -10,7 +10,7 @@ from typing import cast
 
 import torch.fx as fx
 
-from fusion.mutation import outputs
+from fusion.graph.aliasing import outputs
 from fusion.stages.layers.signatures import Calls
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch.fx as fx
 
-from fusion.mutation import is_returned
+from fusion.graph.aliasing import is_returned
 from fusion.records import Candidate, Refusal, Repeats
 from fusion.stages.layers.fold import Folded
 from fusion.stages.layers.layer import Layer

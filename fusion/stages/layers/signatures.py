@@ -12,8 +12,8 @@ import torch.fx as fx
 
 from fusion._torch.tensors import held_by
 from fusion.facts import Facts
-from fusion.mutation import closing_writes
-from fusion.texts import frozen
+from fusion.graph.aliasing import closing_writes
+from fusion.planning.plan_json import frozen
 
 _NODE = object()
 _SMALL = 16  # elements that a constant may have to be compared by value

@@ -12,9 +12,9 @@ from itertools import chain
 import torch.fx as fx
 from torch.fx.node import map_arg
 
+from fusion.graph.aliasing import outputs, sort
+from fusion.graph.origin import PROVENANCE, inherit
 from fusion.graph.overlay import Held
-from fusion.mutation import outputs, sort
-from fusion.origin import PROVENANCE, inherit
 from fusion.records import Candidate, Rewritten
 from fusion.stages.layers.correspondence import Correspondence, NotRepeatedError
 from fusion.stages.layers.origins import BEFORE, Origins

@@ -16,15 +16,18 @@ from typing import Any, TypeVar
 
 import torch.fx as fx
 
-from fusion.cost import is_launch, node_cost, node_surplus
+from fusion.caching.text_cache import TextCache
 from fusion.errors import Failure
-from fusion.failures import failure, raised
 from fusion.graph import Graph, Value
+from fusion.graph.launches import is_launch
 from fusion.language import Refused
 from fusion.operators import operator_of
 from fusion.options import Options
-from fusion.recording import Fakes
+from fusion.planning.cost import node_cost, node_surplus
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.target import Target
 from fusion.records import CLOSE, Candidate, Made, Match, Plan, Refusal, Repeats
+from fusion.report.failures import failure, raised
 from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.fit import mismatch
@@ -33,8 +36,6 @@ from fusion.stages.plan.precision import Precision
 from fusion.stages.plan.recorded import PlanBook, Plans
 from fusion.stages.plan.run import Run
 from fusion.stages.plan.sharing import Sharing
-from fusion.target import Target
-from fusion.text_cache import TextCache
 
 _T = TypeVar("_T")
 

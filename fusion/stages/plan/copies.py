@@ -15,12 +15,13 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion.cost import call_cost, is_contiguous_copy, is_view
 from fusion.graph import Graph, dims_of, lie_alike
-from fusion.mutation import aliased, is_copy_unseen, is_returned, outputs, shown
-from fusion.recording import Fakes
+from fusion.graph.aliasing import aliased, is_copy_unseen, is_returned, outputs, shown
+from fusion.graph.launches import is_contiguous_copy, is_view
+from fusion.planning.cost import call_cost
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.target import Target
 from fusion.records import Input, Match, Output, Plan
-from fusion.target import Target
 
 _CLONE = torch.ops.aten.clone.default
 

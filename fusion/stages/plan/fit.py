@@ -8,8 +8,8 @@ import torch
 import torch.fx as fx
 
 from fusion.graph import dims_of, is_dense
+from fusion.graph.aliasing import memory_of
 from fusion.language import Refused
-from fusion.mutation import memory_of
 from fusion.records import Match, Plan
 
 

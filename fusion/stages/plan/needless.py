@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.fx as fx
 
 from fusion.graph import Graph, Value
-from fusion.mutation import memory_of
+from fusion.graph.aliasing import memory_of
 
 
 class _Given(NamedTuple):

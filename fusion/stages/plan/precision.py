@@ -21,8 +21,8 @@ from fusion._torch.operators import short_name
 from fusion._torch.tensors import leaves
 from fusion.analysis.magnitudes import largest
 from fusion.analysis.rounding import exact
-from fusion.cost import is_view
 from fusion.graph import Graph, Value
+from fusion.graph.launches import is_view
 from fusion.language import Refused
 from fusion.language.ranges import narrows
 from fusion.operators import operator_of

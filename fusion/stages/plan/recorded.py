@@ -17,20 +17,20 @@ import torch
 import torch.fx as fx
 
 from fusion._torch.tensors import count
+from fusion.caching.text_cache import TextCache
 from fusion.errors import Failure
-from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, but_ones, dims_of, lie_alike, unviewed
 from fusion.language import Lowering, Refused
 from fusion.language.code import key_of
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
-from fusion.recording import Fakes
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.plan_json import UnwrittenError, frozen, read, written
+from fusion.planning.target import Target
 from fusion.records import Input, Match, Plan, Step
+from fusion.report.failures import failure, raised
 from fusion.stages.plan.fit import lie_as_indices, mismatch
 from fusion.stages.plan.run import Run
-from fusion.target import Target
-from fusion.text_cache import TextCache
-from fusion.texts import UnwrittenError, frozen, read, written
 
 Plans = Mapping[str, Plan | Refused]
 """By the name of each lowering what it runs, or why it cannot."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from fusion._torch.tensors import leaves, map_only
-from fusion.cost import aten_flops, call_cost, is_data, is_view
+from fusion.graph.launches import is_data, is_view
 from fusion.operators import operator_of
+from fusion.planning.cost import aten_flops, call_cost
+from fusion.planning.target import Target
 from fusion.records import Input, Output, Step
-from fusion.target import Target
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion.cost import is_view
 from fusion.facts import Facts
-from fusion.mutation import is_returned, is_written
+from fusion.graph.aliasing import is_returned, is_written
+from fusion.graph.launches import is_view
+from fusion.graph.parameter_only import derived
 from fusion.records import Prepared
 from fusion.stages.prepare.layout import BY_OPTION, TAKEN, parts, why_copied
 from fusion.stages.prepare.stored import read_as_stored
-from fusion.weights import derived
 
 __all__ = ["prepare", "read_as_stored"]
 

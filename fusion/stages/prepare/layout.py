@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion._torch.operators import short_name
-from fusion.cost import is_view
+from fusion.graph.launches import is_view
 
 ALIGNMENT = 64  # bytes: where kernels like a tensor to begin, also one that lies inside a joined tensor
 CONSTANT = "a constant"

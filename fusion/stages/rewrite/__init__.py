@@ -11,16 +11,16 @@ import torch
 import torch.fx as fx
 
 from fusion._torch.tensors import leaves, map_only
-from fusion.cost import is_contiguous_copy
 from fusion.graph import Graph, Value
-from fusion.mutation import is_written, memory_of, reserves, sort
-from fusion.origin import inherit
-from fusion.recording import Fakes
+from fusion.graph.aliasing import is_written, memory_of, reserves, sort
+from fusion.graph.launches import is_contiguous_copy
+from fusion.graph.origin import inherit
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.plan_json import frozen
+from fusion.planning.symbolic_sizes import SizeNodes
 from fusion.records import Candidate, Input, Output, Rewritten, Step
-from fusion.sizes import SizeNodes
 from fusion.stages.rewrite.layout import Layouts, same_strides
 from fusion.stages.rewrite.results import Results
-from fusion.texts import frozen
 
 _OPENED = torch.ops.aten.unsqueeze.default
 _SCATTER = torch.ops.aten.select_scatter.default

@@ -10,13 +10,13 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch.tensors import hint, leaves
-from fusion.cost import is_contiguous_copy
 from fusion.errors import VerificationError
 from fusion.graph import Dim, but_ones, dims_of, is_dense
-from fusion.mutation import is_copy_unseen, shown
-from fusion.origin import inherit
-from fusion.recording import Fakes
-from fusion.sizes import SizeNodes
+from fusion.graph.aliasing import is_copy_unseen, shown
+from fusion.graph.launches import is_contiguous_copy
+from fusion.graph.origin import inherit
+from fusion.planning.fake_execution import Fakes
+from fusion.planning.symbolic_sizes import SizeNodes
 
 aten = torch.ops.aten
 _STRICT_VIEWS = (aten.view.default, aten._unsafe_view.default)

@@ -16,9 +16,9 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion.cost import is_contiguous_copy
 from fusion.graph import dims_of
-from fusion.mutation import is_write, memory_of, outputs, sharing, shown
+from fusion.graph.aliasing import is_write, memory_of, outputs, sharing, shown
+from fusion.graph.launches import is_contiguous_copy
 from fusion.stages.rewrite.layout import Layouts, same_strides
 
 

@@ -1,0 +1,1 @@
+"""Caches of plans and of rewritten graphs, in memory and on disk, by digest."""

@@ -1,0 +1,279 @@
+"""Graphs that are kept: what came of a graph is made again where an equal one comes, node by node and without a search.
+
+Graphs are equal whose nodes are, in their order: name, call, and how its result looks; with all that is known of their
+inputs, the options, the target and each line of the code. Symbolic sizes belong to one graph: such are never kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion._torch.fakes import FakeTensor, fake_tensor
+from fusion._torch.operators import OpOverload
+from fusion._torch.tensors import held_by, map_only
+from fusion._torch.tracing import refill
+from fusion.caching.text_cache import TextCache, text_cache
+from fusion.facts import Facts
+from fusion.graph.origin import inherit
+from fusion.language import Library
+from fusion.language.code import keys_of
+from fusion.options import Options
+from fusion.planning.plan_json import Maker, UnwrittenError, read, written
+from fusion.planning.target import Target
+from fusion.records import Output, Prepared
+from fusion.report.outcome import Outcome
+
+log = logging.getLogger("fusion")
+
+MOST = 128
+"""How many graphs a file keeps, the latest ones."""
+SMALL = 64
+"""Entries of a constant that is told by its numbers; a graph with a larger one is not kept."""
+
+Numbers = dict[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class Before:
+    """A node as it came."""
+
+    number: int
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    val: Any
+
+    def is_still(self, node: fx.Node) -> bool:
+        """Whether it is what it was."""
+        return (node.target, node.args, node.kwargs) == (self.target, self.args, self.kwargs) and (
+            node.meta.get("val") is self.val
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The place of one graph among those that are kept.
+
+    Attributes:
+        digest: what tells it from others.
+        source: the graph.
+        facts: what is known of its inputs.
+        before: its nodes as they came.
+        make: gives fresh fakes of its mode.
+        graphs: where it is kept.
+    """
+
+    digest: str
+    source: fx.Graph
+    facts: Facts
+    before: dict[fx.Node, Before]
+    make: Maker
+    graphs: TextCache
+
+    def replayed(self, original: fx.Graph, check: Callable[[Outcome], None]) -> Outcome | None:
+        """Rewrite the graph as an equal one was; return None and restore `original`, its copy, if none is stored.
+
+        `check` raises if the rewritten graph does not keep the contract of the original.
+        """
+        text = self.graphs.get(self.digest)
+        if text is None:
+            return None
+        try:
+            outcome = self._made_again(json.loads(text))
+            check(outcome)
+        except Exception as error:  # a file that others have written to
+            log.debug("a graph that was kept is of no use: %r", error)
+            refill(self.source, original)
+            self.before.clear()
+            self.before.update(_nodes(self.source))
+            return None
+        return outcome
+
+    def _made_again(self, told: Mapping[str, Any]) -> Outcome:
+        given = {each.number: node for node, each in self.before.items()}
+        at: fx.Node | None = None
+        for row in told["nodes"]:
+            node = given[row] if isinstance(row, int) else self._placed(row, given, at)
+            if at is not None and node.prev is not at:
+                at.append(node)
+            at = node
+        left = {row if isinstance(row, int) else row[0] for row in told["nodes"]}
+        for node, each in reversed(list(self.before.items())):
+            if each.number not in left:
+                self.source.erase_node(node)
+        modules: dict[str, fx.GraphModule] = {}
+        prepared = tuple(_prepared(each, modules) for each in told["prepared"])
+        return Outcome(self.facts, assumed=frozenset(told["assumed"]), prepared=prepared)
+
+    def _placed(self, row: Sequence[Any], given: dict[int, fx.Node], at: fx.Node | None) -> fx.Node:
+        """A node that is new, behind `at` or the first, or that reads something else than it did."""
+        number, op, target, args, kwargs, name, val, parent, fused = row
+        args, kwargs = _argument(args, given, self.make), _argument(kwargs, given, self.make)
+        if number in given:
+            node = given[number]
+            node.target, node.args, node.kwargs = _called(op, target), args, kwargs
+        else:
+            with self.source.inserting_after(at) if at else self.source.inserting_before(given[0]):
+                node = given[number] = self.source.create_node(op, _called(op, target), args, kwargs, name)
+            inherit(node, given[parent])
+        if val is not None:
+            node.meta["val"] = read(val, self.make)
+        if fused is not None:
+            node.meta["fusion"] = dict(fused)
+        return node
+
+    def keep(self, outcome: Outcome) -> None:
+        """Keep what has come of the graph; not where something failed, or is of one process alone."""
+        if outcome.failures:
+            return
+        try:
+            text = json.dumps(self._told(outcome))
+        except UnwrittenError:
+            return
+        self.graphs.put(self.digest, text)
+        self.graphs.save()
+
+    def _told(self, outcome: Outcome) -> dict[str, Any]:
+        numbers: Numbers = {node: each.number for node, each in self.before.items()}
+        parents: dict[Any, int] = {}
+        for node, each in self.before.items():
+            parents.setdefault(_provenance(node), each.number)
+        return {
+            "nodes": [self._row(node, numbers, parents) for node in self.source.nodes],
+            "prepared": list(map(_recipe, outcome.prepared)),
+            "assumed": sorted(outcome.assumed),
+        }
+
+    def _row(self, node: fx.Node, numbers: Numbers, parents: Mapping[Any, int]) -> Any:
+        before = self.before.get(node)
+        if before is not None and before.is_still(node):
+            return before.number
+        call = _call(node, numbers)
+        number = numbers.setdefault(node, len(numbers))
+        looks = None if before is not None and node.meta.get("val") is before.val else written(node.meta["val"])
+        parent = None if before is not None else parents.get(_provenance(node), 0)
+        return [number, *call, node.name, looks, parent, node.meta.get("fusion")]
+
+
+def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) -> Entry | None:
+    """Find the cache entry of a graph; None where it can have none.
+
+    Graphs that are dumped are searched, so that there is something to see.
+    """
+    graphs = text_cache("graphs", library, options, MOST)
+    mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
+    if graphs is None or mode is None or options.dump_dir or (keys := keys_of(library)) is None:
+        return None
+    try:
+        told = [_told_of(node) for node in source.nodes]
+    except UnwrittenError:
+        return None
+    known = [
+        sorted(facts.parameters),
+        sorted(facts.assumed.items()),
+        sorted(facts.fractal.items()),
+        sorted(facts.bands.items()),
+        sorted(facts.arguments.items()),
+        facts.strides,
+        facts.prepares,
+    ]
+    parts = [*told, keys, Target.resolve(options.target).name, repr(options.key()), repr(known)]
+    digest = sha256("\n".join(parts).encode()).hexdigest()
+    return Entry(digest, source, facts, _nodes(source), partial(fake_tensor, mode), graphs)
+
+
+def _nodes(source: fx.Graph) -> dict[fx.Node, Before]:
+    return {
+        node: Before(number, node.target, node.args, node.kwargs, node.meta.get("val"))
+        for number, node in enumerate(source.nodes)
+    }
+
+
+def _told_of(node: fx.Node) -> str:
+    """All of a node that the search looks at."""
+    if node.op == "get_attr":
+        held = held_by(node)
+        if not isinstance(held, torch.Tensor) or held.numel() > SMALL or isinstance(held, FakeTensor):
+            raise UnwrittenError
+        return f"{node.name} {_look(held)} {held.tolist()}"
+    return f"{node.name} {node.op} {_name(node)} {node.args} {node.kwargs} {_look(node.meta.get('val'))}"
+
+
+def _name(node: fx.Node) -> str:
+    if node.op != "call_function" or isinstance(node.target, OpOverload):
+        return str(node.target)
+    if node.target is not operator.getitem:
+        raise UnwrittenError
+    return "getitem"
+
+
+def _look(val: Any) -> str:
+    match val:
+        case torch.Tensor():
+            if not all(type(each) is int for each in val.shape):
+                raise UnwrittenError
+            return (
+                f"{tuple(val.shape)} {val.stride()} {val.storage_offset()} {val.dtype} {val.device} {val.layout} "
+                f"{val.requires_grad} {type(val).__name__}"
+            )
+        case tuple() | list():
+            return f"[{' '.join(map(_look, val))}]"
+        case None | bool() | int() | float():
+            return repr(val)
+        case _:
+            raise UnwrittenError
+
+
+def _provenance(node: fx.Node) -> tuple[int, int]:
+    """What new nodes have from the node that they stand for."""
+    return id(node.meta.get("stack_trace")), id(node.meta.get("nn_module_stack"))
+
+
+def _call(node: fx.Node, numbers: Numbers) -> list[Any]:
+    """What a node calls, nodes as `Output` by their numbers."""
+    if node.op not in ("call_function", "placeholder", "output"):
+        raise UnwrittenError
+    target = written(node.target) if isinstance(node.target, OpOverload) else _name(node)
+    args, kwargs = map_only(fx.Node, lambda each: Output(numbers[each], None), (node.args, node.kwargs))
+    return [node.op, target, written(args), written(kwargs)]
+
+
+def _called(op: str, target: Any) -> Any:
+    if op != "call_function":
+        return target
+    return operator.getitem if target == "getitem" else read(target, torch.empty_strided)
+
+
+def _argument(text: Any, given: Mapping[int, fx.Node], make: Maker) -> Any:
+    return map_only(Output, lambda each: given[each.step], read(text, make))
+
+
+def _recipe(prepared: Prepared) -> list[Any]:
+    numbers: Numbers = {}
+    rows: list[Any] = []
+    for node in prepared.module.graph.nodes:
+        rows.append(_call(node, numbers))
+        numbers[node] = len(numbers)
+    return [prepared.name, list(prepared.sources), prepared.key, prepared.size, prepared.copied, rows]
+
+
+def _prepared(told: Sequence[Any], modules: dict[str, fx.GraphModule]) -> Prepared:
+    name, sources, key, size, copied, rows = told
+    if key not in modules:
+        graph = fx.Graph()
+        given: dict[int, fx.Node] = {}
+        for number, (op, target, args, kwargs) in enumerate(rows):
+            read_back = (_argument(each, given, torch.empty_strided) for each in (args, kwargs))
+            given[number] = graph.create_node(op, _called(op, target), *read_back)
+        modules[key] = fx.GraphModule({}, graph)
+    return Prepared(name, tuple(sources), modules[key], key, size, copied)

@@ -1,0 +1,415 @@
+"""The `torch.compile` backend "cann_fusion": capture, fuse, lower; and `fuse`, which compiles with it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.fx as fx
+from torch.fx.immutable_collections import immutable_dict
+
+from fusion._torch.gc import uncollected
+from fusion._torch.inductor import inductor_mode
+from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
+from fusion.caching import graph_cache
+from fusion.errors import FusionError, OptionError, StageError
+from fusion.facts import Facts
+from fusion.frontend.library import completed, library_for
+from fusion.graph.origin import render
+from fusion.inputs.assumptions import assumed, checks_of, loosened
+from fusion.inputs.dynamo_inputs import Known
+from fusion.language import Library, Reader, Rule
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.planning.target import Target
+from fusion.report.failures import stage, warn
+from fusion.report.outcome import GraphReport, Outcome, counted
+from fusion.report.progress import watched
+from fusion.runtime.prepared import foreseen, obstacles, supply
+from fusion.runtime.verification import Subject, verified
+from fusion.stages.capture import capture, is_training
+from fusion.stages.lower import handed_on, lower, route
+from fusion.stages.verify import contract, verify
+
+log = logging.getLogger("fusion")
+_numbers = count()
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+def cann_fusion(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo; the function behind `torch.compile(model, backend="cann_fusion", options={...})`."""
+    return _compile_by(lambda: FusionBackend().changed(options, mode), gm, example_inputs)
+
+
+def _compile_by(
+    make: Callable[[], FusionBackend], gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile one graph by the backend that `make` gives.
+
+    Where an option or a rule is wrong, the returned function raises the `FusionError`, so that the caller sees it even
+    if Dynamo suppresses errors.
+    """
+    try:
+        backend = make()
+    except FusionError as error:
+        return partial(_raise, error.with_traceback(None))
+    return backend.compile(gm, example_inputs)
+
+
+def _raise(error: FusionError, *inputs: Any) -> Any:
+    raise error
+
+
+@overload
+def fuse(model: Model, /) -> Model: ...
+@overload
+def fuse(
+    model: None = None,
+    /,
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **fields: Any,
+) -> Callable[[Model], Model]: ...
+def fuse(
+    model: Callable[..., Any] | None = None,
+    /,
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **fields: Any,
+) -> Any:
+    """Compile what is decorated with the fusion backend, at its first call.
+
+    Works bare (`@fuse`) or with options (`@fuse(target="ascend910_93")`, `@fuse(options={...})`), on a function, on
+    `forward` inside a class body (all instances share the compiled code, each with its own weights), and on a module
+    instance (`model = fuse(model)`).
+
+    Raises:
+        OptionError: an option is not known, or has a value that it cannot have.
+    """
+    if model is not None and not callable(model):
+        raise OptionError(f"decorating: {model!r} is no model; give options by name, as fuse(options={{...}})")
+    backend = FusionBackend(Options.of(options, **fields))
+
+    def decorate(target: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+    return decorate if model is None else decorate(model)
+
+
+@dataclass(frozen=True)
+class FusionBackend:
+    """Backend of `torch.compile` with its options and, if they are not the installed ones, its rules.
+
+    Attributes:
+        options: how models are fused; a mapping of names to values as well.
+        rules: the rules to choose from: a library, as `fusion.installed() + [MyRule()]`, or rules and readers, to which
+            the installed readers are added; None for the installed ones.
+
+    Raises:
+        OptionError: an option has a value that it cannot have, or names a rule that does not exist.
+        RuleError: a rule is declared wrongly.
+    """
+
+    options: Options = Options()
+    rules: Library | Iterable[Rule | Reader] | None = None
+
+    def __post_init__(self) -> None:
+        """Check options and rules before anything is compiled."""
+        object.__setattr__(self, "options", Options.of(self.options))
+        if self.rules is not None:
+            object.__setattr__(self, "rules", completed(self.rules))
+        library_for(self.options, self.rules)
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options | Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph; `options` and `mode`, if `torch.compile` passes them, replace those of this backend."""
+        return _compile_by(lambda: self.changed(options, mode), gm, example_inputs)
+
+    def changed(self, options: Options | Mapping[str, Any] | None, mode: str | None) -> FusionBackend:
+        """Copy this backend with the values of `options` and with `mode`, each if not None, in place of its own.
+
+        Raises:
+            OptionError: one of them is wrong.
+        """
+        more = {} if mode is None else {"mode": mode}
+        if options is None and not more:
+            return self
+        given = Options.of(options, **more)
+        if isinstance(options, Options):
+            return replace(self, options=given)
+        named = {name: getattr(given, name) for name in (*(options or ()), *more)}
+        return replace(self, options=replace(self.options, **named))
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph of Dynamo; a graph that is traced for training runs unfused, with a warning."""
+        specialise_floats(gm)
+        _warn_of_mode(self.options)
+        if is_training(gm, example_inputs):
+            warnings.warn(
+                "cann-fusion fuses inference graphs only, and this one is traced for training: it runs unfused. "
+                "Call the model under torch.no_grad() or torch.inference_mode(), or freeze its parameters.",
+                stacklevel=2,
+            )
+            return aot_plain(gm, example_inputs)
+        inline_regions(gm)
+        return capture(gm, example_inputs, partial(self._compile, Known.of(gm, example_inputs)))
+
+    def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        with watched("capture", self.options.progress):
+            return self._compiled(known, gm, example_inputs)
+
+    def _compiled(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        try:
+            with stage("capture"):
+                facts = known.facts(gm.graph, self.options.assume)
+        except FusionError as error:  # whatever fails, the model runs as it came
+            return self._as_it_came(original, example_inputs, error)
+        return self._fused(known, facts, gm, original, example_inputs)
+
+    def _fused(
+        self,
+        known: Known,
+        facts: Facts,
+        gm: fx.GraphModule,
+        original: fx.GraphModule,
+        example_inputs: Sequence[Any],
+    ) -> Boxed:
+        """Fuse and lower `gm`, a copy of `original`, and check at each call what `facts` assume."""
+        try:
+            outcome = self.outcome(gm, facts, original.graph)
+        except FusionError as error:
+            return self._as_it_came(original, example_inputs, error)
+        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
+        subject = self._subject(known, facts, original, gm, outcome) if self.options.verify else None
+        try:
+            with stage("lower"):
+                run = self._lowered(gm, [*example_inputs, *prepared])
+        except StageError as error:
+            return self._as_it_came(original, example_inputs, error)
+        warn(outcome.failures)
+        run = supply(run, gm.graph, outcome.prepared, known.names_in(gm.graph))
+        if subject is not None:
+            run = verified(subject, run)
+        checks = checks_of(gm.graph, facts, outcome.assumed)
+        if not checks:
+            return run
+        looser = loosened(original.graph, facts)
+        again = None
+        if looser != facts and not _is_symbolic(original.graph):
+            again = partial(self._fused_again, known, looser, original, example_inputs)
+        return assumed(run, partial(self._unfused, original, example_inputs), checks, again)
+
+    def _fused_again(
+        self, known: Known, facts: Facts, original: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Boxed:
+        """Fuse a graph once more, of which something else is assumed, after Dynamo has set its guards."""
+        fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
+        with outside_modes():
+            return self._fused(known, facts, fresh, original, example_inputs)
+
+    def _subject(
+        self, known: Known, facts: Facts, original: fx.GraphModule, gm: fx.GraphModule, outcome: Outcome
+    ) -> Subject:
+        """Describe a fused graph to its verification; compilers may change `gm`."""
+
+        def again(fuel: int | None) -> tuple[fx.GraphModule, Outcome]:
+            fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
+            options = self.options if fuel is None else replace(self.options, fuel=fuel)
+            made = fuse_graph(fresh.graph, library_for(options, self.rules), options, facts, told=False)
+            fresh.recompile()
+            return fresh, made
+
+        fused = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        is_compiled = route(self.options.lower) != "eager"
+        names = known.named(original.graph)
+        return Subject(original, fused, outcome.prepared, names, is_compiled, again, self.options.dump_dir)
+
+    def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
+        """Compile the plain graph and warn once; raises where the compiler is at fault, not the fused graph."""
+        log.debug("fusing a graph failed", exc_info=error)
+        run = self._lowered(original, example_inputs)
+        if isinstance(error, StageError):
+            warn([error.failure])
+        else:
+            warnings.warn(f"cann-fusion could not fuse a graph and runs it as it came: {error}", stacklevel=2)
+        return run
+
+    def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """Compile the plain graph after Dynamo has set its guards; graphs of symbolic sizes run node by node, as a
+        compiler may ask for another guard, which nothing would check."""
+        with outside_modes():
+            return self._lowered(original, example_inputs, "eager" if _is_symbolic(original.graph) else None)
+
+    def _lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any], by: str | None = None) -> Boxed:
+        """Compile a graph by the compiler `by`, that of the options if None: Inductor in the mode of the options."""
+        by = by or route(self.options.lower)
+        with inductor_mode(self.options.mode) if by == "inductor" else nullcontext():
+            return lower(gm, example_inputs, by)
+
+    def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
+        """As `fuse` does; where an equal graph was fused before, what has come of it is made again.
+
+        Raises:
+            FusionError: the options or a rule cannot be used.
+            StageError: a stage failed; the graph is not to be used.
+        """
+        with stage("graph_cache"), uncollected():
+            entry = graph_cache.entry(gm.graph, facts, library_for(self.options, self.rules), self.options)
+            known = entry and entry.replayed(original, partial(_check_replayed, gm.graph, original))
+        if known is not None:
+            log.info("fused as an equal graph was")
+            return known
+        outcome = self.fuse(gm, facts, original, told=False)
+        if entry is not None:
+            with stage("graph_cache"), uncollected():
+                entry.keep(outcome)
+        return outcome
+
+    def fuse(
+        self,
+        gm: fx.GraphModule,
+        facts: Facts = Facts(),
+        original: fx.Graph | None = None,
+        told: bool = True,
+        in_place: bool = True,
+    ) -> GraphReport:
+        """Rewrite one functional aten graph in place and report; its code is not made again.
+
+        `original` is a copy of the graph, where there is one. Refusals are worked out only where they are `told`: a
+        compilation tells none. Without `in_place` the graph stays functional.
+
+        Raises:
+            FusionError: the options or a rule cannot be used.
+            StageError: a stage failed; the graph is not to be used.
+        """
+        number = next(_numbers)
+        dumped = _dump(self.options.dump_dir, f"graph{number}_captured.txt", gm.graph)
+        library = library_for(self.options, self.rules)
+        outcome = fuse_graph(gm.graph, library, self.options, facts, original, told, in_place)
+        if dumped:
+            _dump(self.options.dump_dir, f"graph{number}_fused.txt", gm.graph)
+        machine = Target.resolve(self.options.target)
+        report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
+        log.info("fused %d places", len(report.chosen))
+        return report
+
+    def failed(self, gm: fx.GraphModule, error: StageError) -> GraphReport:
+        """Return the report of a graph that stays as it came, because a stage failed."""
+        outcome = Outcome(facts=Facts(extensible=True), before=counted(gm.graph), failures=(error.failure,))
+        machine = Target.resolve(self.options.target)
+        return GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
+
+    def hand_on(self) -> Callable[[fx.GraphModule], fx.GraphModule]:
+        """Return what makes of a graph the one that is handed to the compiler that runs it."""
+        return partial(handed_on, by=route(self.options.lower))
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """A backend that fuses and reports, and whose graphs give fake results instead of running.
+
+    Attributes:
+        backend: what fuses.
+        parts: where the reports go.
+        positional: names of the positional arguments of what is explained.
+        originals: by the id of a fake tensor, what it is a copy of.
+    """
+
+    backend: FusionBackend
+    parts: list[GraphReport]
+    positional: tuple[str, ...] = ()
+    originals: Mapping[int, torch.Tensor] = immutable_dict()
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph to its report."""
+        specialise_floats(gm)
+        inline_regions(gm)
+        known = Known.of(gm, example_inputs, self.positional, self.originals)
+        real = [self.originals.get(id(each), each) for each in example_inputs]
+        return capture(gm, example_inputs, partial(self._compile, known, obstacles(real)))
+
+    def _compile(self, known: Known, stuck: Sequence[str], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
+        original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        try:
+            with stage("capture"):
+                facts = known.facts(gm.graph, self.backend.options.assume)
+            report = self.backend.fuse(gm, facts, original.graph)
+            gm.recompile()
+            with stage("prepare"):
+                self.parts.append(replace(report, prepared=foreseen(report.prepared, gm.graph, stuck)))
+        except StageError as error:
+            self.parts.append(self.backend.failed(original, error))
+        return boxed(fx.Interpreter(original).run)
+
+
+def _is_symbolic(graph: fx.Graph) -> bool:
+    """True if a size in `graph` is symbolic."""
+    return any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes)
+
+
+def _check_replayed(source: fx.Graph, original: fx.Graph, outcome: Outcome) -> None:
+    """Require of a replayed graph the inputs, results and writes of `original`.
+
+    Raises:
+        VerificationError: one of them differs.
+    """
+    verify(source, contract(original, outcome.facts.strides), [], [each.name for each in outcome.prepared])
+
+
+def _warn_of_mode(options: Options) -> None:
+    """Warn where the mode has no effect, as the compiler that runs graphs here has none."""
+    by = route(options.lower)
+    if options.mode != "default" and by != "inductor":
+        warnings.warn(
+            f"cann-fusion runs fused graphs by {by!r} here, and mode={options.mode!r}, a mode of Inductor, changes "
+            "nothing. Set option lower to 'inductor', or on an NPU to 'npugraph_ex', which captures graphs.",
+            stacklevel=2,
+        )
+
+
+def _dump(folder: str, name: str, source: fx.Graph) -> bool:
+    """Write a graph as text into a folder, if one is named; True if it was written.
+
+    Where it cannot be written, a warning says so, and the graph is fused all the same.
+    """
+    if not folder:
+        return False
+    with stage("dump"):
+        text = render(source)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / name).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"cann-fusion could not write {name} into the folder {folder!r} ({why}): the graph is fused without a "
+            "dump. Name a folder in option dump_dir that can be written to.",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""The catalogue: every operator and every installed rule, as plain data for a terminal, for JSON and for the docs."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+
+from fusion.frontend.library import GROUP, installed, provided_by, rule_called
+from fusion.language import Rule
+from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator
+from fusion.options import check_names
+
+
+@dataclass(frozen=True)
+class OperatorEntry:
+    """One operator that can be emitted.
+
+    Attributes:
+        name: qualified name, `npu::npu_rms_norm`.
+        summary: its formula.
+        schema: as torch_npu prints it.
+        targets: the chips that have it.
+        lowerings: the compilers that take it.
+        dims: argument -> named dims.
+        dtypes: argument -> accepted dtypes.
+        limits: target -> what a call must keep to.
+        computed: the arguments that the decomposition computes.
+        uncomputed: argument -> why a call that does not leave it at its default is refused.
+        without_effect: the arguments that change no result.
+        source: where all this was read.
+        older: the name by which an older package has it, "" for none.
+    """
+
+    name: str
+    summary: str
+    schema: str
+    targets: tuple[str, ...]
+    lowerings: tuple[str, ...]
+    dims: dict[str, str]
+    dtypes: dict[str, tuple[str, ...]]
+    limits: dict[str, tuple[str, ...]]
+    computed: tuple[str, ...]
+    uncomputed: dict[str, str]
+    without_effect: tuple[str, ...]
+    source: str
+    older: str
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """One installed rule.
+
+    Attributes:
+        name: the semantic op that its matches read as.
+        meaning: its docstring.
+        formula: the first line of its module.
+        patterns: written form -> what is particular about it.
+        refuses: lookalike -> why it is refused.
+        lowerings: way to run it -> what it does.
+        uses: the semantic ops that its patterns are made of.
+        package: the distribution that provides it.
+        opt_in: whether it is off unless the option `opt_in` names it.
+    """
+
+    name: str
+    meaning: str
+    formula: str
+    patterns: dict[str, str]
+    refuses: dict[str, str]
+    lowerings: dict[str, str]
+    uses: tuple[str, ...]
+    package: str
+    opt_in: bool
+
+
+def operator_entries() -> tuple[OperatorEntry, ...]:
+    """Every operator, in the order of their names."""
+    return tuple(_operator(each) for _, each in sorted(OPERATORS.items()))
+
+
+def rule_entries() -> tuple[RuleEntry, ...]:
+    """Every installed rule, in the order in which the packages provide them."""
+    return tuple(_rule(each) for each in installed().rules)
+
+
+def operator_entry(name: str) -> OperatorEntry:
+    """The operator of this name, with or without its namespace.
+
+    Raises:
+        OptionError: there is none; the message names the nearest.
+    """
+    entries = {each.name.split("::")[1]: each for each in operator_entries()}
+    short = next((known for known, each in entries.items() if each.name == name), name)
+    check_names("operator", [short], entries)
+    return entries[short]
+
+
+def rule_entry(name: str) -> RuleEntry:
+    """Find the installed rule of this name.
+
+    Raises:
+        OptionError: there is none; the message names the nearest.
+    """
+    entries = {each.name: each for each in rule_entries()}
+    check_names("rule", [name], entries, rule_called(name, installed().rules))
+    return entries[name]
+
+
+def _operator(op: Operator) -> OperatorEntry:
+    return OperatorEntry(
+        op.name,
+        op.summary,
+        op.schema,
+        tuple(chip for chip in CHIPS if chip in op.limits),
+        tuple(sorted(op.lowerings)),
+        dict(op.dims),
+        {name: tuple(sorted(str(each).removeprefix("torch.") for each in given)) for name, given in op.dtypes.items()},
+        {chip: tuple(_limit(each) for each in op.limits[chip]) for chip in (HOST, *CHIPS) if chip in op.limits},
+        op.computed,
+        dict(op.uncomputed),
+        tuple(name for name in op.arguments if name in op.without_effect),
+        op.source,
+        op.older,
+    )
+
+
+def _limit(limit: Limit | str) -> str:
+    if isinstance(limit, str):
+        return limit
+    when = f" where {limit.when}" if limit.when else ""
+    route = f" under {limit.lowering}" if limit.lowering else ""
+    because = f": {limit.because}" if limit.because else ""
+    return f"{limit.text}{when}{route}{because}"
+
+
+def _rule(rule: Rule) -> RuleEntry:
+    return RuleEntry(
+        rule.name,
+        _first_line(type(rule)),
+        _first_line(inspect.getmodule(type(rule))),
+        {each.method: _first_line(getattr(rule, each.method)) for each in rule.patterns()},
+        {each.name: each.reason for each in rule.lookalikes()},
+        {each.name: _first_line(getattr(rule, each.method)) for each in rule.lowerings()},
+        tuple(sorted(rule.uses())),
+        _packages().get(rule.name, ""),
+        rule.opt_in,
+    )
+
+
+def _first_line(described: object) -> str:
+    return (inspect.getdoc(described) or "").partition("\n")[0]
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Rule -> the distribution whose entry point provides it."""
+    found: dict[str, str] = {}
+    for entry in entry_points(group=GROUP):
+        name = entry.dist.name if entry.dist else entry.value
+        found |= {rule.name: name for rule in provided_by(entry.load()).rules}
+    return found

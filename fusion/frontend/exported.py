@@ -1,0 +1,127 @@
+"""Exported programs: `fuse_exported` gives one that calls fused operators, `explain` says what fused in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from fusion._torch.exported import functional, parameters, return_writes, with_buffers, write_at_end
+from fusion._torch.tracing import copied, keep_names
+from fusion.errors import OptionError, StageError
+from fusion.facts import Facts
+from fusion.frontend.backend import FusionBackend
+from fusion.graph.aliasing import name_results, outputs
+from fusion.language import Library, Reader, Rule
+from fusion.options import Options
+from fusion.planning.target import Target
+from fusion.records import Prepared
+from fusion.report.failures import stage, warn
+from fusion.report.outcome import GraphReport
+from fusion.report.report import Report
+from fusion.routes.guest import decompose_added
+from fusion.stages.lower import handed_on
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+STAY = "the program reads its Parameters elsewhere too"
+
+
+def fuse_exported(
+    program: ExportedProgram,
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    rules: Library | Iterable[Rule | Reader] | None = None,
+) -> ExportedProgram:
+    """Return a functional program that computes what `program` does by fused operators; `program` is not changed.
+
+    The result runs, saves, loads, is a program for AOTInductor, and keeps dynamic shapes, range constraints and writes
+    to buffers and inputs. What is computed from Parameters alone is computed now and becomes a buffer `prepared_<n>`;
+    a Parameter that then nothing reads leaves the state dict, so that weights which are loaded later cannot be missed
+    silently. A process that loads the result calls `fusion.operators.ensure()` before; with `options["lower"]`
+    "inductor" the fused operators are replaced by their decompositions, and nothing of this package is needed.
+
+    Where the pass fails, the result is `program` in functional form, with a warning.
+
+    Raises:
+        OptionError: an option is wrong, or checks calls, of which an exported program has none.
+        RuleError: a rule is declared wrongly.
+    """
+    plain, backend = functional(program), _backend(options, rules)
+    report = _report(plain, backend)
+    warn(report.failures)
+    try:
+        with stage("lower"):
+            return _program(plain, report, backend.options.lower)
+    except StageError as error:
+        warn([error.failure])
+        return plain
+
+
+def explain_exported(
+    program: ExportedProgram,
+    options: Options | Mapping[str, Any] | None = None,
+    rules: Library | Iterable[Rule | Reader] | None = None,
+) -> Report:
+    """Return the report of `fuse_exported`; nothing is computed.
+
+    Raises:
+        OptionError: an option is wrong, or checks calls, of which an exported program has none.
+        RuleError: a rule is declared wrongly.
+    """
+    backend = _backend(options, rules)
+    return Report(Target.resolve(backend.options.target).name, (_report(functional(program), backend),))
+
+
+def _backend(
+    options: Options | Mapping[str, Any] | None, rules: Library | Iterable[Rule | Reader] | None
+) -> FusionBackend:
+    checked = Options.of(options)
+    for name in ("assume", "verify"):
+        if getattr(checked, name):
+            raise OptionError(
+                f"fusing an exported program, with option {name}: what it says is checked when a compiled graph is "
+                "called, and nothing of this package sees the calls of a program; compile its module to use the option"
+            )
+    return FusionBackend(checked, rules)
+
+
+def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:
+    """Fuse a copy of the graph of a functional program, and report."""
+    gm = fx.GraphModule(plain.graph_module, copied(plain.graph))
+    try:
+        with stage("capture"):
+            write_at_end(gm, plain.graph_signature)
+        report = backend.fuse(gm, Facts(parameters(plain.graph_signature)), in_place=False)
+    except StageError as error:
+        report = backend.failed(gm, error)
+    dropped = {node.name for node in gm.graph.find_nodes(op="placeholder") if not node.users}
+    prepared = tuple(_as_buffer(each, dropped) for each in report.prepared)
+    return replace(report, prepared=prepared, hand_on=partial(handed_on, by=backend.options.lower))
+
+
+def _as_buffer(prepared: Prepared, dropped: Set[str]) -> Prepared:
+    """Return the record of a buffer, which costs nothing if all Parameters that it is computed from are `dropped`."""
+    leave = prepared.sources and dropped >= set(prepared.sources)  # a constant has none
+    return replace(prepared, copied="" if leave else prepared.copied or STAY)
+
+
+def _program(plain: ExportedProgram, report: GraphReport, lower: str) -> ExportedProgram:
+    """Return `plain` with a copy of the graph of `report`, in which prepared tensors are buffers."""
+    gm = copy.deepcopy(report.graph)
+    keep_names(report.graph.graph, gm.graph)
+    if lower == "inductor":
+        decompose_added(gm.graph, {})
+    return_writes(gm, plain.graph_signature)
+    name_results(gm.graph, [node.name for node in outputs(plain.graph)])
+    targets, tensors = plain.graph_signature.inputs_to_parameters, plain.state_dict
+    with torch.no_grad():
+        made = {each.name: each.module(*(tensors[targets[name]] for name in each.sources)) for each in report.prepared}
+    return with_buffers(plain, gm, made)

@@ -1,0 +1,121 @@
+"""FusionPass: the same pass as a guest in another compiler's pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fusion import operators
+from fusion._torch.inductor import hosts_pass
+from fusion._torch.tracing import copied, refill
+from fusion.errors import StageError
+from fusion.frontend.library import completed, library_for
+from fusion.graph.aliasing import name_results, outputs
+from fusion.language import Library, Reader, Rule
+from fusion.language.code import keys_of, loaded
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.planning.target import Target
+from fusion.report.failures import stage, warn
+from fusion.report.outcome import Outcome
+from fusion.routes import vendor
+from fusion.routes.guest import decompose_added, is_on_npu
+from fusion.routes.inductor import copy_results, guest_table
+
+
+class FusionPass(CustomGraphPass):
+    """A callable over a functional aten graph, which it rewrites in place; nodes carry fake tensors in `meta["val"]`.
+
+    Works as every custom pass of Inductor after tracing (`post_grad_custom_pre_pass`, `joint_custom_post_pass`, ...),
+    whose cache of graphs it keeps on, and as torchair's and npugraph_ex's `post_grad_custom_pre_pass` (which pass
+    further arguments). In a graph of Inductor on a CPU or GPU, fused operators are replaced by their decompositions, so
+    that Inductor generates code for them. Passes pickle, and copies of one have equal keys.
+
+    Attributes:
+        options: how graphs are fused.
+        rules: the rules to choose from, as they were given; None for the installed ones.
+        library: the rules and readers in use.
+    """
+
+    def __init__(
+        self, options: Options | Mapping[str, Any] | None = None, rules: Library | Iterable[Rule | Reader] | None = None
+    ) -> None:
+        self.options = Options.of(options)
+        self.rules = None if rules is None else completed(rules)
+        self.library = library_for(self.options, self.rules)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild the pass from what it was given: the installed library is that of the process that unpickles."""
+        return type(self), (self.options, self.rules)
+
+    def __call__(self, graph: fx.GraphModule | fx.Graph, *context: Any) -> None:
+        """Fuse in place; a graph without any match stays node for node as it is.
+
+        Where the pass fails, the graph is left as it came, with a warning.
+
+        Raises:
+            FusionError: the graph carries no shapes.
+        """
+        source = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        try:
+            outcome = self._fuse(source)
+        except StageError as error:
+            warn([error.failure])
+            return
+        warn(outcome.failures)
+        if not outcome.chosen:
+            return
+        vendor.mend_loaded()
+        if isinstance(graph, fx.GraphModule):
+            graph.recompile()
+
+    def _fuse(self, source: fx.Graph) -> Outcome:
+        """Rewrite `source` in place, in calls that its host lowers.
+
+        Inductor chooses by itself what it writes in place, but for operators of an NPU, which it launches one by one.
+        Results keep their names, by which the signature of an exported program finds them.
+
+        Raises:
+            FusionError: the graph carries no shapes.
+            StageError: a stage failed; the graph is as it came.
+        """
+        kept, options, inductor = copied(source), self.options, hosts_pass()
+        on_npu = inductor and is_on_npu(source)
+        if on_npu and not options.plan_lower:
+            options = replace(options, plan_lower="inductor")
+        outcome = fuse_graph(source, self.library, options, original=kept, told=False, in_place=on_npu or not inductor)
+        if inductor and outcome.chosen:
+            try:
+                with stage("lower"):
+                    decompose_added(source, guest_table())
+                    copy_results(source)
+            except StageError:
+                refill(source, kept)
+                raise
+        name_results(source, [node.name for node in outputs(kept)])
+        return outcome
+
+    def uuid(self) -> str | None:
+        """Key compiled graphs by all code that decides, target, options and versions.
+
+        Returns:
+            The key; None, for which Inductor keeps no graph, where a rule reads what is of this process alone.
+        """
+        keys = keys_of(self.library)
+        if keys is None:
+            return None
+        content = [
+            keys,
+            loaded(self.library),
+            Target.resolve(self.options.target).name,
+            repr(self.options.key()),
+            str(operators.ensure()),
+            torch.__version__,
+        ]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()

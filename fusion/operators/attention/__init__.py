@@ -1,0 +1,1 @@
+"""Operators of softmax attention over keys and values, and the limits of their kernels."""

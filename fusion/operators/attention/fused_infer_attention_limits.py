@@ -1,0 +1,406 @@
+"""What the kernels of npu_fused_infer_attention_score (v1 and v2) ask of a call, from the pages of op-plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fusion.operators.attention.int8_cache_limits import CACHE, Antiquant
+from fusion.operators.attention.int8_latent_limits import FLOAT_QUERIES, INT8_HOST, INT8_KERNEL
+from fusion.operators.attention.layouts import LAYOUTS, lying
+from fusion.operators.attention.visibility import mask_limits
+from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
+from fusion.operators.limits import A2_A3, Limit
+
+_MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
+_QUERY = {"BSH": "B S H", "BSND": "B S N D", "BNSD": "B N S D", "TND": "Tq N D", "NTD": "N Tq D"}
+_ROPE = {"BSH": "B S Hr", "BSND": "B S N Dr", "BNSD": "B N S Dr", "TND": "Tq N Dr", "NTD": "N Tq Dr"}
+# A cache of pages may have another rank than the query: [pages, block, N · D], [pages, N, block, D], or fractal NZ.
+_KEY = ("P Q K", "P Q U K", "P Q C U L")
+_VALUE = ("P Q V", "P Q U V", "P Q Cv U L")
+_KEY_ROPE = ("P Q Kr", "P Q U Kr", "P Q Cr U Lr")
+
+_PACKED, _BATCHED = lying("TND", "NTD"), lying("BSH", "BSND", "BNSD")
+_MERGED, _BSND, _BNSD, _TND, _NTD = map(lying, ("BSH", "BSND", "BNSD", "TND", "NTD"))
+_BIAS = "given(pse_shift)"
+_MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of the arguments of a version, and which of them are not computed."""
+
+    heads: str
+    scale: str
+    query_lengths: str
+    key_lengths: str
+    lse: str
+    antiquant: Antiquant
+    result: tuple[str, str]
+    """Scale and offset of a result in int8."""
+    uncomputed: Mapping[str, str]
+    padded: bool = False
+    """True if sequences may stand at the end of their rows, and share keys before their own."""
+    sink: str | None = None
+    whole: bool = False
+    """Whether it takes queries of int8 over an int8 latent."""
+
+
+V2 = Names(
+    heads="num_query_heads",
+    scale="softmax_scale",
+    query_lengths="actual_seq_qlen",
+    key_lengths="actual_seq_kvlen",
+    lse="return_softmax_lse",
+    antiquant=Antiquant(
+        ("dequant_scale_key", "dequant_scale_value"), ("dequant_offset_key", "dequant_offset_value"),
+        ("key_quant_mode", "value_quant_mode"),
+    ),
+    result=("quant_scale_out", "quant_offset_out"),
+    uncomputed={
+        "dequant_scale_key_rope quant_scale_p": "they are for floats of 8 bits",
+        "query_dtype key_dtype value_dtype query_rope_dtype key_rope_dtype key_shared_prefix_dtype "
+        "value_shared_prefix_dtype dequant_scale_query_dtype dequant_scale_key_dtype dequant_scale_value_dtype "
+        "dequant_scale_key_rope_dtype out_dtype": "formats of 8 and 4 bits are not decomposed",
+    },
+    sink="learnable_sink",
+    whole=True,
+)  # fmt: skip
+V1 = Names(
+    heads="num_heads",
+    scale="scale",
+    query_lengths="actual_seq_lengths",
+    key_lengths="actual_seq_lengths_kv",
+    lse="softmax_lse_flag",
+    antiquant=Antiquant(
+        ("key_antiquant_scale", "value_antiquant_scale"), ("key_antiquant_offset", "value_antiquant_offset"),
+        ("key_antiquant_mode", "value_antiquant_mode"),
+        joint=("antiquant_scale", "antiquant_offset", "antiquant_mode"),
+    ),
+    result=("quant_scale2", "quant_offset2"),
+    uncomputed={
+        "dequant_scale1 quant_scale1 dequant_scale2": "queries in int8 are not decomposed",
+        "key_rope_antiquant_scale": "it is reserved",
+    },
+    padded=True,
+)  # fmt: skip
+
+
+def dims(names: Names) -> Mapping[str, str]:
+    """Argument -> dims: every layout of the query with every form of key and value."""
+    layouts = [(given, name) for name, (given, _) in LAYOUTS.items() if given in _QUERY]
+    rows = [(given, name, form) for given, name in layouts for form in range(3)]
+    found = {
+        "query": " / ".join(f"input_layout={name}: {_QUERY[given]}" for given, name, _ in rows),
+        "key": " / ".join(_KEY[form] for _, _, form in rows),
+        "value": " / ".join(_VALUE[form] for _, _, form in rows),
+        "query_rope": " / ".join(_ROPE[given] for given, _, _ in rows),
+        "key_rope": " / ".join(_KEY_ROPE[form] for _, _, form in rows),
+        "block_table": "E M",
+        "pse_shift": "Bp Np Sp Tp",
+    }
+    return found | ({names.sink: "Ns"} if names.sink else {})
+
+
+def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
+    """Argument -> dtypes; lengths count where they are tensors."""
+    found = {"query": HALVES | INT8 if names.whole else HALVES, "key": HALVES | INT8, "value": HALVES | INT8}
+    found |= dict.fromkeys(("query_rope", "key_rope", "pse_shift", *names.antiquant.offsets), HALVES)
+    found |= dict.fromkeys(names.antiquant.scales, HALVES | FLOAT32)
+    found |= {"dequant_scale_query": FLOAT32} if names.whole else {}
+    lengths = dict.fromkeys((names.query_lengths, names.key_lengths), INT64)
+    sink = {names.sink: BFLOAT16} if names.sink else {}
+    return found | lengths | sink | {"atten_mask": _MASKS, "block_table": INT32}
+
+
+def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
+    """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
+    unasked = tuple(Limit(f"not given({name})", because=NO_RULE) for name in _unasked(names))
+    a2 = (*unasked, *_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
+    a2 = (*a2, *names.antiquant.kernel(names.lse, names.query_lengths), *(INT8_KERNEL if names.whole else ()))
+    whole = " and query_quant_mode == 0" if names.whole else ""
+    host = (*_host(names), *(INT8_HOST if names.whole else (FLOAT_QUERIES,)), *names.antiquant.host(whole))
+    return {"host": host, **dict.fromkeys(A2_A3, a2)}
+
+
+def _host(names: Names) -> tuple[Limit | str, ...]:
+    """What every machine asks for: shapes that fit together, and nothing that the decomposition does not compute."""
+    heads, of_query, of_key = names.heads, names.query_lengths, names.key_lengths
+    shared = f"(num_key_value_heads == 0 and {{0}} == {heads} or {{0}} == num_key_value_heads)"
+    sink = () if names.sink is None else (
+        Limit(f"Ns == {heads}", when="given(learnable_sink)"),
+        Limit(f"not {names.lse}", when="given(learnable_sink)", because="whether it counts the sink is not documented"),
+    )  # fmt: skip
+    return (
+        f"{heads} > 0",
+        f"num_key_value_heads == 0 or num_key_value_heads > 0 and {heads} % num_key_value_heads == 0",
+        "sparse_mode in (0, 1, 2, 3, 4)",
+        Limit(f"H % {heads} == 0", when=_MERGED),
+        Limit(f"N == {heads}", when=f"not {_MERGED}"),
+        Limit("given(key_rope)", when="given(query_rope)"),
+        Limit("given(query_rope)", when="given(key_rope)"),
+        Limit("given(atten_mask)", when="sparse_mode == 1"),
+        Limit("not given(atten_mask)", when=f"{_PACKED} and sparse_mode in (0, 1)"),
+        Limit(f"given({of_query}) and given({of_key})", when=_PACKED),
+        Limit(f"length({of_query}) == 1 or length({of_query}) >= B", when=f"given({of_query}) and {_BATCHED}"),
+        Limit(f"length({of_key}) == 1 or length({of_key}) >= B", when=f"given({of_key}) and {_BATCHED}"),
+        Limit(f"length({of_query}) == length({of_key})", when=_PACKED),
+        Limit("rank(key) == rank(query)", when="not given(block_table)"),
+        Limit("P == B", when=f"not given(block_table) and {_BATCHED}"),
+        Limit(shared.format("U"), when=f"not given(block_table) and {_BSND}"),
+        Limit(shared.format("Q"), when="rank(key) >= 4 and " + f"(given(block_table) or {_BNSD})"),
+        Limit(shared.format("Q"), when=f"not given(block_table) and {_TND}"),
+        Limit(shared.format("P"), when=f"not given(block_table) and {_NTD}"),
+        Limit(f"given({of_key})", when="given(block_table)"),
+        Limit("E == B", when=f"given(block_table) and {_BATCHED}"),
+        Limit(f"E == length({of_key})", when=f"given(block_table) and {_PACKED}"),
+        Limit("Q == block_size", when="given(block_table) and rank(key) == 3"),
+        Limit("U == block_size", when="given(block_table) and rank(key) >= 4"),
+        *_of_widths(names),
+        *mask_limits(
+            _MASKED,
+            ("Q", f"not given(block_table) and not {_BNSD}"),
+            ("U", f"not given(block_table) and {_BNSD}"),
+            ("M * block_size", "given(block_table)"),
+        ),
+        *_of_bias(names),
+        *_of_result(names),
+        *(_of_padding(names) if names.padded else ()),
+        *(_of_prefix() if names.padded else ()),
+        *sink,
+    )
+
+
+def _of_widths(names: Names) -> Iterator[Limit]:
+    """Yield limits that give keys, and rotated keys, the width of the queries, and whole heads to values."""
+    heads = names.heads
+    joined = f"num_key_value_heads == 0 and {{0}} == {heads} * {{1}} or {{0}} == num_key_value_heads * {{1}}"
+    rows = f"not {_MERGED} and (rank(key) == 4 or not given(block_table))"
+    for of, given in (("", ""), ("r", " and given(query_rope)")):
+        width, merged = f"D{of}", f"H{of} // {heads}"
+        yield Limit(f"K{of} == {width}", when=rows + given)
+        yield Limit(f"K{of} == {merged}", when=f"{_MERGED} and rank(key) == 4{given}")
+        yield Limit(
+            joined.format(f"K{of}", width), when=f"not {_MERGED} and given(block_table) and rank(key) == 3{given}"
+        )
+        yield Limit(joined.format(f"K{of}", f"({merged})"), when=f"{_MERGED} and rank(key) == 3{given}")
+        yield Limit(f"C{of} * L{of} == {width}", when=f"not {_MERGED} and rank(key) == 5{given}")
+        yield Limit(f"C{of} * L{of} == {merged}", when=f"{_MERGED} and rank(key) == 5{given}")
+    yield Limit(f"Hr % {heads} == 0", when=f"{_MERGED} and given(query_rope)")
+    several = f"rank(key) == 3 and ({_MERGED} or given(block_table))"
+    yield Limit(f"V % {heads} == 0", when=f"{several} and num_key_value_heads == 0")
+    yield Limit("V % num_key_value_heads == 0", when=f"{several} and num_key_value_heads > 0")
+
+
+NO_RULE = "no rule needs it, and what kernels ask for is not declared"
+_PADDED = ("query_padding_size", "kv_padding_size")
+_PREFIX = ("key_shared_prefix", "value_shared_prefix")
+
+
+def _unasked(names: Names) -> tuple[str, ...]:
+    """Return the arguments that no rule gives, without those that stand beside one of them alone."""
+    joint = () if names.antiquant.joint is None else names.antiquant.joint[:1]
+    return (names.result[0], *joint, *((*_PADDED, _PREFIX[0]) if names.padded else ()))
+
+
+def _of_result(names: Names) -> tuple[Limit, ...]:
+    """Limit the scale and the offset of a result in int8: one number, or one of each channel of each head."""
+    scale, offset = names.result
+    given = f"given({scale})"
+    whole = (Limit(f"not {given}", when="query_quant_mode == 3", because="the page has no such result"),)
+    return (
+        Limit(given, when=f"given({offset})", because="it is added to what the scale gives"),
+        Limit(f"shape({offset}) == shape({scale})", when=f"given({offset})"),
+        Limit(f"numel({scale}) in (1, {names.heads} * D)", when=f"{given} and not {_MERGED}"),
+        Limit(f"numel({scale}) in (1, H)", when=f"{given} and {_MERGED}"),
+        *(whole if names.whole else ()),
+    )
+
+
+def _of_padding(names: Names) -> tuple[Limit, ...]:
+    """Limit rows behind the tokens of sequences: beside lengths, without masks of the call, whose rows are not told."""
+    limits = (
+        Limit(text, when=f"given({padding})", because=because)
+        for padding, lengths in zip(_PADDED, (names.query_lengths, names.key_lengths), strict=True)
+        for text, because in (
+            (f"given({lengths})", "without lengths, sequences begin in the first row"),
+            (f"numel({padding}) == 1", ""),
+            (_BATCHED, "packed sequences have no rows between them"),
+            ("not given(block_table) and not given(key_shared_prefix)", "the page has none of them beside it"),
+            ("not given(pse_shift)", "no page says to which rows biases belong"),
+            ("not given(atten_mask) or sparse_mode in (2, 3, 4)", "no page says to which rows masks belong"),
+        )
+    )
+    return *limits, Limit("S > 1", when="given(query_padding_size)", because="it is read for several queries alone")
+
+
+def _of_prefix() -> tuple[Limit, ...]:
+    """Limit keys before those of every sequence: of one sequence, in the layout of the others."""
+    key, value = _PREFIX
+    given = f"given({key})"
+    return (
+        Limit(f"given({value})", when=given),
+        Limit(given, when=f"given({value}) or given(actual_shared_prefix_len)"),
+        Limit("length(actual_shared_prefix_len) == 1", when="given(actual_shared_prefix_len)"),
+        Limit(_BATCHED, when=given),
+        Limit("not given(block_table) and not given(query_rope)", when=given, because="the page has none beside it"),
+        Limit(f"not ({CACHE})", when=given, because="keys in int8 before others are not decomposed"),
+        *(
+            Limit(text.format(prefix, name), when=f"{given} and {when}" if when else given)
+            for prefix, name in zip(_PREFIX, ("key", "value"), strict=True)
+            for text, when in (
+                ("rank({0}) == rank({1}) and size({0}, 0) == 1 and size({0}, -1) == size({1}, -1)", ""),
+                ("size({0}, 1) == size({1}, 1)", _BNSD),
+                ("size({0}, 2) == size({1}, 2)", _BSND),
+            )
+        ),
+        Limit(f"shape({value}) == shape({key})", when=f"{given} and shape(key) == shape(value)"),
+        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 2) + U", when=f"{given} and {_MASKED} and {_BNSD}"),
+        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 1) + Q", when=f"{given} and {_MASKED} and not {_BNSD}"),
+    )
+
+
+def _of_bias(names: Names) -> tuple[Limit, ...]:
+    """A bias of every head, for as many queries and keys as there are at least: what lies beyond is not read."""
+    return (
+        Limit(_BATCHED, when=_BIAS, because="packed sequences take no bias"),
+        Limit(f"Np == {names.heads}", when=_BIAS),
+        Limit("Bp == 1 or Bp == B", when=_BIAS),
+        Limit("Sp >= S", when=_BIAS),
+        Limit("Tp >= U", when=f"{_BIAS} and not given(block_table) and {_BNSD}"),
+        Limit("Tp >= Q", when=f"{_BIAS} and not given(block_table) and not {_BNSD}"),
+        Limit("Tp >= M * block_size", when=f"{_BIAS} and given(block_table)"),
+        Limit(f"not {names.lse}", when=_BIAS, because="whether it counts the bias is not documented"),
+    )
+
+
+_BIASED = (
+    Limit("dtype(pse_shift) == dtype(query)", when=_BIAS),
+    Limit("Sp == 1", when=f"{_BIAS} and S == 1"),
+    Limit("not given(query_rope)", when=_BIAS),
+)
+"""What kernels ask of a bias (aclnnFusedInferAttentionScoreV4: pseShift, and the tiling of both kernels).
+
+All of them multiply scores by the scale before they add it, though the design notes say that they multiply the sum.
+"""
+
+_PLAIN = "not given(query_rope)"
+_WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))  # calls, and how wide their heads are
+
+
+def _kernel(names: Names) -> tuple[Limit | str, ...]:
+    """Limits of every call: dtypes, heads, head dims, masks."""
+    heads = names.heads
+    return (
+        *(Limit(f"dtype({name}) == dtype(query)", when=f"not ({CACHE})") for name in ("key", "value")),
+        f"{heads} <= 256",
+        Limit(f"{heads} <= 64 * num_key_value_heads", when=f"num_key_value_heads > 0 and {_PLAIN}"),
+        Limit("B <= 65536", when=_BATCHED),
+        *(Limit(f"({width}) % 16 == 0 and {width} <= 512".format(heads), when=when) for when, width in _WIDTHS),
+        Limit("shape(key) == shape(value)", when=_BATCHED),
+        Limit("given(atten_mask)", when="sparse_mode in (2, 3, 4)"),
+        Limit(
+            "size(atten_mask, -1) == 2048 and size(atten_mask, -2) == 2048",
+            when="sparse_mode in (2, 3, 4)",
+            because="these modes take one fixed mask, triu(ones(2048, 2048), 1)",
+        ),
+        Limit(
+            "rank(atten_mask) > 2",
+            when=f"{_MASKED} and (given(query_rope) or input_layout not in ('BSH', 'BSND', 'BNSD', 'BNSD_BSND'))",
+        ),
+        Limit("size(atten_mask, 0) == S", when=f"{_MASKED} and rank(atten_mask) == 2 and S > 1"),
+    )
+
+
+_ALONE = "with one query the kernel ignores this"
+_UNLIMITED = "pre_tokens >= 2147483647 and next_tokens >= 2147483647"
+_ONE_QUERY = (
+    Limit("S > 1", when="input_layout == 'BNSD_BSND'"),
+    Limit("1 < S and S <= 16", when="input_layout in ('BSH_NBSD', 'BSND_NBSD', 'BNSD_NBSD')"),
+    Limit("sparse_mode in (0, 1, 3)", when=f"{_BATCHED} and {_PLAIN} and S == 1", because=_ALONE),
+    Limit(_UNLIMITED, when=f"{_BATCHED} and S == 1 and sparse_mode == 0 and given(atten_mask)", because=_ALONE),
+    Limit("inner_precise in (0, 1)", when=f"{_BATCHED} and S == 1"),
+    "inner_precise in (0, 1, 2, 3)",
+)
+"""Calls with one query per sequence run another kernel than those with more."""
+
+_PAGED = "given(block_table)"
+_NZ = "fractal NZ caches are for latents and for int8 keys"
+_PAGES = (
+    Limit("block_size % 16 == 0 and block_size <= 512", when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S == 1"),
+    Limit(
+        "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
+        when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S > 1",
+    ),
+    Limit(
+        "block_size % 16 == 0 and block_size <= 1024",
+        when=f"{_PAGED} and ({_PACKED} or given(query_rope))",
+        because="a cache without a block table is read as one page for each sequence, of all its positions",
+    ),
+    Limit("rank(key) == 3 or rank(key) == 5", when=f"{_PAGED} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
+    Limit("rank(key) < 5", when=f"{_PAGED} and {_PLAIN} and not ({CACHE})", because=_NZ),
+    Limit("K <= 65535", when=f"{_PAGED} and rank(key) == 3"),
+)
+"""Limits of paged caches."""
+
+
+def _packed(names: Names) -> tuple[Limit | str, ...]:
+    """Limits of packed sequences."""
+    plain = f"{_PACKED} and {_PLAIN}"
+    alike = f"num_key_value_heads == 0 or num_key_value_heads == {names.heads}"
+    sink = "given(learnable_sink)" if names.sink else "num_key_value_heads < 0"
+    sinks = () if names.sink is None else (
+        Limit("input_layout in ('TND', 'NTD_TND') and D <= 128", when=sink),
+        Limit(_PLAIN, when=sink),
+    )  # fmt: skip
+    return (
+        Limit(f"length({names.query_lengths}) <= 4096", when=_PACKED),
+        Limit("sparse_mode in (0, 3, 4)", when=_PACKED),
+        Limit("input_layout in ('TND', 'NTD_TND')", when=plain),
+        Limit(f"D in (128, 192) or D == 64 and ({alike} or {sink})", when=plain),
+        Limit("K == D and V == D", when=f"{plain} and not given(block_table) and D != 192"),
+        Limit("K == D and V in (128, 192)", when=f"{plain} and not given(block_table) and D == 192"),
+        Limit(f"V == 128 or {alike}", when=f"{plain} and not given(block_table) and D == 192"),
+        Limit("V == 128", when=f"{plain} and not given(block_table) and D == 192 and {_NTD}"),
+        Limit("rank(key) == 3", when=f"{plain} and given(block_table) and ({alike})"),
+        Limit("inner_precise in (0, 1)", when=f"{plain} and dtype(query) == 'float16'"),
+        Limit("inner_precise == 0", when=f"{plain} and dtype(query) == 'bfloat16'"),
+        *sinks,
+    )
+
+
+_SUMS = "serving code takes log-sum-exps over a latent in these layouts alone"
+
+
+def _latent(names: Names) -> tuple[Limit | str, ...]:
+    """Limits of calls with rope apart, as latent attention makes them: head dim 512 absorbed, 128 not."""
+    heads, rope = names.heads, "given(query_rope)"
+    found: list[Limit | str] = []
+    for when, text in _WIDTHS:
+        width = text.format(heads)
+        found.append(Limit(f"{width} in (128, 512)", when=f"{rope} and {when}"))
+        absorbed = f"{rope} and {when} and {width} == 512"
+        found.append(Limit(f"num_key_value_heads == 1 and {heads} in (1, 2, 4, 8, 16, 32, 64, 128)", when=absorbed))
+        found.append(Limit("sparse_mode in (0, 3, 4)", when=absorbed))
+        found.append(Limit("input_layout in ('BSND', 'BNSD')", when=f"{absorbed} and {names.lse}", because=_SUMS))
+        found.append(Limit("input_layout in (" + _ABSORBED + ")", when=absorbed))
+        split = f"{rope} and {when} and {width} == 128"
+        found.append(Limit("input_layout in (" + _SPLIT + ")", when=split))
+        found.append(Limit("sparse_mode in (0, 3, 4)", when=split))
+        found.append(Limit("not given(atten_mask)", when=f"{split} and sparse_mode == 0"))
+    return (
+        *found,
+        Limit(f"Hr == 64 * {heads}", when=f"{rope} and {_MERGED}"),
+        Limit("Dr == 64", when=f"{rope} and not {_MERGED}"),
+        Limit(
+            "dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(key)",
+            when=f"{rope} and dtype(query) != 'int8'",
+        ),
+        Limit("input_layout not in ('BSH_BNSD', 'BSND_BNSD')", when=_PLAIN),
+    )
+
+
+_ABSORBED = "'BSH', 'BSND', 'BNSD', 'BNSD_NBSD', 'BSND_NBSD', 'BSH_NBSD', 'TND', 'TND_NTD'"
+_SPLIT = "'BSH', 'BSND', 'TND', 'BNSD', 'BSH_BNSD', 'BSND_BNSD', 'BNSD_BSND', 'NTD_TND'"

@@ -1,0 +1,1 @@
+"""Operators that write into caches and gather from their pages."""

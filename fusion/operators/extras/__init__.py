@@ -1,0 +1,1 @@
+"""Operators of packages outside torch_npu, and of generations that newer operators have replaced."""

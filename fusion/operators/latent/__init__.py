@@ -1,0 +1,1 @@
+"""Operators of multi-head latent attention (MLA)."""

@@ -1,0 +1,123 @@
+"""What the latent prolog computes, in floats and in int8.
+
+    mode of the weights   0: floats    1: c is quantised token by token, W_uq_qr is int8    2: x, W_dq, W_dkv_kr are too
+    mode of the caches    0: floats    1: norm(k) · scale    2: · a scale for each channel, and rope(k_rope) too
+                          3: lines of 128 whole numbers with their scales, and rope(k_rope) behind them, in bytes
+    mode of the queries   0: floats    1: int8 with a scale of each token and head, which query_rope is divided by
+
+Sums of whole numbers become float32 and are rounded only where a stored number or the next matrix needs it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusion.operators.cache.pages import Put, by_lines, stored
+from fusion.operators.calling import Given
+from fusion.operators.dtypes import compute_dtype
+from fusion.operators.linear.transpose_batchmatmul import transpose_batchmatmul
+from fusion.operators.norm.norms import normalised
+from fusion.operators.quant.quantisation import LARGEST, int8, int8_product, quantised
+from fusion.operators.rotary.rope import interleave_half, rotated
+
+RUN = 128
+"""How many numbers of a line of bytes share a scale."""
+FAINTEST = 1e-8
+"""What the largest number of a run counts as at least."""
+
+
+def computed(put: Put, given: Given) -> tuple[Tensor, ...]:
+    """The five results that are no caches, then both caches."""
+    return *_queries(given), *_caches(put, given)
+
+
+def _queries(given: Given) -> tuple[Tensor, ...]:
+    """The five results that are no caches."""
+    up, sin, cos = (given[name] for name in ("weight_uk", "rope_sin", "rope_cos"))
+    latent, norm, scale = _latent(given)
+    heads = latent.unflatten(-1, (up.shape[0], -1))
+    nope, rope = heads.split([up.shape[1], sin.shape[-1]], dim=-1)
+    query = transpose_batchmatmul(nope.to(up.dtype).flatten(0, -3), up, perm_x1=(1, 0, 2))
+    query_rope = rotated(interleave_half, rope, cos.unsqueeze(-2), sin.unsqueeze(-2), up.dtype)
+    query, none = query.reshape(*nope.shape[:-1], up.shape[-1]), _none(up)
+    if given["query_quant_mode"]:
+        query, scales = quantised(query.to(compute_dtype(up)))
+        factor = given["quant_scale_ckv"].to(scales.dtype) / scales.masked_fill(scales == 0, 1.0)
+        query_rope = (query_rope.to(scales.dtype) * factor.unsqueeze(-1)).to(up.dtype)
+        none = scales.reshape(-1, up.shape[0], 1)
+    if not given["query_norm_flag"]:
+        return query, query_rope, none, norm.new_zeros([1]), _none(up)
+    return query, query_rope, none, norm, _none(up) if scale is None else scale.reshape(-1, 1)
+
+
+def _none(like: Tensor) -> Tensor:
+    """What stands for scales that are not there."""
+    return like.new_zeros([1], dtype=torch.float32)
+
+
+def _latent(given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Heads of the queries [.., N · (D + Dr)], and what they are computed from with its scale, if it is quantised."""
+    scale, epsilon = given["qc_qr_scale"], given["rmsnorm_epsilon_cq"]
+    norm = _times(normalised(_projected(given, "weight_dq"), given["rmsnorm_gamma_cq"], epsilon), scale)
+    if not given["weight_quant_mode"]:
+        norm = norm.to(given["token_x"].dtype)
+        return norm @ given["weight_uq_qr"], norm, None
+    smooth = given["smooth_scales_cq"]
+    whole, tokens = quantised(norm if smooth is None else norm * smooth.to(norm.dtype).flatten())
+    return _scaled(whole, given["weight_uq_qr"], tokens, given["dequant_scale_w_uq_qr"]), whole, tokens
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def _projected(given: Given, weight: str) -> Tensor:
+    """x W: rounded where it is computed in floats, and not where it is one of whole numbers."""
+    x, matrix = given["token_x"], given[weight]
+    if given["weight_quant_mode"] != 2:
+        return x @ matrix
+    tokens = given["dequant_scale_x"].reshape(x.shape[:-1])
+    return _scaled(x, matrix, tokens, given[f"dequant_scale_{weight.replace('weight', 'w')}"])
+
+
+def _scaled(whole: Tensor, weight: Tensor, tokens: Tensor, channels: Tensor) -> Tensor:
+    """A product of whole numbers, times the scale of the row, then that of the column."""
+    return int8_product(whole, weight).to(tokens.dtype) * tokens.unsqueeze(-1) * channels.to(tokens.dtype).flatten()
+
+
+def _caches(put: Put, given: Given) -> tuple[Tensor, Tensor]:
+    """Both caches with the new lines: themselves, or copies."""
+    width, sin, cos = given["rmsnorm_gamma_ckv"].shape[0], given["rope_sin"], given["rope_cos"]
+    latent, rope = _projected(given, "weight_dkv_kr").split([width, sin.shape[-1]], dim=-1)
+    norm = _times(normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"]), given["kc_scale"])
+    key_rope = rotated(interleave_half, rope, cos, sin, given["weight_uk"].dtype)
+    lines = {"kv_cache": norm.to(key_rope.dtype), "kr_cache": key_rope}
+    mode = given["kv_cache_quant_mode"]
+    if mode in (1, 2):
+        lines["kv_cache"] = int8(norm * given["quant_scale_ckv"].to(norm.dtype).flatten())
+    if mode == 2:
+        lines["kr_cache"] = int8(key_rope.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
+    if mode == 3:
+        lines = {"kv_cache": packed(norm, key_rope, given["k_nope_clip_alpha"], RUN)}
+    filled = {name: _cached(put, given[name], rows.unsqueeze(-2), given) for name, rows in lines.items()}
+    left: Tensor = given["kr_cache"]
+    return filled["kv_cache"], filled.get("kr_cache", left)
+
+
+def packed(norm: Tensor, key_rope: Tensor, alpha: Tensor, tile: int) -> Tensor:
+    """A line of bytes: whole numbers, the rotated key in bfloat16, and a scale in float32 for each run of `tile`."""
+    runs = norm.unflatten(-1, (-1, tile))
+    largest = runs.abs().amax(-1, keepdim=True).clamp(min=FAINTEST) * alpha.to(norm.dtype)
+    scale = largest / LARGEST
+    whole = (runs.clamp(-largest, largest) / scale).round().to(torch.int8)
+    parts = (key_rope.to(torch.bfloat16).contiguous(), scale.squeeze(-1).to(torch.float32).contiguous())
+    return torch.cat((whole.flatten(-2), *(each.view(torch.int8) for each in parts)), dim=-1)
+
+
+def _cached(put: Put, cache: Tensor, rows: Tensor, given: Given) -> Tensor:
+    mode, slots = given["cache_mode"], given["cache_index"]
+    if slots is None:
+        return put(cache, None, rows)
+    pages = by_lines(cache) if mode == "PA_NZ" else cache
+    return put(pages, *stored(pages, rows.flatten(0, -3), slots.flatten(), mode)).view(cache.shape)

@@ -1,0 +1,1 @@
+"""Operators of products with weights and of gated activations."""

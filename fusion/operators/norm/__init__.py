@@ -1,0 +1,1 @@
+"""Operators of RMS and layer norms, with addition and quantisation."""

@@ -1,0 +1,1 @@
+"""Operators that quantise, and that multiply int8 tensors."""

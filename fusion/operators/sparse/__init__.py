@@ -1,0 +1,1 @@
+"""Operators that select keys, and attention over the selected keys."""

@@ -1,0 +1,123 @@
+"""cost = launch + max(bytes / bandwidth, flops / compute) per kernel: static figures of the target, no measurement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from fusion._torch.operators import OpOverload, schema_of, short_name
+from fusion._torch.tensors import count, hint, leaves
+from fusion.graph.launches import is_data_dtype, is_reshaping_copy, is_view
+from fusion.planning.target import Target
+
+# A composite operator is no kernel: what its decomposition launches on an NPU.
+_COMPOSITES = {
+    "aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1,
+    "aten::scaled_dot_product_attention": 5, "aten::_scaled_dot_product_flash_attention_for_cpu": 5,
+}  # fmt: skip
+_BEHIND = 1e-3  # of two calls that move as much the one that computes less is cheaper, by less than any figure is sure
+_COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two sums
+
+
+def call_cost(
+    target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0, between: float = 0
+) -> float:
+    """Predicted microseconds of one call.
+
+    `flops` are its multiplications and additions; `between` the bytes that it moves between its kernels, or, negative,
+    those of its inputs that it does not read.
+    """
+    if is_view(target):
+        return 0.0
+    kernels = _kernels(target, result)
+    moved = between + sum(_bytes(each) for each in leaves(*inputs, result))
+    moving, computing = moved / machine.bandwidth, flops / machine.compute
+    return kernels * machine.launch + max(moving, computing) + _BEHIND * min(moving, computing)
+
+
+def _kernels(target: Any, result: Any) -> int:
+    """How many kernels a call is predicted to launch on an NPU."""
+    kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
+    return kernels * _COMPLEX if isinstance(result, torch.Tensor) and result.is_complex() else kernels
+
+
+def node_surplus(node: fx.Node, machine: Target) -> float:
+    """How much of the predicted microseconds of a call are launches that a machine which runs it as one does not need.
+
+    Products, attention, and arithmetic of complex numbers; not norms, which fused are one call as well.
+    """
+    target, result = node.target, node.meta.get("val")
+    if not _computes(target) and not (isinstance(result, torch.Tensor) and result.is_complex()):
+        return 0.0
+    return 0.0 if is_view(target) else (_kernels(target, result) - 1) * machine.launch
+
+
+def node_cost(node: fx.Node, machine: Target) -> float:
+    """Predicted microseconds of one launch of a user's graph."""
+    inputs = [each.meta.get("val") for each in node.all_input_nodes]
+    result = node.meta.get("val")
+    if not _computes(node.target):
+        target = torch.ops.aten.clone.default if is_reshaping_copy(node) else node.target
+        return call_cost(target, inputs, result, machine)
+    args = map_arg(node.args, lambda each: each.meta.get("val"))
+    between = _scores_moved(node.target, args)
+    return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result), between)
+
+
+_LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}
+"""Products -> which argument is their left operand, whose last dim is summed over."""
+
+
+@cache
+def _computes(target: Any) -> bool:
+    """Whether a call is a product or an attention of PyTorch's own, whose arithmetic counts."""
+    name = short_name(target)
+    return name in _LEFT or name == "einsum" or "scaled_dot_product" in name
+
+
+def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
+    """Multiplications and additions of a product or an attention of PyTorch's own; 0 for all other calls."""
+    result = result[0] if isinstance(result, (tuple, list)) and result else result
+    if not _computes(target) or not isinstance(result, torch.Tensor):
+        return 0.0
+    name = short_name(target)
+    if name in _LEFT:
+        left = args[_LEFT[name]]
+        work = 2.0 * count(result) * hint(left.shape[-1])
+        return work / 2 if left.dtype == torch.int8 else work  # which is multiplied twice as fast
+    if name == "einsum" and len(args[1]) == 2:
+        return 2.0 * _labelled(args[0], args[1])
+    if "scaled_dot_product" in name:
+        query, key = args[:2]
+        return 2.0 * hint(key.shape[-2]) * (count(query) + count(result))
+    return 0.0
+
+
+def _scores_moved(target: Any, args: Sequence[Any]) -> int:
+    """Bytes of the scores of PyTorch's own attention: two products, a mask and a softmax hand them on in memory."""
+    if "scaled_dot_product" not in short_name(target):
+        return 0
+    query, key = args[:2]
+    return 6 * count(query) // hint(query.shape[-1]) * hint(key.shape[-2]) * query.element_size()
+
+
+def _labelled(equation: str, operands: Sequence[torch.Tensor]) -> int:
+    """The product of the sizes of all labels; without those that "..." stands for."""
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        shape = operand.shape[-len(term.replace("...", "")) :] if "..." in term else operand.shape
+        sizes |= {label: hint(size) for label, size in zip(term.replace("...", ""), shape, strict=False)}
+    return math.prod(sizes.values())
+
+
+def _bytes(val: Any) -> int:
+    if not isinstance(val, torch.Tensor) or not is_data_dtype(val.dtype):
+        return 0
+    return count(val) * val.element_size()

@@ -1,0 +1,105 @@
+"""Choose the refusals to report: none inside of what was fused after all, and of several the one that says most."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch.fx as fx
+
+from fusion._torch.operators import schema_of
+from fusion.graph.launches import is_view
+from fusion.language import Refused, Rule
+from fusion.operators import operator_of
+from fusion.records import LEAST_BENEFIT, TIE, Candidate, Refusal
+
+SLOWER = "{operators} would take about {lost:.1f} us more, not less, than the calls of the model"
+ALIKE = "{operators} would take about as long as the calls of the model"
+MORE = "{operators} would take {calls} more, for which what it saves may not make up"
+
+
+def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Refusal]:
+    """Report the matches that would run slower than the model, or no faster, if by more than another call."""
+    refused: list[Refusal] = []
+    made = {each.match for each in chosen}
+    gone = {node for each in chosen for node in each.dying}
+    for each in candidates:
+        saved = each.benefit - each.surplus
+        is_unsure = each.benefit > LEAST_BENEFIT >= saved - each.further and gone.isdisjoint(each.dying)
+        is_one_for_one = len(each.dying) == 1 and not each.launches
+        if (is_unsure or saved < -LEAST_BENEFIT) and not is_one_for_one and each.match not in made:
+            text = MORE if is_unsure else SLOWER if saved < -TIE else ALIKE
+            calls = f"{-each.launches} call{'s' if each.launches < -1 else ''}"
+            cause = Refused(text, {"operators": _operators(each), "lost": -saved, "calls": calls})
+            refused.append(Refusal(each.match.rule.name, cause, each.match.node))
+    return refused
+
+
+def _operators(candidate: Candidate) -> str:
+    """Name the fused operators that `candidate` calls, or the operators of torch where it calls none."""
+    targets = [step.target for step in candidate.plan.steps]
+    fused = [operator.short for operator in map(operator_of, targets) if operator is not None]
+    plain = [schema_of(each).name.removeprefix("aten::") for each in targets if not is_view(each)]
+    *names, last = list(dict.fromkeys(fused or (each for each in plain if each != "clone"))) or ["views"]
+    return f"{', '.join(names)} and {last}" if names else last
+
+
+def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
+    """Without those inside something that was fused after all, unless a better fusion was refused there, or a larger
+    one of which that is a part.
+
+    What a rule takes in one of its variants may be less than it would have taken in another. Of several fusions of one
+    node that a limit has refused, the best is told.
+    """
+    refusals = _uncovered(refusals)
+    gone = {node for candidate in chosen for node in candidate.dying}
+    made = {node: each for each in chosen for node in each.match.makers}
+    holders = {node: each for each in chosen for node in each.dying}
+    uses = {rule.name: rule.uses() for rule in rules}
+    best: dict[fx.Node, float] = {}
+    for each in refusals:
+        best[each.node] = max(each.benefit, best.get(each.node, each.benefit))
+
+    def larger(each: Refusal) -> bool:
+        if (by := made.get(each.node)) is None:
+            return not each.names.isdisjoint(holders[each.node].match.within)
+        if by.match.rule.name == each.rule and _is_alternative(by.match.rule, each) == by.match.pattern.alternative:
+            return each.variant not in ("", by.match.variant) or bool(each.target)
+        words = uses.get(each.rule, frozenset[str]()) if each.words is None else each.words
+        whole = by.match.rule.name in words or not each.names.isdisjoint(by.match.within)
+        return each.benefit > by.benefit or whole
+
+    told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
+    told = [each for each in told if each.miss or each.benefit == best[each.node] or each.node in made]
+    unique = {(each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in told}
+    return list(unique.values())
+
+
+def _uncovered(refusals: Sequence[Refusal]) -> list[Refusal]:
+    """Drop what other rules say of nodes that a refusal accounts for."""
+    rules = {(node, each.rule) for each in refusals for node in each.covers}
+    covered = {node for node, _ in rules}
+
+    def is_other(each: Refusal) -> bool:
+        about = each.node if each.about is None or each.node in covered else each.about
+        return about in covered and (about, each.rule) not in rules
+
+    return [each for each in refusals if not is_other(each)]
+
+
+def _is_alternative(rule: Rule, refused: Refusal) -> bool:
+    """Whether the form that was refused is one beside the others of its rule: then it is told of as another rule is."""
+    return any(form.alternative and form.name == refused.variant for form in rule.patterns())
+
+
+def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:
+    """Without what limits say of nodes of which a reader says more, or in its words."""
+    misses = {node: each for each in refusals if each.miss for node in (each.about, each.node) if node}
+    told: list[Refusal] = []
+    for each in refusals:
+        said = misses.get(each.node) if each.target else each
+        if said is None or (said is each and not (each.miss and each.miss.limited)):
+            told.append(each)
+        elif each.target and said.miss and said.miss.limited:
+            told.append(replace(each, cause=said.cause, blamed=said.blamed))
+    return told

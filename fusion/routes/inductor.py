@@ -1,0 +1,96 @@
+"""Compile a graph by Inductor, and change the graph where Inductor of torch 2.13.0 would compute other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion._torch.inductor import inductor_compile, inductor_table
+from fusion._torch.tracing import Boxed
+from fusion.graph.aliasing import is_returned, memory_of, outputs, shown, written_by
+
+aten = torch.ops.aten
+_REINPLACED = {"index_put", "_unsafe_index_put", "slice_scatter", "select_scatter", "diagonal_scatter"}
+_REMOVED: dict[Any, int] = {aten.clone.default: 0, aten.copy.default: 1}
+"""Copies that Inductor removes, with the argument that takes their place."""
+
+
+def compile_repaired(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    """Compile `gm` by Inductor with every repair of this module applied, and return the compiled callable."""
+    return inductor_compile(gm, example_inputs, (hide_exp, show_exp, copy_results))
+
+
+def guest_table() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions for what a guest adds: Inductor's, and the exp of a softmax, as `hide_exp` says."""
+    return {**inductor_table(), aten.exp.default: _hidden_exp}
+
+
+def _hidden_exp(x: torch.Tensor) -> Any:
+    return torch.ops.prims.exp.default(x) if x.is_floating_point() else NotImplemented
+
+
+def hide_exp(graph: fx.Graph) -> None:
+    """Keep Inductor's attention patterns from a graph: all of them, and no others, hold the exp of a softmax.
+
+    torch 2.13 takes `softmax(dim=-2)` between two products for scaled_dot_product_attention, whose softmax is over the
+    last dim: results are wrong by half (pytorch #195320). So exp is another operator while patterns are looked for.
+    """
+    _rename(graph, aten.exp.default, torch.ops.prims.exp.default)
+
+
+def show_exp(graph: fx.Graph) -> None:
+    """Undo `hide_exp` once the attention patterns have run."""
+    _rename(graph, torch.ops.prims.exp.default, aten.exp.default)
+
+
+def _rename(graph: fx.Graph, old: Any, new: Any) -> None:
+    for node in graph.find_nodes(op="call_function", target=old):
+        node.target = new
+
+
+def copy_results(graph: fx.Graph) -> None:
+    """Copy what a graph returns of memory that Inductor could take for an input's, in place.
+
+    For `y = k.index_copy(..); k.copy_(y); return y`, torch 2.13 writes into `k` and returns `k` itself: a later write
+    to it shows in the result (pytorch #198096 is of this kind).
+    """
+    for memory in filter(_may_become_input, dict.fromkeys(map(memory_of, outputs(graph)))):
+        returning = [each for each in memory.users if each.op == "output" or _is_returned_view(each, memory)]
+        fresh = _copied(memory)
+        for user in returning:
+            user.replace_input_with(memory, fresh)
+
+
+def _is_returned_view(node: fx.Node, memory: fx.Node) -> bool:
+    return shown(node) is memory and is_returned(node)
+
+
+def _copied(memory: fx.Node) -> fx.Node:
+    """Add a copy of a tensor that no pass of Inductor removes: a choice between the tensor and itself."""
+    val = memory.meta["val"]
+    with memory.graph.inserting_after(memory):
+        choice = memory.graph.call_function(aten.full.default, ((), False), {"dtype": torch.bool, "device": val.device})
+    with memory.graph.inserting_after(choice):
+        fresh = memory.graph.call_function(aten.where.self, (choice, memory, memory))
+    with val.fake_mode:
+        choice.meta["val"] = aten.full.default(*choice.args, **choice.kwargs)
+        fresh.meta["val"] = val.clone()
+    return fresh
+
+
+def _may_become_input(memory: fx.Node) -> bool:
+    """True if memory is made by writes, and copies that go, over an input that the graph writes to anyway."""
+    writes = False
+    while _is_reinplaced(memory) or memory.target in _REMOVED:
+        writes |= memory.target not in _REMOVED
+        source: Any = memory.args[_REMOVED.get(memory.target, 0)]
+        memory = memory_of(source)
+    is_input = memory.op in ("placeholder", "get_attr")  # AOTInductor reads buffers by get_attr
+    return writes and is_input and any(memory in written_by(user) for user in memory.users)
+
+
+def _is_reinplaced(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "").split(".")[0] in _REINPLACED

@@ -1,0 +1,332 @@
+"""Hand prepared weights to graphs at run time: (computation, Parameters of this call) → one tensor, shared by graphs.
+
+Every call looks prepared tensors up by the identity of its Parameters. Parameters that are joined become views of the
+result where nobody else reads their memory (`fusion.runtime.joined`). A copy is computed again, in place, when a
+Parameter is seen to have changed: by its version, its address or, on the host, by samples of its elements.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import RLock
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_dict
+
+from fusion._torch.memory import forget_freed, samples, stamps
+from fusion._torch.tensors import shares_memory
+from fusion._torch.tracing import Boxed, dynamo_position, extended
+from fusion.records import Prepared
+from fusion.runtime.joined import SHARED, Block, forget_moved, is_shared, obstacle, run_of
+
+Ids = tuple[int, ...]
+TWICE = "one Parameter stands in it twice"
+_LOCK = RLock()  # around all that changes what is prepared: graphs are called from several threads
+SAMPLED = "cpu"  # elsewhere the host would have to wait for the device
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """Stamps and samples of Parameters, taken when something was prepared from them.
+
+    Attributes:
+        stamps: their addresses and versions.
+        samples: elements of those that were copied, as views of their memory: no other tensor gets its address.
+        on_host: those samples that can be compared at every call.
+        seen: what these were; None for none.
+        waiting: numbers of the Parameters that another tensor keeps from becoming views.
+    """
+
+    stamps: tuple[list[int], list[int]]
+    samples: list[Tensor]
+    on_host: list[Tensor]
+    seen: Tensor | None
+    waiting: list[int]
+
+    @staticmethod
+    def of(parameters: Sequence[Tensor], copied: Sequence[str]) -> _Look:
+        """Look at Parameters, each with the reason why it was copied, "" for a view."""
+        with torch.no_grad():
+            taken = [samples(each) for each, why in zip(parameters, copied, strict=True) if why]
+            on_host = [each for each in taken if each.device.type == SAMPLED]
+            seen = torch.cat(on_host) if on_host else None
+        waiting = [number for number, why in enumerate(copied) if why == SHARED]
+        return _Look(stamps(parameters), taken, on_host, seen, waiting)
+
+    def is_still(self, parameters: Sequence[Tensor]) -> bool:
+        """True if no write to a Parameter shows, and none can now become a view that could not before."""
+        if self.stamps != stamps(parameters):
+            return False
+        if self.seen is not None and not torch.equal(torch.cat(self.on_host), self.seen):
+            return False
+        return all(is_shared(parameters[number]) for number in self.waiting)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One prepared tensor, for some Parameters.
+
+    Attributes:
+        kinds: shape, dtype and device of each Parameter.
+        watches: tell when a Parameter dies.
+        tensor: what graphs read.
+        block: the memory of which Parameters are views, and the number of the first of them; None for a copy.
+        copied: for each Parameter why `tensor` holds a copy of it, "" where the Parameter is a view.
+        look: how the Parameters looked; None where the tensor is to be computed again.
+    """
+
+    kinds: list[Any]
+    watches: list[weakref.ref[Tensor]]
+    tensor: Tensor = field(init=False)
+    block: tuple[Block, int] | None = None
+    copied: list[str] = field(default_factory=list[str])
+    look: _Look | None = None
+
+
+@dataclass(eq=False)
+class _Recipe:
+    """One way to compute a tensor from Parameters, and what was computed for each set of them that is alive.
+
+    Attributes:
+        module: computes it.
+        shape: its shape.
+        stride: its strides.
+        copied: why Parameters cannot become views of it, "" where they can.
+        entries: the tensors, by the Parameters.
+    """
+
+    module: fx.GraphModule
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    copied: str
+    entries: dict[Ids, _Entry] = field(default_factory=dict[Ids, _Entry])
+
+    def entry(self, parameters: Sequence[Tensor]) -> _Entry:
+        """Return what is prepared from these Parameters, up to date."""
+        ids = tuple(map(id, parameters))
+        entry = self.entries.get(ids) or self._added(ids, parameters)
+        if entry.look is None or not entry.look.is_still(parameters):
+            with torch.inference_mode(False), torch.no_grad():
+                if self.copied or len(set(ids)) < len(ids):
+                    entry.copied = self._copy(entry, parameters)
+                else:
+                    entry.copied = self._join(entry, parameters)
+            entry.look = _Look.of(parameters, entry.copied)
+        return entry
+
+    def _added(self, ids: Ids, parameters: Sequence[Tensor]) -> _Entry:
+        if not self.entries:
+            _forget_outdated()
+        forget = partial(_forget, weakref.ref(self), ids)
+        watches = [weakref.ref(each, forget) for each in parameters]
+        entry = self.entries[ids] = _Entry(list(map(_kind, parameters)), watches)
+        return entry
+
+    def _copy(self, entry: _Entry, parameters: Sequence[Tensor]) -> list[str]:
+        """Compute the tensor, at its own address from the second time on: captured graphs read there."""
+        fresh = self._computed(parameters)
+        if any(shares_memory(fresh, each) for each in parameters):
+            entry.tensor = fresh  # a computation that does nothing here gives the Parameter itself
+            return [""] * len(parameters)
+        if any(entry.copied):
+            entry.tensor.copy_(fresh)
+        else:
+            entry.tensor = fresh
+        return [self.copied or TWICE] * len(parameters)
+
+    def _computed(self, parameters: Sequence[Tensor]) -> Tensor:
+        result = self.module.forward(*parameters)
+        if result.stride() == self.stride:
+            return result
+        return torch.empty_strided(self.shape, self.stride, dtype=result.dtype, device=result.device).copy_(result)
+
+    def _join(self, entry: _Entry, parameters: Sequence[Tensor]) -> list[str]:
+        """Write the Parameters into a block and make them views of it where nobody notices.
+
+        A part that another tensor still reads is not written to: somebody keeps what a Parameter was, to put it back.
+        """
+        block, first = entry.block or run_of(parameters) or (Block.of(parameters), 0)
+        left = None
+        if any(not block.has(each, at) and block.is_read_outside(at) for at, each in enumerate(parameters, first)):
+            left, block, first = block, Block.of(parameters), 0
+            left.readers.discard(entry)
+        entry.tensor, entry.block = block.view(first, len(parameters), self.shape), (block, first)
+        block.readers.add(entry)
+        return block.update(parameters, first, left)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """Prepared tensors of one graph for some Parameters, and the look of these when the tensors were up to date."""
+
+    tensors: list[Tensor]
+    look: _Look
+
+
+@dataclass(eq=False)
+class _Supply:
+    """The prepared inputs of one compiled graph.
+
+    Attributes:
+        places: where its Parameters are among its other inputs.
+        paths: where they are in the model.
+        needs: how to compute each prepared input, and from which of these Parameters.
+        known: what was prepared, by the Parameters that it was called with: to look at all of them at once takes a
+            fraction of the time.
+        warned: the reasons for copies that were warned of.
+    """
+
+    places: list[int]
+    paths: list[str]
+    needs: list[tuple[_Recipe, list[int]]]
+    known: dict[Ids, _Known] = field(default_factory=dict[Ids, _Known])
+    warned: set[str] = field(default_factory=set[str])
+
+    def __call__(self, values: Sequence[Any]) -> list[Tensor]:
+        """Return the prepared tensors for the Parameters among `values`."""
+        parameters: list[Tensor] = [values[place] for place in self.places]
+        ids = tuple(map(id, parameters))
+        known = self.known.get(ids)
+        if known is None or not known.look.is_still(parameters):
+            with _LOCK:
+                known = self.known[ids] = self._looked_up(parameters)
+        return known.tensors
+
+    def _looked_up(self, parameters: Sequence[Tensor]) -> _Known:
+        entries = [recipe.entry([parameters[number] for number in numbers]) for recipe, numbers in self.needs]
+        copied, stuck = [""] * len(parameters), dict[str, list[int]]()
+        for entry, (recipe, numbers) in zip(entries, self.needs, strict=True):
+            for number, why in zip(numbers, entry.copied, strict=True):
+                copied[number] = why or copied[number]
+                if why and not recipe.copied:
+                    stuck.setdefault(why, []).append(number)
+        for why in stuck.keys() - self.warned:
+            self._warn(why, [self.paths[number] for number in stuck[why]])
+        _warn_of_writes([each for each, why in zip(parameters, copied, strict=True) if why])
+        return _Known([entry.tensor for entry in entries], _Look.of(parameters, copied))
+
+    def _warn(self, why: str, paths: Sequence[str]) -> None:
+        """Warn, once for each reason, that Parameters stay where they are."""
+        self.warned.add(why)
+        several = f"{', '.join(paths[:3])} and {len(paths) - 3} more" if len(paths) > 3 else ", ".join(paths)
+        warnings.warn(
+            f"{several}: {why}; joined weights take over only memory that nobody else reads. So these Parameters are "
+            "held twice, and their copies are brought up to date where a change shows (docs/prepared.md).",
+            stacklevel=2,
+        )
+
+
+_RECIPES: weakref.WeakValueDictionary[str, _Recipe] = weakref.WeakValueDictionary()  # alive as long as a graph has one
+_SUPPLIES: weakref.WeakSet[_Supply] = weakref.WeakSet()
+_WARNED: set[str] = set()  # devices
+
+
+def supply(
+    run: Boxed, source: fx.Graph, prepared: Sequence[Prepared], paths: Mapping[str, str] = immutable_dict()
+) -> Boxed:
+    """Return `run`, the compiled form of `source`, as a callable that is called without the prepared inputs.
+
+    `paths`: where in the model the Parameter is that an input holds.
+    """
+    if not prepared:
+        return run
+    placeholders = source.find_nodes(op="placeholder")
+    vals = {node.name: node.meta["val"] for node in placeholders}
+    read = {name for each in prepared for name in each.sources}
+    places = {node.name: place for place, node in enumerate(placeholders) if node.name in read}
+    numbers = {name: number for number, name in enumerate(places)}
+    needs = [(_recipe(each, vals[each.name]), [numbers[name] for name in each.sources]) for each in prepared]
+    supplied = _Supply(list(places.values()), [paths.get(name, name) for name in places], needs)
+    _SUPPLIES.add(supplied)
+    return extended(run, supplied)
+
+
+def obstacles(inputs: Sequence[Any]) -> list[str]:
+    """Return for each input of a Dynamo graph that is a Parameter why it cannot become a view, "" for all others."""
+    return [obstacle(each) if isinstance(each, nn.Parameter) else "" for each in inputs]
+
+
+def foreseen(prepared: Sequence[Prepared], source: fx.Graph, stuck: Sequence[str]) -> tuple[Prepared, ...]:
+    """Return what is prepared as the first call will find it, where the inputs of Dynamo's graph are `stuck`."""
+    placeholders = source.find_nodes(op="placeholder")
+    positions = {node.name: at for node in placeholders if (at := dynamo_position(node)) is not None}
+    vals = {node.name: node.meta["val"] for node in placeholders}
+    found: list[Prepared] = []
+    for each in prepared:
+        left = {name: why for name in each.sources if (why := stuck[positions[name]])} if each.joined else {}
+        size = sum(vals[name].numel() * vals[name].element_size() for name in left)
+        found.append(replace(each, copied=next(iter(left.values())), size=size) if left else each)
+    return tuple(found)
+
+
+def refresh(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
+    """Forget what was prepared from these Parameters: it is computed again when a compiled graph next needs it.
+
+    Needed only for what is a copy, and for a write that none of these shows: the version of the Parameter (in place
+    under `no_grad`, `load_state_dict`), its address (`.to(...)`, `weight.data = other`), and, on the host, one of its
+    samples, of which every run of 1/64 of its elements holds one (`weight.data.add_(...)`, NumPy).
+    """
+    if isinstance(model_or_parameters, nn.Module):
+        model_or_parameters = model_or_parameters.parameters()
+    given = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
+    written = set(map(id, given))
+    with _LOCK:
+        for recipe in list(_RECIPES.values()):
+            for ids, entry in list(recipe.entries.items()):
+                if not written.isdisjoint(ids):
+                    entry.look = None
+        _look_again()
+
+
+def _recipe(prepared: Prepared, like: Tensor) -> _Recipe:
+    made = _Recipe(prepared.module, tuple(like.shape), tuple(like.stride()), prepared.copied)
+    return _RECIPES.setdefault(prepared.key, made)
+
+
+def _forget(recipe: weakref.ref[_Recipe], ids: Ids, _: Any) -> None:
+    """Drop what was prepared from a Parameter that has died: its id may soon be another's."""
+    alive = recipe()
+    if alive is not None:
+        alive.entries.pop(ids, None)
+    _look_again()
+
+
+def _forget_outdated() -> None:
+    """Drop what was prepared from Parameters that have moved to another dtype or device: its graph cannot run again."""
+    for recipe in list(_RECIPES.values()):
+        for ids, entry in list(recipe.entries.items()):
+            parameters = [watch() for watch in entry.watches]
+            if any(each is None or _kind(each) != kind for each, kind in zip(parameters, entry.kinds, strict=True)):
+                recipe.entries.pop(ids, None)
+    forget_moved()
+    forget_freed()
+    _look_again()
+
+
+def _look_again() -> None:
+    """Let every graph look up at its next call what it needs."""
+    for each in list(_SUPPLIES):
+        each.known.clear()
+
+
+def _kind(parameter: Tensor) -> Any:
+    return parameter.shape, parameter.dtype, parameter.device
+
+
+def _warn_of_writes(copied: Sequence[Tensor]) -> None:
+    """Warn, once for each kind of device, that some writes to Parameters that are held twice do not show there."""
+    for device in {each.device.type for each in copied} - _WARNED - {SAMPLED}:
+        _WARNED.add(device)
+        warnings.warn(
+            f"prepared weights on {device}: some are copies of Parameters, and to look for writes that bump no version "
+            "(through .data, or another tensor on the memory) the host would have to wait for the device; call "
+            "fusion.refresh(model) after such a write. print(fusion.explain(...)) lists the copies.",
+            stacklevel=2,
+        )

@@ -1,0 +1,68 @@
+"""The guilty rewrite: the first one, in the order of the graph, with which a graph goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from fusion.records import Candidate
+from fusion.report.outcome import Outcome
+from fusion.runtime.verification.runs import standalone
+
+Again = Callable[[int | None], tuple[fx.GraphModule, Outcome]]
+"""Rewrites a copy of the plain graph, with so many rewrites at most, None for as many as the graph has."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A guilty rewrite.
+
+    Attributes:
+        candidate: the rewrite.
+        number: how many are made up to it, in the order of the graph.
+        count: how many there are.
+        without: the graph with the rewrites before it, which is right; takes the inputs of the plain graph.
+        guilty: the graph with it as well.
+    """
+
+    candidate: Candidate
+    number: int
+    count: int
+    without: fx.GraphModule
+    guilty: fx.GraphModule
+
+
+def culprit(again: Again, is_wrong: Callable[[fx.GraphModule], bool]) -> Culprit | None:
+    """Bisect the rewrites of a graph; None where no number of them makes it wrong.
+
+    Each trial rewrites a copy of the plain graph and asks `is_wrong` of it.
+    """
+    count = len(again(None)[1].chosen)
+    right, wrong = 0, count
+    if not count:
+        return None
+    last, first = _trial(again, count), None  # the trials of `wrong` and `right`
+    if not is_wrong(last[0]):
+        return None
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        tried = _trial(again, middle)
+        if is_wrong(tried[0]):
+            wrong, last = middle, tried
+        else:
+            right, first = middle, tried
+    (without, before), (guilty, after) = first or _trial(again, 0), last
+    known = set(map(_key, before.chosen))
+    candidate = next((each for each in after.chosen if _key(each) not in known), after.chosen[-1])
+    return Culprit(candidate, wrong, count, without, guilty)
+
+
+def _trial(again: Again, fuel: int) -> tuple[fx.GraphModule, Outcome]:
+    gm, outcome = again(fuel)
+    return standalone(gm, outcome.prepared), outcome
+
+
+def _key(candidate: Candidate) -> tuple[str, str, str]:
+    return candidate.match.rule.name, candidate.match.form, candidate.match.node.name

@@ -1,0 +1,39 @@
+"""Docstrings and names follow "How we write" of CONTRIBUTING; the list of what does not yet only gets shorter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.laws.language import counts, faults, listed
+
+
+def test_no_file_has_more_faults_than_are_listed():
+    now, most = counts(), listed()
+    more = {name: f"{count}, of {most.get(name, 0)} listed" for name, count in now.items() if count > most.get(name, 0)}
+    fewer = {name: f"{now.get(name, 0)}, of {count} listed" for name, count in most.items() if now.get(name, 0) < count}
+    assert not more, "python -m tests.laws.language FILE names the faults"
+    assert not fewer, "python -m tests.laws.language --list > tests/laws/language.txt"
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ('def f(x):\n    """Whether x is one."""', "'Whether' is no verb"),
+        ('def f(x):\n    """The rows of x."""', "'The' is no verb"),
+        ('def f(x):\n    """Return the rows of `x`."""', ""),
+        ('def f(x):\n    """True if `x` is one."""', ""),
+        ('class C:\n    """What is in a row."""', "'What' begins a clause"),
+        ('class C:\n    """A row."""', ""),
+        ("def told(x): ...", "'told' in a name"),
+        ("def of_rows(x): ...", "'of' in a name"),
+        ("def f(x, *, is_whole=1): ...", "'whole' in a name"),
+        ("class HeldScales: ...", "'held' in a name"),
+    ],
+)
+def test_faults(source: str, fault: str, tmp_path: Path):
+    file = tmp_path / "module.py"
+    file.write_text(source)
+    lines = list(faults(file))
+    assert [fault in line for line in lines] == ([True] if fault else [])
