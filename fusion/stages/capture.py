@@ -1,4 +1,4 @@
-"""Stage 1, capture: a graph of Dynamo becomes functional aten with composite operators kept whole."""
+"""Stage 1, capture: lower a graph of Dynamo to functional aten, with composite operators intact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 
 
 def is_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a backward graph would be built: not where the forward itself turns gradients off."""
+    """True if autograd would build a backward graph: gradients are on, and an input and a result of `gm` require them.
+
+    A result without metadata counts as one that does.
+    """
     if not torch.is_grad_enabled() or not any(map(_learns, example_inputs)):
         return False
     results = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
@@ -27,9 +30,10 @@ def _learns(value: object) -> bool:
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
-    """Trace `gm` for inference and hand the functional graph, with its `copy_` epilogue, to `compile_graph`.
+    """Trace `gm` for inference and compile its functional graph by `compile_graph`.
 
-    Composites stay whole only while `gm` is traced: the context is left before anything else is.
+    The graph ends with `copy_` into the inputs that `gm` mutates. Composites are preserved during the trace alone: the
+    context ends before `compile_graph` runs.
     """
     context = ExitStack()
 

@@ -1,9 +1,9 @@
-"""Stage 1, dead code: calls that no result of a graph needs go, so that none counts as a reader.
+"""Stage 1, dead code: erase calls that no result of a graph needs, so that none counts as a reader.
 
     y = x.float(); assert_tensor_metadata(y, dtype=float32)   →   y = x.float()
 
-`torch.export` keeps the results that a model drops, and asserts the metadata of each tensor that is cast. An assertion
-that the fake tensor proves cannot fail; one about data, or about what is not known, stays.
+`torch.export` leaves unused results in the graph, and asserts the metadata of each tensor that is cast. An assertion
+that the fake tensor proves cannot fail and is erased; any other stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 
 def drop_dead_code(source: fx.Graph) -> bool:
-    """Erase calls without users or effects, and proven assertions; return True if there were any."""
+    """Erase from `source` calls without users or effects, and proven assertions; return True if there were any."""
     dropped = False
     for node in reversed(source.nodes):
         if node.op == "call_function" and not node.users and (_is_proven(node) or not node.is_impure()):
@@ -30,7 +30,7 @@ def drop_dead_code(source: fx.Graph) -> bool:
 
 
 def _is_proven(node: fx.Node) -> bool:
-    """True for an assertion of metadata all of which the fake tensor has."""
+    """True if `node` asserts metadata of a tensor all of which its fake tensor has."""
     if node.target is not _METADATA:
         return False
     claimed = given(node.target, node.args, node.kwargs)

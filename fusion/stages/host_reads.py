@@ -1,9 +1,9 @@
-"""Stage 9, host reads, after reinplace: what an eager launch reads on the host is copied there first, once.
+"""Stage 9, host reads, after reinplace: copy to the host, once, each tensor that an eager launch reads there.
 
-    y = op(q, k, v, lengths)   →   there = lengths.to("cpu"); y = op(q, k, v, there)
+    y = op(q, k, v, lengths)   →   on_host = lengths.to("cpu"); y = op(q, k, v, on_host)
 
-Each copy waits for the device. It is made only where the user allows it (`lengths="host"`): nothing else plans such a
-call for a compiler that launches it by itself.
+Each copy synchronises with the device. Calls that need one are planned only where the user allows it
+(`lengths="host"`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from fusion.operators import LOWERINGS, Operator, operator_of
 
 
 def read_on_host(source: fx.Graph, lowering: str) -> int:
-    """Copy to the host what the pass's calls read there under `lowering`; return how many copies were made."""
+    """Copy to the host the arguments that the pass's calls read there under the compiler `lowering`.
+
+    Return the number of copies: one per tensor, however many calls read it.
+    """
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(source.nodes):
         operator = operator_of(node.target) if "fusion" in node.meta else None

@@ -1,4 +1,4 @@
-"""Stage 11, lower: hand a rewritten graph to the compiler that runs it here."""
+"""Stage 11, lower: compile a rewritten graph with the compiler that runs it here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from fusion.routes.inline import inline
 
 
 def route(lower: str) -> str:
-    """The compiler that "auto" stands for here: torchair on an NPU, Inductor where it can build code, else none."""
+    """Return the compiler that the option `lower` names.
+
+    "auto" is torchair on an NPU, Inductor where it can build code, else "eager".
+    """
     if lower != "auto":
         return lower
     if Target.detect().is_npu:
@@ -24,8 +27,11 @@ def route(lower: str) -> str:
 
 
 def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str) -> Boxed:
-    """Compile `gm` as `by` says; operators that only an NPU has are decomposed for a host compiler."""
-    gm.recompile()  # for Inductor too, which is given a copy: the report holds this graph
+    """Compile `gm` for `example_inputs` with the compiler `by`; return the compiled callable.
+
+    "eager" and "inductor" decompose the operators that only an NPU has.
+    """
+    gm.recompile()  # even for Inductor, which compiles a copy: the report shows this graph
     compilers: Mapping[str, Callable[[], Boxed]] = {
         "eager": lambda: host.eager(gm, example_inputs),
         "inductor": lambda: host.inductor(gm, example_inputs, operators.decompositions()),
@@ -36,5 +42,5 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str) -> Boxed:
 
 
 def handed_on(gm: fx.GraphModule, by: str) -> fx.GraphModule:
-    """The graph that `lower` gives to the compiler: for Inductor, with the decompositions inlined."""
+    """Return the graph that `lower` hands to the compiler `by`: `gm`, for Inductor with the decompositions inlined."""
     return inline(gm, operators.decompositions()) if by == "inductor" else gm

@@ -1,4 +1,8 @@
-"""Stage 4, match: find where rules apply. Nothing is changed; a match adds a reading to its first result."""
+"""Stage 4, match: find the places where rules apply.
+
+Nothing in the graph changes; a match adds a reading to its first result. A value without a node is an intermediate of
+the canonical form that no node of the graph has as its result.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,17 @@ from fusion.records import Match, Refusal
 from fusion.report.failures import culprit, failure, raised
 
 _NEAR = 128
-"""Calls of a path within which all results of one operator are computed: a layer has some fifty."""
+"""Distance in calls, along a path, within which the results of one match are searched: a layer has some fifty."""
 
 
 @dataclass
-class Found:
-    """What matching found.
+class MatchResult:
+    """The outcome of matching.
 
     Attributes:
-        matches: where rules apply.
-        refusals: where they do not, with their reasons.
-        failures: what rules raised, which are refused there.
+        matches: the places where rules apply.
+        refusals: the places where rules do not apply, with reasons.
+        failures: exceptions of rules, each of which is among the refusals too.
     """
 
     matches: list[Match] = field(default_factory=list)
@@ -39,46 +43,49 @@ class Found:
     failures: list[Failure] = field(default_factory=list)
 
 
-def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset(), told: bool = True) -> Found:
-    """Match every rule everywhere; what only looks like one is searched if it is `told`.
+def match(
+    graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset(), diagnose: bool = True
+) -> MatchResult:
+    """Match all `rules` on `graph`, level by level; with `diagnose` add refusals for look-alikes and misses.
 
-    `unsafe` names rules whose guard is not asked.
+    The guards of the rules named in `unsafe` are not called.
     """
     search = _Search(graph, unsafe)
     for level in levels(rules):
         for rule in level:
             search.attempt(search.apply, rule)
-    if told:
+    if diagnose:
         for rule in rules:
             search.attempt(search.note_lookalikes, rule)
         search.note_misses()
-    return search.found
+    return search.result
 
 
 def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> None:
-    """Refuse what no kernel has to be launched for."""
+    """Refuse, by raising `Refused`, a match with an empty tensor among `captures` or `results`."""
     for name, value in (*captures.items(), *(("result", each) for each in results)):
         shape = list(value.shape) if isinstance(value, Value) else []
         require(0 not in shape, "{name} {shape} has no elements: there is nothing to compute", name=name, shape=shape)
 
 
 def _place(graph: Graph, value: Value) -> tuple[float, int]:
-    """Where a value stands: what no node holds, last."""
+    """Return the sort key of `value`: the position of its node in `graph`, infinite where it has none, then its id."""
     node = graph.node(value)
     return (math.inf if node is None else graph.order[node]), value.id
 
 
 class _Candidates:
-    """What may be one term, in the order of the graph, and which of it stands near a value.
+    """Values that may match one term, in the order of the graph, with an index by position.
 
-    Results of one operator are computed from nearly the same calls, so that of a model of many layers few are tried.
+    All results of a match are computed from nearly the same calls. So once its first result is bound, only candidates
+    near that are tried for the others: few of those that a model of many layers has.
     """
 
     def __init__(self, candidates: Sequence[Value], position: Callable[[Value], tuple[int, ...]]) -> None:
         self.candidates, self._position = candidates, position
 
     def near(self, value: Value) -> Iterator[Value]:
-        """Yield those that are, on each of the longest paths of the graph, within `_NEAR` calls of `value`."""
+        """Yield the candidates within `_NEAR` calls of `value` on each of the longest paths of the graph."""
         if not self.candidates:
             return
         position = self._position(value)
@@ -92,7 +99,7 @@ class _Candidates:
 
     @cached_property
     def _blocks(self) -> Sequence[Mapping[int, Sequence[int]]]:
-        """For each path the numbers of the candidates in each stretch of `_NEAR` calls."""
+        """For each path, the indices of the candidates in each block of `_NEAR` consecutive calls."""
         positions = [self._position(each) for each in self.candidates]
         blocks: list[dict[int, list[int]]] = [defaultdict(list) for _ in positions[0]]
         for number, position in enumerate(positions):
@@ -102,22 +109,22 @@ class _Candidates:
 
 
 class _Search:
-    """The state of one search; also the context that terms ask."""
+    """The state of one search, and the context in which terms match."""
 
     def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
-        self.graph, self.found = graph, Found()
+        self.graph, self.result = graph, MatchResult()
         self._makers, self._place = cache(graph.makers), cache(partial(_place, graph))
         self._position = cache(self._place_on_paths)
         self._listed: dict[frozenset[str], tuple[int, _Candidates]] = {}
         self._unsafe = unsafe
-        self._spoken = set[str]()
+        self._words = set[str]()
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
-        self._all: dict[str, list[Value]] = defaultdict(list)  # of an op, with those that no node holds
+        self._all: dict[str, list[Value]] = defaultdict(list)  # by op, values without a node included
         self._users: dict[Value, list[Value]] = defaultdict(list)
-        self._above: dict[Any, Set[Value]] = {}  # by ops or words, how many there are, and what may stand between
+        self._above: dict[Any, Set[Value]] = {}  # by (ops or words, their count, ops allowed between)
         self._explained: set[tuple[str, Value]] = set()
-        self._guarded: set[Value] = set()  # where all of a form was there, and a guard has said why not
+        self._guarded: set[Value] = set()  # a form matched here, but its guard refused
         self._refused: set[tuple[str, Value, str]] = set()
         for value in graph.places:
             self._by_head[value.op].append(value)
@@ -129,68 +136,81 @@ class _Search:
             self._read(value, reading)
 
     def readings(self, value: Value, op: str) -> Sequence[Reading]:
-        """Meanings found for `value` so far."""
+        """Return the readings `op` of `value` so far."""
         return [each for each in self._readings.get(value, ()) if each.op == op]
 
     def _read(self, value: Value, reading: Reading) -> None:
-        self._spoken.add(reading.op)
+        self._words.add(reading.op)
         if not self.readings(value, reading.op):
             insort(self._by_head[f"reading:{reading.op}"], value, key=self._place)
         self._readings[value].append(reading)
 
     def _candidates(self, term: Term) -> Sequence[Value]:
-        """List what may be `term`, in the order in which nodes hold it; what no node holds comes last."""
+        """List the values that may match `term`, in the order of the graph, values without a node last."""
         return self._indexed(term).candidates
 
     def _indexed(self, term: Term) -> _Candidates:
-        """Candidates for a term; listed again where readings were added since."""
+        """Return the candidates for `term`, memoised by its heads.
+
+        The list is built again once readings were added.
+        """
         heads = term.heads()
-        held = [self._by_head.get(head, []) for head in heads]
-        count = sum(map(len, held))
+        values = [self._by_head.get(head, []) for head in heads]
+        count = sum(map(len, values))
         if heads not in self._listed or self._listed[heads][0] != count:
-            several = dict.fromkeys(merge(*held, key=self._place))
-            self._listed[heads] = count, _Candidates(tuple(held[0] if len(held) == 1 else several), self._position)
+            several = dict.fromkeys(merge(*values, key=self._place))
+            self._listed[heads] = count, _Candidates(tuple(values[0] if len(values) == 1 else several), self._position)
         return self._listed[heads][1]
 
     def _where(self, form: Pattern, candidates: Sequence[Value]) -> Sequence[Value]:
-        """Those of the candidates for its first result that are above something of its rarest op or word."""
+        """Filter `candidates` for the first result of `form` to those that contain its rarest necessary op or word.
+
+        Only ops in `form.between` may be on the way from there to the candidate.
+        """
         counts = {heads: sum(map(self._count, heads)) for heads in form.needed}
         rarest = min(counts, key=lambda heads: (counts[heads], heads != form.results[0].heads()), default=None)
         if rarest is None or rarest == form.results[0].heads():
             return candidates
         key = rarest, counts[rarest], form.between
         if key not in self._above:
-            self._above[key] = self._found_above(rarest, form.between)
+            self._above[key] = self._users_of(rarest, form.between)
         return [each for each in candidates if each in self._above[key]]
 
     def _count(self, head: str) -> int:
         return len(self._all.get(head) or self._by_head.get(head, ()))
 
-    def _found_above(self, heads: frozenset[str], between: frozenset[str]) -> Set[Value]:
-        """The values of some ops or words, and what is computed from them by ops `between` alone."""
+    def _users_of(self, heads: frozenset[str], between: frozenset[str]) -> Set[Value]:
+        """Collect the values of the ops or words `heads`, and all computed from them by ops in `between` alone."""
         waiting = [each for head in heads for each in (self._all.get(head) or self._by_head.get(head, ()))]
-        found = set(waiting)
+        reached = set(waiting)
         while waiting:
-            users = {each for each in self._users.get(waiting.pop(), ()) if each.op in between} - found
-            found |= users
+            users = {each for each in self._users.get(waiting.pop(), ()) if each.op in between} - reached
+            reached |= users
             waiting += users
-        return found
+        return reached
 
     def attempt(self, step: Callable[[Rule], object], rule: Rule) -> bool:
-        """Take a step with one rule; if it raises, that rule alone is lost, from there on."""
+        """Call `step(rule)`; return False, with the exception recorded as a failure and a refusal, if it raises.
+
+        Raises:
+            RuleError: the rule itself is malformed.
+        """
         try:
             step(rule)
         except RuleError:
             raise
         except Exception as error:
             node = culprit(error) or self.graph.source.output_node()
-            self.found.failures.append(failure("match", error, rule.name, node))
-            self.found.refusals.append(Refusal(rule.name, raised("pattern", error), node))
+            self.result.failures.append(failure("match", error, rule.name, node))
+            self.result.refusals.append(Refusal(rule.name, raised("pattern", error), node))
             return False
         return True
 
     def apply(self, rule: Rule) -> None:
-        """Find the matches of one rule; where a form holds, later ones are tried that choose something else."""
+        """Find the matches of `rule`, form by form, and add a reading for each.
+
+        A value at which a form matched is tried again only with forms that make other choices.
+        """
         taken: dict[Value, list[Set[Any]]] = {}
         for form in rule.patterns():
             chosen = form.given.items()
@@ -200,12 +220,12 @@ class _Search:
                 matched = self._try(rule, form, value)
                 if matched is not None:
                     taken.setdefault(value, []).append(chosen)
-                    self.found.matches.append(matched)
+                    self.result.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
 
     def _may_occur(self, form: Pattern) -> bool:
-        """Whether something has each meaning that a form mentions, and there is something of each of its parts."""
-        return form.words <= self._spoken and all(any(map(self._count, heads)) for heads in form.needed)
+        """True if the graph has a reading for each word of `form`, and a value for each of its necessary ops."""
+        return form.words <= self._words and all(any(map(self._count, heads)) for heads in form.needed)
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None
@@ -222,12 +242,12 @@ class _Search:
                 if rule.name not in self._unsafe:
                     ask_guard(rule, captures)
             except Refused as reason:
-                refused = refused or reason.with_traceback(None)  # its frames hold all of this search
+                refused = refused or reason.with_traceback(None)  # its frames would keep this search alive
                 self._guarded.add(value)
                 self._explain(rule, value, captures)
                 continue
             except Exception as error:
-                self.found.failures.append(failure("match", error, rule.name, roots[0][0]))
+                self.result.failures.append(failure("match", error, rule.name, roots[0][0]))
                 refused = raised("guard", error)
                 continue
             return Match(rule, form, captures, results, roots, relied(bound))
@@ -236,11 +256,11 @@ class _Search:
         return None
 
     def _may_replace(self, value: Value) -> bool:
-        """Whether nodes compute a value from something else; or none holds it, and only other matches read it."""
+        """True if a node computes `value`, or no node has it as its value: then only other matches read it."""
         return bool(self._makers(value)) or value not in self.graph.places
 
     def _explain(self, rule: Rule, value: Value, captures: Mapping[str, Any]) -> None:
-        """Remember that the guard says why of everything from `value` down to what was captured."""
+        """Mark the values between `value` and `captures` as explained: a refusal of the guard of `rule` covers them."""
         taken = {each for each in captures.values() if isinstance(each, Value)}
         taken |= {each.arg for each in taken if each.op == "reshape"}  # a capture that lost dims of size 1
         waiting = [value]
@@ -251,12 +271,12 @@ class _Search:
                 waiting.extend(each.args)
 
     def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
-        """Whether one result is needed to compute what the match takes: a call cannot wait for itself.
+        """True if the match cannot be one call: a capture depends on a result, or on a write to memory behind it.
 
-        What is taken may be cut out of the result: the end of a buffer that was rolled is its beginning.
+        A capture may be cut from the result, as the start of a rolled buffer is from its end.
         """
         taken = [node for each in captures.values() if isinstance(each, Value) for node in self.graph.reads(each)]
-        if len(roots) == 1:  # what stands before the result needs no search
+        if len(roots) == 1:  # nodes before the result cannot depend on it
             order, regions, root = self.graph.order, self.graph.regions, roots[0][0]
             taken = [node for node in taken if order[node] >= order[root]]
             if any(regions[node] != regions[root] for node in taken):
@@ -264,30 +284,34 @@ class _Search:
         return any(self.graph.depends(node, root) for node in taken for makers in roots for root in makers)
 
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:
-        """Match the first result at `value`; results that this does not reach are those beside it."""
+        """Yield the bindings of `form` with its first result at `value` and the other results near it."""
         for bound in form.results[0].match(value, {}, self):
             yield from self._join(form, form.results[1:], value, bound)
 
     def _join(self, form: Pattern, missing: Sequence[Term], first: Value, bound: Bindings) -> Iterator[Bindings]:
-        missing = [term for term in missing if term not in bound]  # one may hold another
+        """Extend `bound` by each `missing` result, tried at the candidates near `first`; yield the complete bindings.
+
+        Of two results with the same heads the first in graph order is bound first, so that a pair is matched once.
+        """
+        missing = [term for term in missing if term not in bound]  # one result may be an operand of another
         if not missing:
             yield bound
             return
         order, start = self.graph.order, self._makers(first)[0]
         alike = not missing[0].heads().isdisjoint(form.results[0].heads())
-        anywhere = not alike or missing[0].follows(bound)  # else the first of two comes first: a pair is found once
-        found_before = {bound[each] for each in form.results if each in bound}
+        anywhere = not alike or missing[0].follows(bound)
+        used = {bound[each] for each in form.results if each in bound}
         for value in self._indexed(missing[0]).near(first):
             makers = self._makers(value)
-            if value in found_before or not self._may_replace(value):
+            if value in used or not self._may_replace(value):
                 continue
             if makers and not anywhere and (order[makers[0]] < order[start] or self.graph.depends(makers[0], start)):
                 continue
-            for found in missing[0].match(value, bound, self):
-                yield from self._join(form, missing[1:], first, found)
+            for extended in missing[0].match(value, bound, self):
+                yield from self._join(form, missing[1:], first, extended)
 
     def _place_on_paths(self, value: Value) -> tuple[int, ...]:
-        """Where a value stands on the longest paths of the graph."""
+        """Return the position of `value` on each of the longest paths of the graph."""
         return self.graph.dependence.position(self._makers(value) or self.graph.reads(value))
 
     def _refuse(
@@ -299,15 +323,16 @@ class _Search:
         miss: Miss | None = None,
         words: frozenset[str] | None = None,
     ) -> None:
+        """Record a refusal of `rule` at the node that computes `value`, once per cause; none if no node does."""
         makers = self._makers(value)
         owner = makers[0] if makers else self.graph.owners.get(value)
-        said = rule, value, cause.template if isinstance(cause, Refused) else cause
-        if owner is not None and said not in self._refused:
-            self._refused.add(said)
+        key = rule, value, cause.template if isinstance(cause, Refused) else cause
+        if owner is not None and key not in self._refused:
+            self._refused.add(key)
             blamed = next(filter(None, map(self._computes, miss.at)), None) if miss else None
             about = self.graph.node(miss.of) if miss and miss.of else None
             covers = self._covered(miss) if miss else frozenset[fx.Node]()
-            self.found.refusals.append(
+            self.result.refusals.append(
                 Refusal(
                     rule,
                     cause,
@@ -322,56 +347,57 @@ class _Search:
             )
 
     def _covered(self, miss: Miss) -> frozenset[fx.Node]:
-        """Return the nodes that hold, or are built from, the values that a miss accounts for."""
+        """Return the nodes that compute the values which `miss` accounts for, as a result or as an intermediate."""
         owners = (self.graph.owners.get(each) for each in miss.covers)
         places = (node for each in miss.covers for node in self.graph.places.get(each, ()))
         return frozenset((*filter(None, owners), *places))
 
     def _computes(self, value: Value) -> fx.Node | None:
-        """The first node that computes a value, or is built from it; None for what is passed in."""
+        """Return the first call that computes `value`, as its result or as an intermediate; None for an input."""
         owner = self.graph.owners.get(value)
         return owner if owner is not None and owner.op == "call_function" else None
 
     def note_lookalikes(self, rule: Rule) -> None:
-        """Say why what looks like the rule is something else, in a node or inside one (a division holds a power).
+        """Refuse each value that matches a look-alike of `rule`, with the reason of that look-alike.
 
-        Of several look-alikes of one value the first is told: rules name the nearest first. So it is of a product and
-        the same with more factors.
+        Values inside of one node are tried too: a division contains a power. Rules list the nearest look-alike first,
+        so the first that matches a value wins; a product that contains a refused product with fewer factors is not
+        refused again.
         """
-        told: dict[Value, Pattern] = {}
+        refused: dict[Value, Pattern] = {}
         is_something = cache(lambda value: self._is_known(rule, value) or self._is_within(value))
         for form in filter(self._may_occur, rule.lookalikes()):
             for value in self._where(form, (*self._candidates(form.results[0]), *self._inside(form.results[0]))):
-                is_longer = value.op == "mul" and any(told.get(each, form) is not form for each in value.args)
-                if value in told or is_longer or is_something(value):
+                is_longer = value.op == "mul" and any(refused.get(each, form) is not form for each in value.args)
+                if value in refused or is_longer or is_something(value):
                     continue
                 for bound in form.results[0].match(value, {}, self):
                     captures = captured(form, bound)
                     if form.keeps_apart(captures):
-                        told[value] = form
+                        refused[value] = form
                         self._refuse(rule.name, Refused(form.reason, captures), value, words=form.words)
                         break
 
     def _is_known(self, rule: Rule, value: Value) -> bool:
-        """True if a value is what a rule means, or that with more factors, or a guard has said why it is not."""
+        """True if `value`, or a product among its operands, has a reading of `rule`, or the guard explains it."""
         products = (each for each in value.args if each.op == "mul") if value.op == "mul" else ()
         if any(each in self._guarded or self.readings(each, rule.name) for each in (value, *products)):
             return True
         return (rule.name, value) in self._explained
 
     def _is_within(self, value: Value) -> bool:
-        """Whether one node computes a value on the way to something that was recognised."""
+        """True if `value` is an intermediate of a node whose result has a reading."""
         owner = None if value in self.graph.places else self.graph.owners.get(value)
-        held = None if owner is None else self.graph.held.get(owner)
-        return isinstance(held, Value) and bool(self._readings.get(held))
+        result = None if owner is None else self.graph.held.get(owner)
+        return isinstance(result, Value) and bool(self._readings.get(result))
 
     def _inside(self, term: Term) -> list[Value]:
-        """Values that a node is built from without holding them."""
-        found = (each for head in sorted(term.heads()) for each in self._all.get(head, ()))
-        return [each for each in found if each not in self.graph.places]
+        """List the values that may match `term` and are intermediates, the result of no node."""
+        values = (each for head in sorted(term.heads()) for each in self._all.get(head, ()))
+        return [each for each in values if each not in self.graph.places]
 
     def note_misses(self) -> None:
-        """Say why what looked to a reader like something is nothing of the kind."""
+        """Refuse, with its reason, each miss of a reader, unless the rule of the miss matched there after all."""
         for value, miss in self.graph.readings.missed():
             if miss.limited or miss.useless or not self.readings(value, miss.rule):
                 self._refuse(miss.rule, miss.reason, value, miss=miss)

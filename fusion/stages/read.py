@@ -1,4 +1,4 @@
-"""Stage 3, read: what the values of a canonical graph mean, as the readers of the library find it."""
+"""Stage 3, read: add to a canonical graph the readings that the readers of the library find."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fusion.report.failures import culprit, failure
 
 
 def read(graph: Graph, readers: Sequence[Reader]) -> tuple[Graph, list[Failure]]:
-    """The graph with its readings; a reader that raises is left out, and what it raised is told."""
+    """Run `readers`, each behind those that it depends on; return `graph` with all readings, and the failures.
+
+    A reader that raises adds no reading; its error becomes a `Failure`.
+    """
     failures: list[Failure] = []
     for each in ordered(readers):
         try:
@@ -23,10 +26,13 @@ def read(graph: Graph, readers: Sequence[Reader]) -> tuple[Graph, list[Failure]]
     return graph, failures
 
 
-def _checked(reader: Reader, found: Iterable[Found]) -> Iterator[Found]:
-    """Pass on what a reader gives, if it is applied to what its words declare."""
+def _checked(reader: Reader, results: Iterable[Found]) -> Iterator[Found]:
+    """Yield the pairs (value, reading or miss) of `results`.
+
+    Raise where a reading has other captures than the word of `reader` for it declares.
+    """
     words = {each.name: each for each in reader.words}
-    for value, reading in found:
+    for value, reading in results:
         if isinstance(reading, Reading) and reading.op in words:
             words[reading.op].require(lambda: f"reader {reader.name} gives", reading.captures)
         yield value, reading

@@ -1,9 +1,9 @@
-"""Stage 9, reinplace: a cache that is written and copied back over itself is written in place; the copy goes.
+"""Stage 9, reinplace: write in place into a cache that is written and then copied back over itself; drop the copy.
 
     y = write(cache, rows); copy_(cache, y)   →   y = write_(cache, rows)
 
-Only operators that the pass added, only where nothing reads the old cache after the write, and only where the copy
-gives every element its own place back.
+Only for operators that the pass added, only where nothing reads the old cache after the write, and only where the copy
+moves no element.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Link:
-    """Result number `item` of the call `node`: what the call writes into a copy of its argument `cache`."""
+    """Result number `item`, among the new caches, of the call `node`.
+
+    The functional call writes this `result` into a copy of its argument `cache`.
+    """
 
     node: fx.Node
     item: int
@@ -41,23 +44,30 @@ class Link:
 
 @dataclass(frozen=True)
 class Chain:
-    """The writes, oldest first, after which `copy` brings the last result back into the input that the first read."""
+    """Writes into one cache, oldest first, and the `copy` of the last result over the input that the first one read."""
 
     copy: fx.Node
     links: tuple[Link, ...]
 
 
 def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
-    """Write in place what can be; return the names of the `copy_` nodes that are gone.
+    """Replace functional calls of the pass by their in-place forms where this is safe.
 
-    `lowering` is the compiler that the graph is meant for: one of `LOWERINGS`, or another that takes every operator, as
-    `HOST` does, where decompositions are launched one by one.
+    Where the compiler takes the in-place form alone, caches that the functional call would copy are cloned first.
+
+    Args:
+        source: the rewritten graph, changed in place.
+        lowering: the compiler that the graph is meant for: one of `LOWERINGS`, or one that takes every operator. `HOST`
+            does, and launches decompositions one by one.
+
+    Returns:
+        The names of the erased `copy_` nodes.
     """
     launched = "eager" if lowering == HOST else lowering
     for copy in _closing_copies(source):
         _shorten(copy)
     chains = [chain for copy in _closing_copies(source) if (chain := _chain(copy, lowering)) is not None]
-    while (broken := next((each for each in chains if not _holds(each, chains)), None)) is not None:
+    while (broken := next((each for each in chains if not _may_write(each, chains)), None)) is not None:
         chains.remove(broken)
     for node in dict.fromkeys(link.node for chain in chains for link in chain.links):
         _put_in_place(node)
@@ -75,16 +85,16 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
 
 
 def _closing_copies(source: fx.Graph) -> list[fx.Node]:
-    """The `copy_` nodes over inputs with which the graph ends, one per input."""
-    found: dict[Any, fx.Node] = {}
+    """Return the `copy_` nodes over inputs at the end of the graph, the last one per input, in order."""
+    last: dict[Any, fx.Node] = {}
     nodes = (node for node in reversed(source.nodes) if node.op != "output")
     for node in takewhile(lambda each: each.target is aten.copy_.default, nodes):
-        found.setdefault(node.args[0], node)
-    return [node for place, node in found.items() if isinstance(place, fx.Node) and place.op == "placeholder"][::-1]
+        last.setdefault(node.args[0], node)
+    return [node for place, node in last.items() if isinstance(place, fx.Node) and place.op == "placeholder"][::-1]
 
 
 def _functional(node: fx.Node) -> Operator | None:
-    """The operator of a call that the pass added, if it has an in-place form."""
+    """Return the operator of `node` if the pass added it and it has an in-place form, else None."""
     operator = operator_of(node.target) if "fusion" in node.meta else None
     return operator if operator is not None and operator.in_place else None
 
@@ -94,18 +104,18 @@ def _takes(operator: Operator, lowering: str) -> bool:
 
 
 def _chain(copy: fx.Node, lowering: str) -> Chain | None:
-    """The writes that `copy` brings back, None where it brings back anything else."""
+    """Return the chain of writes whose last result `copy` brings back; None if it brings back anything else."""
     links: list[Link] = []
     place, value = copy.args[:2]
     steps: list[fx.Node] = []
     while value is not place:
-        views, made = _below_views(value)
+        views, made = _peel_views(value)
         link = _link(made, lowering)
         if link is None:
             return None
         links.append(link)
         steps = [*views, *steps]
-        views, value = _below_views(link.cache)
+        views, value = _peel_views(link.cache)
         steps = [*views, *steps]
         if _functional(_call(value)) is None:
             break
@@ -113,7 +123,10 @@ def _chain(copy: fx.Node, lowering: str) -> Chain | None:
 
 
 def _shorten(copy: fx.Node) -> None:
-    """Read a write of ours itself, not a buffer that it fills from end to end, as symbolic sizes leave them."""
+    """Replace a buffer that `slice_scatter` fills from end to end with a result of the pass by that result.
+
+    Symbolic sizes leave such buffers in the graph.
+    """
     value: Any = copy.args[1]
     fills: list[fx.Node] = []
     while isinstance(value, fx.Node) and _fills(value):
@@ -125,30 +138,31 @@ def _shorten(copy: fx.Node) -> None:
 
 
 def _fills(node: fx.Node) -> bool:
-    """Whether a `slice_scatter` leaves nothing of its first argument, and its result lies like what it takes.
+    """True if the `slice_scatter` `node` overwrites all of its first argument with a source of the same strides.
 
-    What has the shape of the whole covers it, wherever it is said to begin.
+    A source with the shape of the destination covers all of it, wherever the slice begins.
     """
     if node.target is not aten.slice_scatter.default or len(node.args) < 5:
         return False
     x, source = (each.meta["val"] for each in node.args[:2] if isinstance(each, fx.Node))
-    whole = dims_of(x.shape) == dims_of(source.shape) and node.args[5:] in ((), (1,))
-    return whole and dims_of(x.stride()) == dims_of(source.stride())
+    is_full = dims_of(x.shape) == dims_of(source.shape) and node.args[5:] in ((), (1,))
+    return is_full and dims_of(x.stride()) == dims_of(source.stride())
 
 
 def _call(value: fx.Node) -> fx.Node:
-    """The call whose result, or one of whose results, a node is."""
+    """Return the call that computes `value`: for a `getitem` the call with several results, else `value`."""
     source = value.args[0] if value.target is getitem else value
     return source if isinstance(source, fx.Node) else value
 
 
 def _link(result: fx.Node, lowering: str) -> Link | None:
+    """Return `result` as a link if it is a new cache of a call that `lowering` takes in place, else None."""
     node = _call(result)
     operator = _functional(node)
     if operator is None or not _takes(operator, lowering):
         return None
     number: Any = 0 if node is result else result.args[1]
-    item = number - _beside(operator)
+    item = number - _count_before(operator)
     if item < 0:
         return None
     cache = _written(node)[item]
@@ -156,14 +170,14 @@ def _link(result: fx.Node, lowering: str) -> Link | None:
     return Link(node, item, cache, result) if same else None
 
 
-def _beside(operator: Operator) -> int:
-    """How many results a functional form has before the new caches."""
+def _count_before(operator: Operator) -> int:
+    """Count the results of the functional `operator` that come before its new caches."""
     return len(schema_of(operator.overload()).returns) - len(OPERATORS[operator.in_place].written)
 
 
 def _is_fresh(cache: Any, reader: fx.Node) -> bool:
-    """Whether a cache is, whole or as a view, memory that the graph makes and nothing but `reader` reads."""
-    base = _below_views(cache)[1]
+    """True if `cache` is, or is a view of, memory that a call of the graph allocates and only `reader` reads."""
+    base = _peel_views(cache)[1]
     target: Any = base.target if isinstance(base, fx.Node) else None
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return False
@@ -171,15 +185,15 @@ def _is_fresh(cache: Any, reader: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """What the in-place form of a call writes into."""
+    """Return the arguments that the in-place form of the call `node` writes to."""
     operator = _functional(node)
     assert operator is not None
-    values = operator.bind(node.args, node.kwargs)
-    return [values[name] for name in OPERATORS[operator.in_place].written]
+    given = operator.bind(node.args, node.kwargs)
+    return [given[name] for name in OPERATORS[operator.in_place].written]
 
 
-def _below_views(value: Any) -> tuple[list[fx.Node], Any]:
-    """The views through which `value` is seen, the outermost last, and what they are views of."""
+def _peel_views(value: Any) -> tuple[list[fx.Node], Any]:
+    """Split `value` into its views, innermost first, and the node that they are views of."""
     views: list[fx.Node] = []
     while isinstance(value, fx.Node) and _is_alias(value) and _call(value) is value:
         views.insert(0, value)
@@ -193,7 +207,7 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
-    """Whether these views, one after the other, give every element of `place` its own place back."""
+    """True if `steps`, views applied to `place` one after the other, give back its shape, strides, offset and dtype."""
     start = place.meta["val"]
     value = start
     with torch.no_grad():
@@ -205,13 +219,14 @@ def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
     return layouts[0] == layouts[1] and start.dtype == value.dtype and shares_memory(start, value)
 
 
-# what may stand where ----------------------------------------------------------------------------------------------
+# the order of reads and writes -------------------------------------------------------------------------------------
 
 
-def _holds(chain: Chain, chains: Sequence[Chain]) -> bool:
-    """Whether every write of the chain may be in place, given that the other chains are.
+def _may_write(chain: Chain, chains: Sequence[Chain]) -> bool:
+    """True if every write of `chain` may be in place, given that the other `chains` are written in place.
 
-    What a call writes beside caches must be memory of its own: results that a kernel takes as arguments.
+    Arguments that a call writes to and that belong to no chain must be memory of its own. As a side effect, readers of
+    an old cache are moved before the write where their operands allow it.
     """
     linked = {(link.node, link.item) for each in chains for link in each.links}
     olds = [chain.copy.args[0], *(link.result for link in chain.links[:-1])]
@@ -219,22 +234,26 @@ def _holds(chain: Chain, chains: Sequence[Chain]) -> bool:
         others = [place for item, place in enumerate(_written(link.node)) if (link.node, item) not in linked]
         if not all(_is_fresh(place, link.node) for place in others):
             return False
-        if not all(_stands_before(reader, link) for reader in _readers(old) if reader is not chain.copy):
+        if not all(_reads_before(reader, link) for reader in _readers(old) if reader is not chain.copy):
             return False
     return not any(reader.op == "output" for reader in _readers(chain.links[-1].result))
 
 
 def _readers(value: Any) -> Iterator[fx.Node]:
-    """The nodes that read `value`, itself or through views."""
+    """Yield the nodes that read `value`, directly or through views, views themselves left out."""
     for user in list(value.users):
         yield from _readers(user) if _is_alias(user) else (user,)
 
 
-def _stands_before(reader: fx.Node, link: Link) -> bool:
-    """Whether `reader` sees the old cache: it stands before the write, or can be put there."""
-    if reader is link.node:  # the write itself may read the cache as nothing but the cache
-        cache = _below_views(link.cache)[1]
-        return sum(_below_views(each)[1] is cache for each in reader.all_input_nodes) == 1
+def _reads_before(reader: fx.Node, link: Link) -> bool:
+    """True if `reader` reads the cache before `link` writes to it.
+
+    A reader behind the write is moved before it, if its operands allow that. The write itself may read the cache in no
+    other argument.
+    """
+    if reader is link.node:
+        cache = _peel_views(link.cache)[1]
+        return sum(_peel_views(each)[1] is cache for each in reader.all_input_nodes) == 1
     if reader < link.node:
         return True
     movable = reader.op == "call_function" and not is_write(reader)
@@ -248,7 +267,10 @@ def _stands_before(reader: fx.Node, link: Link) -> bool:
 
 
 def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
-    """Put the in-place form in the place of `node`; its results are the caches (or these copies of them)."""
+    """Replace `node` by its in-place form.
+
+    Users of the new caches read the written arguments instead: those of `node`, or `caches` where given.
+    """
     operator = _functional(node)
     assert operator is not None
     places = _written(node)
@@ -262,7 +284,7 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
         new.meta["val"] = fake_like(node.meta["val"]) if returned else None
         node.replace_all_uses_with(new if returned else changed[places[0]])
     else:
-        before = _beside(operator)
+        before = _count_before(operator)
         vals = tuple(node.meta["val"][:returned])
         new.meta["val"] = vals[0] if returned == 1 else vals or None
         for item in list(node.users):
@@ -270,14 +292,14 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
             if number < before and returned > 1:
                 item.replace_input_with(node, new)
                 continue
-            # one result alone is no item of several
+            # a form with one result returns no tuple
             item.replace_all_uses_with(new if number < before else changed[places[number - before]])
             node.graph.erase_node(item)
     node.graph.erase_node(node)
 
 
 def _copies(node: fx.Node) -> list[fx.Node]:
-    """Copies of the caches of a call that only the in-place form can make; memory of its own stays."""
+    """Copy, before `node`, each cache that its in-place form writes to; memory that only `node` reads needs no copy."""
     copies: list[fx.Node] = []
     with node.graph.inserting_before(node):
         for cache in _written(node):
@@ -289,7 +311,7 @@ def _copies(node: fx.Node) -> list[fx.Node]:
 
 
 def _drop(copy: fx.Node) -> None:
-    """Remove `copy`, and the views that nothing else reads."""
+    """Erase `copy`, and the views that only it read."""
     place, value = copy.args[:2]
     assert isinstance(place, fx.Node)
     copy.replace_all_uses_with(place)

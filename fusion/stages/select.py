@@ -1,4 +1,4 @@
-"""Stage 6, select: the disjoint set of rewrites that saves most, found within each group of overlapping candidates."""
+"""Stage 6, select: choose the disjoint rewrites that save most, exactly within each group of overlapping ones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fusion.graph import Graph
 from fusion.records import LEAST_BENEFIT, TIE, Candidate
 
 if TYPE_CHECKING:
-    import networkx as nx  # half a second to import: only where a model is fused
+    import networkx as nx  # imported where it is used: that takes half a second
 
 Overlaps = Mapping[int, Set[int]]
-"""For every option those that it excludes."""
+"""By the index of each option, the indices of the options that it excludes."""
 MOST = 1024
-"""Ways to cover the graph so far that are followed at once, the best of them: with no more a cover is exact."""
-_UNIT = 1e-9  # microseconds: sums of whole numbers are the same in whatever order
+"""Greatest number of partial covers that `_swept` keeps: with more of them the result may not be the best."""
+_UNIT = 1e-9  # microseconds; benefits are summed as integers, which is exact in any order
 
 
 @dataclass(frozen=True, eq=False)
 class _Option:
-    """Candidates that are chosen together: one, or one with the other that it needs."""
+    """Candidates that are chosen jointly: one alone, or one with the candidate that it needs."""
 
     members: tuple[Candidate, ...]
     roots: frozenset[fx.Node]
@@ -34,12 +34,12 @@ class _Option:
 
 
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
-    """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs.
+    """Return the chosen candidates in the order of the graph, at most `fuel`, each behind the one that it needs.
 
-    Attention of PyTorch's own and arithmetic of complex numbers are priced as the kernels that they are decomposed
-    into, and a machine may run each as one; figures of cost are no measurements. So a graph that would make more calls
-    than the model does has only those in their place that are worth it even there, and by as much again as the further
-    calls cost, if so it makes fewer.
+    The cost model prices torch's own attention and complex arithmetic as the kernels that they decompose into, although
+    a machine may run each as one kernel, and its figures are estimates. So where the best cover makes more launches
+    than the model, it competes, by launches saved, with the best cover of the candidates that pay even without that
+    surplus.
     """
     options = [_option(each) for each in candidates]
     useful = [each for each in options if all(member.benefit > LEAST_BENEFIT for member in each.members)]
@@ -47,13 +47,14 @@ def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = Non
     if _saved(chosen) < 0:
         sure = [each for each in useful if all(map(_is_sure, each.members))]
         chosen = max(chosen, _settled(sure, graph), key=_saved)
-    return chosen[:fuel]  # what a candidate needs stands right before it
+    return chosen[:fuel]  # a needed candidate comes right before the one that needs it
 
 
 def _saved(cover: Sequence[Candidate]) -> int:
-    """Count the launches that candidates, and those for which they stand, save in all.
+    """Count the launches that the candidates of `cover` save, times the equal layers for which each stands.
 
-    What several of them make is made once, and each of them counts it.
+    A call that several candidates share is made once, but counted as made by each of them: the difference is added
+    back.
     """
     makers = Counter[Any]()
     alone = dict[Any, int]()
@@ -67,13 +68,17 @@ def _saved(cover: Sequence[Candidate]) -> int:
 
 
 def _is_sure(candidate: Candidate) -> bool:
+    """True if `candidate` pays without its surplus and with its further launches priced twice."""
     return candidate.benefit - candidate.surplus - candidate.further > LEAST_BENEFIT
 
 
 def _settled(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:
-    """The best cover in which no calls wait for each other."""
+    """Return the best cover without a cycle of calls that depend on each other.
+
+    While the best cover has cycles, the least useful member of each is excluded.
+    """
     chosen = _best(useful, graph)
-    while waiting := _in_circles(chosen, graph):
+    while waiting := _in_cycles(chosen, graph):
         useful = [each for each in useful if not any(member in waiting for member in each.members)]
         chosen = _best(useful, graph)
     return chosen
@@ -96,8 +101,8 @@ def _best(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:
     return [member for number in numbers for member in useful[number].members]
 
 
-def _in_circles(chosen: Sequence[Candidate], graph: Graph) -> list[Candidate]:
-    """List of each circle of calls that would wait for each other the least useful one."""
+def _in_cycles(chosen: Sequence[Candidate], graph: Graph) -> list[Candidate]:
+    """List for each cycle of calls that would depend on each other the candidate of least benefit."""
     import networkx as nx
 
     needs: nx.DiGraph[int] = nx.DiGraph()
@@ -106,20 +111,22 @@ def _in_circles(chosen: Sequence[Candidate], graph: Graph) -> list[Candidate]:
         needs.add_edges_from(
             (one, other) for one, other in permutations(pair) if _waits(chosen[one], late[one], chosen[other], graph)
         )
-    circles = [circle for circle in nx.strongly_connected_components(needs) if len(circle) > 1]
-    return [chosen[min(circle, key=lambda number: (chosen[number].benefit, number))] for circle in circles]
+    cycles = [cycle for cycle in nx.strongly_connected_components(needs) if len(cycle) > 1]
+    return [chosen[min(cycle, key=lambda number: (chosen[number].benefit, number))] for cycle in cycles]
 
 
 def _read_later(candidate: Candidate, graph: Graph) -> list[fx.Node]:
-    """What a candidate reads where it stands behind the first of its results."""
+    """List the nodes that `candidate` reads and that are behind its first result in graph order."""
     first = min(graph.order[node] for node in candidate.match.firsts)
     values = candidate.plan.tensors(candidate.match).values()
     return [node for value in values for node in graph.reads(value) if graph.order[node] > first]
 
 
 def _interleaved(chosen: Sequence[Candidate], late: Sequence[Sequence[fx.Node]], graph: Graph) -> list[tuple[int, int]]:
-    """Pairs of candidates with several results, or that read what stands behind theirs, which overlap in the order of
-    the graph: only they can be a circle.
+    """List the pairs of indices of candidates whose spans in graph order overlap: only they can form a cycle.
+
+    A span reaches from the first to the last node among the results and the nodes of `late`, which are read behind the
+    first result. Candidates with one result and no such nodes are skipped.
     """
     spans = {
         number: sorted(graph.order[node] for node in (*each.match.makers, *late[number]))
@@ -137,26 +144,30 @@ def _interleaved(chosen: Sequence[Candidate], late: Sequence[Sequence[fx.Node]],
 
 
 def _waits(candidate: Candidate, late: Sequence[fx.Node], other: Candidate, graph: Graph) -> bool:
+    """True if `candidate`, with the nodes `late` that it reads, depends on a result of `other`."""
     waiting = (*candidate.match.firsts, *late)
     return any(graph.depends(one, another) for one in waiting for another in other.match.firsts)
 
 
 def _overlapping(options: Sequence[_Option]) -> Overlaps:
-    """For each option those that replace a node which it replaces or needs no more, or the other way round."""
+    """Map each option to those that it excludes.
+
+    Two options exclude each other if one replaces a node that the other replaces or makes dead.
+    """
     by_node: dict[object, list[int]] = defaultdict(list)
     for number, each in enumerate(options):
         for node in each.dying:
             by_node[node].append(number)
-    found: dict[int, set[int]] = {number: set() for number in range(len(options))}
+    excluded: dict[int, set[int]] = {number: set() for number in range(len(options))}
     for number, each in enumerate(options):
         for other in {other for node in each.roots for other in by_node[node]} - {number}:
-            found[number].add(other)
-            found[other].add(number)
-    return found
+            excluded[number].add(other)
+            excluded[other].add(number)
+    return excluded
 
 
 def _parts(overlaps: Overlaps) -> list[frozenset[int]]:
-    """Group the options that overlap, directly or by way of others, in the order of the first of each group."""
+    """Split the options into connected components of `overlaps`, ordered by their first member."""
     left, parts = set(overlaps), list[frozenset[int]]()
     for first in sorted(overlaps):
         part, waiting = set[int](), [first]
@@ -172,10 +183,9 @@ def _parts(overlaps: Overlaps) -> list[frozenset[int]]:
 
 
 def _cover(group: frozenset[int], options: Sequence[_Option], overlaps: Overlaps, graph: Graph) -> list[int]:
-    """Choose options of a group, no two of which overlap, that save most together.
+    """Choose from `group` the disjoint options that save most in sum.
 
-    Among covers that save the same the larger fusions win: a new call counts a little for each of the user's calls for
-    which it stands.
+    Among covers that save the same larger fusions win: each call of the user that dies adds a fraction of `TIE`.
     """
     if len(group) == 1:
         return list(group)
@@ -187,16 +197,18 @@ def _cover(group: frozenset[int], options: Sequence[_Option], overlaps: Overlaps
 
 
 class _Way(NamedTuple):
-    """A choice among the options so far: what it saves, and its options, the last with those before it."""
+    """A partial cover: its worth, and its options as a linked list, the last one first."""
 
     worth: int = 0
     cover: tuple[int, Any] | None = None
 
 
 def _swept(numbers: Sequence[int], worth: Mapping[int, int], overlaps: Overlaps) -> list[int]:
-    """Choose among options in the order of the graph, by the best way to each set of those that exclude later ones.
+    """Choose the disjoint options of greatest worth by dynamic programming over `numbers`, which are in graph order.
 
-    However long a group is, only a few of its options overlap at once. Of ways that save the same the first wins.
+    The state is the set of chosen options that still exclude later ones; per state the best partial cover survives.
+    However long a group is, only a few of its options overlap at once. Of partial covers with equal worth the first
+    wins.
     """
     place = {number: place for place, number in enumerate(numbers)}
     last = {number: max(place[each] for each in (number, *overlaps[number])) for number in numbers}
@@ -214,8 +226,8 @@ def _swept(numbers: Sequence[int], worth: Mapping[int, int], overlaps: Overlaps)
                     further[key] = offer
         most = sorted(further.items(), key=lambda each: each[1].worth, reverse=True)[:MOST]
         ways = dict(most)
-    cover, found = ways[frozenset()].cover, list[int]()
+    cover, chosen_numbers = ways[frozenset()].cover, list[int]()
     while cover is not None:
         number, cover = cover
-        found.append(number)
-    return found
+        chosen_numbers.append(number)
+    return chosen_numbers

@@ -1,4 +1,4 @@
-"""Stage 10, verify: a rewritten graph has the same inputs, outputs and writes as before, in a valid order."""
+"""Stage 10, verify: check that a rewritten graph has the inputs, outputs, writes and order of the original."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from fusion.operators import operator_of
 
 @dataclass(frozen=True)
 class Contract:
-    """What a caller can observe of a graph, apart from its numbers.
+    """Everything except the numbers that a caller can observe of a graph.
 
-    `strides` are those that each output may have, without those of dims of size 1; `sharing` says of each output whose
-    memory it is; `written` are the inputs that are written to, in the order of the inputs; `between` are the writes in
-    the middle of the graph that are the user's own, by input, in their order.
+    Attributes:
+        inputs: names of the placeholders.
+        outputs: shape, dtype and device of each output; the type name of an output that is no tensor.
+        strides: for each output its allowed strides, without those of dims of size 1.
+        sharing: for each output the input or the earlier output whose memory it shares.
+        written: names of the inputs that are written to, in the order of the inputs.
+        between: the user's own writes before the closing ones, each with its operator and destination, in order.
     """
 
     inputs: tuple[str, ...]
@@ -36,9 +40,9 @@ class Contract:
 
 
 def contract(source: fx.Graph, eager: Sequence[tuple[Any, ...] | None] = ()) -> Contract:
-    """Inputs by name, outputs by shape, dtype, strides and memory, and the inputs that are written to.
+    """Derive the contract of the graph `source`.
 
-    `eager` are the strides that each output may have as well: those that it has when the model runs uncompiled.
+    `eager` has for each output the strides that it has when the model runs uncompiled, which are allowed as well.
     """
     inputs = tuple(node.name for node in source.nodes if node.op == "placeholder")
     writes = [node for node in source.nodes if is_write(node)]
@@ -57,7 +61,6 @@ def contract(source: fx.Graph, eager: Sequence[tuple[Any, ...] | None] = ()) -> 
 
 
 def _targets(node: fx.Node) -> list[str]:
-    """The inputs, or other nodes, whose memory a call writes into."""
     return [memory_of(each).name for each in written_by(node)]
 
 
@@ -66,22 +69,29 @@ def _seen(val: Any) -> Any:
 
 
 def _strides(val: Any, eager: tuple[Any, ...] | None) -> frozenset[Any]:
-    """How a tensor lies and may lie, without what says nothing: strides of dims of size 1, and of empty tensors."""
+    """Collect the allowed strides of the output `val`: its own and those of `eager`.
+
+    Strides of dims of size 1 and of empty tensors are left out, as no access depends on them.
+    """
     if not isinstance(val, torch.Tensor):
         return frozenset()
     shape = dims_of(val.shape)
-    lies = [dims_of(val.stride()), *([eager] if eager is not None else [])]
-    telling = [place for place, size in enumerate(shape) if size != 1 and 0 not in shape]
-    return frozenset(tuple(each[place] for place in telling) for each in lies)
+    strides = [dims_of(val.stride()), *([eager] if eager is not None else [])]
+    used = [place for place, size in enumerate(shape) if size != 1 and 0 not in shape]
+    return frozenset(tuple(each[place] for place in used) for each in strides)
 
 
 def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node], prepared: Sequence[str] = ()) -> None:
-    """Check a rewritten graph against the contract of the original, and its new nodes against their own operators.
+    """Check that a rewritten graph has the contract of the original and is well formed.
 
-    `prepared` names the inputs that it has beyond those of the original, in order.
+    Args:
+        source: the rewritten graph.
+        before: the contract of the original.
+        added: the new nodes, which must have fake tensors.
+        prepared: names of the inputs that `source` has beyond those of the original, in order.
 
     Raises:
-        VerificationError: they differ; the graph must not be used.
+        VerificationError: a check fails; the graph must not be used.
     """
     before = replace(before, inputs=(*before.inputs, *prepared))
     after = contract(source)
@@ -100,13 +110,13 @@ def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node], prepare
 
 
 def verify_formats(source: fx.Graph, fractal: Mapping[str, bool]) -> None:
-    """Check that what a call of the pass reads in FRACTAL_NZ is an input that lies so, and what it reads otherwise not.
+    """Check that calls of the pass read tensors in FRACTAL_NZ exactly where their operators need that.
 
-    What a graph computes lies as its shape says.
+    Results of the graph itself are never in FRACTAL_NZ.
 
     Args:
         source: the rewritten graph, as it is lowered.
-        fractal: of each input that may lie so, whether it does.
+        fractal: for each input that may be in FRACTAL_NZ, True if it is.
 
     Raises:
         FormatError: the storage format of a tensor is another one, or unknown; the graph must not be used.

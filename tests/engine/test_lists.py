@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sympy import Symbol
 
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.logic import of_own_rows
+from fusion.stages.canonicalise.logic import last_index
 
 from .graphs import numbers, read_graph, traced
 
@@ -113,7 +113,7 @@ def test_places_that_may_not_belong_together_are_none_of_the_own_row():
     a = Algebra()
     x, *indices = (a.make("input", (), (name,), shape, torch.int64) for name, shape in
                    (("x", (S, G)), ("i", (S,)), ("j", (Symbol("t", integer=True, positive=True),))))  # fmt: skip
-    assert of_own_rows(a, x, indices) is None
+    assert last_index(a, x, indices) is None
 
 
 def test_a_cache_that_is_written_at_places_is_not_chosen():

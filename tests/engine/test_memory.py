@@ -8,7 +8,7 @@ import torch
 from fusion.errors import VerificationError
 from fusion.graph.aliasing import aliased, closing_writes, is_copy_unseen, is_returned, is_written, outputs, shown, sort
 from fusion.stages.capture import is_training
-from fusion.stages.rewrite.layout import _is_needless
+from fusion.stages.rewrite.layout import _is_redundant
 from fusion.stages.verify import _strides, contract, verify
 
 from .graphs import Build, numbers
@@ -77,7 +77,7 @@ def test_a_copy_is_needed_where_somebody_can_tell(form, unseen):
     build = Build()
     copy, source, results = form(build)
     returned(build, *results)
-    assert is_copy_unseen(copy, source) == _is_needless(copy) == unseen
+    assert is_copy_unseen(copy, source) == _is_redundant(copy) == unseen
 
 
 def test_what_gives_nothing_and_what_is_no_node_is_passed_over():

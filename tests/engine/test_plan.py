@@ -24,7 +24,7 @@ from fusion.records import Repeats
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
-from fusion.stages.plan.fit import _in_order, _lies_as_its_indices
+from fusion.stages.plan.fit import _follows_index_strides, _in_order
 from fusion.stages.plan.recorded import PlanBook
 from fusion.stages.plan.sharing import Sharing
 from fusion.testing import capture
@@ -112,7 +112,7 @@ def test_matches_of_which_one_takes_the_other_share_no_call():
     graph = canonicalise(traced(lambda x: x.exp() * 3.0, X).graph)
     planner = Planner(graph, Fakes(graph), Target.resolve("ascend910_93"), "eager", (), Options())
     found = match(graph, [ScaledExp()]).matches
-    plans = {each: planner._book.of(each) for each in found}
+    plans = {each: planner._book.plans_for(each) for each in found}
     shared = Sharing(graph, plans, planner._to_build, planner._dying_alone, Repeats())
     calls_of = [shared.calls_of(each, "run", plans[each]["run"]) for each in found]
     assert sorted(map(len, calls_of)) == [1, 2]
@@ -250,8 +250,8 @@ def test_what_indices_take_may_lie_as_they_do(before):
     build = Build()
     x, places = build.input(4, 4), build.input(4, 2, dtype=torch.int64)
     take = torch.ops.aten.index.Tensor
-    assert not _lies_as_its_indices(build(take, x, [*before, places]))
-    assert _lies_as_its_indices(build(take, x, [*before, build(torch.ops.aten.t.default, places)]))
+    assert not _follows_index_strides(build(take, x, [*before, places]))
+    assert _follows_index_strides(build(take, x, [*before, build(torch.ops.aten.t.default, places)]))
 
 
 def test_what_a_search_knows_goes_with_it(monkeypatch: pytest.MonkeyPatch):

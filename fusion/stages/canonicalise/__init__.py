@@ -1,4 +1,4 @@
-"""Stage 2, canonicalise: read an FX graph as canonical values, without touching it."""
+"""Stage 2, canonicalise: translate an FX graph to canonical values, without changing the graph."""
 
 from __future__ import annotations
 
@@ -25,20 +25,12 @@ from fusion.graph.proof import proof, proven
 from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
 from fusion.stages.canonicalise.banded import banded
 from fusion.stages.canonicalise.composites import Composites
-from fusion.stages.canonicalise.translate import OF_COMPLEX, Out, Translated, translator_of
+from fusion.stages.canonicalise.translate import COMPLEX_MODES, Out, Translated, translator_of
 
 __all__ = ["canonicalise"]
 
-for _family in (
-    "buffers",
-    "contractions",
-    "groups",
-    "lists",
-    "reductions",
-    "sdpa",
-    "shapes",
-    "writes",
-):  # for their translators
+# importing a family registers its translators
+for _family in ("buffers", "contractions", "groups", "lists", "reductions", "sdpa", "shapes", "writes"):
     import_module(f"{__name__}.{_family}")
 
 
@@ -49,46 +41,52 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         walk.visit(node)
     places = {value: tuple(nodes) for value, nodes in walk.places.items()}
     fixed = derived(source, facts.parameters)
-    return Graph(source, walk.algebra, walk.held, places, fixed, facts, walk.written(), walk.regions)
+    return Graph(source, walk.algebra, walk.values, places, fixed, facts, walk.written(), walk.regions)
 
 
 class _Walk:
-    """One pass over the nodes."""
+    """One pass over the nodes of a graph.
+
+    Attributes:
+        values: for each node its canonical value, or a tuple of them for several results.
+        places: for each value the nodes that have it.
+        regions: for each node the number of writes to memory before it, closing ones aside.
+    """
 
     def __init__(self, source: fx.Graph, facts: Facts) -> None:
         self.source = source
         self.facts = facts
         self.algebra = Algebra()
-        self.held: dict[fx.Node, Held] = {}
+        self.values: dict[fx.Node, Held] = {}
         self.places: dict[Value, list[fx.Node]] = {}
         self.regions: dict[fx.Node, int] = {}
-        self._region = 0  # how many writes to memory stand before a node, the closing ones not counted
+        self._region = 0
         self._closing = closing_writes(source)
         self._composites = Composites()
         vals = [node.meta.get("val") for node in source.nodes]
         self._devices = {each.device for each in vals if isinstance(each, torch.Tensor)}
 
     def visit(self, node: fx.Node) -> None:
-        """Give `node` its value and its region."""
+        """Record the value and the region of `node`."""
         self.regions[node] = self._region
         if node.op in ("placeholder", "get_attr"):
-            self._hold(node, self._leaf(node))
+            self._record(node, self._leaf(node))
         elif node.op == "call_function":
-            self._hold(node, self._call(node))
+            self._record(node, self._call(node))
             if is_write(node) and node not in self._closing:
                 self._region += 1
 
     def written(self) -> frozenset[Value]:
-        """The inputs that the closing writes change."""
-        places = [self.held.get(each) for node in self._closing for each in written_by(node)]
+        """Return the inputs that the closing writes change."""
+        places = [self.values.get(each) for node in self._closing for each in written_by(node)]
         return frozenset(each for each in places if isinstance(each, Value) and each.op == "input")
 
-    def _hold(self, node: fx.Node, held: Held | None) -> None:
-        if held is None:
+    def _record(self, node: fx.Node, value: Held | None) -> None:
+        if value is None:
             return
-        self.held[node] = held
-        if isinstance(held, Value):
-            self.places.setdefault(held, []).append(node)
+        self.values[node] = value
+        if isinstance(value, Value):
+            self.places.setdefault(value, []).append(node)
 
     def _leaf(self, node: fx.Node) -> Value | None:
         val = node.meta.get("val")
@@ -103,14 +101,14 @@ class _Walk:
         return None
 
     def _known(self, node: fx.Node, val: torch.Tensor) -> Value | None:
-        """What an input or a constant of the graph holds."""
+        """Return the value of an input or attribute with known elements: a small constant or a band; else None."""
         if node.op == "get_attr":
             return self._constant(val, constant_numbers(node))
         band = self.facts.bands.get(node.name)
         return None if band is None else banded(self.algebra, band, dims_of(val.shape), val.dtype)
 
     def _constant(self, val: torch.Tensor, numbers: tuple[float, ...] | None) -> Value | None:
-        """A tensor that the graph holds, whose numbers are known."""
+        """Return the value of a constant with the elements `numbers`; None if these are unknown or one is NaN."""
         if not numbers or any(map(math.isnan, numbers)):  # NaN is not equal to itself
             return None
         shape = dims_of(val.shape)
@@ -119,33 +117,36 @@ class _Walk:
         return self.algebra.make("constant", (), (numbers,), shape, val.dtype)
 
     def _operand(self, argument: Any) -> Any:
-        """A value for a tensor, a dim for a symbolic number, anything else as it is."""
+        """Translate an argument of a call: a tensor to its value, a symbolic number to a dim, others to themselves.
+
+        A tensor that may have been written to since it was computed becomes a new input.
+        """
         if not isinstance(argument, fx.Node):
             return argument
         val = argument.meta.get("val")
         if isinstance(val, torch.SymInt):
             return dim_of(val)
-        held = self.held.get(argument)
+        value = self.values.get(argument)
         stale = self.regions[argument] != self._region or (is_write(argument) and argument not in self._closing)
         stale = stale and argument.name not in self.facts.bands
-        if stale and isinstance(val, torch.Tensor):  # written to since, perhaps: an input of what follows
+        if stale and isinstance(val, torch.Tensor):
             leaf = self.algebra.make("input", (), (argument.name, self._region), dims_of(val.shape), val.dtype)
             self.places.setdefault(leaf, [argument])
             return leaf
-        return held if held is not None else argument
+        return value if value is not None else argument
 
     def _call(self, node: fx.Node) -> Held | None:
         val = node.meta.get("val")
         if node.target is operator.getitem:
-            held = self.held.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-            known = held[node.args[1]] if isinstance(held, tuple) and isinstance(node.args[1], int) else None
+            results = self.values.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+            known = results[node.args[1]] if isinstance(results, tuple) and isinstance(node.args[1], int) else None
             return known if known is not None else self._opaque(node, val)
         if not isinstance(node.target, OpOverload):
             return self._opaque(node, val) if isinstance(val, torch.Tensor) else None
         return self._canonical(node, self._operand) or self._by_parts(node) or self._opaque(node, val)
 
     def _canonical(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> Held | None:
-        """Return what a call of an operator holds by its translation; None where that does not apply."""
+        """Return the value of the call `node` by the translator of its operator; None where none applies."""
         target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), operand)
         translator = translator_of(target, args)
@@ -154,9 +155,9 @@ class _Walk:
         return self._translate(translator, node.meta.get("val"), args, kwargs)
 
     def _by_parts(self, node: fx.Node) -> Held | None:
-        """Return what a composite call holds by the translations of its parts; None where one has none but the last.
+        """Return the value of a composite call by the translators of its parts; None if a part but the last has none.
 
-        An opaque value that no node holds could not be built.
+        Any other opaque part would be an intermediate that nothing can build.
         """
         parts = self._composites.parts(node)
         if parts is None:
@@ -174,8 +175,8 @@ class _Walk:
             if part.target is operator.getitem:
                 inside[part] = inside[part.all_input_nodes[0]][part.args[1]]
             else:
-                found = self._canonical(part, operand)
-                inside[part] = self._opaque(part, part.meta["val"], operand) if part is result and not found else found
+                value = self._canonical(part, operand)
+                inside[part] = self._opaque(part, part.meta["val"], operand) if part is result and not value else value
             if inside[part] is None:
                 return None
         results: Any = map_arg(result, operand)
@@ -193,9 +194,9 @@ class _Walk:
         complex_args = [each for each in args if complex_numbers.is_complex(each)]
         if translator is arithmetic.mul and complex_args:
             result = complex_numbers.product(self.algebra, out, *args)
-        elif complex_args and complex_args[0].op == "complex" and OF_COMPLEX[translator] == "parts":
+        elif complex_args and complex_args[0].op == "complex" and COMPLEX_MODES[translator] == "parts":
             result = self._both_parts(translator, out, args, kwargs)
-        elif complex_args and not OF_COMPLEX[translator]:
+        elif complex_args and not COMPLEX_MODES[translator]:
             return None
         else:
             result = translator(self.algebra, out, *args, **kwargs)
@@ -212,12 +213,15 @@ class _Walk:
         )
 
     def _opaque(self, node: fx.Node, val: Any, operand: Callable[[fx.Node], Any] | None = None) -> Value:
-        """A value known only by its operator and arguments; equal calls are equal unless they have a state."""
+        """Return a value that is known by its operator and arguments alone.
+
+        Equal calls get equal values, except those that write, draw random numbers or return uninitialised memory.
+        """
         args: list[Value] = []
 
         def slot(argument: fx.Node) -> Any:
             given = (operand or self._operand)(argument)
-            if isinstance(given, tuple):  # the results of one call, of which this one has no canonical form
+            if isinstance(given, tuple):  # results of a call some of which are not canonical
                 args.extend(each for each in given if isinstance(each, Value))
                 return str(argument)
             if not isinstance(given, Value):
@@ -233,7 +237,7 @@ class _Walk:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether a call takes tensors from one device to another."""
+    """True if the call `node` copies a tensor with dims from another device."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
         return False

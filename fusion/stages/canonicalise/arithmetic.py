@@ -1,4 +1,4 @@
-"""Arithmetic: sums, products, powers, functions of single elements, and whole numbers within bounds."""
+"""Arithmetic: sums, products, powers, elementwise functions, and clamps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, promote, translates, translations
 
 
-def _held(out: Out, number: Any) -> Any:
-    """A number as whole numbers of the result's dtype are computed with; those too long are not exact."""
+def _converted(out: Out, number: Any) -> Any:
+    """Return `number` as torch converts it to the dtype of `out`, if that is an integer one; unproven if too long."""
     if out.dtype not in INTEGERS:
         return number
-    kept = proven(held_number(number, out.dtype))
-    must(abs(kept) < LONGEST)
-    return kept
+    converted = proven(held_number(number, out.dtype))
+    must(abs(converted) < LONGEST)
+    return converted
 
 
 def _factors(a: Algebra, out: Out, x: Any, y: Any) -> tuple[Any, Any]:
-    """Both in one dtype, one of them as its number if it is a constant of floats without dims."""
+    """Cast `x` and `y` to the dtype of `out`; a 0-d constant of floats among them becomes a number."""
     x, y = promote(a, out, x, y)
     if _is_number(y) and isinstance(x, Value):
         return x, y.attrs[0]
@@ -52,21 +52,21 @@ def _is_zero(x: Any) -> bool:
 
 @translates("aten.mul.Tensor", "aten.mul.Scalar")
 def mul(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
-    """x · y."""
+    """Translate x · y; a number among them becomes the factor of `scale`."""
     x, y = _factors(a, out, x, y)
     if is_number(x):
         x, y = y, x
     if is_number(y):
-        return a.scale(x, _held(out, y))
+        return a.scale(x, _converted(out, y))
     return a.mul(x, y) if isinstance(x, Value) and isinstance(y, Value) else None
 
 
 @translates("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
 def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
-    """x / y."""
+    """Translate x / y to x · y⁻¹; a number y becomes the factor 1 / y of `scale`."""
     x, y = _factors(a, out, x, y)
     if is_number(y):
-        rounded = of_constants(x) and not is_exact(y, torch.float32)  # before it divides
+        rounded = of_constants(x) and not is_exact(y, torch.float32)  # torch rounds y before it divides
         return a.scale(x, 1 / y) if y and not rounded else None
     must(isinstance(y, Value))
     inverse = a.power(y, -1)
@@ -75,54 +75,54 @@ def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
 
 @translates("aten.add.Tensor", "aten.add.Scalar")
 def add(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1, sign: int = 1) -> Translated:
-    """x + sign · alpha · y; x where y is 0 everywhere, or the numbers are all too large for y to change them."""
+    """Translate x + sign · alpha · y.
+
+    The result is an operand itself where the other one is 0 everywhere, or a number too small to change any element.
+    """
     x, y = promote(a, out, x, y)
-    for kept, other in ((x, y), (y, x)) if alpha == 1 else ():
-        if isinstance(kept, Value) and kept.shape == out.shape and _is_zero(other) and (kept is x or sign == 1):
-            return kept
+    for same, other in ((x, y), (y, x)) if alpha == 1 else ():
+        if isinstance(same, Value) and same.shape == out.shape and _is_zero(other) and (same is x or sign == 1):
+            return same
     must(is_number(alpha))
     if is_symbolic(x) or is_symbolic(y):
         must(out.dtype is torch.int64)
         return moved(a, x, sign * alpha * y) if isinstance(x, Value) else moved(a, a.scale(y, sign * alpha), x)
-    factor = _held(out, sign * alpha)
+    factor = _converted(out, sign * alpha)
     if is_number(x):
         x, y, factor = (a.scale(y, factor) if isinstance(y, Value) else y), x, 1
     if is_number(y):
-        return x if absorbs(x, factor * y) else a.shift(x, _held(out, factor * y))
+        return x if absorbs(x, factor * y) else a.shift(x, _converted(out, factor * y))
     return a.add(x, a.scale(y, factor)) if isinstance(x, Value) and isinstance(y, Value) else None
 
 
 def _power(a: Algebra, out: Out, x: Value, exponent: Any) -> Translated:
-    """x ** exponent."""
     return a.power(a.cast(x, out.dtype), exponent) if is_number(exponent) else None
 
 
 def _power_of(a: Algebra, out: Out, base: Any, x: Value) -> Translated:
-    """A number ** x, or that of one tensor of it."""
+    """Translate base ** x, where `base` is a number or a constant tensor."""
     if isinstance(base, Value):
         base = base.below("reshape", "expand")
         must(base.op == "full")
-        base = _held(out, base.attrs[0])
+        base = _converted(out, base.attrs[0])
     must(is_number(base) and proven(out.dtype).is_floating_point)
     return a.make("power_of", (a.cast(x, out.dtype),), (float(base),), out.shape, out.dtype)
 
 
 def _relu(a: Algebra, x: Value) -> Value:
-    """max(x, 0), with a positive factor outside."""
+    """Build max(x, 0); a positive scale of `x` is moved outside."""
     if x.op == "scale" and x.attrs[0] > 0:
         return a.scale(a.unary("relu", x.arg), x.attrs[0])
     return a.unary("relu", x)
 
 
 def _addcmul(a: Algebra, out: Out, x: Value, y: Value, z: Value, value: float = 1) -> Translated:
-    """x + value · y · z."""
     x, y, z = promote(a, out, x, y, z)
     return a.add(x, a.scale(proven(a.mul(y, z)), value))
 
 
 @translates("prims.fma.default")
 def _fma(a: Algebra, out: Out, x: Any, y: Any, z: Any) -> Translated:
-    """Return x · y + z."""
     return add(a, out, mul(a, out, x, y), z)
 
 
@@ -131,17 +131,17 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
 
 
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
-    """x modulo a positive number, never negative itself; or x divided by it and rounded down."""
-    must(isinstance(x, Value))  # of a number by a tensor nothing is known
+    """Translate x modulo, or x floor-divided by, a positive int; a remainder of 0 <= x < divisor is x itself."""
+    must(isinstance(x, Value))
     must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1])
     low, high = bounds(x)
-    return x if op == "remainder" and 0 <= low <= high < divisor else _of_whole(a, op, x, (divisor,))
+    return x if op == "remainder" and 0 <= low <= high < divisor else _elementwise(a, op, x, (divisor,))
 
 
-def _of_whole(a: Algebra, op: str, x: Value, attrs: tuple[Any, ...]) -> Value:
-    """A function of single whole numbers; what is repeated is repeated behind it."""
+def _elementwise(a: Algebra, op: str, x: Value, attrs: tuple[Any, ...]) -> Value:
+    """Build the elementwise `op` of integers `x`; an `expand` of `x` is moved outside."""
     if x.op == "expand":
-        return a.expand(_of_whole(a, op, x.arg, attrs), x.shape)
+        return a.expand(_elementwise(a, op, x.arg, attrs), x.shape)
     return a.make(op, (x,), attrs, x.shape, x.dtype)
 
 
@@ -155,8 +155,9 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
 
 
 def _clip(a: Algebra, x: Value, low: float, high: float) -> Value:
-    """Floats between two bounds, if they are not proven to be; of those that lie between others already, between what
-    is left of these.
+    """Build floats `x` clipped to [low, high].
+
+    Nested clips become one; a lower bound alone is dropped where `x` is proven to be above it.
     """
     if x.op == "clip" and low <= high and x.attrs[0] <= x.attrs[1]:
         x, (low, high) = x.arg, (min(max(each, low), high) for each in x.attrs)
@@ -167,34 +168,35 @@ def _clip(a: Algebra, x: Value, low: float, high: float) -> Value:
 
 @translates("aten.clamp.default", "aten.clamp_min.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
-    """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
+    """Translate a clamp of integers to "clamp", of floats to "clip", or to `relu` where 0 is the only bound.
+
+    A missing bound is infinite.
+    """
     if low == 0 and high is None and x.dtype not in INDEX_DTYPES:
         return _relu(a, x)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     must(all(map(is_number, limits)))
     if proven(x.dtype).is_floating_point:
         return _clip(a, x, *map(float, limits))
-    must(x.dtype in INDEX_DTYPES)  # others wrap round what they cannot hold
-    return _of_whole(a, "clamp", x, limits)
+    must(x.dtype in INDEX_DTYPES)  # narrower integers wrap round
+    return _elementwise(a, "clamp", x, limits)
 
 
 def _bounded(a: Algebra, x: Value, y: Value) -> tuple[Value, Any] | None:
-    """A tensor, and the number that another one is everywhere."""
-    for kept, other in ((x, y), (y, x)):
+    """Return the operand that is no constant, and the number of the one that is; None if neither is constant."""
+    for value, other in ((x, y), (y, x)):
         bound = other.below("expand")
         if bound.op == "full":
-            return kept, bound.attrs[0]
+            return value, bound.attrs[0]
     return None
 
 
 @translates("aten.maximum.default")
 def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
-    """The larger of a tensor and the same number everywhere; of -min(x) and max(x), or of the magnitudes of both,
-    perhaps from 0 on, max |x|.
-    """
-    found = _bounded(a, x, y)
-    if found is not None:
-        return _clamp(a, out, *found)
+    """Translate the maximum of a tensor and a constant to a clamp, of -min(x) and max(x) to max |x|."""
+    bounded = _bounded(a, x, y)
+    if bounded is not None:
+        return _clamp(a, out, *bounded)
     return _magnitude(a, out, x, y) or _magnitude(a, out, y, x)
 
 
@@ -210,9 +212,9 @@ def _magnitude(a: Algebra, out: Out, negated: Value, largest: Value) -> Translat
 
 @translates("aten.minimum.default")
 def _minimum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
-    """The smaller of a tensor and the same number everywhere."""
-    kept, bound = proven(_bounded(a, x, y))
-    return _clamp(a, out, kept, None, bound)
+    """Translate the minimum of a tensor and a constant to a clamp."""
+    value, bound = proven(_bounded(a, x, y))
+    return _clamp(a, out, value, None, bound)
 
 
 translations(

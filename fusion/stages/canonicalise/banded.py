@@ -1,4 +1,4 @@
-"""Buffers that hold a band, read as if the graph computed it from positions."""
+"""Banded buffers: translate a buffer that is known to be a band matrix to the formula of its positions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from fusion.graph.proof import proof, proven
 
 @proof
 def banded(a: Algebra, band: Band, shape: tuple[Any, ...], dtype: torch.dtype) -> Value:
-    """What a buffer [*ones, R, C] holds."""
+    """Build a buffer [*ones, R, C] with the numbers of `band`.
+
+    These are `inside` where low <= column - row <= high, else `outside`; a bound that is None always holds.
+    """
     row, column = positions(a, shape[-2], 2, -2), positions(a, shape[-1], 2, -1)
-    bounds = [] if band.low is None else [(proven(moved(a, row, band.low)), column)]
-    bounds += [] if band.high is None else [(column, proven(moved(a, row, band.high)))]
-    first, *others = (proven(compare(a, "le", *each)) for each in bounds)
+    conditions = [] if band.low is None else [(proven(moved(a, row, band.low)), column)]
+    conditions += [] if band.high is None else [(column, proven(moved(a, row, band.high)))]
+    first, *others = (proven(compare(a, "le", *each)) for each in conditions)
     inside = proven(pointwise(a, "and", (first, *others), (), torch.bool)) if others else first
     if dtype is torch.bool:
         return proven(a.reshape(inside if band.inside else negated(a, inside), shape))

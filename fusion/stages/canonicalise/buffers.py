@@ -1,4 +1,4 @@
-"""Buffers that are filled slice by slice: values keep the slices, and where they cover the buffer it is their join."""
+"""Buffers filled slice by slice: a chain of `slice_scatter`, which becomes a `cat` once the slices cover the buffer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fusion.stages.canonicalise.translate import Out, Translated
 def _slice_scatter(
     a: Algebra, out: Out, x: Value, source: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:
-    """A buffer filled slice by slice: values keep the slices; where they cover the buffer it is their join."""
-    must(source.dtype == x.dtype)  # else what is written is cast on its way
+    """Translate a write of `source` into a slice of `x`; slices that cover the buffer become a `cat`."""
+    must(source.dtype == x.dtype)  # torch would cast `source`
     size = out.shape[dim]
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
     if not all(isinstance(each, int) for each in (size, start, end)):
@@ -32,14 +32,14 @@ def _slice_scatter(
 
 
 def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any) -> Value | None:
-    """A slice where sizes are symbolic; with as many rows as `end` - `start` says, neither was cut off."""
+    """Build a write of `source` into a slice where sizes are symbolic; None where a bound may be clipped."""
     size = x.shape[axis]
     if source.shape[axis] == size:
         return source
-    found = first_of(size, source.shape[axis], start, end)
-    if found is not None:
-        part = a.narrow(x, axis, found, source.shape[axis])
-        changed = parts.whole(a, x, part, source, axis, found)
+    begin = first_of(size, source.shape[axis], start, end)
+    if begin is not None:
+        part = a.narrow(x, axis, begin, source.shape[axis])
+        changed = parts.whole(a, x, part, source, axis, begin)
         if changed is not None:
             return changed
     if end - start != source.shape[axis]:
@@ -55,7 +55,7 @@ def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any
 
 
 def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:
-    """`x` with `source` at [start, stop) along `axis`, a known place; a join of pieces stays one."""
+    """Build `x` with `source` at [start, stop) along `axis`; a `cat` of pieces remains a `cat`."""
     size = int(x.shape[axis])
     if stop - start == size:
         return source
@@ -75,7 +75,10 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
 
 
 def _first_sequences(a: Algebra, x: Value, source: Value, first: Value | None) -> Value | None:
-    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for; `first` is x[:b]."""
+    """Build x[:b][.., start:stop] = rows, a write into the first b sequences, as one write into `x`.
+
+    `first` is x[:b], and `source` must be a write into `first`; else None.
+    """
     if source.op not in ("write", "slice_scatter") or source.arg is not first:
         return None
     axis, placed = source.attrs[0], source.op == "slice_scatter"
@@ -86,9 +89,9 @@ def _first_sequences(a: Algebra, x: Value, source: Value, first: Value | None) -
 
 
 def _covered(a: Algebra, last: Value) -> Value | None:
-    """Join the slices of a chain of `slice_scatter`, oldest write below, that cover its buffer; None where some stays.
+    """Concatenate the slices of a chain of `slice_scatter` that ends with `last`; None unless they cover the buffer.
 
-    Slices that are writes at the same positions are one write of their joined rows.
+    Slices that are writes at the same positions become one write of their concatenated rows.
     """
     axis, _, _, stride = last.attrs
     size = int(last.shape[axis])

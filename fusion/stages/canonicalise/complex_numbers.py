@@ -1,4 +1,4 @@
-"""Complex arithmetic as pairs of real values: z = complex(re, im), so that a complex RoPE is an ordinary rotation."""
+"""Complex arithmetic as pairs of real values, z = complex(re, im), so that a complex RoPE is an ordinary rotation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fusion.graph import Algebra, Value
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
-of_complex = partial(translates, of_complex="whole")
+on_complex = partial(translates, complex_mode="whole")
 
 
 def pair(a: Algebra, re: Value, im: Value, out: Out) -> Value:
-    """The complex value with these parts."""
+    """Build the complex value with the parts `re` and `im`."""
     return a.make("complex", (re, im), (), out.shape, out.dtype)
 
 
 def parts(a: Algebra, z: Value) -> tuple[Value, Value]:
-    """Real and imaginary part; views of the memory where `z` is a leaf."""
+    """Return the real and imaginary parts of `z`; for a leaf these are views of its memory."""
     if z.op == "complex":
         return z.args[0], z.args[1]
     dtype = proven(z.dtype).to_real()
@@ -26,34 +26,34 @@ def parts(a: Algebra, z: Value) -> tuple[Value, Value]:
 
 
 def is_complex(value: object) -> bool:
-    """Whether a value holds complex numbers."""
+    """True if `value` is a canonical value of complex numbers."""
     return isinstance(value, Value) and value.dtype is not None and value.dtype.is_complex
 
 
-@of_complex("aten.view_as_complex.default")
+@on_complex("aten.view_as_complex.default")
 def _view_as_complex(a: Algebra, out: Out, x: Value) -> Translated:
     re, im = (a.reshape(proven(a.slice(x, -1, lane, lane + 1)), out.shape) for lane in (0, 1))
     return pair(a, re, im, out)
 
 
-@of_complex("aten.complex.default")
+@on_complex("aten.complex.default")
 def _complex(a: Algebra, out: Out, re: Value, im: Value) -> Translated:
     return pair(a, a.expand(re, out.shape), a.expand(im, out.shape), out)
 
 
-@of_complex("aten.view_as_real.default")
+@on_complex("aten.view_as_real.default")
 def _view_as_real(a: Algebra, out: Out, z: Value) -> Translated:
     return a.cat([a.reshape(part, (*z.shape, 1)) for part in parts(a, z)], -1)
 
 
-@of_complex("aten._conj.default", "aten.conj.default")
+@on_complex("aten._conj.default", "aten.conj.default")
 def _conj(a: Algebra, out: Out, z: Value) -> Translated:
     re, im = parts(a, z)
     return pair(a, re, a.scale(im, -1), out)
 
 
 def product(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
-    """(a + bi)(c + di) = (ac - bd) + (ad + bc)i; a real operand multiplies both parts."""
+    """Multiply: (a + bi)(c + di) = (ac - bd) + (ad + bc)i; a real operand multiplies both parts."""
     if is_number(y):
         re, im = parts(a, x)
         return x if y == 1 else pair(a, a.scale(re, y), a.scale(im, y), out)

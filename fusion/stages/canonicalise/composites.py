@@ -1,8 +1,8 @@
-"""Composite operators: one without a translation of its own means what torch makes of it.
+"""Composite operators: one without a translator is decomposed by torch, and its parts are translated.
 
     aten.type_as(x, y)   →   aten._to_copy(x, dtype=y.dtype)
 
-`torch.export` keeps them; AOT autograd has taken them apart before.
+Graphs of `torch.export` contain them; AOT autograd has decomposed them already.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ log = logging.getLogger("fusion")
 
 
 class Composites:
-    """The parts of the composite calls of one graph; equal calls are traced once."""
+    """Decompositions of the composite calls of one graph; equal calls are traced once."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, fx.Graph | None] = {}
 
     def parts(self, node: fx.Node) -> fx.Graph | None:
-        """Return a functional graph, with a placeholder for each input of `node`, that computes what `node` does.
+        """Return a functional graph that computes what `node` does, with a placeholder for each input of `node`.
 
-        None for an operator that is not composite, writes, or whose parts hold constants, or depend on data or on a
-        symbolic size.
+        None for an operator that is not composite or writes, or whose decomposition has constants or depends on data or
+        on a symbolic size.
         """
         if not isinstance(node.target, OpOverload) or not is_composite(node.target) or is_write(node):
             return None

@@ -1,11 +1,11 @@
 """Contractions: every product that sums over a dim is matmul(x [.., M, K], y [.., K, N]), with its factors outside.
 
 x·s @ y, x @ (y·s)              → scale(matmul(x, y), s)       linear(x, w, b)  → add(matmul(x, wᵀ), b)
-mm of flattened rows            → matmul of the rows as they were
+mm of flattened rows            → matmul of the rows with their own dims
 bmm of flattened batch dims     → matmul with the batch dims
-einsum of two operands          → matmul of permuted operands, without labels of size 1 that one of them has alone
+einsum of two operands          → matmul of permuted operands; a dim of size 1 that only one of them has is dropped
 [T, N, 1, K] · [N, K, M]        → matmul of the rows of each head
-a row with a row                → the sum of their elementwise product
+dot product of rows             → sum of the elementwise product
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def _addmm(a: Algebra, out: Out, bias: Value, x: Value, y: Value, beta: Any = 1,
 
 @translates("aten.einsum.default")
 def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> Translated:
-    """Two operands, each label once in an operand; others stay as they are.
+    """Translate an einsum of two operands that sums over one label, with each label once per operand, to a matmul.
 
-    Where one number is summed torch multiplies without a sum, by another dtype as well.
+    Operands with equal labels whose last one is summed are multiplied elementwise and summed. Both are cast to the
+    result's dtype, as torch multiplies without a sum where that label has size 1.
     """
     must(len(operands) == 2 and "->" in equation)
     operands = [a.cast(each, out.dtype) for each in operands]
@@ -79,18 +80,18 @@ def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> T
 def _without_ones(
     a: Algebra, operands: Sequence[Value], terms: tuple[str, str], result: str
 ) -> tuple[Sequence[Value], tuple[str, str]]:
-    """Operands without the dims of size 1 whose label neither the other nor the result has: their sum is themselves."""
+    """Drop each dim of size 1 whose label neither the other operand nor the result has; return operands and labels."""
     plain: list[Value] = []
-    kept: list[str] = []
+    labels: list[str] = []
     for x, own, other in zip(operands, terms, terms[::-1], strict=True):
         there = [at for at, label in enumerate(own) if label in other or label in result or x.shape[at] != 1]
         plain.append(a.reshape(x, tuple(x.shape[at] for at in there)))
-        kept.append("".join(own[at] for at in there))
-    return plain, (kept[0], kept[1])
+        labels.append("".join(own[at] for at in there))
+    return plain, (labels[0], labels[1])
 
 
 def _spelled_out(terms: tuple[str, str, str], ranks: Sequence[int]) -> tuple[str, str, str]:
-    """Labels for the dims behind "...", if both operands have as many of them."""
+    """Replace "..." by free labels, if both operands have as many dims there; else return `terms`."""
     behind = {rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=False)}
     if not all("..." in term for term in terms) or len(behind) != 1:
         return terms
@@ -100,9 +101,15 @@ def _spelled_out(terms: tuple[str, str, str], ranks: Sequence[int]) -> tuple[str
 
 
 def _contract(a: Algebra, out: Out, operands: Sequence[Value], labels: tuple[str, str, str], summed: str) -> Translated:
-    """The last label of the result that only one operand has is its row (or column), all others are batch dims."""
+    """Multiply two operands by a matmul that sums over the label `summed`.
+
+    The last label of the result that only the first operand has is the row, that of the second the column; all others
+    are batch dims.
+    """
     left, right, result = labels
-    if not set(left) & (set(right) - {summed}) and len(left) == 2 < len(right):  # the matrix for all rows comes second
+    if not set(left) & (set(right) - {summed}) and len(left) == 2 < len(
+        right
+    ):  # a matrix without batch dims is the second operand
         return _contract(a, out, operands[::-1], (right, left, result), summed)
     row = next((label for label in reversed(result) if label not in right), "")
     column = next((label for label in reversed(result) if label not in left), "")
@@ -118,7 +125,7 @@ def _contract(a: Algebra, out: Out, operands: Sequence[Value], labels: tuple[str
 
 
 def _arranged(a: Algebra, x: Value, labels: str, wanted: Sequence[str]) -> Value:
-    """`x` with its dims in the wanted order, and dims of size 1 for the labels that it has not."""
+    """Permute `x` to the order of the labels `wanted`, with dims of size 1 for labels that it does not have."""
     x = a.permute(x, [labels.index(label) for label in wanted if label in labels and label])
     sizes = iter(x.shape)
     return a.reshape(x, tuple(next(sizes) if label and label in labels else 1 for label in wanted))

@@ -1,10 +1,10 @@
-"""Groups of rows: how many of each number there are, sums into rows, and products by a matrix for each group.
+"""Groups of rows: histograms of integers, sums into rows, and products with one matrix per group.
 
-histc of whole numbers                                       → histogram: how many are 0, 1, …
-bincount                                                     → bincount: the same, at least as many as asked for
-searchsorted, bucketize                                      → searchsorted: where others belong among sorted numbers
-index_add, index_put that adds, scatter_add of whole rows    → add_rows(x, rows, index)
-_grouped_mm of rows by a matrix for each group               → grouped_matmul(x, matrices, where each group ends)
+histc of integers                                            → histogram: how many are 0, 1, …
+bincount                                                     → bincount: the same, at least `minlength` counts
+searchsorted, bucketize                                      → searchsorted: insertion points in sorted numbers
+index_add, accumulating index_put, scatter_add of full rows  → add_rows(x, rows, index)
+_grouped_mm of rows with one matrix per group                → grouped_matmul(x, matrices, end of each group)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 @translates("aten.histc.default")
 def _histc(a: Algebra, out: Out, x: Value, bins: int = 100, min: Any = 0, max: Any = 0) -> Translated:
-    """Bins of one whole number each, from 0 on: the last one ends with its number, or with the next."""
+    """Translate a histogram of integers with one bin for each of 0, 1, …; `max` is the last integer or the next."""
     must(min == 0 and max in (bins - 1, bins) and bins > 1 and x.below("cast").dtype in INDEX_DTYPES)
     return a.make("histogram", (x,), (max,), out.shape, out.dtype)
 
@@ -65,7 +65,10 @@ def _index_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: Val
 
 @translates("aten.scatter_add.default")
 def _scatter_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: Value) -> Translated:
-    """At places of a list; or of whole rows: the index is repeated along them."""
+    """Translate a scatter_add of counts, as `lists.counted` does, or of full rows to `add_rows`.
+
+    The index of full rows is expanded along them.
+    """
     counts = lists.counted(a, x, dim, index, rows)
     if counts is not None:
         return counts
@@ -76,13 +79,13 @@ def _scatter_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: V
 
 
 def add_rows(a: Algebra, x: Value, rows: Value, index: Value) -> Value:
-    """`x` with row i of `rows` added to its row index[i]."""
+    """Build `x` [N, ..] with row i of `rows` added to its row index[i]."""
     must(index.dtype in INDEX_DTYPES and rows.dtype == x.dtype)
     must(math.prod(index.shape) == rows.shape[0] and rows.shape[1:] == x.shape[1:])
     return a.make("add_rows", (x, rows, index), (), x.shape, x.dtype)
 
 
-def put_rows(a: Algebra, x: Value, found: Sequence[Value], rows: Value) -> Value | None:
-    """`index_put` that adds to rows named by one index."""
-    must(len(found) == 1 and found[0].rank == 1 and rows.shape == (*found[0].shape, *x.shape[1:]))
-    return add_rows(a, x, rows, found[0])
+def put_rows(a: Algebra, x: Value, indices: Sequence[Value], rows: Value) -> Value | None:
+    """Build an accumulating `index_put` into the rows of `x` [N, ..] that the single index names."""
+    must(len(indices) == 1 and indices[0].rank == 1 and rows.shape == (*indices[0].shape, *x.shape[1:]))
+    return add_rows(a, x, rows, indices[0])

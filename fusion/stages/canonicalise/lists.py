@@ -1,11 +1,11 @@
-"""Lists: where the positions stand that a row names.
+"""Lists of positions: writes at the positions that each row lists, and tests whether a position is listed.
 
-x.scatter(-1, places, value)            → where(chosen(places), value, x)   chosen: true at the places that a row lists
+x.scatter(-1, places, value)            → where(chosen(places), value, x)   chosen: true at the positions of the row
 x.scatter(-1, places, values)           → placed(x, places, values)
-zeros.scatter_add(-1, places, ones)     → where(chosen(places), 1, 0)       of places that differ; scatter_reduce of the
-                                                                            greatest does so of any
-(places == arange).any(-1)              → chosen(places)                    `fusion.analysis.lists`
-counts > 0                              → chosen(places)                    of counts of entries, all or some of them
+zeros.scatter_add(-1, places, ones)     → where(chosen(places), 1, 0)       of distinct positions; a scatter_reduce by
+                                                                            amax gives the same of any positions
+(places == arange).any(-1)              → chosen(places)                    see `fusion.analysis.lists`
+counts > 0                              → chosen(places)                    of counts of entries, all or masked ones
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ def _scatter_value(a: Algebra, out: Out, x: Value, dim: int, places: Value, numb
 
 
 def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Value | None:
-    """`x`, which the graph computes, with another number (a value full of it) at the places that each row lists."""
+    """Build `x` with one number at the positions `places` of the last dim of each row.
+
+    `number` is a `full` value. None for another `dim`, for rows of `places` that are not those of `x`, and for an input
+    `x`.
+    """
     rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1]
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
         return None
     own = named_by(places)
-    if own.op == "expand" and own.arg.shape[-1] == own.shape[-1]:  # one list for all of several rows
+    if own.op == "expand" and own.arg.shape[-1] == own.shape[-1]:  # several rows share one list
         own = own.arg
     chosen = a.make("chosen", (own,), (), (*own.shape[:-1], x.shape[-1]), torch.bool)
     other = constant(a, x.attrs[0], chosen.shape, x.dtype) if x.op == "full" else x
@@ -44,9 +48,10 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
 
 
 def counted(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Value | None:
-    """`x` of zeros with a number, of which `numbers` is full, added at the places of rows that name none twice.
+    """Translate the scatter_add of `numbers` into zeros `x` at the positions `places` of each row.
 
-    Of rows that may name some twice, "counts": how often each place is named [.., T], of entries with a 1 alone.
+    Constant numbers at distinct positions become a choice. Where positions may repeat, the result is "counts": how
+    often each position is listed [.., T]; `numbers` must then be ones, or booleans that select the entries to count.
     """
     if x.op != "full" or x.attrs[0] != 0:
         return None
@@ -54,7 +59,7 @@ def counted(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Va
         return marked(a, x, dim, places, numbers)
     rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and numbers.shape == places.shape
     ones = numbers.attrs == (1,) if numbers.op == "full" else numbers.op == "cast" and numbers.arg.dtype is torch.bool
-    if not (rows and ones and x.rank > 1 and dim % x.rank == x.rank - 1 and _holds_all(x.dtype, places.shape[-1])):
+    if not (rows and ones and x.rank > 1 and dim % x.rank == x.rank - 1 and _can_count(x.dtype, places.shape[-1])):
         return None
     truths = constant(a, True, (), torch.bool) if numbers.op == "full" else numbers.arg
     return a.make(
@@ -62,8 +67,11 @@ def counted(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Va
     )
 
 
-def _holds_all(dtype: torch.dtype | None, count: Any) -> bool:
-    """Whether no sum of up to so many ones wraps round in a dtype: floats stay where one more would be rounded off."""
+def _can_count(dtype: torch.dtype | None, count: Any) -> bool:
+    """True if no sum of up to `count` ones is 0 in `dtype`.
+
+    An integer must not wrap round; a float that is too large to grow stays as it is.
+    """
     if dtype is None or dtype is torch.bool or not isinstance(count, int) or count == 0:
         return False
     return dtype.is_floating_point or count <= torch.iinfo(dtype).max
@@ -71,7 +79,10 @@ def _holds_all(dtype: torch.dtype | None, count: Any) -> bool:
 
 @proof
 def any_named(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
-    """Where entries of a list name a position at all, if that is what a comparison of their counts says."""
+    """Translate `x` op `y`, counts of list entries and a number, to where a list names a position, or names none.
+
+    None unless the comparison separates a count of 0 from every other possible count.
+    """
     counts, number = (x, y) if y.op == "full" else (y, x)
     must(number.op == "full" and number.shape in ((), counts.shape))
     count, truth = proven(_any_of(a, counts))
@@ -83,7 +94,7 @@ def any_named(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
 
 @proof
 def _any_of(a: Algebra, counts: Value) -> tuple[Any, Value] | None:
-    """How many entries are counted at most, and where there is one."""
+    """Return the greatest possible number in `counts`, and booleans that are True where `counts` is not 0."""
     if counts.op == "counts":
         places, truths = counts.args
         size, rows = counts.shape[-1], places.shape[:-1]
@@ -96,7 +107,7 @@ def _any_of(a: Algebra, counts: Value) -> tuple[Any, Value] | None:
     total = (counts.arg if counts.op == "scale" else counts).below("reshape")
     must(total.op == "mean" and len(total.attrs) == 1 and total.arg.op == "cast" and total.arg.arg.dtype is torch.bool)
     count = total.arg.shape[total.attrs[0]]
-    must(_holds_all(counts.dtype, count) and count == (counts.attrs[0] if counts.op == "scale" else 1))
+    must(_can_count(counts.dtype, count) and count == (counts.attrs[0] if counts.op == "scale" else 1))
     return count, a.reshape(proven(listed(a, total.arg.arg, total.attrs[0])), counts.shape)
 
 
@@ -104,13 +115,16 @@ def _any_of(a: Algebra, counts: Value) -> tuple[Any, Value] | None:
 def _scatter_greatest(
     a: Algebra, out: Out, x: Value, dim: int, places: Value, numbers: Value, reduce: str, include_self: bool = True
 ) -> Translated:
-    """The greater of two numbers, of which `x` and `numbers` are full."""
+    """Translate scatter_reduce by amax where `x` and `numbers` are constant, and `numbers` is the greater."""
     must(x.op == numbers.op == "full" and reduce == "amax" and numbers.attrs[0] >= x.attrs[0])
     return marked(a, x, dim, places, numbers)
 
 
 def placed(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Value | None:
-    """`x`, which the graph computes, with a number of its own at each of the places that a row lists."""
+    """Build `x` with `numbers` at the positions `places` of the last dim of each row.
+
+    None for another `dim`, for rows of `places` that are not those of `x`, and for an input `x`.
+    """
     rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and numbers.shape == places.shape
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input" or numbers.dtype != x.dtype:
         return None

@@ -1,18 +1,17 @@
-"""Logic: positions, constants, comparisons and choices, from which masks are built, and the k largest of a row.
+"""Logic: positions, constants, comparisons and choices, which masks are made of; softmax; sort and top-k.
 
 arange(start, …, step)          → arange: start + step · position      zeros, ones, full     → full
 x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
 masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
-x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
+x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], no place counting from the end;
                                   largest(x) where these are the places of the largest of x
 
-sort, argsort, descending       → largest, largest_index; if equals keep their order stable_largest, _index
-sort, argsort, ascending        → ascending, ascending_index; of one value the same if both or none keep equals in order
+sort, argsort, descending       → largest, largest_index; of a stable sort stable_largest, stable_largest_index
+sort, argsort, ascending        → ascending, ascending_index, with the attribute `stable`
 
-The k largest are values "largest" and places "largest_index", which share x and k; places of shares are those of their
-logits. Sorted or not: where a model asks
-for no order, descending is one of those that it may get. Which of equal values are chosen, and in what order they
-stand, torch leaves open as well.
+The k largest are two values, "largest" and "largest_index" (their places), with the same x and k. Softmax shares have
+the places of their logits. An unsorted top-k is translated as a sorted one: descending order is one of those that torch
+may return. Which of equal numbers are chosen, and their order, torch leaves open too.
 """
 
 from __future__ import annotations
@@ -38,18 +37,20 @@ from fusion.stages.canonicalise.translate import Out, Translated, translates, tr
 _LARGEST_INDICES = ("largest_index", "stable_largest_index")
 
 
-def _held(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | None) -> Value:
-    """A constant as torch makes it of any number; floats are not rounded, as other constants are not."""
+def _converted(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | None) -> Value:
+    """Build the constant `number` as torch converts it to `dtype`: wrapped for integers; floats are left unrounded."""
     must(isinstance(number, (int, float)))
-    kept = number if proven(dtype).is_floating_point else held_number(number, proven(dtype))
-    return constant(a, proven(kept), shape, dtype)
+    converted = number if proven(dtype).is_floating_point else held_number(number, proven(dtype))
+    return constant(a, proven(converted), shape, dtype)
 
 
 def _arange(a: Algebra, out: Out, start: Any, step: Any = 1) -> Translated:
     if not isinstance(step, int):
         return None
     if is_symbolic(start):
-        must(start.is_integer and out.dtype in (torch.int64, torch.float32, torch.float64))  # which hold positions
+        must(
+            start.is_integer and out.dtype in (torch.int64, torch.float32, torch.float64)
+        )  # dtypes that represent every position
         counted = moved(a, a.make("arange", (), (0, step), out.shape, torch.int64), start)
         return a.cast(proven(counted), out.dtype)
     return a.make("arange", (), (start, step), out.shape, out.dtype) if isinstance(start, int) else None
@@ -67,28 +68,32 @@ translations(
         "prims.iota.default": lambda a, out, length, *, start, step, **how: _arange(a, out, start, step),
         "aten.zeros.default aten.new_zeros.default aten.zeros_like.default": partial(_filled, 0),
         "aten.ones.default aten.new_ones.default aten.ones_like.default": partial(_filled, 1),
-        "aten.full.default aten.full_like.default aten.new_full.default": lambda a, out, like, *args, **how: _held(
+        "aten.full.default aten.full_like.default aten.new_full.default": lambda a, out, like, *args, **how: _converted(
             a, args[-1], out.shape, out.dtype
         ),
-        "aten.fill.Scalar": lambda a, out, x, number: _held(a, number, out.shape, out.dtype),
-        "aten.scalar_tensor.default": lambda a, out, number, **how: _held(a, number, (), out.dtype),
+        "aten.fill.Scalar": lambda a, out, x, number: _converted(a, number, out.shape, out.dtype),
+        "aten.scalar_tensor.default": lambda a, out, number, **how: _converted(a, number, (), out.dtype),
     }
 )
 
 
 @translates("aten.fill.Tensor", any_rank=True)
 def _fill(a: Algebra, out: Out, x: Value, one: Value) -> Translated:
-    """The same number everywhere, where it is known."""
-    return _held(a, one.attrs[0], out.shape, out.dtype) if one.op == "full" else None
+    """Translate a fill by a 0-d tensor whose number is known."""
+    return _converted(a, one.attrs[0], out.shape, out.dtype) if one.op == "full" else None
 
 
 def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> Translated:
-    """x op y, or y op x, cast where the dtype in which torch compares does not hold them all."""
+    """Translate x op y, or with `swap` y op x.
+
+    An operand is cast to torch's common dtype only if that changes its numbers. A comparison of counts of list entries
+    becomes a test for listed positions.
+    """
     if is_symbolic(y):
         must(x.dtype is torch.int64)
         y = number(a, y, x)
     dtype = common(x, y)
-    other = y if isinstance(y, Value) else _held(a, y, (), dtype)
+    other = y if isinstance(y, Value) else _converted(a, y, (), dtype)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
     left, right = (right, left) if swap else (left, right)
     return lists.any_named(a, op, left, right) or compare(a, op, left, right)
@@ -131,7 +136,7 @@ def _is_infinite(number: float, a: Algebra, out: Out, x: Value) -> Translated:
 
 @translates("aten.nan_to_num.default")
 def _nan_to_num(a: Algebra, out: Out, x: Value, nan: Any = None, *args: Any) -> Translated:
-    """Of a softmax, which is infinite nowhere."""
+    """Translate nan_to_num of a softmax, which is never infinite, to where(isnan(x), 0, x)."""
     must(x.op == "softmax" and nan in (None, 0))
     return where(a, _isnan(a, x), constant(a, 0, (), x.dtype), x, x.dtype)
 
@@ -142,17 +147,17 @@ def _where(a: Algebra, out: Out, condition: Value, x: Any, y: Any) -> Translated
 
 
 def _side(a: Algebra, out: Out, x: Any) -> Value:
-    """A number or a tensor that is chosen, in the dtype of the choice."""
+    """Build the value of one side of a choice, in the dtype of the choice."""
     if not isinstance(x, Value):
-        return _held(a, x, (), out.dtype)
-    return (proof(_held)(a, x.attrs[0], x.shape, out.dtype) if x.op == "full" else None) or a.cast(x, out.dtype)
+        return _converted(a, x, (), out.dtype)
+    return (proof(_converted)(a, x.attrs[0], x.shape, out.dtype) if x.op == "full" else None) or a.cast(x, out.dtype)
 
 
 def _triangle(upper: bool, a: Algebra, out: Out, x: Value, diagonal: Any = 0) -> Translated:
     row = proven(moved(a, positions(a, x.shape[-2], 2, -2), diagonal))
     column = positions(a, x.shape[-1], 2, -1)
-    kept = proven(compare(a, "le", row, column) if upper else compare(a, "le", column, row))
-    return where(a, kept, x, constant(a, 0, (), x.dtype), x.dtype)
+    inside = proven(compare(a, "le", row, column) if upper else compare(a, "le", column, row))
+    return where(a, inside, x, constant(a, 0, (), x.dtype), x.dtype)
 
 
 @translates("aten.cumsum.default")
@@ -162,29 +167,37 @@ def _cumsum(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Tran
 
 @translates("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
-    """x[i, j, …] for whole numbers, with the places of the indices as attribute; see `_gather` for x[own, …, j]."""
+    """Translate x[i, j, …] by integer tensors to "index", with the indexed dims as its attribute.
+
+    Where every index but the last is the own position of its dim, the call is translated as a gather along the last
+    dim.
+    """
     given = [(place, each) for place, each in enumerate(indices) if each is not None]
     must(all(isinstance(each, Value) and each.dtype in INDEX_DTYPES for _, each in given))
-    last = of_own_rows(a, x, [each for _, each in given])
+    last = last_index(a, x, [each for _, each in given])
     if last is not None:
         return _gather(a, out, x, -1, last)
     return a.make("index", (x, *(each for _, each in given)), tuple(place for place, _ in given), out.shape, out.dtype)
 
 
-def of_own_rows(a: Algebra, x: Value, indices: Sequence[Value]) -> Value | None:
-    """Places in the last dim of `x` that are named beside the own position in every other; none from the end."""
+def last_index(a: Algebra, x: Value, indices: Sequence[Value]) -> Value | None:
+    """Return the last of `indices`, if all before it are the own positions along their dims; else None.
+
+    Then x[indices] reads, or writes, along the last dim of `x` alone. The last index must not be negative, nor be
+    expanded along rows.
+    """
     shape = broadcast(*(each.shape for each in indices))
     if x.rank < 2 or len(indices) != x.rank or shape is None or shape[:-1] != x.shape[:-1]:
         return None
     *rows, last = indices
     if last.shape != shape or last.op == "expand":
-        return None  # places that rows share
+        return None
     own = all(_is_position(a, each, axis, shape) for axis, each in enumerate(rows))
     return last if own and bounds(last)[0] >= 0 else None
 
 
 def _is_position(a: Algebra, x: Value, axis: int, shape: Sequence[Any]) -> bool:
-    """Whether whole numbers are the position along one dim of a shape to which they broadcast."""
+    """True if `x`, which broadcasts to `shape`, is the position along `axis`."""
     x = uncast(x.below("expand"))
     if shape[axis] == 1 and bounds(x) == (0, 0):
         return True
@@ -194,10 +207,11 @@ def _is_position(a: Algebra, x: Value, axis: int, shape: Sequence[Any]) -> bool:
 
 @translates("aten.gather.default")
 def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **kwargs: Any) -> Translated:
-    """Rows of the last dims, where places are repeated along these; x[i, ..] of its own position in every dim before.
+    """Translate a gather along `dim` with `places` that are expanded along the dims behind it.
 
-    A dim before that `x` is repeated along is left out, if all behind it are. What stands at the places of the largest
-    are the largest.
+    The result is "take": x[i, .., places[i, .., j], ..] with the own position i in every dim before `dim`. A leading
+    dim along which `x` is expanded is dropped, if all dims between it and `dim` are too. A gather at the places of the
+    largest of `x` is "largest".
     """
     dim %= x.rank
     largest = uncast(places)
@@ -241,38 +255,38 @@ def _topk(
     a: Algebra, out: Out, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Translated:
     must(largest and dim % x.rank == x.rank - 1)
-    return of_largest(a, x, k)
+    return top_k(a, x, k)
 
 
-def of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
-    """Return the `k` largest of each row of `x`, and their places; shares of a softmax are ordered as its logits.
+def top_k(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
+    """Build the `k` largest of each row of `x` and their places; softmax shares are ordered as their logits.
 
-    What is added to whole rows is added to the largest alone: sums are rounded in order.
+    A term that is constant per row is added to the largest alone: rounding a sum preserves order.
     """
     shape: tuple[Any, ...] = (*x.shape[:-1], k)
     for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
         if rows.shape == x.shape and added.shape[-1:] == (1,):
-            values, places = of_largest(a, rows, k)
+            values, places = top_k(a, rows, k)
             return proven(a.add(values, added)), places
     ranked = x.arg if is_shares(x) else x
     return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (ranked,), (k,), shape, torch.int64)
 
 
 def _ranked(x: Value) -> Value:
-    """What has the order of `x` along the last dim: before a softmax over it, and before it was widened."""
+    """Peel softmax over the last dim and widening casts off `x`: the result has the same order along that dim."""
     while is_shares(x) or (x.op == "cast" and widens(x.arg.dtype, x.dtype)):
         x = x.arg
     return x
 
 
 def is_shares(x: Value) -> bool:
-    """Whether a value is a softmax over its last dim."""
+    """True if `x` is a softmax over its last dim."""
     return x.op == "softmax" and x.attrs[0] == -1
 
 
 @translates("aten.sort.default")
 def _sort(a: Algebra, out: Out, x: Value, dim: int = -1, descending: bool = False) -> Translated:
-    """In descending order, all are the largest."""
+    """Translate an unstable sort; the descending one is the top-k of all."""
     return _sorted(a, x, dim, descending, False)
 
 
@@ -284,10 +298,10 @@ def _stable_sort(
 
 
 def _sorted(a: Algebra, x: Value, dim: int, descending: bool, stable: bool) -> tuple[Value, Value]:
-    """Return `x` in order along a dim, and where each number stood; `stable`: True if equals keep their order.
+    """Build `x` sorted along `dim`, and the place from which each number comes.
 
-    In descending order all are the largest, and so they are in ascending order times -1. Those of a stable sort have
-    ops of their own, since operators leave the order of equals open.
+    Descending, all numbers are the largest; an ascending sort of -x is a descending one of x. A `stable` descending
+    sort has ops of its own, since the fused operators leave the order of equal numbers open.
     """
     if (x.op, x.attrs) == ("scale", (-1.0,)) and is_float(x) and not descending:
         values, places = _sorted(a, x.arg, dim, True, stable)
@@ -296,16 +310,16 @@ def _sorted(a: Algebra, x: Value, dim: int, descending: bool, stable: bool) -> t
         return _ascending(a, x, dim, stable)
     must(dim % x.rank == x.rank - 1)
     if not stable:
-        return of_largest(a, x, x.shape[-1])
+        return top_k(a, x, x.shape[-1])
     count = x.shape[-1:]
     places = a.make("stable_largest_index", (x,), count, x.shape, torch.int64)
     return a.make("stable_largest", (x,), count, x.shape, x.dtype), places
 
 
 def _ascending(a: Algebra, x: Value, dim: int, stable: bool) -> tuple[Value, Value]:
-    """Sort `x` along a dim: the numbers, and where each stood; `stable`: True if equals keep their order.
+    """Build `x` in ascending order along `dim`, and the place from which each number comes.
 
-    Integers have the order of the floats that they are cast to.
+    Integers that are cast to floats are sorted as integers, if the cast keeps them.
     """
     if keeps_integers(x):
         values, places = _ascending(a, x.arg, dim, stable)

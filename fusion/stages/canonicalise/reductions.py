@@ -1,4 +1,4 @@
-"""Reductions, the log Σ exp(x) among them, and the normalisations that aten already names, written out in one form."""
+"""Reductions, log Σ exp(x) among them, softmax written as exp, and the normalisations of aten, decomposed."""
 
 from __future__ import annotations
 
@@ -28,41 +28,42 @@ def _axes(x: Value, dim: Any) -> Sequence[int]:
 def _reduction(
     op: str, a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Translated:
-    """Over some dims, which go again where the user's result has not kept them."""
+    """Translate a reduction over `dim`, all dims if None, with or without the reduced dims as the result has them."""
     axes = _axes(x, dim)
-    found = _of_list(a, op, a.cast(x, out.dtype), axes)
-    if found is not None:
-        return a.reshape(found, out.shape)
+    selection = _reduce_list(a, op, a.cast(x, out.dtype), axes)
+    if selection is not None:
+        return a.reshape(selection, out.shape)
     reduce = {"sum": partial(_sum, a), "mean": a.mean}.get(op) or partial(a.reduce, op)
     return a.reshape(proven(reduce(a.cast(x, out.dtype), axes)), out.shape)
 
 
 def _sum(a: Algebra, x: Value, axes: Sequence[int]) -> Value | None:
-    """A scaled mean; of as many whole numbers as is not known, a total, as no number of them is a factor."""
+    """Normalise a sum to N · mean. An integer sum over a symbolic extent becomes `total`: N is no constant there."""
     return a.sum(x, axes) or (a.reduce("total", x, axes) if x.dtype in INDEX_DTYPES else None)
 
 
-def _of_list(a: Algebra, op: str, x: Value, axes: Sequence[int]) -> Value | None:
-    """The sum, or the greatest, over the entries of a list of where they are: what it chooses."""
+def _reduce_list(a: Algebra, op: str, x: Value, axes: Sequence[int]) -> Value | None:
+    """Build the sum or maximum over the entries of list == position as the selection of listed positions; else None."""
     return listed(a, x, axes[0], op == "sum") if op in ("sum", "greatest") and len(axes) == 1 else None
 
 
-def _of_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
-    found = _of_list(a, op, x, [dim]) or a.reduce(op, x, [dim])
-    return a.reshape(found, [size for place, size in enumerate(found.shape) if keepdim or place != dim % x.rank])
+def _reduce_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
+    """Reduce `x` over `dim`, which is dropped unless `keepdim`."""
+    reduced = _reduce_list(a, op, x, [dim]) or a.reduce(op, x, [dim])
+    return a.reshape(reduced, [size for place, size in enumerate(reduced.shape) if keepdim or place != dim % x.rank])
 
 
 @translates("aten.max.dim")
 def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    """The greatest of rows; of shares of a softmax also the first place of it, as torch promises here."""
-    best = _of_dim(a, "greatest", x, dim, keepdim)
+    """Translate the maximum of rows; its index has a value for softmax shares alone, the first of equal ones."""
+    best = _reduce_dim(a, "greatest", x, dim, keepdim)
     shares = logic.is_shares(x) and dim % x.rank == x.rank - 1
     return best, a.make("first_greatest", (x,), (), best.shape, torch.int64) if shares else None
 
 
 @translates("aten.argmax.default")
 def _argmax(a: Algebra, out: Out, x: Value, dim: int | None = None, keepdim: bool = False) -> Translated:
-    """The first place of the greatest of whole numbers or truths."""
+    """Translate the first index of the greatest integer or boolean."""
     axis = proven(dim) % x.rank
     must(x.below("cast").dtype in INDEX_DTYPES or x.below("cast").dtype is torch.bool)
     return a.make("first_greatest", (x,), () if axis == x.rank - 1 else (axis,), out.shape, torch.int64)
@@ -70,12 +71,12 @@ def _argmax(a: Algebra, out: Out, x: Value, dim: int | None = None, keepdim: boo
 
 @translates("aten.min.dim")
 def _min_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    return _of_dim(a, "least", x, dim, keepdim), None
+    return _reduce_dim(a, "least", x, dim, keepdim), None
 
 
 @translates("aten.aminmax.default")
 def _aminmax(a: Algebra, out: Out, x: Value, *, dim: int | None = None, keepdim: bool = False) -> Translated:
-    return tuple(_of_dim(a, op, x, proven(dim), keepdim) for op in ("least", "greatest"))
+    return tuple(_reduce_dim(a, op, x, proven(dim), keepdim) for op in ("least", "greatest"))
 
 
 @translates("aten.any.dim")
@@ -86,13 +87,13 @@ def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Tra
 
 @translates("aten.all.dim")
 def _all(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    """Not any that is not."""
+    """Translate all(x) to not any(not x)."""
     others = negated(a, a.cast(x, torch.bool))
     return negated(a, a.reshape(a.reduce("any", others, [dim]), out.shape))
 
 
 def _variance(a: Algebra, x: Value, dim: Any, correction: Any) -> tuple[Value, Value]:
-    """Variance about the mean, over (count - correction), and the mean."""
+    """Build the variance over `dim`, Σ (x - mean)² / (count - correction), and the mean."""
     axes, less = _axes(x, dim), 1 if correction is None else correction
     average = a.mean(x, axes)
     centred = proven(a.add(x, a.scale(average, -1)))
@@ -111,7 +112,7 @@ def _var_mean(
 def _deviation(
     exponent: float, a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
 ) -> Translated:
-    """The variance, or its root."""
+    """Translate the variance to the power of `exponent`: 1, or 0.5 for the standard deviation."""
     spread, _ = _variance(a, x, dim, correction)
     return a.reshape(a.power(spread, exponent), out.shape)
 
@@ -119,7 +120,7 @@ def _deviation(
 def _vector_norm(
     a: Algebra, out: Out, x: Value, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Translated:
-    """Σ |x| for order 1, sqrt(Σ x²) for order 2, the greatest |x| for order inf."""
+    """Translate Σ |x| for order 1, sqrt(Σ x²) for order 2, max |x| for order inf."""
     if order == math.inf:
         return _reduction("greatest", a, out, a.unary("abs", a.cast(x, out.dtype)), dim)
     if order == 1:
@@ -130,14 +131,17 @@ def _vector_norm(
 
 @translates("aten.log_softmax.int", "aten._log_softmax.default")
 def log_softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
-    """Write z - log Σ exp(z) of z = x - max(x), as torch computes it: no number of `x` swallows the logarithm."""
+    """Translate to z - log Σ exp(z) with z = x - max(x), as torch computes it.
+
+    Without that shift a large `x` would absorb the logarithm.
+    """
     x = a.cast(x, out.dtype)
     z = proven(a.add(x, a.scale(a.reduce("greatest", x, [dim]), -1)))
     return a.add(z, a.scale(a.reduce("log_sum_exp", z, [dim]), -1))
 
 
 def _but_infinite(x: Value) -> Value | None:
-    """Return the y of where(y == -inf, inf, y), perhaps with other dims; None for any other `x`."""
+    """Return the y of where(y == -inf, inf, y), perhaps reshaped; None for any other `x`."""
     below = x.below("reshape")
     condition, number, other = below.args if below.op == "where" else (below, below, below)
     lowest = condition.op == "compare" and condition.attrs == ("eq",) and condition.arg is other
@@ -147,7 +151,10 @@ def _but_infinite(x: Value) -> Value | None:
 
 @translates("aten.exp.default")
 def exp(a: Algebra, out: Out, x: Value) -> Translated:
-    """Translate exp(x); of x = z - log Σ exp(z), or of the largest of its entries, to a softmax over z."""
+    """Translate exp(x) to a softmax over z, if x is z - log Σ exp(z).
+
+    Where only the largest entries of z are exponentiated, these are the largest shares of that softmax.
+    """
     x = a.cast(x, out.dtype)
     for z, less in differences(x):
         safe = _but_infinite(less)
@@ -158,7 +165,7 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
         if total.x is z:
             return a.softmax(z, -1, *how)
         count = z.shape[-1]
-        if logic.of_largest(a, total.x, count)[0] is z:
+        if logic.top_k(a, total.x, count)[0] is z:
             shares = a.softmax(total.x, -1, *how)
             return a.make("largest", (shares,), (count,), x.shape, x.dtype)
     return a.unary("exp", x)
@@ -166,14 +173,14 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
 
 @translates("aten.exp2.default")
 def _exp2(a: Algebra, out: Out, x: Value) -> Translated:
-    """Translate 2^x to exp(x · log 2), of each part of a sum alone."""
+    """Translate 2^x to exp(x · log 2); the terms of a sum are multiplied one by one."""
     x = a.cast(x, out.dtype)
     parts = [_in_nats(a, each) for each in (x.args if x.op == "add" else (x,))]
     return exp(a, out, parts[0] if len(parts) == 1 else proven(a.add(*parts)))
 
 
 def _in_nats(a: Algebra, x: Value) -> Value:
-    """Build x · log 2; of a number of each row, as a greatest score is, by the scores that it is computed from."""
+    """Build x · log 2; a number per row, as a row maximum, is computed from the multiplied scores."""
     match x.op:
         case "scale":
             return a.scale(_in_nats(a, x.arg), x.attrs[0])
@@ -210,7 +217,7 @@ translations(
 def _normalise(
     a: Algebra, h: Value, axes: Sequence[int], eps: float, weight: Value | None, bias: Value | None, out: Out
 ) -> Value:
-    """h / sqrt(mean(h²) + eps) · weight + bias, rounded once at the end."""
+    """Build h / sqrt(mean(h²) + eps) · weight + bias, cast to the dtype of `out` at the end."""
     y = proven(a.mul(h, a.power(a.shift(a.mean(a.power(h, 2), axes), eps), -0.5)))
     y = y if weight is None else proven(a.mul(y, a.cast(weight, y.dtype)))
     y = y if bias is None else proven(a.add(y, a.cast(bias, y.dtype)))
@@ -225,7 +232,7 @@ def _in_float32(a: Algebra, x: Value) -> Value:
 def rms_norm(
     a: Algebra, out: Out, x: Value, shape: Sequence[Any], weight: Value | None = None, eps: float | None = None
 ) -> Value:
-    """The composite, written out as its decomposition does: float32 throughout, one rounding at the end."""
+    """Decompose rms_norm as torch does: float32 throughout, one rounding at the end."""
     h = _in_float32(a, x)
     eps = torch.finfo(proven(h.dtype)).eps if eps is None else eps
     return _normalise(a, h, range(-len(shape), 0), float(eps), weight, None, out)
@@ -242,20 +249,22 @@ def layer_norm(
     eps: float = 1e-5,
     *args: Any,
 ) -> Value:
-    """(x - mean) · rsqrt(var + eps) · weight + bias, in float32."""
+    """Decompose layer_norm to (x - mean) · rsqrt(var + eps) · weight + bias, in float32."""
     h, axes = _in_float32(a, x), range(-len(shape), 0)
     centred = proven(a.add(h, a.scale(a.mean(h, axes), -1)))
     return _normalise(a, centred, axes, eps, weight, bias, out)
 
 
-def _with_more(normalisation: Any, more: int, a: Algebra, out: Out, x: Value, *args: Any, **how: Any) -> Translated:
-    """With results that have no canonical form: the mean, the reciprocal root."""
+def _with_statistics(
+    normalisation: Any, more: int, a: Algebra, out: Out, x: Value, *args: Any, **how: Any
+) -> Translated:
+    """Translate a normalisation with `more` results that have no value: the mean, the reciprocal deviation."""
     return (normalisation(a, Out(x.shape, x.dtype), x, *args, **how), *[None] * more)
 
 
 translations(
     {
-        "aten._fused_rms_norm.default": partial(_with_more, rms_norm, 1),
-        "aten.native_layer_norm.default": partial(_with_more, layer_norm, 2),
+        "aten._fused_rms_norm.default": partial(_with_statistics, rms_norm, 1),
+        "aten.native_layer_norm.default": partial(_with_statistics, layer_norm, 2),
     }
 )

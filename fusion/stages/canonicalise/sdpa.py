@@ -1,4 +1,4 @@
-"""Attention that aten already names, written out: softmax(scale · q kᵀ + mask) v, with the softmax in float32."""
+"""Attention operators of aten, decomposed: softmax(scale · q kᵀ + mask) v, with the softmax in float32."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Translated:
-    """q [.., N, S, D], k [.., M, T, D], v [.., M, T, E]; rows that see nothing are 0.
+    """Decompose attention of q [.., N, S, D], k [.., M, T, D], v [.., M, T, E]; rows that see no key give 0.
 
-    Of other values than there are keys torch leaves some out, or reads memory behind them.
+    Unproven where `k` and `v` differ in T: torch then ignores values, or reads beyond them.
     """
     must(not dropout and q.rank >= 3 and isinstance(q.shape[-1], int) and q.shape[-1])
     must(k.rank == v.rank and k.shape[-2] == v.shape[-2])
@@ -53,7 +53,7 @@ def _masked(a: Algebra, scores: Value, mask: Value) -> Value | None:
 
 
 def _repeated(a: Algebra, kv: Value, q: Value) -> Value:
-    """Every head as often as there are query heads for it; as they are where these are no multiple."""
+    """Repeat each head of `kv` for its group of query heads; return it as is where their number is no multiple."""
     heads, wanted = kv.shape[-3] if kv.rank > 2 else 0, q.shape[-3]
     if heads == wanted or not isinstance(heads, int) or not isinstance(wanted, int) or not heads or wanted % heads:
         return kv

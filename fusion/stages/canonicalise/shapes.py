@@ -1,4 +1,4 @@
-"""Shape ops: everything that only renames, reorders, cuts or joins elements."""
+"""Shape operators: reshapes, permutes, slices, concatenations and casts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise import lists
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
-arranges = partial(translates, of_complex="parts")
+arranges = partial(translates, complex_mode="parts")
 
 
 def _reshape(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
@@ -31,7 +31,7 @@ def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translat
 
 @arranges("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
 def _cast(a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Translated:
-    unproven = device is not None and not x.rank  # a number may come from another device
+    unproven = device is not None and not x.rank  # a 0-d tensor may come from another device
     named = lists.any_named(a, "ne", x, constant(a, 0, (), x.dtype)) if out.dtype is torch.bool else None
     return None if unproven else named or a.cast(x, out.dtype)
 
@@ -65,8 +65,9 @@ def _slice(
 
 
 def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, shape: Sequence[Any]) -> Value | None:
-    """Neighbours along an axis where sizes are symbolic, of which none was cut off; a start that may count from the end
-    is none, nor is every second row, which are fewer than stand between start and end.
+    """Slice along an axis with symbolic sizes, where no bound is clipped.
+
+    None for a start that may count from the end, and for a step: the result is shorter than end - start.
     """
     size, length = x.shape[axis], shape[axis]
     first = first_of(size, length, start, end)
@@ -76,8 +77,11 @@ def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, shape: Sequ
 
 
 def first_of(size: Any, length: Any, start: Any, end: Any) -> Any:
-    """Where `length` neighbours of `size` begin; None where some may be cut off, or `start` may count from the end."""
-    if start == -length:  # so many are there: they are the last
+    """Return the index at which a slice of `length` out of `size` begins.
+
+    None where the slice may be clipped, or `start` may count from the end.
+    """
+    if start == -length:  # the last `length` entries
         return size - length
     if isinstance(end, int):
         end = size if end >= MAX_STOP else size + end if end < 0 else end
@@ -91,7 +95,7 @@ def _narrow(a: Algebra, out: Out, x: Value, dim: int, start: Any, length: Any) -
 
 
 def _entry(a: Algebra, x: Value, axis: int, index: int) -> Value:
-    """One entry of a dim, without the dim."""
+    """Select entry `index` along `axis`, without the dim."""
     taken = proven(a.slice(x, axis, index, index + 1))
     return a.reshape(taken, [size for place, size in enumerate(x.shape) if place != axis % x.rank])
 
@@ -102,12 +106,12 @@ def _select(a: Algebra, out: Out, x: Value, dim: int, index: Any) -> Translated:
         return None
     size = x.shape[dim]
     if isinstance(size, int):
-        return _entry(a, x, dim, index % _known(size))
+        return _entry(a, x, dim, index % _static(size))
     return a.reshape(a.narrow(x, dim, index if index >= 0 else size + index, 1), out.shape)
 
 
-def _known(size: Any) -> int:
-    """A size that is not symbolic, nor 0."""
+def _static(size: Any) -> int:
+    """Return `size`, an int other than 0; unproven for other sizes."""
     must(isinstance(size, int) and size)
     return size
 
@@ -121,18 +125,18 @@ def _cut(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], dim: int = 0) -> 
 
 @arranges("aten.split.Tensor")
 def _split(a: Algebra, out: Out, x: Value, size: Any, dim: int = 0) -> Translated:
-    total = _known(x.shape[dim])
-    return _cut(a, out, x, [min(size, total - start) for start in range(0, total, _known(size))], dim)
+    total = _static(x.shape[dim])
+    return _cut(a, out, x, [min(size, total - start) for start in range(0, total, _static(size))], dim)
 
 
 @arranges("aten.chunk.default")
 def _chunk(a: Algebra, out: Out, x: Value, chunks: int, dim: int = 0) -> Translated:
-    return _split(a, out, x, math.ceil(_known(x.shape[dim]) / chunks), dim)
+    return _split(a, out, x, math.ceil(_static(x.shape[dim]) / chunks), dim)
 
 
 @arranges("aten.unbind.int")
 def _unbind(a: Algebra, out: Out, x: Value, dim: int = 0) -> Translated:
-    return tuple(_entry(a, x, dim, index) for index in range(_known(x.shape[dim])))
+    return tuple(_entry(a, x, dim, index) for index in range(_static(x.shape[dim])))
 
 
 @arranges("aten.cat.default")
@@ -179,13 +183,16 @@ def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[
 
 
 def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value:
-    """`x` from its position `first` on, and then what stands before."""
+    """Build `x` rolled along `axis` so that position `first` comes first."""
     return a.cat([proven(a.slice(x, axis, first, int(x.shape[axis]))), proven(a.slice(x, axis, 0, first))], axis)
 
 
 @arranges("aten.constant_pad_nd.default", "aten.pad.default")
 def _pad(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], *how: Any) -> Translated:
-    """Numbers beside those of a tensor, from the last dim on; joined to them where it is a mask that no input gives."""
+    """Translate constant padding to `pad`; of a value that is computed without inputs, as a mask, to `cat`.
+
+    `sizes` has two numbers per dim, before and behind, beginning with the last dim.
+    """
     mode, fill, *_ = (*how, None) if how and isinstance(how[0], str) else ("constant", *how, None)
     must(mode == "constant" and all(isinstance(each, int) and each >= 0 for each in sizes))
     must(isinstance(fill or 0, (int, float)))
@@ -194,13 +201,13 @@ def _pad(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], *how: Any) -> Tra
     for place, count in enumerate(sizes):
         if count:
             axis = x.rank - 1 - place // 2
-            beside = constant(a, fill or 0, (*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
-            x = a.cat([x, beside] if place % 2 else [beside, x], axis)
+            padding = constant(a, fill or 0, (*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
+            x = a.cat([x, padding] if place % 2 else [padding, x], axis)
     return x
 
 
 def _is_constant(x: Value) -> bool:
-    """Whether no input is among what a value is computed from."""
+    """True if `x` is computed without inputs, by canonical ops alone."""
     return x.op != "input" and not x.op.startswith("aten.") and all(map(_is_constant, x.args))
 
 
@@ -222,7 +229,7 @@ translations(
         "aten.flatten.using_ints aten.unflatten.int aten.view_as.default": _reshape,
     },
     any_rank=True,
-    of_complex="parts",
+    complex_mode="parts",
 )
 translations(
     {
@@ -233,5 +240,5 @@ translations(
         ),
         "aten.copy.default": lambda a, out, x, source, *args, **how: a.expand(a.cast(source, out.dtype), out.shape),
     },
-    of_complex="parts",
+    complex_mode="parts",
 )

@@ -1,10 +1,10 @@
-"""Writes into caches: every spelling of cache[.., positions, ..] = rows is one of these values.
+"""Writes into caches: every spelling of cache[.., positions, ..] = rows becomes one of these values.
 
-    write(cache, rows, start; axis)         rows go to start, start + 1, … along axis; start is () or [B]
-    write_rows(cache, rows, *index; axis)   row i goes to index[i] (with two: index[0][i], index[1][i]), -1 is an error
-    write_lines(cache, rows, block, place)  row i goes to cache[block[i], .., place[i], :], in lines
-    write_within(cache, rows, place; …)     the same of some sequences, as those of a layer: see `inner_writes`
-    slice_scatter, cat                      the same at a known place
+    write(cache, rows, start; axis)         rows go to start, start + 1, … along axis; start is [] or [B]
+    write_rows(cache, rows, *index; axis)   row i goes to index[i] (with two: index[0][i], index[1][i]); -1 is an error
+    write_lines(cache, rows, block, place)  row i goes to cache[block[i], .., place[i], :], in lines of NZ
+    write_within(cache, rows, place; …)     a write into some sequences, as those of one layer: see `inner_writes`
+    slice_scatter, cat                      a write at a constant position
 
 A negative position of index_put counts from the end: `wrap` makes that explicit.
 """
@@ -39,27 +39,30 @@ def _index_copy(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows
 def _index_put(
     a: Algebra, out: Out, cache: Value, indices: Sequence[Value | None], rows: Value, accumulate: bool = False
 ) -> Translated:
-    given = [axis for axis, index in enumerate(indices) if index is not None]
-    found = [index for index in indices if index is not None]
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    indexed = [index for index in indices if index is not None]
     if accumulate:
-        return groups.put_rows(a, cache, found, rows) if given == [0] else None
-    if len(found) == 1 and found[0].dtype is torch.bool:
-        return _masked(a, cache, found[0], rows, given[0])
-    must(all(index.dtype in INDEX_DTYPES for index in found))
-    if len(found) == 1:
-        return _one_index(a, cache, found[0], rows, given[0])
-    listed = logic.of_own_rows(a, cache, found) if rows.dtype == cache.dtype else None
+        return groups.put_rows(a, cache, indexed, rows) if axes == [0] else None
+    if len(indexed) == 1 and indexed[0].dtype is torch.bool:
+        return _masked(a, cache, indexed[0], rows, axes[0])
+    must(all(index.dtype in INDEX_DTYPES for index in indexed))
+    if len(indexed) == 1:
+        return _one_index(a, cache, indexed[0], rows, axes[0])
+    listed = logic.last_index(a, cache, indexed) if rows.dtype == cache.dtype else None
     if listed is not None and rows.op == "full" and unviewed(cache).op != "input":
         return lists.marked(a, cache, -1, listed, rows)
     placed = None if listed is None else _listed(a, cache, -1, listed, rows)
     if placed is not None:
         return placed
-    must(len(found) == 2 and given[0] == 0)
-    return _by_batch(a, cache, found, rows, given[1]) or _by_page(a, cache, found, rows, given[1])
+    must(len(indexed) == 2 and axes[0] == 0)
+    return _by_batch(a, cache, indexed, rows, axes[1]) or _by_page(a, cache, indexed, rows, axes[1])
 
 
 def _masked(a: Algebra, x: Value, mask: Value, number: Value, axis: int) -> Value | None:
-    """Translate x[.., mask] = number to a choice, of numbers that the graph computes or of one that is constant."""
+    """Translate x[.., mask] = number to where(mask, number, x); `mask` begins at `axis`.
+
+    `x` must be computed by the graph, unless the number is constant.
+    """
     must(number.rank == 0 and number.dtype == x.dtype)
     must(number.op == "full" or unviewed(x).op != "input")
     behind = x.rank - axis - mask.rank
@@ -75,46 +78,50 @@ def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -
 
 
 def _spread(a: Algebra, rows: Value, shape: Sequence[Dim]) -> Value:
-    """Rows repeated to a shape."""
+    """Expand `rows` to `shape`; unproven where they do not broadcast to it."""
     must(broadcast(rows.shape, shape) == tuple(shape))
     return a.expand(rows, shape)
 
 
 @proof
-def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[arange(b), .., positions] = rows [b, (S), ..], for all sequences or the first ones."""
-    batch, positions = found[0], a.reshape(found[1], found[1].shape or (1,))
+def _by_batch(a: Algebra, cache: Value, indices: Sequence[Value], rows: Value, axis: int) -> Value | None:
+    """Translate cache[arange(b), .., positions] = rows [b, (S), ..] to a write at own positions per sequence.
+
+    b may be less than the number of sequences: the first ones.
+    """
+    batch, positions = indices[0], a.reshape(indices[1], indices[1].shape or (1,))
     count = batch.shape[0] if batch.rank else 1
     shape = proven(broadcast(batch.shape, positions.shape))
     must(shape[:1] == (count,) and len(shape) <= 2)
-    must(batch.rank == len(shape) or count == 1)  # else it counts along the last dim
+    must(batch.rank == len(shape) or count == 1)  # a lower rank would broadcast along the last dim
     must(run(a, a.reshape(batch, (count,))) == Run(None, 0) and _may_fit(count, cache.shape[0]))
     length = shape[1] if len(shape) == 2 else 1
     others = (*cache.shape[1:axis], *cache.shape[axis + 1 :])
     rows = a.reshape(_spread(a, rows, (*shape, *others)), (count, length, *others))
     order = (0, *range(2, axis + 1), 1, *range(axis + 1, cache.rank))
     positions = a.reshape(positions, (positions.shape[0], 1)) if len(shape) == 1 else positions
-    if positions.shape[:-1] == (1,) and count == cache.shape[0]:  # the same for all sequences
+    if positions.shape[:-1] == (1,) and count == cache.shape[0]:  # all sequences share the positions
         positions = a.reshape(positions, positions.shape[-1:])
     return _write(a, cache, a.permute(rows, order), positions, axis, wraps=True)
 
 
 def _may_fit(count: Dim, size: Dim) -> bool:
-    """Whether so many rows are not too many for what is known; too many are an error, in eager and in the operator."""
+    """True if `count` may be at most `size`: more rows than that are an error in eager mode and in the operator."""
     return count <= size if isinstance(count, int) and isinstance(size, int) else True
 
 
-def _by_page(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[block, offset] = rows; or cache[block, .., place] = rows, for pages [Block, .., A, Size, L] that hold a row
-    in lines of L.
+def _by_page(a: Algebra, cache: Value, indices: Sequence[Value], rows: Value, axis: int) -> Value | None:
+    """Translate cache[block, offset] = rows to `write_rows`, and cache[block, .., place] = rows to `write_lines`.
+
+    `write_lines` is for pages [Block, .., A, Size, L] in NZ, which have A lines of L lanes per row.
     """
     must(axis == 1 or (cache.rank >= 4 and axis == cache.rank - 2))
-    shape = proven(broadcast(*(index.shape for index in found)))
+    shape = proven(broadcast(*(index.shape for index in indices)))
     count, rest = math.prod(shape), (*cache.shape[1:axis], *cache.shape[axis + 1 :])
     rows = a.reshape(_spread(a, rows, (*shape, *rest)), (count, *rest))
     block, place = (
         wrapped(a, a.reshape(a.expand(each, shape), (count,)), cache.shape[where])
-        for each, where in zip(found, (0, axis), strict=True)
+        for each, where in zip(indices, (0, axis), strict=True)
     )
     op, attrs = ("write_rows", (0,)) if axis == 1 else ("write_lines", ())
     return a.make(op, (cache, rows, block, place), attrs, cache.shape, cache.dtype)
@@ -122,7 +129,7 @@ def _by_page(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis
 
 @translates("aten.scatter.src")
 def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
-    """cache.scatter(dim, positions repeated over the other dims, rows)."""
+    """Translate cache.scatter(dim, index, rows), where `index` may be expanded along the other dims."""
     mask = lists.marked(a, cache, dim, index, rows) if rows.op == "full" else None
     if mask is not None:
         return mask
@@ -133,7 +140,7 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
 
 @proof
 def _scattered(a: Algebra, cache: Value, axis: int, index: Value, rows: Value) -> Value | None:
-    """Where positions are the same in all dims but one, and that of sequences."""
+    """Translate a scatter whose positions vary along `axis` and the dim of sequences alone."""
     source = index.arg if index.op == "expand" else index
     varying = [place for place, size in enumerate(source.shape) if size != 1 and place != axis]
     must(varying in ([], [0]))
@@ -142,27 +149,28 @@ def _scattered(a: Algebra, cache: Value, axis: int, index: Value, rows: Value) -
 
 
 def _listed(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Value | None:
-    """Numbers at places of the last dim that each row lists anew, one after the other or not."""
-    is_anew = (
-        places.op != "expand" and _start(a, places) is None and math.prod(numbers.shape) == math.prod(places.shape)
-    )
-    return lists.placed(a, x, dim, places, a.reshape(numbers, places.shape)) if is_anew else None
+    """Translate a write of `numbers` at `places`, positions of the last dim that each row lists.
+
+    None if rows share positions, or if these are consecutive.
+    """
+    is_own = places.op != "expand" and _start(a, places) is None and math.prod(numbers.shape) == math.prod(places.shape)
+    return lists.placed(a, x, dim, places, a.reshape(numbers, places.shape)) if is_own else None
 
 
 @translates("aten.index_select.default")
 def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Translated:
-    """Consecutive positions are a slice; all of them, counted round the end, are a roll; others an index."""
+    """Translate consecutive positions to a slice, all positions modulo the size to a roll, others to an index."""
     return _consecutive(a, out, x, dim % x.rank, index) or logic.index(a, out, x, (*[None] * (dim % x.rank), index))
 
 
 def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
     size = x.shape[dim]
-    turning = index.op == "fmod" and index.attrs == (size,)
-    counted = run(a, index.arg if turning else index)
+    is_rolled = index.op == "fmod" and index.attrs == (size,)
+    counted = run(a, index.arg if is_rolled else index)
     if counted is None or counted.start is not None or not isinstance(size, int) or not isinstance(out.shape[dim], int):
         return None
     first, length = counted.offset, int(out.shape[dim])
-    if turning and length == size and 0 <= first < size:
+    if is_rolled and length == size and 0 <= first < size:
         return shapes.rolled(a, x, dim, first)
     return a.slice(x, dim, first, first + length) if 0 <= first <= size - length else None
 
@@ -177,9 +185,10 @@ def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, ind
 
 
 def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, wraps: bool) -> Value | None:
-    """`rows` at `positions` [S], or [B, S] for a position of every batch row; `rows` lies like `cache`.
+    """Build a write of `rows` at `positions` [S], or [B, S] with own positions per sequence, along `axis` of `cache`.
 
-    Of rows with such positions there may be fewer sequences than in the cache: the first ones.
+    `rows` have the dims of `cache`. With positions [B, S] there may be fewer sequences than in the cache: the first
+    ones. `wraps`: True if negative positions count from the end.
     """
     length, size = positions.shape[-1], cache.shape[axis]
     batch = rows.shape[:1] if positions.rank == 2 and axis else cache.shape[:1]
@@ -200,17 +209,17 @@ def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, w
 
 
 def _start(a: Algebra, positions: Value) -> Value | int | None:
-    """The first of consecutive positions, a number where the graph says which; None where they are not consecutive."""
-    found = run(a, positions)
-    if found is None and positions.shape[-1] == 1:
-        found = Run(a.reshape(positions, but_ones(positions.shape[:-1])), 0)
-    if found is None:
+    """Return the first of consecutive positions, an int where it is constant; None where they are not consecutive."""
+    counted = run(a, positions)
+    if counted is None and positions.shape[-1] == 1:
+        counted = Run(a.reshape(positions, but_ones(positions.shape[:-1])), 0)
+    if counted is None:
         return None
-    return found.offset if found.start is None else a.shift(found.start, found.offset)
+    return counted.offset if counted.start is None else a.shift(counted.start, counted.offset)
 
 
 def _is_open(cache: Value, rows: Value, axis: int) -> bool:
-    """Whether a known position may be inside for all that is known, because sizes are symbolic or rows are few."""
+    """True if a constant position cannot be checked: a size is symbolic, or `rows` are of some sequences only."""
     sizes = (cache.shape[axis], rows.shape[axis])
     return not all(isinstance(size, int) for size in sizes) or rows.shape[:1] != cache.shape[:1]
 

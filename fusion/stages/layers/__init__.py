@@ -1,8 +1,8 @@
-"""Equal layers: of those that meet equal neighbours one is searched, and what came of it is repeated in the others.
+"""Equal layers: of layers that do the same between equal neighbours one is searched, and its rewrites are repeated.
 
 A model of 61 layers has two or three kinds of layer. Layers are of one kind if their calls do the same, one by one, and
-read the same places: of their own layer, of the one before, of what all layers share, or of inputs of their own. They
-may follow each other in any order.
+read corresponding tensors: of their own layer, of the one before, of all layers in common, or inputs of their own. The
+kinds may follow each other in any order.
 """
 
 from fusion.stages.layers.correspondence import NotRepeatedError

@@ -1,7 +1,7 @@
-"""Cuts: where a sequence of calls can be divided into layers, judged by the labels of the calls alone.
+"""Cuts: find where a sequence of calls can be divided into layers, judged by the labels of the calls alone.
 
-Whatever occurs once in each layer marks layers. So each label that occurs often is tried as such a mark, and the
-division is preferred that has the fewest kinds of layers among those that leave little to search.
+A call that occurs once in each layer marks layers. So each label that occurs often is tried as a mark, and of the
+divisions that leave little to search the one with the fewest kinds of layers is preferred.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from itertools import accumulate, islice, pairwise
 from fusion.stages.layers.walk import contexts, retained
 
 FEWEST = 4
-"""Layers from which on some can be left out: the first, one for those in the middle, and the last stay."""
+"""Least number of layers of which one can be left out: the first, one of those in the middle, and the last stay."""
 _MARKS = 32
-"""How many different ways to mark layers are compared."""
+"""Greatest number of marks that are compared."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A way to divide calls into layers.
+    """A division of calls into layers.
 
     Attributes:
-        starts: where the layers begin, and where what stands behind the last one begins.
-        kinds: how many kinds of layers there are, judged by labels.
-        left: how many calls are left to search, judged by labels.
+        starts: index of the first call of each layer, and of the first call behind the last layer.
+        kinds: number of kinds of layers, judged by labels.
+        left: number of calls left to search, judged by labels.
     """
 
     starts: tuple[int, ...]
@@ -36,21 +36,24 @@ class Cut:
 
 
 def cuts(labels: Sequence[int], crossing: Sequence[int]) -> Iterator[Cut]:
-    """Yield ways to divide calls with these `labels` into layers, the best first.
+    """Yield divisions of calls with these `labels` into layers, the best first.
 
-    `crossing` counts, for each place between two calls, the results that are read across it: layers begin where it is
-    low.
+    `crossing` counts, for each place between two calls, the results that are read across it; layers are shifted to
+    begin where it is least.
     """
     text = _Text(labels)
-    found = [(text.cut(marks), marks) for marks in islice(_marks(labels), _MARKS)]
-    gain = max((len(labels) - cut.left for cut, _ in found), default=0)
-    able = [(cut, marks) for cut, marks in found if 0 < gain <= 2 * (len(labels) - cut.left)]
+    tried = [(text.cut(marks), marks) for marks in islice(_marks(labels), _MARKS)]
+    gain = max((len(labels) - cut.left for cut, _ in tried), default=0)
+    able = [(cut, marks) for cut, marks in tried if 0 < gain <= 2 * (len(labels) - cut.left)]
     able.sort(key=lambda each: (each[0].kinds, each[0].left, each[0].starts))
     return (text.cut(_moved(labels, crossing, marks)) for _, marks in able)
 
 
 def crossing(last_read: Sequence[int]) -> list[int]:
-    """Count for each place between calls the results that are read across it, given where each is read last."""
+    """Count for each place between calls the results that are read across it.
+
+    `last_read` has for each call the index of the last call that reads its result.
+    """
     steps = [0] * (len(last_read) + 1)
     for place, last in enumerate(last_read):
         if last > place:
@@ -60,7 +63,10 @@ def crossing(last_read: Sequence[int]) -> list[int]:
 
 
 def _marks(labels: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the places of each label that occurs `FEWEST` times, widest span first; of equal distances one."""
+    """Yield the places of each label that occurs `FEWEST` times or more, the widest span first.
+
+    Of labels with equal distances between their places only the first counts.
+    """
     places: dict[int, list[int]] = defaultdict(list)
     for place, label in enumerate(labels):
         places[label].append(place)
@@ -70,14 +76,14 @@ def _marks(labels: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 class _Text:
-    """Labels as text, in which equal layers are equal pieces."""
+    """Labels as bytes, so that equal layers are equal substrings."""
 
     def __init__(self, labels: Sequence[int]) -> None:
         self._bytes = array("q", labels).tobytes()
         self._length = len(labels)
 
     def cut(self, starts: Sequence[int]) -> Cut:
-        """Judge the division at `starts`, cut further where a layer that occurs elsewhere begins a longer one."""
+        """Return the division at `starts`; a unique layer that begins with a recurring one is cut in two."""
         pieces = [self._piece(*each) for each in pairwise((*starts, self._length))]
         counts = Counter(pieces)
         again = sorted((each for each, count in counts.items() if count > 1), key=len, reverse=True)
@@ -96,7 +102,10 @@ class _Text:
 
 
 def _moved(labels: Sequence[int], crossing: Sequence[int], marks: Sequence[int]) -> tuple[int, ...]:
-    """Move all marks by one distance, over calls that are the same at each, to where the fewest results cross them."""
+    """Shift all `marks` by one distance to where the fewest results cross them.
+
+    Marks are shifted only over calls whose labels agree at all marks.
+    """
     room = min(two - one for one, two in pairwise((*marks, len(labels))))
     before = range(min(room, marks[0]))
     left = next((by for by in before if len({labels[each - by - 1] for each in marks}) > 1), len(before))

@@ -1,4 +1,4 @@
-"""Fold: a graph in which a few of its layers stand for all of them."""
+"""Fold: build a graph in which a few layers stand for all of them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from fusion.stages.layers.signatures import Calls, calls_of
 from fusion.stages.layers.walk import contexts, retained, stand_ins
 
 _CUTS = 3
-"""How many ways to divide a graph are compared in full."""
+"""Greatest number of divisions that are compared in full."""
 _STEPS = (1, 2, 3, 4)
-"""How many layers, of those that labels show, are one: weights may be shared by pairs of them."""
+"""Numbers of layers, as labels show them, that are tried as one layer: pairs of layers may share weights."""
 _GAIN = 0.1
-"""The part of the calls that must not have to be searched for a graph to be folded."""
+"""Least share of calls that folding must save."""
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A shorter graph, and where its nodes come from.
+    """A shorter graph with the origins of its nodes.
 
     Attributes:
-        source: the graph as it was.
-        division: its layers.
-        stand_in: for each layer the number of the layer that is searched for it, its own where it is itself.
+        source: the full graph.
+        division: the layers of the full graph.
+        stand_in: for each layer, the number of the layer that is searched for it, its own if it is searched itself.
         graph: the shorter graph.
-        facts: what is known of its inputs.
-        origin: for each of its nodes the one of `source`.
-        results: for each of its outputs the place of that output in `source`.
+        facts: facts about the inputs of the shorter graph.
+        origin: for each node of the shorter graph, its node in `source`.
+        results: for each output of the shorter graph, its index among the outputs of `source`.
     """
 
     source: fx.Graph
@@ -48,14 +48,14 @@ class Folded:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """All layers of `source`; the first and the last are what stands before and behind the others."""
+        """All layers of `source`; the first and the last are the calls before and behind the others."""
         return self.division.layers
 
 
 def divide(source: fx.Graph, facts: Facts, walls: Set[fx.Node] = frozenset()) -> Division | None:
-    """Divide `source` into the layers that leave least of it to search; None where that saves little.
+    """Divide `source` into the layers that leave the fewest calls to search; None if this saves less than `_GAIN`.
 
-    A loop over layers is never closed across one of the `walls`.
+    A layer with one of the `walls`, or right before one, is of a kind of its own.
     """
     calls = calls_of(source, facts)
     best: tuple[int, Division] | None = None
@@ -64,29 +64,30 @@ def divide(source: fx.Graph, facts: Facts, walls: Set[fx.Node] = frozenset()) ->
             left = _left(division)
             if best is None or left < best[0]:
                 best = left, division
-            if 2 * left <= len(calls.nodes) + cut.left:  # at least half of what its labels promise
+            if 2 * left <= len(calls.nodes) + cut.left:  # at least half of the gain that labels promise
                 return _worth(best, len(calls.nodes))
     return _worth(best, len(calls.nodes))
 
 
 def paired(source: fx.Graph, facts: Facts, division: Division, walls: Set[fx.Node] = frozenset()) -> Division:
-    """Divide `source` into layers each of which is two of those of `division`."""
+    """Divide `source` into layers of two layers of `division` each."""
     ends = list(accumulate(len(each.nodes) for each in division.layers[:-1]))
     return divided(calls_of(source, facts), sorted({*ends[:-1:2], ends[-1]}), walls)
 
 
 def _worth(best: tuple[int, Division] | None, every: int) -> Division | None:
+    """Return the division of `best` if it leaves out enough of `every` call, else None."""
     return best[1] if best is not None and every - best[0] >= _GAIN * every else None
 
 
 def _exact(calls: Calls, cut: Cut, walls: Set[fx.Node]) -> Iterator[Division]:
-    """Yield the divisions at `cut` of one layer, of two, .. each."""
+    """Yield the divisions at `cut` with one layer of labels per layer, with two, and so on by `_STEPS`."""
     for step in _STEPS:
         yield divided(calls, sorted({*cut.starts[:-1:step], cut.starts[-1]}), walls)
 
 
 def _last_reads(calls: Calls) -> list[int]:
-    """List for each call the place of the last one that reads its result, its own where none does."""
+    """Return for each call the index of the last call that reads its result, its own index if none does."""
     last = list(range(len(calls.nodes)))
     for place, reads in enumerate(calls.reads):
         for each in reads:
@@ -96,13 +97,16 @@ def _last_reads(calls: Calls) -> list[int]:
 
 
 def _left(division: Division) -> int:
-    """Count the calls that are left to search."""
+    """Count the calls of `division` that are left to search."""
     layers = division.layers
     return sum(len(layers[number].nodes) for number in retained(contexts([each.kind for each in layers])))
 
 
 def fold(source: fx.Graph, facts: Facts, division: Division) -> Folded | None:
-    """Leave out of `source` each layer to which, with its neighbours, another corresponds, or return None."""
+    """Copy `source` without the layers for which another layer stands; None if no layer can be left out.
+
+    A layer stands for those of its kind between neighbours of the same kinds.
+    """
     around = contexts([each.kind for each in division.layers])
     places = retained(around)
     if len(places) == len(division.layers):

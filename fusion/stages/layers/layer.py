@@ -1,4 +1,4 @@
-"""Layers: the calls of a graph divided into layers, with what each alone reads, writes and returns, and their kinds."""
+"""Layers: division of the calls of a graph into layers, with inputs, writes, outputs and the kind of each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fusion.stages.layers.signatures import Calls
 
 @dataclass(frozen=True)
 class Layer:
-    """Consecutive calls of a graph; in layers of one kind everything corresponds, place by place.
+    """Consecutive calls of a graph; in layers of one kind all fields correspond, index by index.
 
     Attributes:
         nodes: the calls, in the order of the graph.
-        inputs: the placeholders and constants that no other layer reads, in the order in which they are read first.
+        inputs: the placeholders and constants that no other layer reads, in the order of their first use.
         writes: the closing writes of its results or over its inputs, in the order of the graph.
-        results: where the graph returns something of it, as places among the graph's outputs.
-        ports: the calls of the layer before that it reads, and no later one does, in the order in which it does first.
-        kind: equal for layers that do the same with their own inputs, with what they read of the layer before, and
-            with what they share; and of which the next layer reads the same.
+        results: indices among the outputs of the graph of those that the layer computes.
+        ports: the calls of the previous layer that this one, and no later one, reads, in the order of their first use.
+        kind: equal for layers that do the same with their own inputs, their ports and shared nodes, and of which the
+            next
+            layer reads corresponding calls.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -43,12 +44,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Division:
-    """All calls of a graph, divided.
+    """All calls of a graph, divided into layers.
 
     Attributes:
-        layers: the layers; the first is what stands before them all, the last what stands behind.
-        shared: what is the same for each layer that reads it: inputs and constants that several layers read, and calls
-            that a layer reads which is neither their own nor the next.
+        layers: the layers; the first has the calls before all layers, the last those behind them.
+        shared: nodes that are the same for each layer that reads them: inputs and constants that several layers read,
+            and calls that are read beyond the next layer.
     """
 
     layers: tuple[Layer, ...]
@@ -56,17 +57,20 @@ class Division:
 
 
 def divided(calls: Calls, starts: Sequence[int], walls: Set[fx.Node]) -> Division:
-    """Divide `calls` at `starts`; a layer with one of the `walls` in it or right behind it is of no other's kind."""
+    """Divide `calls` at the indices `starts`.
+
+    A layer with one of the `walls`, or right before one, is of a kind of its own.
+    """
     edges = [0, *starts, len(calls.nodes)]
     return _Divider(calls, edges, walls).division()
 
 
 class _Divider:
-    """The state of one division.
+    """Builder of one division.
 
-    The kind of a layer is its calls by their labels, with what each reads: a call of the layer by its place, an input
-    of its own by its number, what only the next layer may read of the one before by the order in which it is read
-    first; all else as it is, which is equal only to itself.
+    The kind of a layer is made of the labels of its calls, each with a code for every operand: its index for a call or
+    an input of the layer, the order of first use for a port. Any other operand stands for itself, and is equal only to
+    itself.
     """
 
     def __init__(self, calls: Calls, edges: Sequence[int], walls: Set[fx.Node]) -> None:
@@ -99,7 +103,7 @@ class _Divider:
         return readers
 
     def division(self) -> Division:
-        """Divide the calls, and all that belongs to them."""
+        """Divide calls, inputs, writes and outputs into layers, and derive the kinds."""
         last = len(self._spans) - 1
         writes: dict[int, list[fx.Node]] = defaultdict(list)
         for write in self._calls.writes:
@@ -120,24 +124,25 @@ class _Divider:
         return Division(tuple(self._with_kinds(layers)), self._exported | inputs)
 
     def _number(self, node: fx.Node, otherwise: int) -> int:
-        """Return the number of the layer that computes `node`, or alone reads it."""
+        """Return the number of the layer that computes `node`, or that alone reads it; else `otherwise`."""
         return self._layer.get(node, self._owner.get(node, otherwise))
 
     def _inputs(self, number: int, writes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        """List the inputs and constants of one layer in the order in which it first reads or overwrites them."""
+        """List the inputs and constants that only layer `number` uses, in the order of their first use."""
         start, stop = self._spans[number]
         read = chain(*self._calls.reads[start:stop], *(each.all_input_nodes for each in writes))
         return tuple({each: None for each in read if self._owner.get(each) == number})
 
     def _with_kinds(self, layers: Sequence[Layer]) -> Iterator[Layer]:
-        """Give each layer its ports and its kind.
+        """Yield each layer with its ports and its kind.
 
-        The first and the last are of kinds of their own. Of the one before the last it does not matter what is read.
+        The first and the last layer have kinds of their own. The last but one is of the kind of the first layer with
+        equal calls, whatever the last layer reads of it.
         """
         bodies, ports = zip(*(self._body(number, each) for number, each in enumerate(layers)), strict=True)
         last = len(layers) - 1
         first: dict[Hashable, Hashable] = {}
-        numbers: dict[Hashable, int] = {}  # kinds are long to compare
+        numbers: dict[Hashable, int] = {}  # equal kinds get one number: the keys are slow to compare
         for number, layer in enumerate(layers):
             body, kind = bodies[number], cast(Hashable, object())
             if 0 < number < last and not self._is_single(layer, layers[number + 1]):
@@ -149,12 +154,12 @@ class _Divider:
             yield replace(layer, ports=ports[number], kind=numbers.setdefault(kind, len(numbers)))
 
     def _is_single(self, layer: Layer, behind: Layer) -> bool:
-        """True if a layer cannot be of the kind of another."""
+        """True if `layer` is of a kind of its own: it is read beyond the next layer, or meets a wall."""
         is_read_far = not self._exported.isdisjoint(layer.nodes)
         return is_read_far or not self._walls.isdisjoint((*layer.nodes, *behind.nodes[:1]))
 
     def _body(self, number: int, layer: Layer) -> tuple[Hashable, tuple[fx.Node, ...]]:
-        """Describe the calls, inputs, writes and results of one layer; and list what it reads of the layer before."""
+        """Describe the calls, inputs, writes and results of a layer by labels and codes; and list its ports."""
         codes: dict[fx.Node, Hashable] = {each: (place,) for place, each in enumerate(layer.inputs)}
         codes.update((each, place) for place, each in enumerate(layer.nodes))
         ports: list[fx.Node] = []
@@ -168,8 +173,10 @@ class _Divider:
                     ports.append(each)
                 body.append(codes.get(each, each))
         body.extend(map(self._calls.look, layer.inputs))
-        body.extend((each.target, *(codes.get(of, of) for of in each.all_input_nodes)) for each in layer.writes)
-        strides, is_last = self._calls.facts.strides, number == len(self._spans) - 2  # it alone may be what is returned
-        results = () if is_last else layer.results
+        body.extend(
+            (each.target, *(codes.get(operand, operand) for operand in each.all_input_nodes)) for each in layer.writes
+        )
+        strides, is_last = self._calls.facts.strides, number == len(self._spans) - 2
+        results = () if is_last else layer.results  # only the last layer may return the output of the model
         body.extend((codes.get(self._outputs[each]), *strides[each : each + 1]) for each in results)
         return tuple(body), tuple(ports)

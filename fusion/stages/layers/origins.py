@@ -1,4 +1,4 @@
-"""Origins: what the nodes of a folded graph stand for in the graph as it was."""
+"""Origins: map the nodes of a folded graph to nodes of the full graph."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fusion.stages.layers.fold import Folded
 from fusion.stages.layers.layer import Layer
 
 BEFORE = 0
-"""The number of what stands before all layers."""
+"""Number of the pseudo-layer of all nodes before the layers."""
 
 
 class Origins:
-    """For the nodes of a folded graph, before anything is rewritten there, what they stand for.
+    """Map from the nodes of a folded graph, before it is rewritten, to the nodes of the full graph.
 
     Attributes:
         folded: the folded graph.
-        number: for each of its nodes the number of its layer.
-        reads: for each of its nodes those that it reads.
-        copies: for each node of the graph as it was that is not left out, the node of the folded graph.
-        instances: for each layer that is not left out the numbers of those that it stands for, its own among them.
+        number: for each of its nodes, the number of its layer.
+        reads: for each of its nodes, the nodes that it reads.
+        copies: for each node of the full graph that is not left out, its node in the folded graph.
+        instances: for each layer that is not left out, the numbers of the layers for which it stands, its own included.
     """
 
     def __init__(self, folded: Folded) -> None:
@@ -46,21 +46,21 @@ class Origins:
 
     @cached_property
     def order(self) -> Mapping[int, int]:
-        """For each layer that is not left out its place among these."""
+        """For each layer that is not left out, its index among these."""
         return {number: place for place, number in enumerate(sorted(self.instances))}
 
     def layer(self, number: int) -> Layer:
-        """The layer of that number."""
+        """Return layer `number`."""
         return self.folded.layers[number]
 
     def is_real(self, first: int, last: int) -> bool:
-        """True if none of the layers `first` to `last` is left out, and `last` stands for itself alone."""
+        """True if no layer from `first` to `last` is left out, and `last` stands for itself alone."""
         follow = self.order[last] - self.order[first] == last - first
         return follow and len(self.instances[last]) == 1
 
     @cached_property
     def _streams(self) -> frozenset[fx.Node]:
-        """What one layer reads of another and is not the same for all."""
+        """Nodes that one layer reads of another and that differ from layer to layer, such as hidden states."""
         same = {self.copies[each] for each in self.folded.division.shared}
         return frozenset(
             read
@@ -71,33 +71,36 @@ class Origins:
 
     @cached_property
     def shared(self) -> frozenset[fx.Node]:
-        """What several layers read, and all in the same layer, or before them all, that it is computed from."""
-        found = set[fx.Node]()
+        """Nodes that several layers read, with the nodes of that layer, or before all, that they are computed from."""
+        shared = set[fx.Node]()
         waiting = [self.copies[each] for each in self.folded.division.shared]
         while waiting:
             node = waiting.pop()
-            if node not in found and node not in self._streams:
-                found.add(node)
+            if node not in shared and node not in self._streams:
+                shared.add(node)
                 waiting.extend(each for each in self.reads[node] if self.number[each] in (BEFORE, self.number[node]))
-        return frozenset(found)
+        return frozenset(shared)
 
     @cached_property
     def common(self) -> frozenset[fx.Node]:
-        """What is shared, and what each layer computes from that alone.
+        """Shared nodes, and the nodes that a layer computes from these alone.
 
-        A constant that each layer makes is its own, and so is what each returns: it may be written to.
+        Calls without operands and returned nodes are not common: their memory may be written to.
         """
-        found = set(self.shared)
+        common = set(self.shared)
         for node, reads in self.reads.items():
             own = [each for each in reads if each not in self.shared]
-            is_computed = bool(reads) and all(each in found and self.number[each] == self.number[node] for each in own)
+            is_computed = bool(reads) and all(each in common and self.number[each] == self.number[node] for each in own)
             is_inside = self.number[node] != BEFORE and node.op == "call_function" and node not in self._streams
             if is_inside and is_computed and not node.is_impure() and not is_returned(node):
-                found.add(node)
-        return frozenset(found)
+                common.add(node)
+        return frozenset(common)
 
     def repeats(self, outer: Repeats) -> Repeats:
-        """Count how often the nodes of the folded graph stand in the graph as it was, itself repeated as `outer`."""
+        """Return how many nodes of the full graph each node of the folded graph stands for.
+
+        `outer` has these counts for the full graph, where it is folded itself.
+        """
 
         def count(copy: fx.Node) -> int | None:
             number = self.number[copy]
@@ -106,34 +109,37 @@ class Origins:
         return Repeats({copy: (*outer.counts.get(node, ()), count(copy)) for copy, node in self.folded.origin.items()})
 
     def walls(self, outer: Iterable[fx.Node]) -> frozenset[fx.Node]:
-        """Nodes of the folded graph at which layers begin, of this graph or of those that it was folded from."""
+        """Return the nodes of the folded graph at which its layers begin, with those of `outer`.
+
+        `outer` are nodes of the full graph at which layers of an outer folding begin.
+        """
         begins = (self.folded.layers[number].nodes[:1] for number in self.instances if number != BEFORE)
         nodes = (*(node for nodes in begins for node in nodes), *outer)
         return frozenset(self.copies[node] for node in nodes if node in self.copies)
 
     def is_changed(self, node: fx.Node) -> bool:
-        """True unless `node` is still called with what it was, and looks as it did."""
+        """True if `node` was added, or its arguments or its fake tensor are others than when the graph was folded."""
         now = node.args, node.kwargs, node.meta.get("val")
         return node not in self._came or any(one is not other for one, other in zip(now, self._came[node], strict=True))
 
     def node_at(self, node: fx.Node, instance: int) -> fx.Node:
-        """The node of the graph as it was that `node` is where its layer stands for `instance`."""
+        """Return the node of the full graph that `node` is where its layer stands for the layer `instance`."""
         origin = self.folded.origin[node]
         return origin if self.number[node] == BEFORE else self.folded.layers[instance].all[self._place[origin]]
 
     def at(self, node: fx.Node, seen_from: int, instance: int) -> fx.Node:
-        """The node of the graph as it was that `node` is to the layer `seen_from`, where that stands for `instance`."""
+        """Return the node of the full graph that `node` is for layer `seen_from`, where that stands for `instance`."""
         number, layers = self.number[node], self.folded.layers
         near = instance + self.order[number] - self.order[seen_from]
         is_repeated = abs(near - instance) <= 1 and layers[near].kind == layers[number].kind
         return self.node_at(node, near if is_repeated else number)
 
     def same_place(self, node: fx.Node, number: int) -> fx.Node:
-        """The node of layer `number` of the folded graph at the place that `node` has in a layer of the same kind."""
+        """Return the node of layer `number` at the index that `node` has in its own layer, of the same kind."""
         return self.copies[self.folded.layers[number].all[self._place[self.folded.origin[node]]]]
 
     def relative(self, node: fx.Node, number: int) -> Hashable:
-        """Describe where `node` stands to the layer `number`: equal for layers of one kind where that corresponds."""
+        """Describe the place of `node` relative to layer `number`, so that corresponding places are equal."""
         own = self.number[node]
         away = self.order[number] - self.order[own]
         if away == 1 and node in self._ports[number]:
@@ -144,7 +150,7 @@ class Origins:
 
     @cached_property
     def _ports(self) -> Mapping[int, Sequence[fx.Node]]:
-        """For each layer that is not left out what it reads of the one before it, which may stand for another."""
+        """For each layer that is not left out, its ports, as nodes of the layer before it in the folded graph."""
         folded, ports = self.folded, dict[int, Sequence[fx.Node]]()
         for before, number in pairwise((BEFORE, *sorted(self.instances))):
             place = {node: place for place, node in enumerate(folded.layers[max(number - 1, 0)].all)}
@@ -153,12 +159,12 @@ class Origins:
         return ports
 
     def numbers(self, nodes: Iterable[fx.Node]) -> tuple[int, Sequence[int]]:
-        """The layer of the last of some nodes, and the layers that it stands for."""
+        """Return the last layer of `nodes`, and the layers for which it stands."""
         last = max((self.number[each] for each in nodes), default=BEFORE)
         return last, self.instances[last]
 
     def candidates(self, chosen: Candidate) -> Iterator[Candidate]:
-        """Yield a candidate in each layer that it was found for."""
+        """Yield the candidate `chosen` once for each layer for which its layer stands."""
         number, instances = self.numbers(chosen.match.firsts)
         return (self._candidate(chosen, number, instance) for instance in instances)
 
@@ -171,7 +177,7 @@ class Origins:
         return replace(chosen, match=match, dying=dying, needs=needs)
 
     def refusals(self, refusal: Refusal) -> Iterator[Refusal]:
-        """Yield a refusal in each layer for which it holds."""
+        """Yield `refusal` once for each layer for which its layer stands."""
         number, instances = self.numbers([refusal.node])
         for instance in instances:
             blamed = None if refusal.blamed is None else self.at(refusal.blamed, number, instance)

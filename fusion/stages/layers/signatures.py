@@ -1,4 +1,4 @@
-"""Signatures: an integer for each call of a graph, equal for calls that do the same, whatever tensors they read."""
+"""Signatures: integer labels of calls, equal for calls that differ only in the tensors that they read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion.graph.aliasing import closing_writes
 from fusion.planning.plan_json import frozen
 
 _NODE = object()
-_SMALL = 16  # elements that a constant may have to be compared by value
+_SMALL = 16  # greatest number of elements of a constant that is compared by value
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class Calls:
 
     Attributes:
         source: the graph.
-        facts: what is known of its inputs.
+        facts: facts about its inputs.
         nodes: the calls.
         writes: the closing writes, in order.
-        labels: for each call, an integer for its operator, its arguments except tensors, and the looks of its result.
-        reads: for each call, the nodes that it reads, in the order of its arguments, repeated as often as they occur.
+        labels: for each call, an integer for its operator, its arguments except tensors, and the metadata of its
+            result.
+        reads: for each call, the nodes that it reads, in the order of its arguments, with repetitions.
     """
 
     source: fx.Graph
@@ -41,11 +42,11 @@ class Calls:
 
     @cached_property
     def place(self) -> Mapping[fx.Node, int]:
-        """For each call its place among `nodes`."""
+        """For each call, its index among `nodes`."""
         return {node: place for place, node in enumerate(self.nodes)}
 
     def look(self, given: fx.Node) -> Hashable:
-        """Describe an input or a constant by all that the search can know of it, except its name."""
+        """Return a key of all that the search can know of the input or constant `given`, except its name."""
         if given.op == "get_attr":
             return _constant(given), frozen(given.meta.get("val"))
         facts, name = self.facts, given.name
@@ -54,7 +55,7 @@ class Calls:
 
 
 def calls_of(source: fx.Graph, facts: Facts) -> Calls:
-    """List the calls of `source` with their labels and reads."""
+    """List the calls of `source` with their labels and the nodes that they read."""
     closing = closing_writes(source)
     nodes = [each for each in source.nodes if each.op == "call_function" and each not in closing]
     numbers: dict[Hashable, int] = {}
@@ -68,7 +69,7 @@ def calls_of(source: fx.Graph, facts: Facts) -> Calls:
 
 
 def described(node: fx.Node) -> tuple[Hashable, tuple[fx.Node, ...]]:
-    """Split a call into its operator with all arguments except tensors, and the nodes that it reads."""
+    """Split the call `node` into a key of its operator and arguments, nodes left out, and the nodes that it reads."""
     reads: list[fx.Node] = []
     given = _without_nodes((node.args, node.kwargs), reads)
     return (node.op, node.target, given), tuple(reads)
@@ -87,8 +88,8 @@ def _without_nodes(argument: Any, reads: list[fx.Node]) -> Hashable:
 
 
 def _constant(node: fx.Node) -> Hashable:
-    """Describe an attribute: a small constant by its elements, anything else by its name."""
+    """Return a key of the attribute `node`: its elements for a small constant, else its name."""
     value = held_by(node)
-    if type(value) is torch.Tensor and not value.is_meta and value.numel() <= _SMALL:  # a fake one has no elements
+    if type(value) is torch.Tensor and not value.is_meta and value.numel() <= _SMALL:  # a fake tensor has no elements
         return value.dtype, tuple(value.shape), repr(value.tolist())
     return node.target

@@ -1,7 +1,7 @@
-"""Unfold: write what came of a folded graph into the graph as it was, each layer for all that it stands for.
+"""Unfold: repeat the rewrites of a folded graph in the full graph, each in all layers for which its layer stands.
 
-What a layer reads of the one before is, for each layer that it stands for, what corresponds in the layer before that
-one; what all layers share is one node for all of them.
+A node that a layer reads of the one before becomes, for each instance, its counterpart in the layer before that
+instance; a node that all layers share is one node for all of them.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from fusion.stages.layers.correspondence import Correspondence, NotRepeatedError
 from fusion.stages.layers.origins import BEFORE, Origins
 
 Instance = tuple[fx.Node, int]
-"""A node of the folded graph, and the number of the layer that its own stands for."""
+"""A node of the folded graph, and the number of one of the layers for which its layer stands."""
 
 
 def unfold(
-    origins: Origins, held: Mapping[fx.Node, Held], done: Sequence[Rewritten], copies: Sequence[fx.Node]
+    origins: Origins, value_of: Mapping[fx.Node, Held], done: Sequence[Rewritten], copies: Sequence[fx.Node]
 ) -> tuple[list[Rewritten], list[fx.Node]]:
-    """Rewrite the graph as it was as the folded one was rewritten.
+    """Rewrite the full graph, in place, as the folded graph was rewritten.
 
     Args:
-        origins: of the nodes of the folded graph.
-        held: the values of its nodes before.
-        done: what was rewritten in it.
-        copies: some of its nodes.
+        origins: origins of the nodes of the folded graph.
+        value_of: values of the nodes of the folded graph before it was rewritten.
+        done: the rewrites of the folded graph.
+        copies: some nodes of the folded graph.
 
     Returns:
-        What was rewritten in the graph as it was, and what those nodes are there.
+        The rewrites of the full graph, and the nodes that `copies` are there.
 
     Raises:
-        NotRepeatedError: layers do not correspond where they meet; the graph is as it came.
+        NotRepeatedError: layers do not correspond where they meet; the full graph is unchanged.
     """
     if not done:
         return [], []
-    unfolding = _Unfolding(origins, Correspondence(origins, held, done))
+    unfolding = _Unfolding(origins, Correspondence(origins, value_of, done))
     repeated = [tuple(origins.candidates(made.candidate)) for made in done]
     _require_disjoint(chain.from_iterable(repeated))
     unfolding.write()
@@ -51,10 +51,10 @@ def unfold(
 
 
 def _require_disjoint(candidates: Iterable[Candidate]) -> None:
-    """Require that no node is replaced twice, as where a rewrite joins results of several layers.
+    """Require that no node is replaced twice, as by a rewrite that joins results of several layers.
 
     Raises:
-        NotRepeatedError: one is.
+        NotRepeatedError: a node is.
     """
     replaced = set[fx.Node]()
     for each in candidates:
@@ -64,7 +64,7 @@ def _require_disjoint(candidates: Iterable[Candidate]) -> None:
 
 
 class _Unfolding:
-    """The state of one graph while it is written."""
+    """Writer of the full graph: repeats the changes of the folded graph in each instance of its layers."""
 
     def __init__(self, origins: Origins, between: Correspondence) -> None:
         self._origins, self._between = origins, between
@@ -74,7 +74,11 @@ class _Unfolding:
         self._made: dict[Instance, fx.Node] = {}
 
     def write(self) -> None:
-        """Write the graph, once it is known that every layer finds what it reads."""
+        """Rewrite the full graph, after checking that every instance finds what it reads.
+
+        Raises:
+            NotRepeatedError: an instance does not; the full graph is unchanged.
+        """
         reads = {
             (node, instance): {each: self._between.read(each, node, instance) for each in node.all_input_nodes}
             for node in self._changed
@@ -84,25 +88,27 @@ class _Unfolding:
         results = dict(self._results())
         unused = {node for node in self._source.nodes if not node.users}
         self._place()
-        for at, found in reads.items():
+        for at, operands in reads.items():
             now, (node, _) = self._now(*at), at
-            now.args, now.kwargs = map_arg((node.args, node.kwargs), lambda each, of=found: self._now(*of[each]))
+            now.args, now.kwargs = map_arg(
+                (node.args, node.kwargs), lambda each, now_of=operands: self._now(*now_of[each])
+            )
         self._return({place: self._now(*each) for place, each in results.items()})
         self._drop(unused)
         sort(self._source)
 
     def repeated(self, made: Rewritten, candidates: Sequence[Candidate]) -> Iterator[Rewritten]:
-        """Yield a rewrite in each layer that its own stands for, where its candidate is one of `candidates`."""
+        """Yield the rewrite `made` once for each of its `candidates`, one per layer for which its layer stands."""
         number = self._between.layer_of(made)
         for instance, candidate in zip(self._origins.instances[number], candidates, strict=True):
             yield Rewritten(candidate, tuple(self._added(made, number, instance)))
 
     def standing_for(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """The nodes of the graph as it was that some of the folded one are there."""
+        """Return the nodes of the full graph for which `nodes` of the folded graph stand."""
         return [self._now(node, each) for node in nodes for each in self._origins.instances[self._between.number[node]]]
 
     def _added(self, made: Rewritten, number: int, instance: int) -> Iterator[fx.Node]:
-        """Yield the nodes that a rewrite added to a layer; what several layers share belongs to the first of them."""
+        """Yield the nodes that `made` adds to the layer `instance`; shared nodes belong to the first instance."""
         for node in made.added:
             own = self._between.number.get(node, number)
             if own == number or instance == number:
@@ -111,11 +117,15 @@ class _Unfolding:
                     yield now
 
     def _now(self, node: fx.Node, instance: int) -> fx.Node:
-        """The node of the graph as it was that a node of the folded one is in the layer `instance`."""
+        """Return the node of the full graph that `node` of the folded graph is in the layer `instance`."""
         return self._made.get((node, instance)) or self._origins.node_at(node, instance)
 
     def _check_others(self) -> None:
-        """Require of calls that are as they came that what they read of other layers corresponds in each instance."""
+        """Require that unchanged calls find in each instance what they read of other layers.
+
+        Raises:
+            NotRepeatedError: a call does not.
+        """
         number = self._between.number
         apart = {
             (each, number[node]): node
@@ -129,7 +139,7 @@ class _Unfolding:
                 self._between.read(each, node, instance)
 
     def _results(self) -> Iterator[tuple[int, Instance]]:
-        """Yield for each place among the results of the graph as it was what stands there."""
+        """Yield the index of each output of the full graph with the instance that it returns."""
         given = dict(zip(self._origins.folded.results, outputs(self._rewritten), strict=True))
         for number, instances in self._origins.instances.items():
             for instance in instances:
@@ -138,7 +148,7 @@ class _Unfolding:
                     yield place, self._between.located(given[same], number, instance)
 
     def _place(self) -> None:
-        """Make the nodes that were added, each behind the one before it in its layer, and bring others up to date."""
+        """Insert added nodes, each behind its predecessor in the layer, and update the metadata of changed ones."""
         last: dict[int, fx.Node] = {}
         for node in self._calls:
             number = self._between.number[node]
@@ -163,7 +173,7 @@ class _Unfolding:
         return made
 
     def _start(self, instance: int) -> fx.Node:
-        """The node behind which a layer begins."""
+        """Return the node behind which the layer `instance` begins."""
         if instance == BEFORE:
             inputs = self._source.find_nodes(op="placeholder")
             return inputs[-1] if inputs else next(iter(self._source.nodes)).prev
@@ -171,13 +181,13 @@ class _Unfolding:
         return next((node for layer in layers for node in layer.nodes), self._source.output_node()).prev
 
     def _return(self, results: Mapping[int, fx.Node]) -> None:
-        """Put the results into their places, between what the graph returns that is no node."""
+        """Let the full graph return `results`, by index among the nodes that it returns."""
         returned = self._source.output_node()
         numbers = iter(range(len(results)))
         returned.args = (map_arg(returned.args[0], lambda _: results[next(numbers)]),)
 
     def _drop(self, unused: Set[fx.Node]) -> None:
-        """Erase what nothing needs any more; what nothing has ever read stays."""
+        """Erase nodes that the folded graph has lost, and nodes without users, except `unused`, which never had any."""
         alive = set(self._rewritten.nodes)
         gone = {
             self._origins.node_at(node, instance)

@@ -1,4 +1,4 @@
-"""Walk: which layers of a sequence have to be searched, so that each of the others meets the same neighbours as one."""
+"""Walk: choose the layers to search, so that each other layer has the kind and the neighbours of one of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 
 def contexts(kinds: Sequence[Hashable]) -> list[Hashable]:
-    """List for each layer the kinds of the one before it, its own, and that of the one behind it."""
+    """Return for each layer a key of the kinds of the layer before it, of itself, and of the one behind it."""
     return [(place > 0, *kinds[max(place - 1, 0) : place + 2]) for place in range(len(kinds))]
 
 
 def retained(contexts: Sequence[Hashable]) -> list[int]:
-    """List the places, in order, that are left once every loop is cut out which has no context for the first time.
+    """Return, in order, the indices that remain once every loop is cut out that has no new context.
 
-    Between two places of equal context everything can be left out: what stands behind the later one meets the earlier
-    one as it met the later one. Each context is retained at least once, and each retained place has neighbours as
-    before. Example: of A A A A B A A A A B, with one neighbour on each side, some seven are left, however many come.
+    The layers behind an index, up to another one of equal context, can be left out: the layer behind the later index
+    then follows the earlier one, whose kind and neighbours are the same. Each context is retained at least once, and
+    retained layers have neighbours of the same kinds as before. Example: of A A A A B A A A A B .. about seven are
+    retained, however long the sequence is.
     """
     walk = _Walk()
     for place, context in enumerate(contexts):
@@ -26,13 +27,13 @@ def retained(contexts: Sequence[Hashable]) -> list[int]:
 
 @dataclass
 class _Walk:
-    """The places retained so far, as a stack.
+    """The indices retained so far, as a stack.
 
     Attributes:
-        places: the places.
+        places: the indices.
         contexts: their contexts.
-        at: for each context the heights of the stack at which it stands.
-        fresh: the height of the last context that was new; nothing below it can be left out any more.
+        at: for each context, the heights of the stack at which it occurs.
+        fresh: height of the last context that was new; nothing below it may be cut out.
     """
 
     places: list[int] = field(default_factory=list[int])
@@ -41,7 +42,7 @@ class _Walk:
     fresh: int = 0
 
     def step(self, place: int, context: Hashable) -> None:
-        """Add a place, or leave it out together with everything behind an earlier place of the same context."""
+        """Add the index `place`; or, if an earlier index has the same `context`, cut out all above that one instead."""
         heights = self.at.setdefault(context, [])
         if not heights:
             self.fresh = len(self.places)
@@ -57,7 +58,7 @@ class _Walk:
 
 
 def stand_ins(contexts: Sequence[Hashable], places: Sequence[int]) -> Iterator[int]:
-    """Yield for each place the retained place that is searched for it: itself, or the first of the same context."""
+    """Yield for each index the retained index that stands for it: itself, or the first of the same context."""
     first: dict[Hashable, int] = {}
     for place in places:
         first.setdefault(contexts[place], place)

@@ -1,7 +1,6 @@
-"""Stage 5, plan: what each match would run, whether the target allows it, and what it saves.
+"""Stage 5, plan: record for each match what its lowerings run, check the limits of the target, and price what it saves.
 
-A lowering is executed once per distinct signature of its inputs, on fake tensors, and recorded; 61 equal layers share
-one plan.
+A lowering is executed once per distinct signature of its inputs, on fake tensors; 61 equal layers share one plan.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from fusion.planning.fake_execution import Fakes
 from fusion.planning.target import Target
 from fusion.records import CLOSE, Candidate, Made, Match, Plan, Refusal, Repeats
 from fusion.report.failures import failure, raised
-from fusion.stages.plan import together
+from fusion.stages.plan import joint
 from fusion.stages.plan.copies import Copies
+from fusion.stages.plan.dead_nodes import DeadNodes
 from fusion.stages.plan.fit import mismatch
-from fusion.stages.plan.needless import Needless
 from fusion.stages.plan.precision import Precision
 from fusion.stages.plan.recorded import PlanBook, Plans
 from fusion.stages.plan.run import Run
@@ -41,7 +40,11 @@ _T = TypeVar("_T")
 
 
 class Planner:
-    """Plans the matches of one graph for one target."""
+    """Planner of the matches of one graph for one target.
+
+    `elsewhere` are further targets whose limits are reported; `plan_lower` is the compiler whose limits count;
+    `repeats` counts the equal layers for which a node stands; `texts` caches plans across graphs.
+    """
 
     def __init__(
         self,
@@ -63,33 +66,34 @@ class Planner:
         self._surplus = cache(partial(node_surplus, machine=target))
         self._kernels = cache(partial(_kernels, fakes, target))
         self._copies = Copies(graph, fakes, target, self._cost)
-        self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
-        self._needless = Needless(graph, frozenset()).of
+        self._jointly_dead: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
+        self._dead_below = DeadNodes(graph, frozenset()).below
         self._precision = Precision(graph)
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
-        """The best legal way to run each match; refusals are collected in `refusals`.
+        """Return for each of `matches` its best legal candidate, if any; then pairs that save more jointly.
 
-        A match that gives a value which no node holds is offered together with a match that reads it.
+        Refusals are appended to `refusals`. A match with a result that no node computes is paired with a match that
+        reads the result.
         """
-        plans = {match: self._attempt(match, partial(self._book.of, match), {}) for match in matches}
+        plans = {match: self._attempt(match, partial(self._book.plans_for, match), {}) for match in matches}
         legal = (match for match, ways in plans.items() if self._is_legal(ways))
         replaceable = frozenset(node for match in legal for node in match.makers)
-        self._needless = cache(Needless(self.graph, replaceable).of)
+        self._dead_below = cache(DeadNodes(self.graph, replaceable).below)
         shared = Sharing(self.graph, plans, self._to_build, self._dying_alone, self._repeats)
         offers = {
             match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in plans
         }
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for match in matches:
             if match.unheld:
-                offers[match] = self._beside(offers[match], match.unheld, offers, shared)
+                offers[match] = self._with_reader(offers[match], match.unheld, offers, shared)
             best = self._best(match, plans[match], offers[match])
-            found.extend(() if best is None else (best,))
-        return [*found, *together.pairs(found, self._beside_another)]
+            candidates.extend(() if best is None else (best,))
+        return [*candidates, *joint.pairs(candidates, self._on_top)]
 
-    def _beside_another(self, one: Candidate, other: Candidate) -> Candidate:
-        """A candidate with what nothing needs any more once another is chosen too."""
+    def _on_top(self, one: Candidate, other: Candidate) -> Candidate:
+        """Return `one` as a candidate that needs `other`, with the nodes that die only if both are rewritten."""
         read = (value for each in (one, other) for value in each.plan.tensors(each.match).values())
         gone = self._dying([one.match, other.match], frozenset(read)) - one.dying - other.dying
         launches = one.launches + sum(map(self._launches, gone))
@@ -99,11 +103,11 @@ class Planner:
 
     @property
     def failures(self) -> Sequence[Failure]:
-        """What rules raised, which are refused there."""
+        """The exceptions of rules, each of which is among the refusals too."""
         return self._book.failures
 
     def _attempt(self, match: Match, step: Callable[[], _T], otherwise: _T) -> _T:
-        """What a step with one match gives; if it raises, that match alone is lost."""
+        """Return `step()`; if it raises, `otherwise`, with the exception recorded as failure and refusal of `match`."""
         try:
             return step()
         except Exception as error:
@@ -116,28 +120,36 @@ class Planner:
             self._offer(match, lowering, plan, shared) for lowering, plan in plans.items() if isinstance(plan, Plan)
         ]
 
-    def _beside(
+    def _with_reader(
         self,
         offers: Sequence[Candidate],
         made: frozenset[Value],
         others: Mapping[Match, Sequence[Candidate]],
         shared: Sharing,
     ) -> list[Candidate]:
-        """Each offer with the best other match that reads one of the values `made`, which else it would build.
+        """Pair each legal offer with the match that reads one of its results `made` and with which it saves most.
 
-        Those that the target cannot run stay as they are; without such a match there is none.
+        `made` are results that no node computes; the reader would build them itself. Offers that the target refuses are
+        returned unpaired. Without a legal reader the result is empty.
         """
-        readers = (each for found in others.values() for each in found if made.intersection(each.built))
+        readers = (each for offered in others.values() for each in offered if made.intersection(each.built))
         waiting = [each for each in readers if self._cause(each) is None]
         best = {each.lowering: each for each in offers if self._cause(each) is not None} if waiting else {}
         able = [each for each in offers if each.lowering not in best]
         pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in able for each in waiting]
-        # of those that save the same, the one that stands for most of the user's calls, as for covers; then the first
-        for each in sorted(pairs, key=lambda pair: (round(_together(pair), 6), _standing(pair)), reverse=True):
+        # ties go to the pair that replaces most calls, as in a cover, then to the first
+        for each in sorted(
+            pairs, key=lambda pair: (round(_joint_benefit(pair), 6), _count_replaced(pair)), reverse=True
+        ):
             best.setdefault(each.lowering, each)
         return list(best.values())
 
     def _best(self, match: Match, plans: Plans, offers: Sequence[Candidate]) -> Candidate | None:
+        """Return the offer that saves most, the first of those within `CLOSE` microseconds, or None.
+
+        Of the refused plans the one that would have saved most is recorded as a refusal, unless the best offer saves as
+        much or calls the same operators.
+        """
         options: list[Candidate] = []
         refused = [
             (Refusal(match.rule.name, plan, match.node, variant=match.variant), -math.inf, frozenset[str]())
@@ -154,8 +166,8 @@ class Planner:
             lost = offer.benefit if by_limit else -math.inf
             refusal = Refusal(match.rule.name, cause, match.node, on, match.variant, lost)
             refused.append((refusal, offer.benefit, _operators(offer.plan)))
-        most = max(map(_together, options), default=0.0)
-        best = next((each for each in options if _together(each) >= most - CLOSE), None)
+        most = max(map(_joint_benefit, options), default=0.0)
+        best = next((each for each in options if _joint_benefit(each) >= most - CLOSE), None)
         missed = [
             (refusal, benefit)
             for refusal, benefit, operators in refused
@@ -168,17 +180,17 @@ class Planner:
         return best
 
     def _is_legal(self, plans: Plans) -> bool:
-        """Whether the target can run a match in some way."""
+        """True if the target takes one of `plans`."""
         return any(isinstance(plan, Plan) and self.target.name not in plan.refusals for plan in plans.values())
 
     def _cause(self, offer: Candidate) -> Refused | str | None:
-        """Why the target cannot run it."""
+        """Return the reason why the target, the shape or the precision forbids `offer`; None if it is legal."""
         match, plan = offer.match, offer.plan
         refused = plan.refusals.get(self.target.name) or mismatch(match, plan)
         return refused or self._precision.refusal(match, plan, offer.built)
 
     def _note_elsewhere(self, match: Match, plans: Sequence[Plan | Refused]) -> None:
-        """What another target would refuse although this one does not."""
+        """Record, for each target of `elsewhere` that takes none of `plans`, the refusal of the first of them."""
         for target in self._elsewhere:
             causes = [None if isinstance(plan, Refused) else plan.refusals.get(target.name, "") for plan in plans]
             if "" not in causes:
@@ -196,12 +208,16 @@ class Planner:
         shared: Sharing,
         needs: Candidate | None = None,
     ) -> Candidate:
-        """What a match saves if it is run in one way; beside another, what both save more than the other alone."""
+        """Price `plan` for `match`; with `needs`, price both jointly and state what they save on top of `needs` alone.
+
+        The benefit is the cost of the dead nodes, less that of the calls, of the values to build and of copies. A call
+        that several matches share is divided among them.
+        """
         members = ((match, plan), *(((needs.match, needs.plan),) if needs else ()))
-        read = {value for of, each in members for value in each.tensors(of).values()} - match.unheld
+        read = {value for owner, each in members for value in each.tensors(owner).values()} - match.unheld
         alone, built_alone = (needs.dying, needs.built) if needs else (frozenset[fx.Node](), ())
-        dying, built = self._dying([of for of, _ in members], frozenset(read)) | alone, self._to_build(read)
-        beside = self._dying_together(match, lowering, plan, shared) - dying
+        dying, built = self._dying([owner for owner, _ in members], frozenset(read)) | alone, self._to_build(read)
+        with_sharers = self._dying_jointly(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         calls = shared.calls_of(match, lowering, plan)
         sharers = [shared.count(call) for call in calls]
@@ -211,99 +227,102 @@ class Planner:
             if not self._are_prepared(names, match)
         ]
         running = sum(cost / count for cost, _, count in each_call)
-        copying = self._copies.of(match, plan, dying)
-        saved = self._worth(dying - alone) + self._worth(beside) / max(sharers, default=1)
+        copying = self._copies.costs_of(match, plan, dying)
+        saved = self._worth(dying - alone) + self._worth(with_sharers) / max(sharers, default=1)
         replaced = [node for node in dying - alone if self._launches(node)]
         launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
         surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
-        gone, further = (dying | beside) - alone, self._further(launches)
+        gone, further = (dying | with_sharers) - alone, self._further(launches)
         made = {call: Made(1, shared.alike(match, call.values)) for _, call, _ in each_call}
         made |= {each: Made(self._launched(each), shared.alike(match, [each])) for each in built}
         times = shared.times(match)
         return Candidate(match, lowering, plan, built, gone, saved, launches, surplus, further, made, needs, times)
 
     def _launched(self, built: Value) -> int:
-        """How many kernels build a value at every call."""
+        """Count the kernels that build the value `built` at every call; 0 where it is prepared."""
         return 0 if self._book.is_prepared(built) else len(self._kernels(built))
 
     def _further(self, launches: int) -> float:
-        """What the calls cost that are made more, where so many are saved."""
+        """Return the microseconds of the launches that are added; `launches`, those saved, is negative then."""
         return max(0, -launches) * self.target.launch
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
-        """What it costs to run nodes of the model."""
-        return math.fsum(map(self._cost, nodes))  # the same in whatever order
+        """Sum the microseconds that `nodes` of the model take on the target."""
+        return math.fsum(map(self._cost, nodes))  # exact: the order of a set does not matter
 
-    def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: Sharing) -> frozenset[fx.Node]:
-        """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
+    def _dying_jointly(self, match: Match, lowering: str, plan: Plan, shared: Sharing) -> frozenset[fx.Node]:
+        """Return the nodes that die only if all matches that share a call of `match` are rewritten; memoised."""
         calls = tuple(call for call in shared.calls_of(match, lowering, plan) if len(shared.calls[call]) > 1)
-        if calls not in self._together:  # the same for all that share them
-            self._together[calls] = self._dying_of(dict(sharer for call in calls for sharer in shared.calls[call]))
-        return self._together[calls]
+        if calls not in self._jointly_dead:
+            self._jointly_dead[calls] = self._dying_of(dict(sharer for call in calls for sharer in shared.calls[call]))
+        return self._jointly_dead[calls]
 
     def _dying_of(self, sharers: Mapping[Match, Plan]) -> frozenset[fx.Node]:
-        """What several matches make needless together, and none of them alone."""
-        read = frozenset(value for each, of in sharers.items() for value in of.tensors(each).values())
+        """Return the nodes that die if all `sharers` are rewritten, without those that one of them makes dead alone."""
+        read = frozenset(value for each, plan in sharers.items() for value in plan.tensors(each).values())
         return self._dying(list(sharers), read) - frozenset[fx.Node]().union(
             *starmap(self._dying_alone, sharers.items())
         )
 
     def _built(self, built: Sequence[Value], shared: Sharing) -> tuple[float, float]:
-        """What it costs to build values for one of those that read them, and by how many launches."""
+        """Return the microseconds that building the values `built` costs each reader, and the number of kernels."""
         kernels = {value: self._kernels(value) for value in built if not self._book.is_prepared(value)}
         cost = math.fsum(sum(costs) / shared.readers[value] for value, costs in kernels.items())
         return cost, sum(map(len, kernels.values()))
 
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
-        """Whether a step that reads these captures alone is computed once, outside the graph; constants beside them."""
+        """True if a step that depends on the captures `names` alone is computed once, outside of the graph.
+
+        All of them come from Parameters alone; so does a step that depends on none, of constants.
+        """
         return self.graph.facts.prepares and all(self._book.is_prepared(match.captures[name]) for name in names)
 
     def _dying(self, matches: Sequence[Match], read: frozenset[Value]) -> frozenset[fx.Node]:
-        """Roots, and the nodes below that only they need; never what the plans themselves read."""
-        return self._needless(tuple(node for match in matches for node in match.makers), read)
+        """Return the roots of `matches` and the nodes that only they need, except those that give the values `read`."""
+        return self._dead_below(tuple(node for match in matches for node in match.makers), read)
 
     def _dying_alone(self, match: Match, plan: Plan) -> frozenset[fx.Node]:
-        """What one match makes needless."""
+        """Return the nodes that die if `match` alone is rewritten."""
         return self._dying([match], frozenset(plan.tensors(match).values()))
 
     def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
-        """Values that a plan reads, and arguments of theirs, that no node holds: each behind its arguments."""
-        found: dict[Value, None] = {}
+        """List the values among `read` and their operands that no node computes, operands first."""
+        ordered: dict[Value, None] = {}
         waiting = [(value, False) for value in read][::-1]
         while waiting:
             value, is_ready = waiting.pop()
             if is_ready:
-                found[value] = None
-            elif value not in found and self.graph.node(value) is None:
+                ordered[value] = None
+            elif value not in ordered and self.graph.node(value) is None:
                 waiting.append((value, True))
                 waiting.extend((arg, False) for arg in reversed(self.graph.recipe(value).args))
-        return tuple(found)
+        return tuple(ordered)
 
 
 def _cost(is_launch: Callable[[fx.Node], bool], target: Target, node: fx.Node) -> float:
-    """What it costs to run a node of the model."""
+    """Return the microseconds that `node` of the model takes on `target`; 0 if it launches nothing."""
     return node_cost(node, target) if is_launch(node) else 0.0
 
 
 def _operators(plan: Plan) -> frozenset[str]:
-    found = (operator_of(step.target) for step in plan.steps)
-    return frozenset(operator.name for operator in found if operator is not None)
+    operators = (operator_of(step.target) for step in plan.steps)
+    return frozenset(operator.name for operator in operators if operator is not None)
 
 
 def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
-    """What each kernel costs that builds a value from its arguments."""
+    """Return the microseconds of each kernel that builds `value` from its operands."""
     built = fakes.recipe(value)
     ran = Run(built.steps, built.inputs)
     kernels = filter(ran.is_kernel, ran.steps)
     return tuple(ran.cost(step, target, ran.operands(step).values(), step.result) for step in kernels)
 
 
-def _standing(candidate: Candidate) -> int:
-    """How many calls of the user a candidate stands for, with what it needs."""
+def _count_replaced(candidate: Candidate) -> int:
+    """Count the calls of the user that die with `candidate` and what it needs."""
     return len(candidate.dying | (frozenset() if candidate.needs is None else candidate.needs.dying))
 
 
-def _together(offer: Candidate) -> float:
-    """What an offer saves with the other that it is made beside."""
+def _joint_benefit(offer: Candidate) -> float:
+    """Return the microseconds that `offer` saves, including the candidate that it needs."""
     return offer.benefit + (offer.needs.benefit if offer.needs else 0.0)

@@ -1,6 +1,6 @@
-"""Copies that a rewrite causes or saves: its results may lie in memory otherwise than what they replace.
+"""Copies that a rewrite causes or saves: its results may have other strides than what they replace.
 
-y = fused(x), transposed; y.view(..)      →  a copy to view            y returned  →  a copy as the caller knows it
+y = fused(x), transposed; y.view(..)      →  a copy before the view    y returned  →  a copy with the strides that were
 y = fused(x), contiguous; y.contiguous()  →  one copy less
 """
 
@@ -27,50 +27,63 @@ _CLONE = torch.ops.aten.clone.default
 
 
 class Copies:
-    """Prices the copies of one graph for one target; `cost` is what a node of the model costs there."""
+    """Prices of copies for one graph on one target; `cost` prices a node of the model."""
 
     def __init__(self, graph: Graph, fakes: Fakes, target: Target, cost: Callable[[fx.Node], float]) -> None:
         self._fakes, self._target, self._cost = fakes, target, cost
         self._memory = cache(_memories)
         self._eager = dict(zip(outputs(graph.source), graph.facts.strides, strict=False))
 
-    def of(self, match: Match, plan: Plan, dying: Collection[fx.Node]) -> list[float]:
-        """For each copy its cost, negative for one that is saved; `dying` are the nodes that go."""
+    def costs_of(self, match: Match, plan: Plan, dying: Collection[fx.Node]) -> list[float]:
+        """List the cost in microseconds of each copy that `plan` causes, negative for each that it saves.
+
+        `dying` are the nodes that die with the rewrite.
+        """
         results = list(zip(match.roots, plan.fakes, strict=True))
-        lies = {node: fake for makers, fake in results for node in makers if not _alike(fake, node.meta["val"])}
+        changed = {
+            node: fake for makers, fake in results for node in makers if not _same_layout(fake, node.meta["val"])
+        }
         costs: list[float] = []
         returned: dict[fx.Node, None] = {}
-        waiting = list(lies)
+        waiting = list(changed)
         while waiting:
             node = waiting.pop()
             for user in node.users:
-                if user.op == "output" and dims_of(lies[node].stride()) != self._eager.get(node):
-                    returned.setdefault(_lowest(node, lies))
+                if user.op == "output" and dims_of(changed[node].stride()) != self._eager.get(node):
+                    returned.setdefault(_lowest(node, changed))
                 elif user.op == "call_function" and not (
-                    user in dying or user in lies or user.target is operator.getitem
+                    user in dying or user in changed or user.target is operator.getitem
                 ):
-                    costs.extend(self._followed(node, user, lies, waiting))
+                    costs.extend(self._followed(node, user, changed, waiting))
         fresh = [
-            node for makers in self._shared(match, plan) for node in makers if node not in lies and is_returned(node)
+            node for makers in self._shared(match, plan) for node in makers if node not in changed and is_returned(node)
         ]
-        return [*costs, *(self._copy(lies.get(node, node.meta["val"])) for node in (*returned, *fresh))]
+        return [*costs, *(self._copy(changed.get(node, node.meta["val"])) for node in (*returned, *fresh))]
 
     def _followed(
-        self, node: fx.Node, user: fx.Node, lies: dict[fx.Node, torch.Tensor], waiting: list[fx.Node]
+        self, node: fx.Node, user: fx.Node, changed: dict[fx.Node, torch.Tensor], waiting: list[fx.Node]
     ) -> Iterator[float]:
-        """The copies at one user of what lies otherwise; where it lies otherwise too, its users are to be seen."""
-        if is_contiguous_copy(user.target, user.kwargs) and lies[node].is_contiguous() and is_copy_unseen(user, node):
+        """Yield the cost of each copy at `user`, which reads `node` with its changed strides.
+
+        `changed` maps nodes to fakes with their new strides; if `user` has new strides as well it is added there and to
+        `waiting`.
+        """
+        if (
+            is_contiguous_copy(user.target, user.kwargs)
+            and changed[node].is_contiguous()
+            and is_copy_unseen(user, node)
+        ):
             yield -self._cost(user)
-        args, kwargs = map_arg((user.args, user.kwargs), lambda each: lies.get(each, each.meta["val"]))
+        args, kwargs = map_arg((user.args, user.kwargs), lambda each: changed.get(each, each.meta["val"]))
         val, failed = self._fakes.run(user.target, args, kwargs)
         if failed and is_view(user.target):
-            yield self._copy(lies[node])
-        elif isinstance(val, torch.Tensor) and not _alike(val, user.meta["val"]):
-            lies[user] = val
+            yield self._copy(changed[node])
+        elif isinstance(val, torch.Tensor) and not _same_layout(val, user.meta["val"]):
+            changed[user] = val
             waiting.append(user)
 
     def _shared(self, match: Match, plan: Plan) -> list[tuple[fx.Node, ...]]:
-        """The nodes of the results that a plan gives in memory that it does not make, or that an earlier result has."""
+        """List the makers of each result that `plan` gives in the memory of an input or of an earlier result."""
         memory = self._memory(plan)
         return [
             makers
@@ -82,23 +95,22 @@ class Copies:
         return call_cost(_CLONE, [tensor], tensor, self._target)
 
 
-def _alike(x: torch.Tensor, y: Any) -> bool:
+def _same_layout(x: torch.Tensor, y: Any) -> bool:
     return not isinstance(y, torch.Tensor) or x.dim() != y.dim() or lie_alike(x, y)
 
 
-def _lowest(node: fx.Node, lies: Collection[fx.Node]) -> fx.Node:
-    """What `node` is a view of, as far as that lies otherwise too: one copy of it serves all views."""
+def _lowest(node: fx.Node, changed: Collection[fx.Node]) -> fx.Node:
+    """Return the innermost node with changed strides that `node` is a view of: one copy of it serves all views."""
     source = shown(node)
-    return node if source is None or source not in lies else _lowest(source, lies)
+    return node if source is None or source not in changed else _lowest(source, changed)
 
 
 def _memories(plan: Plan) -> list[Any]:
-    """Whose memory each result of a plan is."""
     return [_memory(plan, reference) for reference in plan.results]
 
 
 def _memory(plan: Plan, reference: Any) -> Any:
-    """Whose memory a result of a step is: an input's, or that of the step which made it."""
+    """Return the input, or the result of the step, whose memory `reference` shares."""
     while isinstance(reference, Output):
         step = plan.steps[reference.step]
         below = aliased(step.target, step.args, step.kwargs, reference.item or 0)

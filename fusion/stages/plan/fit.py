@@ -1,4 +1,4 @@
-"""Whether a plan gives what it replaces: shape, dtype and, for results whose fakes do not tell it, order in memory."""
+"""Compare what a plan gives with what it replaces: shape, dtype and, where fakes are unreliable, order in memory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from fusion.records import Match, Plan
 
 
 def mismatch(match: Match, plan: Plan) -> Refused | None:
-    """A plan must give exactly the shape and dtype of what it replaces."""
+    """Return a refusal if `plan` gives another shape or dtype than `match`, or strides are unreliable; else None."""
     for result, fake in zip(match.results, plan.fakes, strict=True):
         if (dims_of(fake.shape), fake.dtype) != (result.shape, result.dtype):
             return Refused(
                 "it would give {have} where the model has {want}",
                 {"have": f"{fake.dtype}{list(fake.shape)}", "want": f"{result.dtype}{list(result.shape)}"},
             )
-    if lie_as_indices(match):
+    if has_unreliable_strides(match):
         return Refused("its result lies in memory as the indices do, which are not in the order of their dims", {})
     return None
 
 
-def lie_as_indices(match: Match) -> bool:
-    """Whether results of a match may lie otherwise than their fakes say."""
-    return any(map(_lies_as_its_indices, match.makers))
+def has_unreliable_strides(match: Match) -> bool:
+    """True if strides of the fakes of the results of `match` are unreliable."""
+    return any(map(_follows_index_strides, match.makers))
 
 
-def _lies_as_its_indices(node: fx.Node) -> bool:
-    """Whether a result may lie otherwise than its fake says: torch's own are wrong for indices that lie otherwise."""
+def _follows_index_strides(node: fx.Node) -> bool:
+    """True if the memory of `node` comes from `aten.index` with an index of permuted strides.
+
+    Its real result follows the strides of the indices; torch's fake tensor does not.
+    """
     made: Any = memory_of(node)
     if made.target is not torch.ops.aten.index.Tensor:
         return False
@@ -40,7 +43,7 @@ def _lies_as_its_indices(node: fx.Node) -> bool:
 
 
 def _in_order(val: torch.Tensor) -> bool:
-    """Whether strides fall from dim to dim; dims of one place, or of one entry, have none."""
+    """True if the strides of `val` fall from dim to dim, dims of size 1 or stride 0 aside."""
     strides = [each for size, each in zip(dims_of(val.shape), dims_of(val.stride()), strict=True) if size != 1 and each]
     known = all(isinstance(each, int) for each in strides)
     return is_dense(val) or (known and strides == sorted(strides, reverse=True))

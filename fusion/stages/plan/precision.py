@@ -1,10 +1,10 @@
-"""Whether a plan keeps the precision of the model: float16 only where the model has it, float64 throughout.
+"""Precision of plans: float16 only where the model has float16, float64 wherever the model has float64.
 
-Between its calls a plan holds tensors that the model does not, and some kernels round numbers on the way
-(`Operator.rounds`). What is in float16 there must be in float16 in the model too, or be covered by a statement of the
-lowering (`fusion.language.ranges`). bfloat16 has the range of float32, and laws bound its error. Where a match reads or
-gives float64, or is of float64 inputs alone, all that the model and the plan compute for it must be float64, unless
-all that comes of it is rounded to 16 bits.
+Between its calls a plan computes tensors that the model does not, and some kernels round internally
+(`Operator.rounds`). A tensor that is in float16 there must be in float16 in the model too, or be covered by a statement
+of the lowering (`fusion.language.ranges`). bfloat16 has the range of float32, and laws bound its error. If a match
+reads or gives float64, or depends on float64 inputs alone, then the model and the plan must compute all of it in
+float64, unless every reader of its results rounds them to 16 bits.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MOVES = frozenset({
     "constant_pad_nd", "full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "ones", "ones_like",
     "new_ones", "eye", "scatter", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
 })  # fmt: skip
-"""Calls whose results consist of elements of their arguments, or of numbers that float16 holds."""
+"""ATen operators whose results consist of elements of their arguments, or of numbers that float16 represents."""
 _MOVES_AND_CASTS = _MOVES | {"_to_copy"}
 _MOVING = frozenset({
     "reshape", "expand", "slice", "narrow", "permute", "cat", "index", "gathered", "flip", "filled", "where", "full",
 })  # fmt: skip
-"""The same of canonical ops."""
+"""Canonical ops with that property."""
 _ENDS = ", which ends at 65504 and thins out below 6e-5; hold it in bfloat16 or float32"
 _COMPUTED = {
     "mul": "a product of tensors", "matmul": "a matrix product", "scale": "a multiple of a tensor", "add": "a sum",
@@ -48,7 +48,7 @@ _COMPUTED = {
 
 
 class Precision:
-    """Refuses the plans of one graph that hold numbers in less than the model does."""
+    """Check of the plans of one graph against losses of precision."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -56,18 +56,21 @@ class Precision:
         self._takes_float64 = any(value.op == "input" and value.dtype is F64 for value in graph.places)
 
     def refusal(self, match: Match, plan: Plan, built: Iterable[Value]) -> Refused | None:
-        """Why a plan, with the values that are `built` for it, is less precise than the model; None where it is not."""
+        """Return the reason why `plan` is less precise than the model, or None.
+
+        `built` are the values that must be built for the plan.
+        """
         given = tuple(plan.tensors(match).values())
         wide = any(each.dtype is F64 for each in (*given, *match.results)) or (self._takes_float64 and _is_wide(given))
         if wide and not all(map(_ends_in_16_bits, match.makers)):
             return _demoted(match, plan, given)
-        steps = (reason for name, reason in self._uncovered(plan) if not _is_held(match.captures.get(name)))
-        return next(steps, None) or next(filter(None, map(self._unheld, (*built, *match.unheld))), None)
+        steps = (reason for name, reason in self._uncovered(plan) if not _fits_float16(match.captures.get(name)))
+        return next(steps, None) or next(filter(None, map(self._refusal_to_build, (*built, *match.unheld))), None)
 
-    def _unheld(self, value: Value) -> Refused | None:
-        """Why a value that no node holds may not be built in float16."""
+    def _refusal_to_build(self, value: Value) -> Refused | None:
+        """Return the reason why `value`, which no node computes, must not be computed in float16, or None."""
         recipe = self._graph.recipe(value)
-        moves = recipe.op in _MOVING or (recipe.op == "cast" and _is_held(recipe.arg)) or _is_negated(recipe)
+        moves = recipe.op in _MOVING or (recipe.op == "cast" and _fits_float16(recipe.arg)) or _is_negated(recipe)
         if recipe.dtype is not F16 or moves or _is_within(recipe):
             return None
         what = _COMPUTED.get(recipe.op, recipe.op)
@@ -77,9 +80,9 @@ class Precision:
 
 
 def _ends_in_16_bits(node: fx.Node) -> bool:
-    """True if all readers of a result get it in 16 bits, which hide the difference of float32 and float64.
+    """True if every reader of `node` gets its result in 16 bits, which hide the difference of float32 and float64.
 
-    On the way to them it may be moved and cast.
+    On the way to the readers the result may be moved and cast.
     """
     waiting = [node]
     while waiting:
@@ -97,12 +100,12 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _is_moved_by(user: fx.Node) -> bool:
-    """True if a call gives elements of its arguments as they are, or cast."""
+    """True if the call `user` moves or casts elements of its arguments, without arithmetic."""
     return user.op == "call_function" and (is_view(user.target) or short_name(user.target) in _MOVES_AND_CASTS)
 
 
-def _is_held(value: Any) -> bool:
-    """True if float16 is proven to hold every number of a value, which is None for what is no capture."""
+def _fits_float16(value: Any) -> bool:
+    """True if float16 is proven to represent every number of `value`; False for None, which is no capture."""
     return value is not None and (not narrows(exact(value).dtype, F16) or _is_within(value))
 
 
@@ -111,35 +114,35 @@ def _is_negated(value: Value) -> bool:
 
 
 def _is_within(value: Value) -> bool:
-    """True if every number of a value is proven to be less than the greatest of float16."""
+    """True if the magnitudes in `value` are proven to be below the greatest float16."""
     return largest(value) < torch.finfo(F16).max
 
 
 def _uncovered(plan: Plan) -> Sequence[tuple[str, Refused]]:
-    """What a plan computes in float16 on the way to its results: why it may not, and the capture that it casts, if any.
+    """List a reason for each float16 tensor that `plan` computes on the way to its results, unless its range is stated.
 
-    A capture may be proven to be within float16; nothing else is.
+    Each reason comes with the capture that the step casts, "" if it casts none: the range of a capture may be proven.
     """
-    found: list[tuple[str, Refused]] = []
+    reasons: list[tuple[str, Refused]] = []
     for step, result in _computed_on(plan):
         if result.dtype is F16 and not (step.covered or _moves(step)):
             name = step.args[0].name if _is_cast(step) and isinstance(step.args[0], Input) else ""
-            found.append((name, _computed(step)))
+            reasons.append((name, _computed(step)))
     for step in plan.steps:
         operator = operator_of(step.target)
         if operator is not None and operator.rounds and not step.covered and _is_in_float16(step):
-            said = "{values}: the model does not hold this in float16; {op} rounds it to float16" + _ENDS
-            found.append(("", Refused(said, {"values": operator.rounds, "op": operator.short})))
-    return found
+            template = "{values}: the model does not hold this in float16; {op} rounds it to float16" + _ENDS
+            reasons.append(("", Refused(template, {"values": operator.rounds, "op": operator.short})))
+    return reasons
 
 
 def _computed(step: Step) -> Refused:
-    said = "the result of {op}: the model does not hold it; the lowering requires it in float16" + _ENDS
-    return Refused(said, {"op": short_name(step.target)})
+    template = "the result of {op}: the model does not hold it; the lowering requires it in float16" + _ENDS
+    return Refused(template, {"op": short_name(step.target)})
 
 
 def _computed_on(plan: Plan) -> Iterator[tuple[Step, torch.Tensor]]:
-    """The results of steps with which other steps of a plan compute."""
+    """Yield each pair (step, result) of `plan` where another step computes with the result, directly or once moved."""
     read = set[Output]()
     for number, step in reversed([*enumerate(plan.steps)]):
         results = [*outputs_of(number, step.result)]
@@ -149,7 +152,7 @@ def _computed_on(plan: Plan) -> Iterator[tuple[Step, torch.Tensor]]:
 
 
 def _moves(step: Step) -> bool:
-    """True if a call gives elements of what it is given, or numbers that float16 holds."""
+    """True if `step` gives elements of its arguments, or numbers that float16 represents."""
     operator = operator_of(step.target)
     if operator is not None:
         return operator.moves
@@ -161,26 +164,30 @@ def _is_cast(step: Step) -> bool:
 
 
 def _is_in_float16(step: Step) -> bool:
-    """True if a call gives a tensor of float16."""
     return any(isinstance(each, torch.Tensor) and each.dtype is F16 for each in leaves(step.result))
 
 
 def _is_wide(given: Sequence[Value]) -> bool:
-    """True if of floats values are computed from float64 inputs of the graph alone."""
+    """True if the values `given` depend on inputs of the graph whose floats are all float64, at least one of them."""
     inputs = (each for value in given for each in value.sources() if each.op == "input")
     return {each.dtype for each in inputs if each.dtype is not None and each.dtype.is_floating_point} == {F64}
 
 
 def _demoted(match: Match, plan: Plan, given: Sequence[Value]) -> Refused | None:
-    """Why a match that touches float64 is not computed in float64 alone, in the model or in the plan."""
+    """Return the reason why `match` is not computed in float64 throughout, in the model or in `plan`; None if it is.
+
+    `given` are the values that the plan reads.
+    """
     stops = {each for each in match.captures.values() if isinstance(each, Value)}
     inside = chain.from_iterable(
         result.sources(lambda value: () if value in stops else value.args) for result in match.results
     )
     narrow = next((each for each in (*given, *inside) if _is_narrow_float(each.dtype)), None)
     if narrow is not None:
-        said = "float64: the model computes in {dtype} beside it ({op}); the operator requires one of both throughout"
-        return Refused(said, {"dtype": str(narrow.dtype).removeprefix("torch."), "op": narrow.op})
+        template = (
+            "float64: the model computes in {dtype} beside it ({op}); the operator requires one of both throughout"
+        )
+        return Refused(template, {"dtype": str(narrow.dtype).removeprefix("torch."), "op": narrow.op})
     step = next((each for each, result in _computed_on(plan) if _is_narrow_float(result.dtype)), None)
     if step is None:
         return None

@@ -1,7 +1,7 @@
-"""Plans: what the lowerings of a rule run on inputs of one signature, recorded once on fake tensors.
+"""Plans: records of what the lowerings of a rule run, one per signature of the inputs, made on fake tensors.
 
-They are kept as JSON for later graphs, under a digest of all that they depend on: the rule, how its inputs look, the
-targets and some options. A symbolic size belongs to one graph: such plans are never kept.
+Plans are stored as JSON for later graphs, under a digest of all that they depend on: the rule, the metadata of its
+inputs, the targets and some options. Symbolic sizes belong to one graph: plans with any are never stored.
 """
 
 from __future__ import annotations
@@ -29,22 +29,30 @@ from fusion.planning.plan_json import UnwrittenError, frozen, read, written
 from fusion.planning.target import Target
 from fusion.records import Input, Match, Plan, Step
 from fusion.report.failures import failure, raised
-from fusion.stages.plan.fit import lie_as_indices, mismatch
+from fusion.stages.plan.fit import has_unreliable_strides, mismatch
 from fusion.stages.plan.run import Run
 
 Plans = Mapping[str, Plan | Refused]
-"""By the name of each lowering what it runs, or why it cannot."""
+"""For the name of each lowering its plan, or the reason why it has none."""
 
 
-class _Kept(NamedTuple):
-    """Captures that are written in place, and captures that come from Parameters alone."""
+class _Traits(NamedTuple):
+    """Names of captures that plans depend on beyond the metadata of tensors.
+
+    Attributes:
+        owned: captures that a result is copied back over, so that they are written in place.
+        prepared: captures that come from Parameters alone.
+    """
 
     owned: frozenset[str]
     prepared: frozenset[str]
 
 
 class PlanBook:
-    """The plans of one graph for some targets, the first of which counts."""
+    """The plans of one graph for `targets`, the first of which sets the prices.
+
+    `plan_lower` is the compiler whose limits count on an NPU.
+    """
 
     def __init__(
         self,
@@ -61,12 +69,12 @@ class PlanBook:
         self.failures: list[Failure] = []
         self._plans: dict[Any, Plans] = {}
         self._looks: dict[int, tuple[torch.Tensor, Hashable]] = {}
-        self._refusals: dict[Any, str | None] = {}  # by call, as far as limits speak of it
+        self._refusals: dict[Any, str | None] = {}  # by operator, target, arguments and compiler
         self.is_prepared = cache(partial(_is_prepared, graph))
         self._key_of = cache(key_of)
 
-    def of(self, match: Match) -> Plans:
-        """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
+    def plans_for(self, match: Match) -> Plans:
+        """Return the plan of each lowering of `match`, or the reason why it has none, recorded once per signature."""
         spare = match.spare
         try:
             captures = {name: self._given(each, name in spare) for name, each in match.captures.items()}
@@ -74,78 +82,88 @@ class PlanBook:
             return {each.name: refused.with_traceback(None) for each in self._ways(match)}
         tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
         prepared = frozenset(name for name, each in tensors.items() if self.is_prepared(each))
-        kept = _Kept(self._written_back(match, tensors), prepared)
+        traits = _Traits(self._written_back(match, tensors), prepared)
         signature = tuple((name, self._look(each)) for name, each in captures.items())
         results = tuple(starmap(_wanted, zip(match.results, match.roots, strict=True)))
-        key = (match.rule.name, results, lie_as_indices(match), signature, kept)
+        key = (match.rule.name, results, has_unreliable_strides(match), signature, traits)
         if key not in self._plans:
-            self._plans[key] = self._kept_or_recorded(key, match, captures, kept)
+            self._plans[key] = self._stored_or_recorded(key, match, captures, traits)
         return self._plans[key]
 
     def _ways(self, match: Match) -> list[Lowering]:
-        """The lowerings that are for what the form chose; of those, if any, that can run."""
+        """List the lowerings of the rule of `match` that suit the choices of its form.
+
+        Lowerings whose operator the compiler does not take are left out, unless it takes none of them.
+        """
         ways = [each for each in match.rule.lowerings() if each.suits(match.pattern.choices)]
         return [each for each in ways if not each.operator or self._runs(OPERATORS[each.operator])] or ways
 
     def _runs(self, operator: Operator) -> bool:
-        """Whether the compiler that counts takes an operator, or what it becomes in place."""
+        """True if the compiler whose limits count on the first target takes `operator` or its in-place form."""
         planned, then = self._planned(self._targets[0]), OPERATORS[operator.in_place or operator.name]
         return planned is None or planned in operator.lowerings | then.lowerings
 
     def _planned(self, target: Target) -> str | None:
-        """The compiler whose limits count on a target; None where there are none."""
+        """Return the compiler whose limits count on `target`; None where there are none."""
         return self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
 
-    def _kept_or_recorded(self, key: Any, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
-        """Plans that an earlier graph has left; else what is recorded now, and left for later ones."""
+    def _stored_or_recorded(self, key: Any, match: Match, captures: Mapping[str, Any], traits: _Traits) -> Plans:
+        """Load plans that an earlier graph has stored; else record them, and store them unless a lowering raised."""
         ways = [each.name for each in self._ways(match)]
         depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
         name = digest(self._key_of(match.rule), *depends) if self._texts else None
         if self._texts is None or name is None:
-            return self._record_all(match, captures, kept)
+            return self._record_all(match, captures, traits)
         text = self._texts.get(name)
         if text is not None:
             return plans_of(text, self._fakes)
         raised = len(self.failures)
-        plans = self._record_all(match, captures, kept)
+        plans = self._record_all(match, captures, traits)
         text = text_of(plans)
         if text is not None and len(self.failures) == raised:
             self._texts.put(name, text)
         return plans
 
-    def _record_all(self, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
-        """Each lowering up to the first that is one kernel, whose results lie as the model's do.
+    def _record_all(self, match: Match, captures: Mapping[str, Any], traits: _Traits) -> Plans:
+        """Record lowerings in the order of the rule, up to the first legal one of one kernel that gives the model's
+        strides.
 
-        Of variants of one lowering, those up to the first that no target refuses.
+        Of several variants of one method, those behind the first that is legal on all targets are skipped.
         """
-        found: dict[str, Plan | Refused] = {}
+        plans: dict[str, Plan | Refused] = {}
         settled: set[str] = set()
         for each in self._ways(match):
             if each.method in settled:
                 continue
-            plan = found[each.name] = self._attempt(match, each, captures, kept)
+            plan = plans[each.name] = self._attempt(match, each, captures, traits)
             if isinstance(plan, Plan) and not plan.refusals and mismatch(match, plan) is None:
                 settled.add(each.method)
-                lie_so = all(map(_lies_as, match.roots, plan.fakes))
-                if len(plan.costs) <= 1 and lie_so:
+                same_strides = all(map(_has_strides_of, match.roots, plan.fakes))
+                if len(plan.costs) <= 1 and same_strides:
                     break
-        return found
+        return plans
 
     def _written_back(self, match: Match, tensors: Mapping[str, Value]) -> frozenset[str]:
-        """The captures that a result of the match is copied back over, so that it can be written in place."""
+        """Return the names of `tensors` that a result of `match` is copied back over: it can be written in place."""
         olds = {self._graph.overwritten[each] for each in match.results if each in self._graph.overwritten}
         return frozenset(name for name, each in tensors.items() if unviewed(each) in olds)
 
     def _look(self, given: Any) -> Hashable:
-        """What of a capture tells plans apart: of a fake, which many matches are given, how it looks."""
+        """Return a hashable key of what a lowering can depend on in `given`.
+
+        That of a fake tensor, its metadata, is memoised by identity: many matches get the same fake.
+        """
         if not isinstance(given, torch.Tensor):
             return frozen(given)
         if id(given) not in self._looks:
-            self._looks[id(given)] = given, frozen(given)  # an identity is unique only while its tensor lives
+            self._looks[id(given)] = given, frozen(given)  # an id is unique only while its tensor is alive
         return self._looks[id(given)][1]
 
     def _given(self, capture: Any, spare: bool) -> Any:
-        """What a lowering is given for a capture: a fake for a value; None for a spare one that nothing gives."""
+        """Return the argument of a lowering for `capture`: for a value its fake tensor.
+
+        None stands for a `spare` capture, one that lowerings can do without, that cannot be computed.
+        """
         if not isinstance(capture, Value):
             return capture
         try:
@@ -155,15 +173,17 @@ class PlanBook:
                 return None
             raise
 
-    def _attempt(self, match: Match, lowering: Lowering, captures: Mapping[str, Any], kept: _Kept) -> Plan | Refused:
-        """What a lowering runs; one that raises is refused."""
+    def _attempt(
+        self, match: Match, lowering: Lowering, captures: Mapping[str, Any], traits: _Traits
+    ) -> Plan | Refused:
+        """Record `lowering`; one that raises anything but `Refused` becomes a failure and a refusal."""
         try:
-            return self._record(match, lowering, captures, kept)
+            return self._record(match, lowering, captures, traits)
         except Exception as error:
             self.failures.append(failure("plan", error, match.rule.name, match.node))
             return raised(f"lowering {lowering.name}", error)
 
-    def _record(self, match: Match, lowering: Lowering, captures: Mapping[str, Any], kept: _Kept) -> Plan | Refused:
+    def _record(self, match: Match, lowering: Lowering, captures: Mapping[str, Any], traits: _Traits) -> Plan | Refused:
         inputs = {name: each for name, each in captures.items() if isinstance(each, torch.Tensor)}
 
         def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
@@ -178,22 +198,30 @@ class PlanBook:
             return refused.with_traceback(None)
         ran = Run(tuple(recorder.steps), inputs)
         used = ran.used | {each.name for each in named if isinstance(each, Input)}
-        limits = {**self._limits(ran, kept.prepared), **self._refused_on(lowering)}
-        return Plan(tuple(ran.steps), named, results, limits, self._costs(ran, kept.owned), used)
+        limits = {**self._limits(ran, traits.prepared), **self._refused_on(lowering)}
+        return Plan(tuple(ran.steps), named, results, limits, self._costs(ran, traits.owned), used)
 
     def _refused_on(self, lowering: Lowering) -> dict[str, str]:
-        """The targets on which a lowering does not give what its rule means, and why."""
+        """Return the reason of each target on which `lowering` deviates from its rule."""
         return {each.name: lowering.refused_on[each.name] for each in self._targets if each.name in lowering.refused_on}
 
     def _fitted(self, result: torch.Tensor, value: Value) -> torch.Tensor:
-        """A result with the dims of size 1 that the model's has, or seen as the model's is of what the rule gives."""
+        """Reshape `result` to the shape of `value` if they differ in dims of size 1 alone.
+
+        It is reshaped as well where the model has a reshape of a value that, dims of size 1 aside, has the shape of
+        `result`.
+        """
         have, *wanted = map(but_ones, (dims_of(result.shape), value.shape, *(each.shape for each in _seen(value))))
         if have not in wanted or dims_of(result.shape) == value.shape:
             return result
         return result.reshape([self._fakes.size(size) for size in value.shape])
 
     def _costs(self, ran: Run, owned: frozenset[str]) -> tuple[tuple[float, frozenset[str]], ...]:
-        """What each kernel costs; writes into what is `owned` are priced without the copy: they will be in place."""
+        """Return for each kernel of `ran` its microseconds and the captures that it depends on.
+
+        A write into a capture of `owned`, or into memory of the plan itself, is priced without the copy that in-place
+        forms save.
+        """
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(ran.steps, ran.sources, strict=True):
             if not ran.is_kernel(step):
@@ -202,7 +230,6 @@ class PlanBook:
             moved = operands.values()
             written = {each: ran.origin(each) for each in _overwritten(step) if count(ran.lookup(each))}
             caches = [each for each, origin in written.items() if origin & owned]
-            # memory of its own is moved once
             if caches and all(origin & owned or not origin for origin in written.values()):
                 moved = [each for one, each in operands.items() if one not in caches]
                 result = None
@@ -212,7 +239,10 @@ class PlanBook:
         return tuple(costs)
 
     def _limits(self, ran: Run, prepared: frozenset[str]) -> dict[str, str]:
-        """For each target, the first limit that forbids one of these calls; what is prepared runs eagerly."""
+        """Return for each target the first limit that forbids a call of `ran`.
+
+        Steps that depend on `prepared` captures alone run eagerly, and so have the limits of eager mode.
+        """
         calls = [
             (operator, ran.arguments(step), bool(names) and names <= prepared)
             for step, names in zip(ran.steps, ran.sources, strict=True)
@@ -231,8 +261,8 @@ class PlanBook:
 
     def _limit(self, operator: Operator, given: tuple[Any, Any], target: Target, lowering: str | None) -> str | None:
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
-            operator = OPERATORS[operator.in_place]  # which replaces it there
-        forms = (operator.short, operator.in_place.partition("::")[2])  # whichever of them will run
+            operator = OPERATORS[operator.in_place]  # the in-place form runs there
+        forms = (operator.short, operator.in_place.partition("::")[2])  # either of them may run
         if any(form.partition(".")[0] in self._disabled for form in forms):
             return f"{operator.short} is left out by the option disable"
         call = operator.name, target.name, *map(frozen, given), lowering
@@ -242,23 +272,23 @@ class PlanBook:
 
 
 def _wanted(result: Value, makers: Sequence[fx.Node]) -> Hashable:
-    """What plans are made to give for a result: its shape and what it is seen of, its dtype, and how it lies."""
+    """Return what distinguishes plans for `result`: shape, shapes that it is a reshape of, dtype and strides."""
     strides = dims_of(makers[0].meta["val"].stride()) if makers else None
     return result.shape, *(each.shape for each in _seen(result)), result.dtype, strides
 
 
-def _lies_as(makers: Sequence[fx.Node], fake: torch.Tensor) -> bool:
-    """Whether what is given lies as what it replaces."""
+def _has_strides_of(makers: Sequence[fx.Node], fake: torch.Tensor) -> bool:
+    """True if `fake` has the strides of the result that it replaces, or no node of `makers` computes that result."""
     return not makers or lie_alike(makers[0].meta["val"], fake)
 
 
 def _is_prepared(graph: Graph, value: Value) -> bool:
-    """Whether a value is, or is built from, Parameters alone."""
+    """True if `value` has a static shape and is computed from Parameters alone."""
     return all(isinstance(size, int) for size in value.shape) and graph.is_fixed(value)
 
 
 def _overwritten(step: Step) -> list[Any]:
-    """The arguments of a step that its in-place form writes into."""
+    """Return the arguments of `step` that its in-place form writes to."""
     operator = operator_of(step.target)
     if operator is None or not operator.in_place:
         return []
@@ -267,12 +297,15 @@ def _overwritten(step: Step) -> list[Any]:
 
 
 def _seen(value: Value) -> tuple[Value, ...]:
-    """What a value is a reshape of."""
+    """Return the value that `value` is a reshape of, if it is one, as a tuple."""
     return value.args if value.op == "reshape" else ()
 
 
 def digest(key: str | None, *parts: Any) -> str | None:
-    """Digest what the plans of the rule of this `key` depend on beside the versions; None where no text can say it."""
+    """Hash what the plans of a rule depend on, versions aside: the `key` of its code and `parts`.
+
+    None where `key` is None or a part cannot be written as JSON.
+    """
     if key is None:
         return None
     try:
@@ -283,7 +316,7 @@ def digest(key: str | None, *parts: Any) -> str | None:
 
 
 def text_of(plans: Plans) -> str | None:
-    """Plans as JSON; None where they hold what cannot be written."""
+    """Write `plans` as JSON; None where they contain what JSON cannot express."""
     try:
         return json.dumps({name: written(each) for name, each in plans.items()})
     except UnwrittenError:
@@ -291,5 +324,5 @@ def text_of(plans: Plans) -> str | None:
 
 
 def plans_of(text: str, fakes: Fakes) -> Plans:
-    """The plans that a text tells, with fakes of this graph."""
+    """Read plans from JSON, with fake tensors of the mode of `fakes`."""
     return {name: read(each, fakes.made) for name, each in json.loads(text).items()}

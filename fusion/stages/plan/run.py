@@ -1,4 +1,4 @@
-"""Run: what a lowering called on fake tensors, and what each of its calls reads, moves and computes."""
+"""Run: the calls that a lowering made on fake tensors, with what each of them reads, moves and computes."""
 
 from __future__ import annotations
 
@@ -19,63 +19,66 @@ from fusion.records import Input, Output, Step
 
 @dataclass(frozen=True)
 class Run:
-    """What was run on these inputs."""
+    """The recorded `steps` of a lowering, called with the fake tensors `inputs`."""
 
     steps: Sequence[Step]
     inputs: Mapping[str, torch.Tensor]
 
     @cached_property
     def sources(self) -> Sequence[frozenset[str]]:
-        """For each step, the inputs that it depends on."""
-        found: list[frozenset[str]] = []
+        """For each step, the names of the inputs that it depends on."""
+        sources: list[frozenset[str]] = []
         for step in self.steps:
-            read = (_names(each, found) for each in _references(step))
-            found.append(frozenset[str]().union(*read))
-        return found
+            read = (_names(each, sources) for each in _references(step))
+            sources.append(frozenset[str]().union(*read))
+        return sources
 
     @property
     def used(self) -> frozenset[str]:
-        """The inputs that some step reads."""
+        """The names of the inputs that some step depends on."""
         return frozenset[str]().union(*self.sources)
 
     def origin(self, reference: Input | Output) -> frozenset[str]:
-        """The inputs on which an argument depends."""
+        """Return the names of the inputs that `reference` depends on."""
         return _names(reference, self.sources)
 
     def lookup(self, reference: Input | Output) -> Any:
-        """The fake tensor that an argument stands for."""
+        """Return the fake tensor of `reference`, an input or a result of a step."""
         if isinstance(reference, Input):
             return self.inputs[reference.name]
         result = self.steps[reference.step].result
         return result if reference.item is None else result[reference.item]
 
     def operands(self, step: Step) -> dict[Input | Output, Any]:
-        """The tensors that a step reads, each once."""
+        """Return the fake tensor of each reference among the arguments of `step`, each once."""
         return {each: self.lookup(each) for each in _references(step)}
 
     def is_kernel(self, step: Step) -> bool:
-        """Whether a step makes or reads data by more than a view; arithmetic on positions is bookkeeping."""
+        """True if `step` is no view, and its result or an operand has floats or quantised numbers.
+
+        Arithmetic on positions costs nothing.
+        """
         return not is_view(step.target) and is_data((step.result, [*self.operands(step).values()]))
 
     def arguments(self, step: Step) -> tuple[Any, Any]:
-        """What a step is called with."""
+        """Return the arguments and keyword arguments of `step`, with fake tensors for references."""
         return map_only((Input, Output), self.lookup, (step.args, step.kwargs))
 
     def flops(self, step: Step) -> float:
-        """The arithmetic of a step."""
+        """Count the floating-point operations of `step`."""
         operator = operator_of(step.target)
         if operator is None:
             return aten_flops(step.target, self.arguments(step)[0], step.result)
         return 0.0 if operator.flops is None else operator.work(*self.arguments(step))
 
-    def unread(self, step: Step) -> float:
-        """Bytes of what a step is given that it does not read."""
+    def skipped(self, step: Step) -> float:
+        """Count the bytes of its arguments that the operator of `step` does not read."""
         operator = operator_of(step.target)
         return 0.0 if operator is None or operator.unread is None else operator.left(*self.arguments(step))
 
     def cost(self, step: Step, machine: Target, moved: Iterable[Any], result: Any) -> float:
-        """Predicted microseconds of a step that moves these tensors and its result."""
-        return call_cost(step.target, moved, result, machine, self.flops(step), -self.unread(step))
+        """Predict the microseconds of `step` on `machine` if it moves the tensors `moved` and `result`."""
+        return call_cost(step.target, moved, result, machine, self.flops(step), -self.skipped(step))
 
 
 def _references(step: Step) -> list[Input | Output]:

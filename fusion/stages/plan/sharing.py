@@ -1,4 +1,4 @@
-"""Sharing: matches that read what must be built once, or that make the same call, pay for it together."""
+"""Sharing of costs: matches that read a value which must be built, or that make the same call, divide its price."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from fusion.stages.plan.recorded import Plans
 
 
 class Call(NamedTuple):
-    """A step of a plan and what it depends on: matches for which that is the same share one call.
+    """A kernel of a plan with the captures that it depends on: matches for which all of this is equal share one call.
 
-    The same step of another variant may be another call.
+    Attributes:
+        rule: name of the rule.
+        variant: the form, where forms of the rule vary: the same kernel of another form counts as another call.
+        lowering: name of the lowering.
+        number: index among the kernels of the plan.
+        read: names and values of the captures.
     """
 
     rule: str
@@ -28,40 +33,46 @@ class Call(NamedTuple):
 
     @property
     def values(self) -> list[Value]:
-        """The tensors on which it depends."""
+        """The tensors among the captures."""
         return [value for _, value in self.read if isinstance(value, Value)]
 
 
 def _calls_of(match: Match, lowering: str, plan: Plan) -> tuple[Call, ...]:
-    """The steps of a plan that cost."""
+    """Return a `Call` for each kernel of `plan`."""
     read = (frozenset((name, match.captures[name]) for name in names) for _, names in plan.costs)
     return tuple(Call(match.rule.name, match.variant, lowering, number, each) for number, each in enumerate(read))
 
 
-def _beside_each_other(
+def _coexisting(
     graph: Graph,
     readers: Mapping[fx.Node, Sequence[tuple[Match, Plan]]],
     dying: Callable[[Match, Plan], frozenset[fx.Node]],
 ) -> Sequence[fx.Node]:
-    """Of the nodes whose matches read a value, or make a call, those that no later one of them makes needless."""
+    """Return the nodes of `readers` whose matches can all be chosen: no match of a later one makes an earlier one dead.
+
+    `readers` maps a node to its matches; `dying` gives the nodes that die with a match.
+    """
     if len(readers) == 1:
         return list(readers)
-    found: list[fx.Node] = []
+    chosen: list[fx.Node] = []
     gone = set[fx.Node]()
     for node in sorted(readers, key=lambda each: graph.order[each], reverse=True):
         if node not in gone:
-            found.append(node)
+            chosen.append(node)
             gone.update(*(dying(*each) for each in readers[node]))
-    return found
+    return chosen
 
 
 class Sharing:
-    """How many matches would read a value that must be built; and which would make the same call, with their plans.
+    """Number of matches that read each value which must be built, and the matches that make each call.
 
-    Of matches one of which makes the other needless only one is ever chosen, and it pays alone.
+    Of two matches one of which makes the other dead only one is ever chosen, so they do not share. `to_build` lists the
+    values to build for those that a plan reads; `dying` gives the nodes that die with a match; `repeats` counts the
+    nodes of equal layers for which one stands.
 
-    `to_build` gives what is built for what a plan reads, `dying` what a match makes needless; `repeats` counts for how
-    many nodes of equal layers one stands.
+    Attributes:
+        readers: for each value to build, the number of its readers.
+        calls: for each call, the matches that make it, with their plans.
     """
 
     def __init__(
@@ -76,8 +87,8 @@ class Sharing:
         self.calls_of = cache(_calls_of)
         building: dict[Value, dict[fx.Node, list[tuple[Match, Plan]]]] = {}
         calling: dict[Call, dict[fx.Node, list[tuple[Match, Plan]]]] = {}
-        for match, found in plans.items():
-            for name, plan in found.items():
+        for match, ways in plans.items():
+            for name, plan in ways.items():
                 if not isinstance(plan, Plan):
                     continue
                 for value in to_build(plan.tensors(match).values()):
@@ -86,27 +97,27 @@ class Sharing:
                     calling.setdefault(call, {})[match.node] = [(match, plan)]
         self.readers = Counter[Value]()
         for value, readers in building.items():
-            for node in _beside_each_other(graph, readers, dying):
+            for node in _coexisting(graph, readers, dying):
                 self.readers[value] += self.alike(readers[node][0][0], [value])
         self.calls = {
-            call: tuple(sharer for node in _beside_each_other(graph, sharers, dying) for sharer in sharers[node])
+            call: tuple(sharer for node in _coexisting(graph, sharers, dying) for sharer in sharers[node])
             for call, sharers in calling.items()
         }
 
         self.count = cache(self._count)
 
     def _count(self, call: Call) -> int:
-        """Count the matches that share `call`."""
+        """Count the matches that share `call`, repeated layers included."""
         return sum(self.alike(match, call.values) for match, _ in self.calls[call])
 
     def times(self, match: Match) -> int:
-        """Count the matches in equal layers for which one stands."""
+        """Count the equal layers for which `match` stands."""
         return self._repeats.of(self._last(match))
 
     def alike(self, match: Match, values: Iterable[Value]) -> int:
-        """Count the matches for which one stands that read the same `values`."""
+        """Count the matches in equal layers for which `match` stands that read the same `values`."""
         return self._repeats.alike(self._last(match), [each for value in values for each in self._graph.reads(value)])
 
     def _last(self, match: Match) -> fx.Node:
-        """The result whose layer a match belongs to: it may take one of the layer before too."""
+        """Return the last result of `match`, which decides on its layer: a match may reach into the layer before."""
         return max(match.firsts, key=self._graph.order.__getitem__)

@@ -1,4 +1,4 @@
-"""Stage 8, prepare: make what a rewrite computes from Parameters or constants alone an input of the graph."""
+"""Stage 8, prepare: compute outside of the graph what new nodes compute from Parameters or constants alone."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ __all__ = ["prepare", "read_as_stored"]
 
 
 def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...]:
-    """Cut out of a rewritten graph, in place, what its new nodes compute from Parameters or constants alone.
+    """Replace new nodes that depend on Parameters or constants alone by placeholders; describe how to compute each.
 
-    Each value that the rest of the graph needs becomes a placeholder behind the others. Views of Parameters stay: they
-    cost nothing. With `prepack` "share", Parameters become views of what joins them, so that nothing is held twice.
+    A placeholder stands for each such value that the rest of `source` reads, behind all other placeholders. Views of
+    Parameters stay in the graph, as they cost nothing. With `prepack` "share", Parameters become views of prepared
+    tensors that join them, so that no memory is used twice.
     """
     placeholders = source.find_nodes(op="placeholder")
     if not facts.prepares or not placeholders:
         return ()
-    found = derived(source, facts.parameters, constants=True)
-    wanted = _frontier(source, found)
+    fixed = derived(source, facts.parameters, constants=True)
+    wanted = _frontier(source, fixed)
     left = {each for node in wanted for each in _closure(node)}
     placed: dict[tuple[str, tuple[str, ...]], tuple[fx.Node, Prepared]] = {}
-    taken: set[str] = set()  # Parameters that become views
+    taken: set[str] = set()  # names of Parameters that become views
     for node, recipe in _recipes(wanted, prepack):
         same = (recipe.key, recipe.sources)
         if same not in placed:
@@ -56,14 +57,17 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
 
 
 def _recipes(wanted: Sequence[fx.Node], prepack: str) -> list[tuple[fx.Node, Prepared]]:
-    """Describe how to compute each node: all of them before the first of them is replaced."""
+    """Describe how to compute each node of `wanted`, before any of them is replaced."""
     modules: dict[str, fx.GraphModule] = {}
     return [(node, _extract(node, prepack, modules)) for node in wanted]
 
 
-def _frontier(source: fx.Graph, found: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the new results of real work on Parameters that the rest of the graph reads, directly or through views."""
-    read = {each for node in source.nodes if node not in found for each in node.all_input_nodes if each in found}
+def _frontier(source: fx.Graph, fixed: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the new nodes among `fixed` that allocate memory and that other nodes read, directly or through views.
+
+    `fixed` are the nodes that depend on Parameters and constants alone.
+    """
+    read = {each for node in source.nodes if node not in fixed for each in node.all_input_nodes if each in fixed}
     wanted: list[fx.Node] = []
     for node in reversed(source.nodes):
         if node not in read:
@@ -71,19 +75,19 @@ def _frontier(source: fx.Graph, found: Collection[fx.Node]) -> list[fx.Node]:
         if "fusion" in node.meta and _is_work(node) and not (is_written(node) or is_returned(node)):
             wanted.insert(0, node)
         else:
-            read.update(each for each in node.all_input_nodes if each in found)
+            read.update(each for each in node.all_input_nodes if each in fixed)
     return wanted
 
 
 def _is_work(node: fx.Node) -> bool:
-    """True if `node` is a tensor with memory of its own."""
+    """True if `node` is a tensor in new memory, rather than a view."""
     if node.target is operator.getitem:
         return not is_view(node.all_input_nodes[0].target)
     return isinstance(node.meta["val"], torch.Tensor) and not is_view(node.target)
 
 
 def _closure(node: fx.Node) -> list[fx.Node]:
-    """Return `node` and all nodes that it is computed from, arguments first."""
+    """Return `node` and all nodes that it is computed from, operands first."""
     done: dict[fx.Node, None] = {}
     waiting = [(node, False)]
     while waiting:
@@ -97,18 +101,18 @@ def _closure(node: fx.Node) -> list[fx.Node]:
 
 
 def _extract(node: fx.Node, prepack: str, modules: dict[str, fx.GraphModule]) -> Prepared:
-    """Describe how to compute `node` from Parameters, without the name of the input that will hold the result.
+    """Describe how to compute `node` from Parameters; the name of the input that will have the result is left empty.
 
-    Equal computations share one of `modules`, which grow: equal layers need one. Parameters that become views are
-    named in the order of their memory.
+    Equal computations share one of `modules`, which is extended: equal layers need one. Parameters that become views
+    are named in the order of their memory.
     """
     closure = _closure(node)
     given = [each for each in closure if each.op == "placeholder"]
-    found = parts(node)
-    copied = why_copied(node, closure, found) if prepack == "share" or not given else BY_OPTION
-    parameters = given if copied or found is None else found
+    joined_parameters = parts(node)
+    copied = why_copied(node, closure, joined_parameters) if prepack == "share" or not given else BY_OPTION
+    parameters = given if copied or joined_parameters is None else joined_parameters
     names = {each: f"%{number}" for number, each in enumerate(parameters)}
-    made: dict[str, fx.Node] = {}  # by what each call is
+    made: dict[str, fx.Node] = {}  # by the text of each call
     for each in closure:
         if each not in names:
             call = repr((each.target, *map_arg((each.args, each.kwargs), names.__getitem__)))
@@ -123,7 +127,7 @@ def _extract(node: fx.Node, prepack: str, modules: dict[str, fx.GraphModule]) ->
 def _module(
     parameters: Sequence[fx.Node], calls: Sequence[fx.Node], names: Mapping[fx.Node, str], result: str
 ) -> fx.GraphModule:
-    """Build a module of the Parameters from `calls` in their order; nodes with one name are one value."""
+    """Build a module that computes `result` from Parameters by `calls`, in order; equal nodes have one of `names`."""
     graph = fx.Graph()
     copies = {names[each]: graph.placeholder(f"p{number}") for number, each in enumerate(parameters)}
     for each in calls:

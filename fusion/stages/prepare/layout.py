@@ -1,4 +1,4 @@
-"""Find Parameters one behind the other in the memory of a tensor that is computed from them, or why they are not."""
+"""Layout of prepared tensors: find Parameters back to back in the memory of a tensor that is computed from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion._torch.operators import short_name
 from fusion.graph.launches import is_view
 
-ALIGNMENT = 64  # bytes: where kernels like a tensor to begin, also one that lies inside a joined tensor
+ALIGNMENT = 64  # bytes to which kernels like tensors to be aligned, also parts of a joined tensor
 CONSTANT = "a constant"
 BY_OPTION = "prepack='copy'"
 IN_BLOCKS = "stored in FRACTAL_NZ"
@@ -42,16 +42,16 @@ _RESHAPES = frozenset(
 )
 _CUTS = frozenset({"slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow", "unfold", "diagonal"})
 _EXCHANGES = frozenset({"t", "transpose", "swapaxes"})
-"""Views that are undone by themselves."""
+"""Views that are their own inverse."""
 
 
-def why_copied(node: fx.Node, closure: Sequence[fx.Node], found: Collection[fx.Node] | None) -> str:
-    """Return why a result needs memory beside that of the Parameters, "" where these can become views of it.
+def why_copied(node: fx.Node, closure: Sequence[fx.Node], joined: Collection[fx.Node] | None) -> str:
+    """Return why the result of `node` needs memory of its own, "" if the Parameters can become views of it.
 
     Args:
         node: computes the result.
-        closure: it, and all that it is computed from.
-        found: the `parts` of the result.
+        closure: `node`, and all nodes that it is computed from.
+        joined: the `parts` of `node`.
     """
     vals = [each.meta["val"] for each in closure if each.op == "placeholder"]
     work = [each.target for each in closure if each.op == "call_function" and not is_view(each.target)]
@@ -64,32 +64,35 @@ def why_copied(node: fx.Node, closure: Sequence[fx.Node], found: Collection[fx.N
         return CAST.format(dtype)
     if not MOVES.issuperset(work):
         return COMPUTED
-    if found is None or JOINS.isdisjoint(work):
+    if joined is None or JOINS.isdisjoint(work):
         return REORDERED if _CUTS.isdisjoint(short_name(each.target) for each in closure) else PARTS
     uneven = [size for each in vals if (size := each.numel() * dtype.itemsize) % ALIGNMENT]
     return UNEVEN.format(uneven[0], ALIGNMENT) if uneven else ""
 
 
 def parts(node: fx.Node) -> list[fx.Node] | None:
-    """Return the Parameters in the order in which they follow each other in the memory of a contiguous result.
+    """Return the Parameters that follow each other in the memory of the contiguous result of `node`, in that order.
 
-    None unless each of them stands there once, all of it and in the order of its own memory.
+    None unless each of them is there once, complete and in the order of its own memory.
     """
     val = node.meta["val"]
-    found: dict[fx.Node, Tensor] = {}
-    if not val.is_contiguous() or not _collect(node, torch.empty(val.shape, dtype=val.dtype, device="meta"), found):
+    parts_of: dict[fx.Node, Tensor] = {}
+    if not val.is_contiguous() or not _collect(node, torch.empty(val.shape, dtype=val.dtype, device="meta"), parts_of):
         return None
-    return sorted(found, key=lambda each: found[each].storage_offset())
+    return sorted(parts_of, key=lambda each: parts_of[each].storage_offset())
 
 
-def _collect(node: fx.Node, part: Tensor, found: dict[fx.Node, Tensor]) -> bool:
-    """Add to `found` the Parameters of which `node` is made if its elements are `part`; False if it is not of such."""
+def _collect(node: fx.Node, part: Tensor, parts_of: dict[fx.Node, Tensor]) -> bool:
+    """Add to `parts_of` each Parameter that `node` consists of, with its part of `part`, the elements of `node`.
+
+    Return False if `node` has other elements, or one Parameter twice.
+    """
     if node.op == "placeholder":
-        is_new = node not in found
-        found[node] = part
+        is_new = node not in parts_of
+        parts_of[node] = part
         return is_new and part.is_contiguous() and node.meta["val"].is_contiguous()
     inputs = _inputs(node, part)
-    return bool(inputs) and all(_collect(each, inner, found) for each, inner in inputs)
+    return bool(inputs) and all(_collect(each, inner, parts_of) for each, inner in inputs)
 
 
 def _inputs(node: fx.Node, part: Tensor) -> list[tuple[fx.Node, Tensor]]:
@@ -97,7 +100,7 @@ def _inputs(node: fx.Node, part: Tensor) -> list[tuple[fx.Node, Tensor]]:
     if node.target in JOINS:
         several = cast(Sequence[fx.Node], node.args[0])
         if len({each.meta["val"].dim() for each in several}) > 1:
-            return []  # an empty tensor of one dim may stand in any `cat`
+            return []  # `cat` accepts an empty 1-d tensor among others
         dim = cast(int, node.args[1]) if len(node.args) > 1 else 0
         sizes = [each.meta["val"].shape[dim] for each in several] if node.target is aten.cat.default else []
         return list(zip(several, part.split(sizes, dim) if sizes else part.unbind(dim), strict=True))
@@ -107,7 +110,7 @@ def _inputs(node: fx.Node, part: Tensor) -> list[tuple[fx.Node, Tensor]]:
 
 
 def _undone(node: fx.Node, part: Tensor, given: fx.Node) -> Tensor | None:
-    """Return the part that the input of a view or copy has where its result has `part`; None for other calls."""
+    """Return the part of the input `given` of a view or copy whose result is `part`; None for other calls."""
     name = short_name(node.target)
     if node.target in MOVES:
         return part
@@ -121,14 +124,14 @@ def _undone(node: fx.Node, part: Tensor, given: fx.Node) -> Tensor | None:
         return None
     try:
         return part.view(given.meta["val"].shape)
-    except (RuntimeError, ValueError):  # no view has these strides; of fake tensors torch says so by a ValueError
+    except (RuntimeError, ValueError):  # no view has these strides; fake tensors raise ValueError
         return None
 
 
 def order_of(node: fx.Node) -> list[int]:
-    """Return the dims of what joins Parameters as the first of these has them in memory, outermost first.
+    """Return the dims of a join in the order in which its first Parameter has them in memory, outermost first.
 
-    Dims that the first alone fills with one element come first.
+    Dims in which that Parameter has size 1 come first.
     """
     first = node
     while first.target in JOINS:

@@ -1,10 +1,10 @@
-"""Let calls read Parameters as these are stored, in place of copies in another order or storage format.
+"""Let calls read Parameters as these are stored, instead of copies in another order or storage format.
 
-    op(format_cast(clone(t(w))))   →   op(t(w)): nothing is to be prepared
-    op(stack(t(v), t(w)))          →   op(mT(clone(mT(stack(t(v), t(w)))))): the clone holds v and w as they are stored
+    op(format_cast(clone(t(w))))   →   op(t(w)): nothing is prepared
+    op(stack(t(v), t(w)))          →   op(mT(clone(mT(stack(t(v), t(w)))))): the clone has v and w as they are stored
 
-A host has no storage formats, and decompositions read tensors of any strides; on a chip an operator has to say that it
-reads an argument so (`Operator.either`).
+A host has no storage formats, and decompositions accept any strides; on a chip an operator must declare that it reads
+an argument in either format (`Operator.either`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.bmm.default, a
 
 
 def read_as_stored(source: fx.Graph, facts: Facts, on_chip: bool) -> None:
-    """Rewrite what is computed from Parameters so that as little as possible of it is a copy, in place."""
+    """Rewrite `source` in place so that as little as possible of what it computes from Parameters is a copy."""
     if not facts.parameters:
         return
-    found = derived(source, facts.parameters)
+    fixed = derived(source, facts.parameters)
     for node in reversed(source.nodes):
-        if node not in found or "fusion" not in node.meta or is_written(node) or is_returned(node):
+        if node not in fixed or "fusion" not in node.meta or is_written(node) or is_returned(node):
             continue
         if node.target is aten.clone.default or short_name(node.target) == "npu_format_cast":
             _read_through(source, node, on_chip)
@@ -45,7 +45,7 @@ def read_as_stored(source: fx.Graph, facts: Facts, on_chip: bool) -> None:
 
 
 def _read_through(source: fx.Graph, copied: fx.Node, on_chip: bool) -> None:
-    """Drop a copy that gives the elements of its input in the same places, where all readers take the input itself."""
+    """Erase the copy `copied`, if all its readers accept the strides and the format of its input."""
     stored = copied.all_input_nodes[0]
     vals = _seen_through(copied, stored.meta["val"], on_chip)
     if vals is None:
@@ -57,7 +57,7 @@ def _read_through(source: fx.Graph, copied: fx.Node, on_chip: bool) -> None:
 
 
 def _join_in_memory_order(source: fx.Graph, join: fx.Node, on_chip: bool) -> None:
-    """Store what joins Parameters in the order of their own memory, if they then follow each other there.
+    """Join Parameters in the order of their own memory, if they then follow each other in the result.
 
     join [E, H, I]   →   clone(permute(join)) [E, I, H], permuted back
     """
@@ -85,7 +85,7 @@ def _join_in_memory_order(source: fx.Graph, join: fx.Node, on_chip: bool) -> Non
 def _added(
     source: fx.Graph, behind: fx.Node, target: OpOverload, args: tuple[Any, ...], val: torch.Tensor, **kwargs: Any
 ) -> fx.Node:
-    """Add a call of the same rewrite as the node `behind` which it stands."""
+    """Insert a call behind the node `behind`, attributed to the same rewrite, with the fake tensor `val`."""
     with source.inserting_after(behind):
         node = source.call_function(target, args, kwargs)
     inherit(node, behind)
@@ -94,7 +94,7 @@ def _added(
 
 
 def _seen_through(node: fx.Node, val: torch.Tensor, on_chip: bool) -> dict[fx.Node, torch.Tensor] | None:
-    """Return what the views of `node` are once it has the strides of `val`; None where a reader cannot take these."""
+    """Return the new fakes of the views of `node` once it has the strides of `val`; None if a reader rejects them."""
     vals: dict[fx.Node, torch.Tensor] = {}
     for reader in node.users:
         if "fusion" not in reader.meta:
@@ -111,7 +111,7 @@ def _seen_through(node: fx.Node, val: torch.Tensor, on_chip: bool) -> dict[fx.No
 
 
 def _view_of(view: fx.Node, node: fx.Node, val: torch.Tensor) -> torch.Tensor | None:
-    """Return the view of `node` once it is `val`; None where this would be a copy."""
+    """Return the fake of `view` once its operand `node` is `val`; None where it would be a copy."""
     target: Any = view.target
     args, kwargs = map_arg((view.args, view.kwargs), lambda each: val if each is node else each.meta["val"])
     try:
@@ -122,11 +122,11 @@ def _view_of(view: fx.Node, node: fx.Node, val: torch.Tensor) -> torch.Tensor | 
 
 
 def _reads_as_stored(reader: fx.Node, node: fx.Node, val: torch.Tensor, on_chip: bool) -> bool:
-    """True if a call takes `node` in ND and with the strides of `val`, and is not much slower for that."""
+    """True if the call `reader` accepts `node` in ND with the strides of `val`, without being much slower."""
     called = operator_of(reader.target)
     given = called.bind(reader.args, reader.kwargs) if called else {}
     if called and all(name in called.either for name, each in given.items() if node in leaves(each)):
         return True
-    # By many transposed matrices at once, in 16 bits, a CPU was seen to multiply 14 times slower.
+    # a CPU was measured to multiply 14 times slower by a batch of transposed matrices in 16 bits
     is_in_rows = val.dim() <= 2 or val.stride(-1) == 1
     return not on_chip and is_in_rows and (called is not None or reader.target in _PRODUCTS)

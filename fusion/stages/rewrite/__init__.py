@@ -1,4 +1,7 @@
-"""Stage 7, rewrite: put the chosen plans into the user's graph, once. Every other node stays the same object."""
+"""Stage 7, rewrite: insert the calls of the chosen plans into the user's graph, in place.
+
+Nodes that no rewrite replaces stay the same objects.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ _SCATTER = torch.ops.aten.select_scatter.default
 
 
 def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> tuple[list[Rewritten], list[fx.Node]]:
-    """Apply `chosen` to the graph in place and drop what is dead.
+    """Apply the candidates `chosen` to the FX graph of `graph` in place, and erase dead nodes.
 
     Returns:
-        What was done, and the copies that give results the strides and memory that they had.
+        The rewrites with the nodes that each added, and the copies that restore the strides and memory of results.
     """
     editor = _Editor(graph, fakes, chosen)
     done = [editor.apply(candidate) for candidate in sorted(chosen, key=editor.position)]
@@ -39,7 +42,7 @@ def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> tuple[li
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the nodes of one candidate go: before `anchor`; `added` are those that did so far."""
+    """The insertion point of one candidate: its nodes go before `anchor`; `added` lists those inserted so far."""
 
     candidate: Candidate
     anchor: fx.Node
@@ -47,7 +50,7 @@ class _Place:
 
 
 class _Editor:
-    """The state of one rewrite of one graph."""
+    """Editor of one graph: inserts the calls of candidates, and moves users over to them."""
 
     _at: _Place
 
@@ -64,21 +67,21 @@ class _Editor:
         self._dying = {node for candidate in chosen for node in candidate.dying}
 
     def position(self, candidate: Candidate) -> int:
-        """Where the candidate's nodes go."""
+        """Return the position in the graph at which the nodes of `candidate` are inserted."""
         return self._order[self._anchor(candidate)]
 
     def _anchor(self, candidate: Candidate) -> fx.Node:
-        """The first result if everything that the candidate reads stands before it, else the last."""
+        """Return the first result of `candidate` if all that it reads comes before it, else the last result."""
         roots = sorted(candidate.match.firsts, key=self._order.__getitem__)
         return roots[0] if len(roots) == 1 or self._is_ready(candidate, roots[0]) else roots[-1]
 
     def _is_ready(self, candidate: Candidate, root: fx.Node) -> bool:
-        """Whether everything that the candidate reads stands before one of its results."""
+        """True if all nodes that `candidate` reads come before its result `root`."""
         values = candidate.plan.tensors(candidate.match).values()
         return all(self._order[node] < self._order[root] for value in values for node in self._graph.reads(value))
 
     def apply(self, candidate: Candidate) -> Rewritten:
-        """Insert the nodes of one candidate and move the users of its roots over to them."""
+        """Insert the calls of `candidate`, and let the users of its roots read the new results."""
         match = candidate.match
         self._at = _Place(candidate, self._anchor(candidate))
         with self._source.inserting_before(self._at.anchor):
@@ -98,10 +101,10 @@ class _Editor:
         return Rewritten(candidate, tuple(self._at.added))
 
     def _read(self, value: Value) -> fx.Node:
-        """The node that holds `value` now; built first where none does.
+        """Return the node that computes `value` now; if none does, insert calls that build it.
 
-        Of several nodes it is the first, so that equal calls are made once. Of constants it is the one that what dies
-        has read: two caches of zeros are equal, and are two.
+        Of several nodes with the value the first is taken, so that equal calls are made once. Of constants it is the
+        one that a dying node read: two caches of zeros have equal values, but are two tensors.
         """
         if value in self._now:
             return self._now[value]
@@ -118,10 +121,10 @@ class _Editor:
     def _replay(
         self, steps: Sequence[Step], results: Sequence[Input | Output], inputs: Mapping[str, fx.Node]
     ) -> list[fx.Node]:
-        """The calls of a plan on these inputs; the nodes of its results."""
+        """Insert the calls `steps` of a plan with the nodes `inputs`; return the nodes of `results`."""
         nodes: list[fx.Node] = []
 
-        def at(reference: Any) -> Any:
+        def node_of(reference: Any) -> Any:
             if isinstance(reference, torch.SymInt):
                 return self._sizes.node(reference)
             if isinstance(reference, Input):
@@ -134,12 +137,15 @@ class _Editor:
             )
 
         for step in steps:
-            args, kwargs = map_only((Input, Output, torch.SymInt), at, (step.args, step.kwargs))
+            args, kwargs = map_only((Input, Output, torch.SymInt), node_of, (step.args, step.kwargs))
             nodes.append(self._call(step.target, args, kwargs, step.result))
-        return [at(each) for each in results]
+        return [node_of(each) for each in results]
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
-        """One call; equal calls of pure operators are made once."""
+        """Insert one call with the fake result `val`, or return a node that computes the same.
+
+        Calls that allocate uninitialised memory are always inserted.
+        """
         key = (target, frozen(args), frozen(kwargs))
         known = _undone(target, args, kwargs) or (None if reserves(target) else self._made.get(key))
         if known is not None:
@@ -158,9 +164,10 @@ class _Editor:
         return node
 
     def finish(self) -> list[fx.Node]:
-        """Drop what one rewrite or several left without a user; restore the order where results were joined.
+        """Erase nodes that rewrites left without users, sort the graph where needed, and restore its results.
 
-        Returns the copies that give results the strides and memory that they had.
+        Returns:
+            The copies that restore the strides and memory of results.
         """
         dead = set(self._dying)
         for node in sorted(self._order, key=self._order.__getitem__, reverse=True):
@@ -168,27 +175,28 @@ class _Editor:
                 dead.update(each for each in node.all_input_nodes if each not in dead and _is_pure(each))
                 self._source.erase_node(node)
         for node in self._source.find_nodes(op="call_function", target=_SCATTER):
-            self._seen_through(node)
+            self._elide_scatter(node)
         if self._unordered:
             sort(self._source)
         return self._results.restore(self._layouts)
 
-    def _seen_through(self, scatter: fx.Node) -> None:
-        """What is put over the one entry of a dim is seen with that dim: nothing of the other tensor is left.
+    def _elide_scatter(self, scatter: fx.Node) -> None:
+        """Replace a `select_scatter` over the only entry of a dim by an `unsqueeze` of what it writes.
 
-        Only results of the pass, whose memory nobody else holds: what the caller holds may change later.
+        Only for results of the pass, which no caller has: memory of a caller may change later. The strides must be
+        equal.
         """
-        given: Any = scatter.args[1]
+        written: Any = scatter.args[1]
         dim: Any = scatter.args[2]
-        memory = memory_of(given)
+        memory = memory_of(written)
         if "fusion" not in memory.meta or is_written(memory) or is_written(scatter):
             return
-        seen, _ = self._fakes.run(_OPENED, (given.meta["val"], dim), {})
-        if scatter.meta["val"].shape[dim:][:1] != (1,) or not same_strides(seen, scatter.meta["val"]):
+        opened, _ = self._fakes.run(_OPENED, (written.meta["val"], dim), {})
+        if scatter.meta["val"].shape[dim:][:1] != (1,) or not same_strides(opened, scatter.meta["val"]):
             return
         with self._source.inserting_before(scatter):
-            view = self._source.call_function(_OPENED, (given, dim))
-        view.meta["val"] = self._fakes.like(seen)
+            view = self._source.call_function(_OPENED, (written, dim))
+        view.meta["val"] = self._fakes.like(opened)
         inherit(view, scatter)
         self._layouts.replace(scatter, view)
         self._source.erase_node(scatter)
@@ -199,7 +207,10 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _undone(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node | None:
-    """A transpose of a transpose of the same dims is where it began; so is a contiguous copy of what lies so now."""
+    """Return the source of a transpose of a transpose of the same dims, or of a contiguous copy of a contiguous tensor.
+
+    None for any other call.
+    """
     transpose = torch.ops.aten.transpose.int
     source = args[0] if args else None
     if is_contiguous_copy(target, kwargs) and isinstance(source, fx.Node):

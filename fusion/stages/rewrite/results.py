@@ -1,7 +1,7 @@
-"""Results: what the caller holds of a rewritten graph lies, and shares memory, as it did.
+"""Results: give the outputs of a rewritten graph the strides, and the shared memory, that they had.
 
-A result is a chain of views of some memory. Where one is not as it was, its memory is laid out as it lay, and the views
-are made again: for all results that share that memory, so that they still do.
+An output is a chain of views of some memory. If it has changed, its memory is copied into the original layout and the
+views are made again, jointly for all outputs that share the memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fusion.stages.rewrite.layout import Layouts, same_strides
 
 @dataclass(frozen=True)
 class _Link:
-    """A tensor of the user's graph as it came: memory, or a view of the link before.
+    """A tensor of the original graph: memory, or a view of the previous link.
 
     Attributes:
-        node: what held it.
-        val: how it lay.
-        below: what it was a view of.
-        call: the call that showed it, as target, arguments and keyword arguments.
-        item: which of that call's results it was, None where there is one.
+        node: the node that computed it.
+        val: its fake tensor, with the original strides.
+        below: the node that it was a view of, None for memory.
+        call: the call of the view, as target, arguments and keyword arguments.
+        item: index among the results of that call, None where it has one.
     """
 
     node: fx.Node
@@ -42,14 +42,14 @@ class _Link:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a chain begins here at the latest: a write is made once."""
+        """True if nothing below this link may be repeated: it is memory, or a write, which is made once."""
         return self.below is None or is_write(self.node)
 
 
 class Results:
-    """The results of a graph as it came, to be restored once it is rewritten.
+    """The outputs of the original graph `source`, to be restored once it is rewritten.
 
-    `eager` is how each of them lies when the model runs without a compiler, which will do as well.
+    `eager` has for each output the strides that it has when the model runs uncompiled, which are accepted as well.
     """
 
     def __init__(self, source: fx.Graph, eager: Sequence[Any] = ()) -> None:
@@ -58,7 +58,7 @@ class Results:
         self._sharing = sharing(source)
 
     def restore(self, layouts: Layouts) -> list[fx.Node]:
-        """Give each result the strides, and the memory, that it had: a fresh tensor stays fresh.
+        """Restore the strides of each output, and which outputs share memory with each other or with an input.
 
         Returns:
             The copies that this takes.
@@ -71,45 +71,48 @@ class Results:
         wrong = {
             memory
             for memory, group in groups.items()
-            if not all(now[each] == memory and self._lies_well(each, returned[each].meta["val"]) for each in group)
+            if not all(now[each] == memory and self._has_layout(each, returned[each].meta["val"]) for each in group)
         }
-        held = {memory_of(returned[number]) for memory in groups.keys() - wrong for number in groups[memory]}
-        copies = [self._restored(groups[memory], layouts, held) for memory in groups if memory in wrong]
+        returned_memory = {memory_of(returned[number]) for memory in groups.keys() - wrong for number in groups[memory]}
+        copies = [self._restored(groups[memory], layouts, returned_memory) for memory in groups if memory in wrong]
         return [node for node in copies if node is not None]
 
-    def _lies_well(self, number: int, now: torch.Tensor) -> bool:
-        """Whether a result lies as in the captured graph, or as when the model runs without a compiler."""
+    def _has_layout(self, number: int, now: torch.Tensor) -> bool:
+        """True if `now` has the strides of output `number` in the original graph, or in the uncompiled model."""
         return same_strides(now, self._chains[number][-1].val) or dims_of(now.stride()) == self._eager.get(number)
 
-    def _restored(self, group: Sequence[int], layouts: Layouts, held: set[fx.Node]) -> fx.Node | None:
-        """Restore results that share memory; the copy of it that this takes. `held`: memory that others return."""
+    def _restored(self, group: Sequence[int], layouts: Layouts, returned_memory: set[fx.Node]) -> fx.Node | None:
+        """Restore the outputs `group`, which share memory; return the copy of the memory, None where none is needed.
+
+        `returned_memory` collects the memory that other outputs return, which the group must not share.
+        """
         chains = [self._chains[number] for number in group]
         common = [links[0] for links in takewhile(_is_one, zip(*chains, strict=False))]
         begin = max((place for place, link in enumerate(common) if link.is_begun), default=0)
-        alive = (place for place in range(begin, len(common)) if _is_there(layouts.standing_for(common[place].node)))
+        alive = (place for place in range(begin, len(common)) if not layouts.current(common[place].node)._erased)
         place = next(alive, None)
         if place is None:
-            return None  # the check of the graph refuses it
-        there, link = layouts.standing_for(common[place].node), common[place]
+            return None  # the verify stage reports it
+        there, link = layouts.current(common[place].node), common[place]
         memory = memory_of(there)
         fresh = common[0].node.op != "placeholder"
-        taken = fresh and (memory.op == "placeholder" or memory in held)
+        taken = fresh and (memory.op == "placeholder" or memory in returned_memory)
         with self._source.inserting_before(_behind(there)):
-            kept = not taken and same_strides(there.meta["val"], link.val)
-            new = there if kept else layouts.laid(there, link.val, copied=taken)
+            is_reused = not taken and same_strides(there.meta["val"], link.val)
+            new = there if is_reused else layouts.with_strides_of(there, link.val, copied=taken)
         views, returned = {link.node: new}, outputs(self._source)
-        last = max(new, *(returned[number] for number in group))  # behind it, so that no write comes between
+        last = max(new, *(returned[number] for number in group))  # views go behind it, so that no write comes between
         with self._source.inserting_before(_behind(last)):
             for each in (each for chain in chains for each in chain[place + 1 :]):
                 if each.node not in views:
                     views[each.node] = _seen(each, views, layouts)
-        held.add(memory_of(new))
+        returned_memory.add(memory_of(new))
         for number, chain in zip(group, chains, strict=True):
             self._return(number, views[chain[-1].node])
         return None if memory_of(new) is memory else memory_of(new)
 
     def _return(self, number: int, node: fx.Node) -> None:
-        """Return `node` as result `number`, and the other results as they are; what only that one was goes."""
+        """Let the graph return `node` as output `number`; erase views and copies that only the old output needed."""
         count = iter(range(len(self._chains)))
         output, gone = self._source.output_node(), outputs(self._source)[number]
         output.args = map_arg(output.args, lambda each: node if next(count) == number else each)
@@ -120,14 +123,14 @@ class Results:
 
 
 def _only_shows(node: fx.Node) -> bool:
-    """Whether a node is a view or a copy of another, no result of a rewrite, and changes nothing."""
+    """True if `node` is a view or a contiguous copy, no item of a call and no write."""
     if node.target is operator.getitem or is_write(node):
         return False
     return shown(node) is not None or is_contiguous_copy(node.target, node.kwargs)
 
 
 def _chain(node: fx.Node) -> tuple[_Link, ...]:
-    """The views from memory to a result."""
+    """Return the links from the memory of `node` to `node` itself."""
     below = shown(node)
     call: Any = node.args[0] if node.target is operator.getitem else node
     item: Any = node.args[1] if node.target is operator.getitem else None
@@ -139,12 +142,8 @@ def _is_one(links: Sequence[_Link]) -> bool:
     return all(each.node is links[0].node for each in links)
 
 
-def _is_there(node: fx.Node) -> bool:
-    return not node._erased
-
-
 def _behind(node: fx.Node) -> fx.Node:
-    """The first node behind another that is no input."""
+    """Return the first node behind `node` that is no placeholder."""
     behind = node.next
     while behind.op == "placeholder":
         behind = behind.next
@@ -152,9 +151,9 @@ def _behind(node: fx.Node) -> fx.Node:
 
 
 def _seen(link: _Link, views: dict[fx.Node, fx.Node], layouts: Layouts) -> fx.Node:
-    """The same view, of what its memory is now."""
+    """Repeat the view `link` on the current memory: `views` maps original nodes to new ones."""
     target, args, kwargs = link.call
-    now = map_arg((args, kwargs), lambda each: views.get(each, layouts.standing_for(each)))
+    now = map_arg((args, kwargs), lambda each: views.get(each, layouts.current(each)))
     parent = views[link.below] if link.below else link.node
     seen = layouts.call(target, *now, parent)
     return seen if link.item is None else layouts.call(operator.getitem, (seen, link.item), {}, parent)

@@ -1,6 +1,6 @@
-"""Rewrites that leave nodes needless together and neither alone: both halves of a layer that each takes a part of.
+"""Joint rewrites: pairs that make nodes dead which neither makes dead alone, as the two halves of a fused projection.
 
-y = x W;  f(y[:n]), g(y[n:])   →   F(x, W[:n]), G(x, W[n:])      neither makes y needless, both do
+y = x W;  f(y[:n]), g(y[n:])   →   F(x, W[:n]), G(x, W[n:])      y dies if both are rewritten
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.fx as fx
 from fusion.records import LEAST_BENEFIT, Candidate
 
 
-def pairs(found: Sequence[Candidate], beside: Callable[[Candidate, Candidate], Candidate]) -> list[Candidate]:
-    """For every two of these that save more together, the second as one that needs the first.
+def pairs(candidates: Sequence[Candidate], on_top: Callable[[Candidate, Candidate], Candidate]) -> list[Candidate]:
+    """Return, for every two `candidates` that save more jointly than alone, the second as one that needs the first.
 
-    `beside` gives the one candidate with what comes on top of the other. What both save is told of each in halves: they
-    are chosen together or not at all.
+    `on_top(second, first)` prices the second on top of the first. Both get half of what they save jointly: they are
+    chosen as a pair or not at all.
     """
     offered: list[Candidate] = []
-    for one, other in _sharing(found):
-        more = beside(other, one)
+    for one, other in _sharing(candidates):
+        more = on_top(other, one)
         total = one.benefit + more.benefit
         if total > sum(max(each.benefit, 0.0) for each in (one, other)) + LEAST_BENEFIT:
             half = replace(one, benefit=total / 2)
@@ -31,9 +31,12 @@ def pairs(found: Sequence[Candidate], beside: Callable[[Candidate, Candidate], C
     return offered
 
 
-def _sharing(found: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
-    """Two candidates that replace different nodes, where all that reads some node goes with either of them."""
-    alone = [each for each in found if each.needs is None]
+def _sharing(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    """Yield pairs of candidates that replace different nodes and jointly make a node dead.
+
+    All users of such a node die with one candidate or the other.
+    """
+    alone = [each for each in candidates if each.needs is None]
     readers: dict[fx.Node, list[int]] = defaultdict(list)
     for number, each in enumerate(alone):
         for source in dict.fromkeys(source for node in each.dying for source in node.all_input_nodes):
@@ -44,7 +47,10 @@ def _sharing(found: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]
 
 
 def _covering(node: fx.Node, numbers: Sequence[int], alone: Sequence[Candidate]) -> Iterator[tuple[int, int]]:
-    """Pairs with which all readers of a node go; what many share, as tables of rotations, no two of them cover."""
+    """Yield the pairs among the candidates `numbers` that make all users of `node` dead, neither doing so alone.
+
+    Candidates with too few of the users are skipped: no pair covers a node with many users, as a table of rotations.
+    """
     users = frozenset(node.users)
     gone = {number: users.intersection(alone[number].dying) for number in numbers}
     most = max(map(len, gone.values()))
@@ -56,6 +62,6 @@ def _covering(node: fx.Node, numbers: Sequence[int], alone: Sequence[Candidate])
 
 
 def _overlap(one: Candidate, other: Candidate) -> bool:
-    """Whether one replaces a node that the other replaces or needs no more."""
+    """True if one candidate replaces a node that the other replaces or makes dead."""
     pairs = ((one, other), (other, one))
-    return any(not of.dying.isdisjoint(by.match.makers) for by, of in pairs)
+    return any(not dead.dying.isdisjoint(root.match.makers) for root, dead in pairs)
