@@ -285,7 +285,7 @@ def keep_names(graph: fx.Graph, fresh: fx.Graph) -> None:
     torch.export names inputs like the arguments of a model, `input` for one.
     """
     for node, other in zip(graph.nodes, fresh.nodes, strict=True):
-        other.name = node.name
+        _give(other, node.name)
 
 
 def refill(graph: fx.Graph, kept: fx.Graph) -> None:
@@ -307,11 +307,20 @@ def refill(graph: fx.Graph, kept: fx.Graph) -> None:
 def rename(node: fx.Node, name: str) -> None:
     """Give `node` a name; another node of the graph that has it gets a fresh one.
 
-    Private: `torch.fx.Node._rename`.
+    Private: `torch.fx.Node._rename`, which does nothing where it is given the name that a node has.
     """
     for other in node.graph.nodes:
         if other is not node and other.name == name:
-            other._rename(name)
+            other._rename(f"{name}_1")
+    _give(node, name)
+
+
+def _give(node: fx.Node, name: str) -> None:
+    """Set the name of `node`, which its graph then gives to no other node.
+
+    Private: `torch.fx.Graph._graph_namespace`.
+    """
+    node.graph._graph_namespace._used_names.add(name)
     node.name = name
 
 

@@ -21,7 +21,7 @@ from fusion.testing.laws import (
     refuses,
     saves_what_it_claims,
 )
-from fusion.testing.ranges import keeps_float64, refuses_float64, stays_in_range
+from fusion.testing.ranges import further, grains, keeps_float64, refuses_float64, stays_in_range
 from fusion.testing.trials import Trial, trial, trial_of
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
     "cases",
     "check",
     "emits_valid_calls",
+    "further",
+    "grains",
     "idempotent",
     "keeps_float64",
     "lacks_range",

@@ -49,7 +49,7 @@ def stays_in_range(t: Trial, pairs: bool = False) -> None:
         inputs = tuple(_scaled(each, scales.get(number)) for number, each in enumerate(t.captured.inputs))
         if any(isinstance(each, Tensor) and _overflows(each, t.captured.inputs[n]) for n, each in enumerate(inputs)):
             continue
-        reason = _is_as_near(replace(t, captured=replace(t.captured, inputs=inputs)), wide)
+        reason = further(replace(t, captured=replace(t.captured, inputs=inputs)), wide)
         assert not reason, f"{reason}; inputs are multiplied by {dict(scales) or 1}"
 
 
@@ -135,8 +135,11 @@ def _overflows(x: Tensor, given: Tensor) -> bool:
     return x.is_floating_point() and not bool(x.isfinite().all()) and bool(given.isfinite().all())
 
 
-def _is_as_near(t: Trial, wide: fx.GraphModule) -> str:
-    """Why the fused graph is further from float64 than the original on the inputs of a trial; "" where it is not."""
+def further(t: Trial, wide: fx.GraphModule) -> str:
+    """Return why the fused graph is further from `wide`, the original in float64, than the original is; or "".
+
+    Inputs on which the original overflows where float64 does not are beyond its range, and nothing is compared.
+    """
     count = len(t.captured.inputs)
     graph, named = t.captured.graph, {short_name(node.target) for node in t.captured.graph.graph.nodes}
     in_float64, in_its_own = (fx.Interpreter(each, garbage_collect_values=False) for each in (wide, graph))
@@ -149,11 +152,12 @@ def _is_as_near(t: Trial, wide: fx.GraphModule) -> str:
     new = _run(t.fused, t.inputs(), count)
     moved = _run(wide, _moved(t)[:count], count)
     tied = _run(_Backwards(graph).run, t.inputs()[:count], count) if named & _CHOICES else old
+    coarsest = grains(graph, count)
     for number, (truth, was, made, swung) in enumerate(zip(exact, old, new, moved, strict=True)):
         if not isinstance(truth, Tensor) or not torch.equal(was.nan_to_num(), tied[number].nan_to_num()):
             continue  # ties decide
         if truth.is_floating_point():
-            reason = _further(truth, was, made, swung, jumps=bool(named & _STEPS))
+            reason = _further(truth, was, made, swung, coarsest[number], jumps=bool(named & _STEPS))
         else:
             alike = [have == want for have, want in zip(new, old, strict=True) if _are_weights(have, truth)]
             reason = _other_numbers(truth, was, made, swung, alike)
@@ -182,10 +186,33 @@ def _other_numbers(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, alike
     return f"has {int(off.sum())} other numbers, {limit:g} are allowed" if int(off.sum()) > limit else ""
 
 
-def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, jumps: bool) -> str:
+def grains(gm: fx.GraphModule, count: int) -> list[torch.dtype]:
+    """Return the coarsest floating dtype that `gm` rounds to on the way to each result and the first `count` inputs.
+
+    A maximum of numbers that were rounded to bfloat16 may be in float32: it is no better than they are.
+    """
+    coarsest: dict[fx.Node, torch.dtype] = {}
+    for node in gm.graph.nodes:
+        own = tree_leaves(node.meta.get("val")) if node.op == "call_function" else []
+        dtypes = [each.dtype for each in own if isinstance(each, Tensor) and each.is_floating_point()]
+        read = [coarsest[each] for each in node.all_input_nodes]
+        coarsest[node] = max((*dtypes, *read), key=_unit, default=torch.float64)
+    results = [
+        coarsest[each] if isinstance(each, fx.Node) else torch.float64
+        for each in tree_leaves(gm.graph.output_node().args)
+    ]
+    return [*results, *[max(coarsest.values(), key=_unit)] * count]
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, grain: torch.dtype, jumps: bool) -> str:
     """Why floats are further from float64 than the original's; "" where they are not.
 
-    Behind calls that jump, one number in a hundred may be any other, and a list another where scores are near.
+    One unit of rounding to `grain` or to its own dtype is allowed. Behind calls that jump, one number in a hundred may
+    be any other, and a list another where scores are near.
     """
     some = exact.isfinite() & old.isfinite()
     lost = int((some & ~new.isfinite()).sum())
@@ -196,7 +223,7 @@ def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, jumps: bool
     if jumps:
         wrong = wrong.abs().sort()[0][: -1 - wrong.numel() // 100]
     wrong, before, swung = (float(each.norm()) for each in (wrong, before, swung))
-    held = torch.finfo(old.dtype)
+    held = torch.finfo(max(grain, old.dtype, key=_unit))
     ulp = held.eps * size + held.smallest_normal * held.eps * math.sqrt(exact.numel())
     limit = (4 if jumps else 1.5) * max(before, swung) + ulp if math.isfinite(swung) else math.inf
     return f"has an rms error of {wrong:.3g}, {limit:.3g} is allowed of {size:.3g}" if wrong > limit else ""

@@ -13,9 +13,11 @@ from math import prod
 from typing import Any
 
 from fusion import reader
+from fusion.analysis.row_layout import named
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.joined_results import Part, Results, each_alone, joins, part_of, views_between
+from patterns.attention.segment_orders import ROWS
 from patterns.attention.words import SOFTMAX_ATTENTION
 
 _ALIKE = ("scale", "window", "sink", "fully_masked_row", "mask_kind", "kv_len")
@@ -56,13 +58,17 @@ def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
 
 @proof
 def _view(a: Algebra, part: Part, axis: int, shape: Sequence[Any]) -> tuple[Any, ...] | None:
-    """How the results of all sequences are seen: each as that of one, behind each other along `axis`."""
-    seen, count = part.seen, shape[axis] // part.seen.shape[axis]
+    """Return the steps that arrange the results of all sequences, one behind the other along `axis`.
+
+    Symbolic sizes are named, as the lowering takes those of its own result.
+    """
+    seen, count, names = part.seen, shape[axis] // part.seen.shape[axis], {part.plain.shape[ROWS]: "S"}
     if seen.shape[axis] == 1:
-        return proven(each_alone(part.plain, seen, axis, 0)).of(count)
+        return named(proven(each_alone(part.plain, seen, axis, 0)).of(count), names)
     must(prod(seen.shape[:axis]) == 1)
     apart = a.reshape(seen, (1, *seen.shape))
-    return *proven(each_alone(part.plain, apart, 0, 0)).of(count), ("reshape", tuple(shape))
+    steps = proven(each_alone(part.plain, apart, 0, 0)).of(count)
+    return named((*steps, ("reshape", tuple(shape))), names)
 
 
 def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fusion import reader
 from fusion.analysis.constant_folding import Folder
+from fusion.analysis.row_layout import named
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.joined_results import VIEWS, Results, joins, part_of, steps_of
@@ -80,7 +81,8 @@ def segmented(a: Algebra, folder: Folder, results: Results, joined: Value) -> Re
     captures = {name: first[name] for name in _ALIKE if name in first} | whole
     captures |= {"mask_kind": proven(kind_of(every)), "kv_len": None, "ends": ends, "key_ends": key_ends}
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
-    return Reading("segmented_attention", captures | {"output_view": steps.of(ends[-1])}, relied)
+    view = proven(named(steps.of(ends[-1]), {}))
+    return Reading("segmented_attention", captures | {"output_view": view}, relied)
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:

@@ -14,15 +14,17 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fusion._torch.tracing import Boxed, specialise_floats
-from fusion.frontend.backend import FusionBackend
-from fusion.inputs.dynamo_inputs import Known
+from fusion.backend import FusionBackend
+from fusion.known import Known
+from fusion.library import installed
 from fusion.options import Options
 from fusion.report.outcome import GraphReport
 from fusion.runtime.prepared import supply
 from fusion.runtime.verification import relative_error
 from fusion.stages.capture import capture
 from fusion.stages.lower import lower
-from fusion.testing import WIDENED, widen, widened
+from fusion.testing import WIDENED, Captured, Trial, further, grains, widen, widened
+from fusion.verification import relative_error
 
 TIES = 2e-2
 """How far results may differ in float64 where numbers are rounded that may be halfway between two whole ones."""
@@ -30,8 +32,8 @@ TIES = 2e-2
 ROUNDINGS = 2
 """So many units of rounding are allowed beside 1.5 times the error of the graph itself."""
 SUMS = 5e-6
-"""At least this is: inputs hold few bits, so that float32 may sum up exactly what another order rounds; and a sharp
-softmax multiplies that."""
+"""At least this is, where float32 takes part: inputs hold few bits, so that float32 may sum up exactly what another
+order rounds; and a sharp softmax multiplies that."""
 
 LARGE = 2.0**-10
 """Up to this part of the largest number roundings are compared: beyond it sums overflow in some order alone."""
@@ -58,6 +60,8 @@ class Attack:
         route: which of them the next call runs: "plain" (eager), "plain lowered", or a target.
         reports: of the first graph, for each target.
         algebra: how far results may differ in float64.
+        scaled: whether inputs are at an end of their range, so that nearness to float64 is all that is compared.
+        disabled: names of rules that take no part.
         unmeasured: why a graph could not be run in float64, so that nothing was compared.
     """
 
@@ -66,6 +70,8 @@ class Attack:
     route: str = "plain"
     reports: dict[str, GraphReport] = field(default_factory=dict)
     algebra: float = WIDENED
+    scaled: bool = False
+    disabled: Sequence[str] = ()
     unmeasured: list[str] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -84,7 +90,7 @@ class Attack:
                 checked.append(True)
                 for target, (report, _) in fused.items():
                     with blamed(f"{target}: "):
-                        self.unmeasured += means_the_same(plain, report, values, self.algebra)
+                        self.unmeasured += self._compared(known, plain, report, values)
             if self.route == "plain":
                 return plain(*values)
             return (lowered() if self.route == "plain lowered" else fused[self.route][1])(values)
@@ -92,11 +98,16 @@ class Attack:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def _compared(self, known: Known, plain: fx.GraphModule, report: GraphReport, values: Sequence[Any]) -> list[str]:
+        if self.scaled:
+            return is_as_near(known, plain, report, values)
+        return means_the_same(plain, report, values, self.algebra)
+
     def _fused(
         self, target: str, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> tuple[GraphReport, Boxed]:
         graph = fx.GraphModule(gm, _copied(gm))
-        backend = FusionBackend(Options(target=target, lower=self.lowering))
+        backend = FusionBackend(Options(target=target, lower=self.lowering, disable=frozenset(self.disabled)))
         with blamed(f"{target}: fusing: "):
             report = backend.fuse(graph, known.facts(graph.graph, {}))
         if report.failures:
@@ -145,25 +156,31 @@ def means_the_same(plain: fx.GraphModule, report: GraphReport, values: Sequence[
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     same, new = (_run(graphs[number], values, report, count, wide=number == 1) for number in (1, 3))
-    units = _units(plain, count)
+    units = [torch.finfo(each).eps for each in grains(plain, count)]
     for number, each in enumerate(zip(exact, same, old, new, units, strict=True)):
         _equal(f"result {number}", *each, algebra)
     return []
 
 
-def _units(plain: fx.GraphModule, count: int) -> list[float]:
-    """Of each result and then of the first `count` inputs, the coarsest unit of rounding that it is computed with.
+def is_as_near(known: Known, plain: fx.GraphModule, report: GraphReport, values: Sequence[Any]) -> list[str]:
+    """Require of the fused graph to be as near to float64 as the plain one; return why that was not measured, if so.
 
-    A maximum of numbers that were rounded to bfloat16 may be held in float32: it is no better than they are.
+    Raises:
+        Wrong: a result is further from float64, or is not finite where the plain one is.
     """
-    units: dict[fx.Node, float] = {}
-    for node in plain.graph.nodes:
-        value = node.meta.get("val") if node.op == "call_function" else None
-        rounds = isinstance(value, Tensor) and value.is_floating_point()
-        own = torch.finfo(value.dtype).eps if rounds else 0.0
-        units[node] = max((own, *(units[each] for each in node.all_input_nodes)))
-    results = tree_leaves(plain.graph.output_node().args)
-    return [*(units.get(each, 0.0) for each in results), *[max(units.values())] * count]
+    if not report.matches:
+        return []
+    trial = Trial(installed(), Captured(plain, tuple(values), known), report.graph, report)
+    wide = widen(plain)
+    try:
+        wide(*trial.inputs(wide=True)[: len(values)])
+        plain(*trial.inputs()[: len(values)])
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    reason = further(trial, wide)
+    if reason:
+        raise Wrong(reason)
+    return []
 
 
 def _equal(what: str, exact: Any, same: Any, old: Any, new: Any, unit: float, algebra: float) -> None:
@@ -188,7 +205,9 @@ def _equal(what: str, exact: Any, same: Any, old: Any, new: Any, unit: float, al
     if bool((finite > LARGE * torch.finfo(old.dtype).max).any()):
         return
     error, before = relative_error(new, exact), relative_error(old, exact)
-    beside = max(ROUNDINGS * max(unit, torch.finfo(old.dtype).eps), SUMS, algebra if algebra > WIDENED else 0.0)
+    unit = max(unit, torch.finfo(old.dtype).eps)
+    sums = SUMS if unit > torch.finfo(torch.float64).eps else WIDENED
+    beside = max(ROUNDINGS * unit, sums, algebra if algebra > WIDENED else 0.0)
     if not error <= 1.5 * before + beside and before < 0.1:
         raise Wrong(f"{what}: rms error {error:.3g} where the plain graph has {before:.3g}")
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ast
+import math
 import random
 from collections.abc import Mapping, Sequence
 
 import torch
+
+from fusion.library import installed
 
 from .blocks import DOMAINS, Block
 from .mutate import assigned, mutated
 from .program import Input, Program, changed
 from .writer import Pick, Writer
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "bfloat16", "float16", "float16", "float16", "float32", "float32", "float64")
+LEVELS = (6e4, 4e3, 250.0, 1e-2, 1e-4, 1e-6, 2e-7)
+"""What the largest number of an input is brought to, at most, where a program is tried at the ends of its range."""
 SIZES = {"B": (1, 2, 3), "S": (1, 2, 3, 4, 6, 7), "T": (1, 2, 5, 16)}
 CHANGES = (0, 0, 0, 1, 1, 1, 2, 2, 3)
+SCALED = ("normal", "gain", "matrix", "rows", "apart")
+"""Kinds of inputs that hold numbers of any size."""
+RULES = tuple(sorted(each.name for each in installed().rules if not each.opt_in))
 BLOCKS: tuple[Block, ...] = tuple(block for name in DOMAINS if name != "plumbing" for block in DOMAINS[name])
 
 
@@ -41,7 +49,10 @@ def generated(pick: Pick, blocks: tuple[Block, ...] = BLOCKS) -> Program:
     if pick((True, *[False] * 9)):
         built = repeated(built, pick)
     count = pick(CHANGES)
-    return mutated(built, count, pick) if count else built
+    built = mutated(built, count, pick) if count else built
+    if pick((True, *[False] * 7)):
+        built = changed(built, disabled=(pick(RULES),), fusable=())
+    return scaled(built, pick) if pick((True, False, False)) else built
 
 
 def composed(pick: Pick, blocks: tuple[Block, ...] = BLOCKS) -> Program:
@@ -59,6 +70,24 @@ def composed(pick: Pick, blocks: tuple[Block, ...] = BLOCKS) -> Program:
     built = built if all(sizes.values()) else changed(built, fusable=())
     built = built if not built.autocast or built.runs() else changed(built, autocast=False)
     return _laid_otherwise(built, pick) if w.maybe(5) else built
+
+
+def scaled(program: Program, pick: Pick) -> Program:
+    """Bring one input of `program`, some or all to an end of the range of float16 or to the midst of it.
+
+    Most of them run in float16, which is where numbers leave their range. A least scale of int8 numbers stands for rows
+    of zeros alone, so that none is brought near it.
+    """
+    numbers = [number for number, each in enumerate(program.inputs) if each.values in SCALED]
+    chosen = pick((numbers, [each for each in numbers if pick((True, False))], [pick(numbers or (0,))]))
+    levels = LEVELS[:4] if any("1e-8" in line for line in program.lines) else LEVELS
+    level, inputs = pick(levels), list(program.inputs)
+    for number in chosen if numbers else ():
+        top = program.largest(inputs[number])
+        inputs[number] = changed(inputs[number], power=math.floor(math.log2(level / top)) if top else 0)
+    made = changed(program, inputs=tuple(inputs), mutations=(*program.mutations, f"scaled up to {level}"))
+    narrow = program.dtype == "bfloat16" and pick((True, True, False))
+    return changed(made, dtype="float16", fusable=()) if narrow else made
 
 
 def repeated(program: Program, pick: Pick) -> Program:

@@ -15,11 +15,13 @@ class Kept:
         name: what it does.
         why: what went wrong.
         program: as it was printed.
+        door: by which door; "" for the backend.
     """
 
     name: str
     why: str
     program: Program
+    door: str = ""
 
 
 KEPT = (
@@ -630,5 +632,44 @@ KEPT = (
             ),
             results=("z",),
         ),
+    ),
+    Kept(
+        "sequences of unknown length one by one",
+        "a symbolic length was given to the lowering as it is in the graph",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 64)),
+                Input("k", ("B", 2, "S", 64)),
+                Input("v", ("B", 2, "S", 64)),
+            ),
+            lines=(
+                "parts = [(q[i:i + 1], k[i:i + 1], v[i:i + 1]) for i in range(3)]",
+                "y = torch.cat([F.scaled_dot_product_attention(*each, is_causal=True) for each in parts])",
+            ),
+            results=("y",),
+            sizes=(("B", 3), ("S", 6)),
+            again=(("B", 3), ("S", 4)),
+        ),
+    ),
+    Kept(
+        "a result that has the name of another call",
+        "two nodes of the exported program had one name",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, 1, 128)),
+                Input("table", ("B", 3), values="distinct 9"),
+                Input("keys", (9, 4, 2, 128)),
+                Input("values", (9, 4, 2, 128)),
+            ),
+            lines=(
+                "k = keys[table].flatten(1, 2).transpose(1, 2)",
+                "v = values.index_select(0, table.flatten()).view(table.shape[0], 12, 2, 128).transpose(1, 2)",
+                "y = ((q @ k.mT * 0.08838834764831845).softmax(-1) @ v).clone()",
+            ),
+            results=("y",),
+            sizes=(("B", 1),),
+            dtype="float16",
+        ),
+        door="exported",
     ),
 )

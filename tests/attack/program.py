@@ -36,12 +36,14 @@ class Input:
         name: of the argument.
         dims: numbers, and names of sizes of the program.
         values: what it holds: "normal", "gain" and "matrix" (Parameters), "scale" and "scale n" (of int8 weights of n
-            lanes, as large as a matrix once they are multiplied), "bool", "int8", "left padded" and "right padded"
-            (0 or 1), "below n" and "distinct n" (whole numbers under a number or a size), "rows" (no
-            quotient by the largest of a row is halfway between whole numbers), "apart" (no two of a row are near).
+            lanes, as large as a matrix once they are multiplied), "bool", "few bool" (perhaps none of a row), "int8",
+            "left padded" and "right padded" (0 or 1), "below n" and "distinct n" (whole numbers under a number or a
+            size), "rows" (no quotient by the largest of a row is halfway between whole numbers), "apart" (no two of a
+            row are near).
         dtype: of its numbers; "" for the program's.
         layout: how it lies in memory, one of `LAYOUTS`.
         shares: the name of an earlier input in whose memory it lies, of the same dims.
+        power: its numbers are multiplied by 2 to this power, which may bring them to an end of their range.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Input:
     dtype: str = ""
     layout: str = "plain"
     shares: str = ""
+    power: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Program:
         fusable: for each part that is built to be fused, how the name of a rule that must be applied may begin
             ("attention|latent"), with the target where it is not every one (" on host").
         mutations: how the lines were changed from what people write, for the reader.
+        disabled: names of rules that take no part.
     """
 
     inputs: tuple[Input, ...]
@@ -78,6 +82,12 @@ class Program:
     autocast: bool = False
     fusable: tuple[str, ...] = ()
     mutations: tuple[str, ...] = ()
+    disabled: tuple[str, ...] = ()
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if an input is brought to an end of its range: then nearness to float64 is the verdict."""
+        return any(each.power for each in self.inputs)
 
     def source(self) -> str:
         """The program as a Python function."""
@@ -107,6 +117,11 @@ class Program:
             made[each.name] = made[each.shares] if each.shares else _tensor(each, sizes, self.dtype)
         shared = {each.name: _view(made[each.name], each) for each in self.inputs if each.shares}
         return tuple({**made, **shared}.values())
+
+    def largest(self, given: Input) -> float:
+        """The largest magnitude in an input of numbers."""
+        x = _tensor(given, dict(self.sizes), self.dtype)
+        return float(x.double().abs().max()) if x.numel() else 0.0
 
     def runs(self) -> bool:
         """Whether plain Python runs it without an error, on both sets of sizes."""
@@ -154,6 +169,7 @@ def _tensor(given: Input, sizes: dict[str, int], floating: str) -> Tensor:
     shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in given.dims)
     random = torch.Generator().manual_seed(crc32(given.name.encode()))
     made = _numbers(given.values, shape, sizes, random)
+    made = made * 2.0**given.power if given.power else made
     if given.dtype:
         made = made.to(getattr(torch, given.dtype))
     elif made.is_floating_point():
@@ -172,6 +188,8 @@ def _numbers(values: str, shape: tuple[int, ...], sizes: dict[str, int], random:
             return torch.randint(0, max(limit, 1), shape, generator=random)
         rows = torch.rand(*shape[:-1], max(limit, *shape[-1:], 1), generator=random).argsort(-1)
         return rows[..., : shape[-1]].contiguous() if shape else rows[0]
+    if kind == "few":
+        return torch.rand(shape, generator=random) < 0.3
     if values == "bool":
         seen = torch.rand(shape, generator=random) < 0.7
         seen[..., :1] = True

@@ -45,12 +45,14 @@ def _plainer(program: Program) -> Iterator[Program]:
         yield changed(program, fusable=(), mutations=())
     if program.autocast:
         yield changed(program, autocast=False)
+    if program.disabled:
+        yield changed(program, disabled=())
     if program.again:
         yield changed(program, again=())
     if program.dtype != "float32":
         yield changed(program, dtype="float32")
     for number, each in enumerate(program.inputs):
-        for plain in ({"layout": "plain"}, {"shares": ""}, {"dtype": ""}):
+        for plain in ({"layout": "plain"}, {"shares": ""}, {"dtype": ""}, {"power": 0}):
             if changed(each, **plain) != each:
                 inputs = list(program.inputs)
                 inputs[number] = changed(each, **plain)

@@ -10,11 +10,13 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from .doors import DOORS, door_of
 from .generate import blocks_of, case, composed, generated
 from .kept import KEPT, Kept
 from .oracle import TARGETS, Verdict, at_the_door, verdict
@@ -25,32 +27,35 @@ from .writer import Writer
 FIXED = 2026
 CHANGING = int(os.environ.get("CANN_FUSION_SEED", "0"))
 CHUNK = 10
+FUSED = ("guest", "exported", "injected")
+"""Doors that say what was fused."""
 SHARE = 0.8
 """Of the parts that are built to be fused, so many must be."""
 
 
-def held(program: Program, number: int) -> Verdict:
-    """The verdict of a program that must be right, for one target or the other by turns.
+def held(program: Program, number: int, door: str = "") -> Verdict:
+    """The verdict of a program that must be right, for one target or the other by turns, by a door.
 
     Raises:
         AssertionError: it is not; the message has the smallest program found that goes wrong so.
     """
-    found = verdict(program, TARGETS[number % 2 :][:1])
+    judge = partial(verdict, targets=TARGETS[number % 2 :][:1], door=door)
+    found = judge(program)
     if found.bad:
-        pytest.fail(told(program, found, TARGETS[number % 2 :][:1]), pytrace=False)
+        pytest.fail(described(program, found, judge), pytrace=False)
     return found
 
 
-def told(program: Program, found: Verdict, targets: tuple[str, ...]) -> str:
-    """What a report says of a case that fails."""
-    small = shrunk(program, lambda each: verdict(each, targets).kind == found.kind)
+def described(program: Program, found: Verdict, judge: Callable[[Program], Verdict]) -> str:
+    """Describe a case that fails, with the smallest program that does."""
+    small = shrunk(program, lambda each: judge(each).kind == found.kind)
     return f"{found.status}: {found.detail}\nSmallest program that goes wrong so, for tests/attack/kept.py:\n{small!r}"
 
 
-def run(first: int, number: int) -> None:
-    """Some cases of one seed."""
+def run(first: int, number: int, doors: bool = False) -> None:
+    """Try some cases of one seed, by the backend or by each one's door."""
     for each in range(first, first + CHUNK):
-        held(case(number, each), each)
+        held(case(number, each), each, door_of(each) if doors else "")
 
 
 @pytest.mark.parametrize("first", range(0, 120, CHUNK))
@@ -60,7 +65,7 @@ def test_programs_are_what_they_were(first):
 
 @pytest.mark.parametrize("first", [pytest.param(n, marks=pytest.mark.nightly) for n in range(0, 4000, CHUNK)])
 def test_many_programs_are_what_they_were(first):
-    run(first, CHANGING)
+    run(first, CHANGING, doors=True)
 
 
 @st.composite
@@ -89,9 +94,16 @@ def test_what_is_built_to_be_fused_is_fused():
     assert sum(missed.values()) <= (1 - SHARE) * parts, f"of {parts} parts these were not fused:\n{lines}"
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_each_door_gives_what_plain_python_does(door):
+    found = held(composed(random.Random(FIXED).choice, blocks_of(["add_rms_norm"])), 0, door)
+    assert found.status == "right"
+    assert door not in FUSED or found.fused["host"]
+
+
 @pytest.mark.parametrize("kept", [pytest.param(each, id=each.name) for each in KEPT])
 def test_what_went_wrong_once_is_right(kept: Kept):
-    found = verdict(kept.program)
+    found = verdict(kept.program, door=kept.door)
     assert found.status == "right", found.detail
 
 

@@ -45,7 +45,7 @@ class Writer:
     @property
     def narrow(self) -> bool:
         """Whether floating-point inputs have 16 bits."""
-        return self.dtype != "float32"
+        return self.dtype in ("bfloat16", "float16")
 
     def input(self, dims: Dims, values: str = "normal", dtype: str = "", name: str = "x") -> str:
         """A new input."""

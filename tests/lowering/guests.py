@@ -64,13 +64,15 @@ def compiled(captured: Captured, hook: str, target: str, *, kernels: bool = Fals
     return Compiled(guest, run)
 
 
-def check(captured: Captured, hook: str, target: str, *, kernels: bool = False) -> list[str]:
+def check(captured: Captured, hook: str, target: str, *, kernels: bool = False, **options: Any) -> list[str]:
     """Compare results and inputs afterwards of a graph with and without guest; return the rules that were applied.
+
+    `options` are those of the guest.
 
     Raises:
         AssertionError: the error is more than 1.5 times that of the graph itself and some units of rounding.
     """
-    made = compiled(captured, hook, target, kernels=kernels)
+    made = compiled(captured, hook, target, kernels=kernels, **options)
     graphs = (widen(captured.graph), captured.graph, made.run)
     wide = [widened(each) if isinstance(each, Tensor) else each for each in captured.inputs]
     exact, old, new = map(_run, graphs, (wide, copies(captured.inputs), copies(captured.inputs)))

@@ -48,12 +48,12 @@ def data_mask(w: Writer, k: str, kind: str, keys: int | str) -> str:
         at = w.input(w.pick((), (1,)), f"below {keys}", name="at")
         return w.let(w.pick(f"(torch.arange({t}) <= {at})[None, None, None]", f"torch.arange({t})[None] <= {at}"),
                      "seen")  # fmt: skip
-    return w.input(("B", 1, "S", keys), "bool", name="seen")
+    return w.input(("B", 1, "S", keys), "few bool" if kind == "few" else "bool", name="seen")
 
 
 def mask(w: Writer, q: str, k: str, keys: int | str) -> str:
     """The keys that are seen, "" where all are."""
-    kind = w.pick("none", "causal", "causal", "last", "window", "padding", "lengths", "position", "any", "both")
+    kind = w.pick("none", "causal", "causal", "last", "window", "padding", "lengths", "position", "any", "few", "both")
     if kind == "none":
         return ""
     if kind in ("causal", "last", "window"):
@@ -82,6 +82,11 @@ def softmaxed(w: Writer, scores: str, q: str) -> str:
     if w.maybe(3):
         e = w.let(f"torch.exp({scores} - {scores}.amax(-1, keepdim=True))", "e")
         return w.let(f"{e} / {e}.sum(-1, keepdim=True)", "p")
+    if w.maybe(4):
+        total = w.let(w.pick(f"{scores}.logsumexp(-1, keepdim=True)", f"torch.logsumexp({scores}, -1, True)"), "total")
+        return w.let(w.pick(f"torch.exp({scores} - {total})", f"({scores} - {total}).exp()"), "p")
+    if w.maybe(6):
+        return w.let(w.pick(f"{scores}.log_softmax(-1).exp()", f"torch.softmax({scores}, -1).nan_to_num(0.0)"), "p")
     return w.let(w.pick(f"torch.softmax({scores}, dim=-1)", f"{scores}.softmax(-1)", f"F.softmax({scores}, -1)"), "p")
 
 
@@ -172,10 +177,77 @@ def with_sink(w: Writer) -> None:
     q, k, v = (w.take(("B", n, "S", width), name) for name in "qkv")
     sink = w.input((n,), name="sink")
     scores = masked(w, w.let(f"{q} @ {k}.mT * {width**-0.5}", "scores"), position_mask(w, q, k, "causal"), q)
-    column = w.let(f"{sink}.reshape(1, -1, 1, 1).expand({q}.shape[0], -1, {q}.shape[-2], -1)", "column")
-    p = w.let(f"torch.cat(({scores}, {column}), dim=-1).softmax(-1)[..., :-1]", "p")
+    p = w.pick(joined_sink, reduced_sink, sum_of_logarithms)(w, scores, w.let(f"{sink}.reshape(1, -1, 1, 1)", "sink"))
     w.fuses("attention", target="" if w.narrow else "host")
     w.give(w.let(f"{p} @ {v}", "o"), ("B", n, "S", width))
+
+
+def joined_sink(w: Writer, scores: str, sink: str) -> str:
+    column = w.let(f"{sink}.expand({scores}.shape[0], -1, {scores}.shape[-2], -1)", "column")
+    both = w.let(f"torch.cat(({scores}, {column}), dim=-1)", "both")
+    both = w.let(f"{both} - {both}.max(dim=-1, keepdim=True).values", "both") if w.maybe() else both
+    return w.let(f"{both}.softmax(-1)[..., :-1]", "p")
+
+
+def reduced_sink(w: Writer, scores: str, sink: str) -> str:
+    """Added to the sum of exponentials."""
+    largest = w.let(w.pick(f"torch.maximum({scores}.amax(-1, keepdim=True), {sink})",
+                           f"{scores}.amax(-1, keepdim=True).clamp(min={sink})"), "largest")  # fmt: skip
+    e = w.let(f"torch.exp({scores} - {largest})", "e")
+    return w.let(f"{e} / ({e}.sum(-1, keepdim=True) + torch.exp({sink} - {largest}))", "p")
+
+
+def sum_of_logarithms(w: Writer, scores: str, sink: str) -> str:
+    """Joined to the logarithm of the sum, or a factor of what is normed without it."""
+    total = w.let(f"{scores}.logsumexp(-1, keepdim=True)", "total")
+    if w.maybe():
+        return w.let(f"torch.exp({scores} - torch.logaddexp({total}, {sink}))", "p")
+    return w.let(f"{scores}.softmax(-1) * torch.sigmoid({total} - {sink})", "p")
+
+
+def assigned(w: Writer) -> None:
+    """A mask or scores that are filled by assignments, one of what is seen and one of what is not."""
+    (n, _), width = heads(w)
+    q, k, v = (w.take(("B", n, "S", width), name) for name in "qkv")
+    seen = position_mask(w, q, k, w.pick("causal", "window"))
+    least = w.pick("float('-inf')", f"torch.finfo({q}.dtype).min")
+    scores = w.let(f"{q} @ {k}.mT * {width**-0.5}", "scores")
+    if w.maybe(3):
+        w.do(f"{scores}[..., ~{seen}] = {least}")
+    else:
+        made = w.let(f"torch.{w.pick('zeros', 'ones')}({seen}.shape, dtype={q}.dtype)", "added")
+        writes = [f"{made}[{seen}] = 0", f"{made}[~{seen}] = {least}"]
+        for line in w.pick(writes, writes[::-1], writes[1:]):
+            w.do(line)
+        scores = w.let(f"{scores} + {made}", "scores")
+    w.give(w.let(f"{softmaxed(w, scores, q)} @ {v}", "o"), ("B", n, "S", width))
+
+
+def one_by_one(w: Writer) -> None:
+    """A loop over the sequences of a batch, each of which may end earlier."""
+    (n, _), width = heads(w)
+    q, k, v = (w.take(("B", n, "S", width), name) for name in "qkv")
+    causal = w.pick("", ", is_causal=True")
+    row = "F.scaled_dot_product_attention({q}[i:i + 1], {k}[i:i + 1{cut}], {v}[i:i + 1{cut}]{causal})"
+    row = row.format(q=q, k=k, v=v, causal=causal, cut=w.pick("", f", :, :max(1, {k}.shape[2] - i)"))
+    w.give(w.let(f"torch.cat([{row} for i in range({q}.shape[0])])", "o"), ("B", n, "S", width))
+
+
+def delta_rule(w: Writer) -> None:
+    """A state that every position reads and corrects: no softmax attention, whatever it looks like."""
+    (n, _), width = heads(w)
+    q, k, v = (w.take(("B", n, "S", width), name) for name in "qkv")
+    step = w.input(("B", n, "S"), name="step")
+    state = w.let(f"torch.zeros({q}.shape[0], {n}, {width}, {width}, dtype={q}.dtype)", "state")
+    rows = w.let("[]", "rows")
+    for at in range(min(w.sizes["S"], 3)):
+        key = w.let(f"{k}[:, :, {at}] * {width**-0.5}", "key")
+        old = w.let(f"({key}.unsqueeze(-2) @ {state}).squeeze(-2)", "old")
+        change = w.let(f"({v}[:, :, {at}] - {old}) * {step}[:, :, {at}, None]", "change")
+        state = w.let(f"{state} + {key}.unsqueeze(-1) * {change}.unsqueeze(-2)", "state")
+        w.do(f"{rows}.append(({q}[:, :, {at}].unsqueeze(-2) @ {state}).squeeze(-2))")
+    if w.sizes["S"]:
+        w.kept.append(w.let(f"torch.stack({rows}, dim=2)", "o"))
 
 
 def bias(w: Writer, heads: int, q: str, k: str, keys: str) -> str:
@@ -287,4 +359,19 @@ def in_segments(w: Writer) -> None:
     w.give(joined, ("S", n, width))
 
 
-BLOCKS = (positions_first, in_segments, summed, attention, attention, attention, from_tokens, with_sink, biased, biased)
+BLOCKS = (
+    positions_first,
+    in_segments,
+    summed,
+    attention,
+    attention,
+    attention,
+    from_tokens,
+    with_sink,
+    with_sink,
+    assigned,
+    one_by_one,
+    delta_rule,
+    biased,
+    biased,
+)

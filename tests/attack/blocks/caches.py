@@ -97,6 +97,22 @@ def slot_pairs(w: Writer) -> None:
     read(w, values, value)
 
 
+def lanes_of_one(w: Writer) -> None:
+    """Latents and rotated keys at the same slots of one paged cache, in lanes of their own."""
+    front, behind = w.pick((512, 64), (64, 64), (128, 64))
+    pages = w.input((8, SIZE, 1, front + behind), name="pages")
+    one, other = w.take(("T", 1, front), "c"), w.take(("T", 1, behind), "r")
+    places = w.input(("T",), "distinct 32", name="slots")
+    flat = w.let(w.pick(f"{pages}.view(-1, 1, {front + behind})", f"{pages}.flatten(0, 1)"), "flat")
+    lines = [f"{flat}[{places}, :, :{front}] = {one}", f"{flat}[{places}, :, {front}:] = {other}"]
+    if w.maybe(3):
+        lines = [f"{flat}[..., :{front}].index_copy_(0, {places}, {one})",
+                 f"{flat}[..., {front}:].index_copy_(0, {places}, {other})"]  # fmt: skip
+    for line in w.pick(lines, lines[::-1], [lines[0], lines[1], lines[0]], lines[:1]):
+        w.do(line)
+    w.kept.append(w.let(f"{pages} * 2", "y"))
+
+
 def pages_of_one(w: Writer) -> None:
     """Pages of keys and of values in one tensor, one behind the other or in turn; some are written twice."""
     count, width, in_turn = w.pick(1, 2), w.pick(64, 128), w.maybe()
@@ -191,5 +207,6 @@ def grown(w: Writer) -> None:
 
 
 BLOCKS = (
-    written, written, by_length, slots, slot_pairs, pages_of_one, layers_of_one, slid, decode, decode, grown,
+    written, written, by_length, slots, slot_pairs, lanes_of_one, pages_of_one, layers_of_one, slid, decode, decode,
+    grown,
 )  # fmt: skip

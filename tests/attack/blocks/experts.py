@@ -55,12 +55,25 @@ def router(w: Writer, tokens: str, count: int, choices: int) -> tuple[str, str]:
     logits = w.input(("T", count), "apart", name="logits")
     soft = w.let(w.pick(f"{logits}.softmax(-1, dtype=torch.float32)", f"F.softmax({logits}.float(), dim=-1)",
                         f"{logits}.float().sigmoid()"), "soft")  # fmt: skip
+    soft = w.let(f"{soft}.double()", "soft") if w.maybe(8) else soft
+    if w.maybe(4):
+        return by_sorting(w, soft, choices)
     weights, experts = w.both(
         w.pick(f"{soft}.topk({choices}, dim=-1)", f"torch.topk({soft}, {choices}, dim=-1)"), 2, "t"
     )
     total = f"{weights}.sum(-1, keepdim=True)"
     weights = w.let(w.pick(weights, f"{weights} / {total}", f"{weights} / ({total} + 1e-20)", f"{weights} * 2.5"), "w")
     return w.let(w.pick(weights, f"{weights}.to({tokens}.dtype)"), "w"), experts
+
+
+def by_sorting(w: Writer, soft: str, choices: int) -> tuple[str, str]:
+    """The first of sorted weights."""
+    stable = w.pick("", ", stable=True")
+    if w.maybe():
+        experts = w.let(f"{soft}.argsort(dim=-1, descending=True{stable})[..., :{choices}]", "experts")
+        return w.let(f"{soft}.gather(-1, {experts})", "w"), experts
+    values, order = w.both(f"torch.sort({soft}, dim=-1, descending=True{stable})", 2, "t")
+    return w.let(f"{values}[:, :{choices}]", "w"), w.let(f"{order}[:, :{choices}]", "experts")
 
 
 def gated(w: Writer, both: str) -> str:
@@ -297,4 +310,36 @@ def looped_experts(w: Writer) -> None:
     given(w, total, m)
 
 
-BLOCKS = (sorted_experts, sorted_experts, sorted_experts, gathered_experts, gathered_experts, looped_experts)
+def grouped_router(w: Writer) -> None:
+    """Experts in groups, of which the best alone are chosen from."""
+    groups, each, best, choices = w.pick((4, 4, 2, 2), (2, 8, 1, 3), (4, 8, 2, 4))
+    logits = w.input(("T", groups * each), "apart", name="logits")
+    soft = w.let(w.pick(f"{logits}.float().sigmoid()", f"{logits}.softmax(-1, dtype=torch.float32)"), "soft")
+    biased = soft
+    if w.maybe():
+        biased = w.let(f"{soft} + {w.input((groups * each,), dtype='float32', name='bias')}", "biased")
+    parts = w.let(f"{biased}.view(-1, {groups}, {each})", "parts")
+    rank = w.let(w.pick(f"{parts}.amax(-1)", f"{parts}.topk(2, dim=-1)[0].sum(-1)"), "rank")
+    chosen = w.let(f"{rank}.topk({best}, dim=-1, sorted=False)[1]", "chosen")
+    seen = w.let(f"torch.zeros_like({rank}).scatter_(1, {chosen}, 1)", "seen")
+    seen = w.let(f"{seen}.unsqueeze(-1).expand(-1, {groups}, {each}).reshape(-1, {groups * each}).bool()", "seen")
+    left = w.let(f"{biased}.masked_fill(~{seen}, {w.pick('0.0', '-math.inf')})", "left")
+    ordered = w.maybe()
+    experts = w.let(f"{left}.topk({choices}, dim=-1{'' if ordered else ', sorted=False'})[1]", "experts")
+    weights = w.let(f"{soft}.gather(1, {experts})", "w")
+    total = f"{weights}.sum(-1, keepdim=True)"
+    weights = w.let(w.pick(weights, f"{weights} / ({total} + 1e-20)", f"{weights} / {total} * 2.5"), "w")
+    if not ordered:
+        weights, experts = (w.let(f"{each}.sort(-1)[0]", "sorted") for each in (weights, experts))
+    w.kept += [weights, experts]
+
+
+BLOCKS = (
+    grouped_router,
+    sorted_experts,
+    sorted_experts,
+    sorted_experts,
+    gathered_experts,
+    gathered_experts,
+    looped_experts,
+)

@@ -77,6 +77,17 @@ def add_rms_norm(w: Writer) -> None:
     w.give(total, dims)
 
 
+def add_in_float32(w: Writer) -> None:
+    """The residual stream has more range than the model."""
+    dims = rows(w)
+    x, residual = w.take(dims), w.input(dims, dtype="float32", name="r")
+    total = w.let(w.pick(f"{x}.float() + {residual}", f"{residual} + {x}", f"{residual} + {x}.to(torch.float32)"), "s")
+    gain = w.input(dims[-1:], "gain", name="w")
+    y = w.let(inverse_root(w, total, mean_square(w, total, dims[-1]), "1e-6"), "y")
+    w.give(w.let(w.pick(f"{y}.to({x}.dtype) * {gain}", f"({y} * {gain}.float()).to({x}.dtype)"), "y"), dims)
+    w.kept.append(w.let(w.pick(total, f"{total}.to({x}.dtype)"), "s"))
+
+
 def add_rms_norm_in_place(w: Writer) -> None:
     """The residual stream is kept in one tensor."""
     dims = rows(w)
@@ -151,5 +162,5 @@ def projections(w: Writer) -> None:
 
 BLOCKS = (
     rms_norm, rms_norm, add_rms_norm, add_rms_norm, add_rms_norm_in_place, layer_norm, swiglu, gated_projections,
-    projections,
+    projections, add_in_float32,
 )  # fmt: skip

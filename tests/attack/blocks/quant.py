@@ -74,6 +74,20 @@ def weight_only(w: Writer) -> None:
     w.give(w.let(w.pick(f"F.linear({x}, {real})", f"{x} @ {real}.t()"), "y"), ("B", "S", rows))
 
 
+def static_quant(w: Writer) -> None:
+    """By the scale of a tensor or of each lane, before a product of int8 or alone."""
+    wide = w.pick(64, 128)
+    x = w.take(("B", "S", wide))
+    scale = w.input(w.pick((1,), (wide,)), "scale", w.pick("", "float32"), name="quant")
+    q = w.pick(f"{x} / {scale}", f"{x}.float() / {scale}.float()", f"{x} * (1 / {scale})")
+    q = w.let(w.pick(q, f"{q} + 3"), "q")
+    whole = w.let(f"torch.clamp(torch.round({q}), -128, 127).to(torch.int8)", "whole")
+    if w.maybe():
+        w.kept.append(whole)
+        return
+    w.give(product(w, whole, f"{scale}[:1].float()", wide, 64, f"{x}.dtype"), ("B", "S", 64))
+
+
 def static_behind_a_norm(w: Writer) -> None:
     """By constants, of a sum or of what is none."""
     dims = ("B", "S", w.pick(64, 128))
@@ -87,4 +101,4 @@ def static_behind_a_norm(w: Writer) -> None:
     w.kept += [total, w.let(f"{whole}.to(torch.int8)", "whole")]
 
 
-BLOCKS = (dynamic_quant, dynamic_quant, behind_a_norm, static_behind_a_norm, weight_only)
+BLOCKS = (dynamic_quant, dynamic_quant, behind_a_norm, static_quant, static_behind_a_norm, weight_only)

@@ -47,7 +47,9 @@ def turned(w: Writer, x: str, half: int) -> str:
 
 
 def halves(w: Writer, x: str, cos: str, sin: str, half: int = WIDTH // 2) -> str:
-    how = w.pick("turned", "turned", "products", "in place", "stack")
+    how = w.pick("turned", "turned", "products", "in place", "lanes in place", "stack")
+    if how == "lanes in place":
+        return lanes_in_place(w, x, cos, sin, half)
     if how == "products":
         a, b = w.both(f"{x}.chunk(2, dim=-1)", 2, "x")
         c, d = w.let(f"{cos}[..., :{half}]", "c"), w.let(f"{sin}[..., :{half}]", "s")
@@ -63,6 +65,19 @@ def halves(w: Writer, x: str, cos: str, sin: str, half: int = WIDTH // 2) -> str
     t = turned(w, x, half)
     return w.let(w.pick(f"{x} * {cos} + {t} * {sin}", f"({t} * {sin}) + ({cos} * {x})",
                         f"torch.addcmul({x} * {cos}, {t}, {sin})"), "y")  # fmt: skip
+
+
+def lanes_in_place(w: Writer, x: str, cos: str, sin: str, half: int) -> str:
+    """Products with cosines, whose halves are then changed by addcmul."""
+    y = w.let(f"{x} * {cos}", "y")
+    a, b = w.both(f"{x}.chunk(2, dim=-1)", 2, "x")
+    s, t = w.let(f"{sin}[..., :{half}]", "s"), w.let(w.pick(f"{sin}[..., {half}:]", f"{sin}[..., :{half}]"), "s")
+    for line in w.pick(
+        (f"{y}[..., :{half}].addcmul_({b}, {s}, value=-1)", f"{y}[..., {half}:].addcmul_({a}, {t})"),
+        (f"{y}[..., {half}:].addcmul_({t}, {a})", f"{y}[..., :{half}].sub_({b} * {s})"),
+    ):
+        w.do(line)
+    return y
 
 
 def neighbours(w: Writer, x: str, cos: str, sin: str, half: int = WIDTH // 2) -> str:
