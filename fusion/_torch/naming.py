@@ -32,6 +32,14 @@ def _source_name(source: Any) -> str:
     return _WRAPPER.sub(r"\1", _ROOT.sub(r"\1", name))
 
 
+def _is_readable(source: Any) -> bool:
+    """True if code of the model reads the value of a source; a local of Dynamo's own, as of `tolist`, has no name."""
+    try:
+        return bool(source.name)
+    except NotImplementedError:
+        return False
+
+
 def is_buffer(node: fx.Node) -> bool:
     """True if an input of a Dynamo graph is a buffer of a module.
 
@@ -73,7 +81,7 @@ def _stored(attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]
     return [
         (f"{_source_name(variable.source)}.{name}", value)
         for variable, named in attributes.items()
-        if isinstance(variable.mutation_type, AttributeMutationExisting) and variable.source is not None
+        if isinstance(variable.mutation_type, AttributeMutationExisting) and _is_readable(variable.source)
         for name, value in named.items()
     ]
 

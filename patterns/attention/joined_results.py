@@ -115,10 +115,11 @@ def made_by(value: Value) -> Value:
 
 @dataclass(frozen=True)
 class Steps:
-    """How a result is turned, whatever the number of its rows, the dim `to` at the end: reshapes say it by None."""
+    """Views of a tensor, whatever the number of its rows: dim `dim` before, dim `to` behind, None in reshapes."""
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
     to: int
+    dim: int = ROWS
 
     def of(self, size: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
         """The steps for so many rows."""
@@ -126,19 +127,22 @@ class Steps:
 
     def applied(self, a: Algebra, plain: Value) -> Value:
         """What they make of a tensor."""
-        for op, how in self.of(plain.shape[ROWS]):
+        for op, how in self.of(plain.shape[self.dim]):
             plain = a.permute(plain, how) if op == "permute" else a.reshape(plain, how)
         return plain
 
 
 @proof
-def steps_of(turned: Sequence[tuple[Value, Value]], axis: int) -> Steps | None:
-    """The steps from tensors to how they are seen, by the first with more rows than one; None where rows are joined."""
-    plain, seen = next((both for both in turned if both[0].shape[ROWS] != 1), turned[0])
+def steps_of(turned: Sequence[tuple[Value, Value]], axis: int, dim: int = ROWS) -> Steps | None:
+    """Read the views between tensors with rows along `dim` and how they are seen, by the first of several rows.
+
+    Gives None where a view joins rows with another dim. One row alone goes to the dim `axis`.
+    """
+    plain, seen = next((both for both in turned if both[0].shape[dim] != 1), turned[0])
     views = proven(views_between(plain, seen))
-    if plain.shape[ROWS] == 1:
-        return each_alone(plain, seen, axis, ROWS)
-    to, steps = ROWS, list[tuple[str, tuple[Any, ...]]]()
+    if plain.shape[dim] == 1:
+        return each_alone(plain, seen, axis, dim)
+    to, steps = dim, list[tuple[str, tuple[Any, ...]]]()
     for below, view in pairwise(views):
         if view.op == "permute":
             to = view.attrs.index(to)
@@ -148,7 +152,7 @@ def steps_of(turned: Sequence[tuple[Value, Value]], axis: int) -> Steps | None:
         alike = (place for place, size in enumerate(view.shape) if size == rows and prod(view.shape[:place]) == before)
         to = proven(next(alike, None))
         steps.append(("reshape", (*view.shape[:to], None, *view.shape[to + 1 :])))
-    return Steps(tuple(steps), to)
+    return Steps(tuple(steps), to, dim)
 
 
 @proof
@@ -179,4 +183,4 @@ def each_alone(plain: Value, seen: Value, axis: int, dim: int) -> Steps | None:
             steps.append(("reshape", (None, *view.shape)))
     others = (*seen.shape[:axis], *seen.shape[axis + 1 :])
     order = (*range(1, axis + 1), 0, *range(axis + 1, seen.rank))
-    return Steps((*steps, ("reshape", (None, *others)), ("permute", order)), axis)
+    return Steps((*steps, ("reshape", (None, *others)), ("permute", order)), axis, dim)

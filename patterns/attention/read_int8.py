@@ -104,11 +104,12 @@ def _is_of_tokens(x: Value) -> bool:
 
 
 def _shared(a: Algebra, x: Value, shape: Sequence[Any]) -> Value:
-    """What broadcasts to [B, M, T, D]: once, where all sequences or tokens share it; of each token, where those of a
-    page do.
+    """Undo the expansion of `x`, which broadcasts to [B, M, T, D], over sequences, heads and tokens.
+
+    A scale of each page is expanded to its tokens.
     """
     x = a.reshape(x, (*(1,) * (len(shape) - x.rank), *x.shape))
-    for axis in (0, 2):
+    for axis in (0, 1, 2):
         once = unrepeated(a, x, axis)[0]
         x = once if once.shape[axis] == 1 else x
     return x

@@ -9,20 +9,21 @@ keys lie in pages of its own, it is one call over the pages (a serving engine's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from fusion import reader
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.row_layout import named
-from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
+from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.attention.joined_results import VIEWS, Results, joins, part_of, steps_of
+from patterns.attention.joined_results import VIEWS, Results, Steps, joins, part_of, steps_of
 from patterns.attention.read_block_masks import block_masked
-from patterns.attention.segment_orders import ROWS, in_one_window, kind_of
+from patterns.attention.segment_orders import ROWS, Said, in_one_window, kind_of
 from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
 from patterns.cache.joined_tables import joined_table
+from patterns.cache.read_block_tables import rows_of_pages
 
 _ALIKE = ("scale", "window", "sink", "fully_masked_row")
 _OWN = ("count", "levels", "kv_len", "kv_lens", "bias")
@@ -35,26 +36,26 @@ def segmented_attentions(graph: Graph) -> Iterator[Found]:
     """What is joined of attentions along their queries; attention behind a mask that makes segments."""
     yield from block_masked(graph)
     for results, value in joins(graph):
-        read = segmented(graph.algebra, graph.shared(Folder), results, value)
+        read = segmented(graph, results, value)
         if read is not None:
             yield value, read
 
 
-@reader(gives=(PAGED_SEGMENTS,), needs=("segmented_attention", "paged_rows"))
+@reader(gives=(PAGED_SEGMENTS,), needs=("segmented_attention",))
 def paged_segments(graph: Graph) -> Iterator[Found]:
     """Keys and values of segments of which each lies in pages of its own."""
     for _, attention in graph.readings.all("segmented_attention"):
         for rows in (attention.captures["k"], attention.captures["v"]):
-            found = _in_pages(graph, rows)
+            found = _in_pages(graph, rows, attention.captures["key_ends"])
             if found is not None:
                 yield rows, found
 
 
 @proof
-def _in_pages(graph: Graph, rows: Value) -> Reading | None:
-    """Joined rows by the pages of all, and the rows of one block table."""
-    must(rows.op == "cat" and rows.attrs == (ROWS,))
-    parts = [proven(graph.readings.one(each, "paged_rows")).captures for each in rows.args]
+def _in_pages(graph: Graph, rows: Value, ends: Sequence[int]) -> Reading | None:
+    """Read joined rows, of which each segment ends at one of `ends`, by the pages of all and one block table."""
+    each_of = [_segment(graph.algebra, rows, start, end) for start, end in pairwise((0, *ends))]
+    parts = [proven(rows_of_pages(graph, each, _sizes(each))).captures for each in each_of]
     same = {name: parts[0][name] for name in ("pages", "size", "layout")}
     must(all(part[name] == each for part in parts for name, each in same.items()))
     tables = [part["block_table"] for part in parts]
@@ -63,12 +64,30 @@ def _in_pages(graph: Graph, rows: Value) -> Reading | None:
     return Reading("paged_segments", {"rows": rows, "block_table": table} | same)
 
 
+def _segment(a: Algebra, rows: Value, start: int, end: int) -> Value:
+    """Cut joined rows [1, M, T, D] from `start` to `end`; where one gather gives all, gather these alone."""
+    whole = rows.below(*VIEWS)
+    steps = steps_of([(whole, rows)], ROWS, 0) if (whole.op, whole.attrs) == ("index", (0,)) else None
+    if steps is None or whole.args[1].rank != 1:
+        return a.cut(rows, ROWS, start, end)
+    numbers = a.cut(whole.args[1], 0, start, end)
+    part = a.make("index", (whole.arg, numbers), (0,), (*numbers.shape, *whole.shape[1:]), whole.dtype)
+    return steps.applied(a, part)
+
+
+def _sizes(rows: Value) -> tuple[Any, Any, Any, Any]:
+    """Give the sizes of rows [B, M, T, D]."""
+    batch, heads, keys, width = rows.shape
+    return batch, heads, keys, width
+
+
 @proof
-def segmented(a: Algebra, folder: Folder, results: Results, joined: Value) -> Reading | None:
-    """The segments of which a value joins the results, each with what it attends to."""
+def segmented(graph: Graph, results: Results, joined: Value) -> Reading | None:
+    """Read the segments whose results a value joins, each with what it attends to."""
+    a = graph.algebra
     parts = [proven(part_of(a, results, each)) for each in joined.args]
-    every = [each.reading.captures for each in parts]
-    every = in_one_window(folder, every)
+    every = [_without_rest(a, each.reading.captures) for each in parts]
+    every = in_one_window(graph.shared(Folder), every)
     first = every[0]
     must(all(each.keys() <= _SAID for each in every))
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
@@ -77,12 +96,21 @@ def segmented(a: Algebra, folder: Folder, results: Results, joined: Value) -> Re
     must(key_ends == value_ends)  # torch reads as many values as there are keys
     steps = proven(steps_of([(each.plain, each.seen) for each in parts], joined.attrs[0]))
     must(steps.to == joined.attrs[0] and all(each.seen is steps.applied(a, each.plain) for each in parts))
-    whole = {name: _joined(a, [each[name] for each in every]) for name in ("q", "k", "v")}
+    whole = {name: _joined(graph, [each[name] for each in every]) for name in ("q", "k", "v")}
     captures = {name: first[name] for name in _ALIKE if name in first} | whole
     captures |= {"mask_kind": proven(kind_of(every)), "kv_len": None, "ends": ends, "key_ends": key_ends}
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
     view = proven(named(steps.of(ends[-1]), {}))
     return Reading("segmented_attention", captures | {"output_view": view}, relied)
+
+
+def _without_rest(a: Algebra, said: Said) -> Said:
+    """Cut keys and values to those that are seen, where a number says how many; a dense mask has an entry for each."""
+    keys = said.get("kv_len")
+    if not isinstance(keys, int) or said["mask_kind"] == "dense":
+        return said
+    seen = {name: a.cut(said[name], ROWS, 0, keys) for name in ("k", "v")}
+    return {**said, **seen, "kv_len": None, "mask": None}
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:
@@ -96,58 +124,64 @@ def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:
     return tuple(accumulate(sizes)) if packed and all(isinstance(each, int) and each for each in sizes) else None
 
 
-def _joined(a: Algebra, parts: Sequence[Value]) -> Value:
-    """Parts [1, N, S, D] one behind the other: what they are cut from, or joined anew."""
-    return _uncut(a, parts) or a.cat(parts, ROWS)
-
-
-def _uncut(a: Algebra, parts: Sequence[Value]) -> Value | None:
-    """What parts are cut from, each where the one before it ends."""
-    sizes: list[Any] = [each.shape[ROWS] for each in parts]
-    ends = list(accumulate(sizes))
-    for part, before in zip(parts, (0, *ends), strict=False):
-        found = _whole(a, part)
-        start = -1 if found is None else found[1] - before
-        if found and start >= 0 and all(map(partial(_is_cut, a, found[0]), (start + end for end in ends), parts)):
-            return a.cut(found[0], ROWS, start, start + ends[-1])
-    return None
+def _joined(graph: Graph, parts: Sequence[Value]) -> Value:
+    """Join parts [1, N, S, D]: give what they are cut from, or gather the rows of all at once, or concatenate them."""
+    a = graph.algebra
+    return _uncut(a, parts) or _gathered(graph, parts) or a.cat(parts, ROWS)
 
 
 @proof
-def _whole(a: Algebra, part: Value) -> tuple[Value, int] | None:
-    """What [1, N, S, D] is cut from, as [1, N, T, D], and where it begins; one row may be cut before it was opened."""
-    _, heads, rows, width = part.shape
-    cut = part.below("reshape")
+def _gathered(graph: Graph, parts: Sequence[Value]) -> Value | None:
+    """Gather rows of one cache by the joined numbers of parts that are gathered one by one; leave rows of pages."""
+    a = graph.algebra
+    each_of = [part.below(*VIEWS) for part in parts]
+    first = each_of[0]
+    must(all((each.op, each.attrs, each.arg) == ("index", (0,), first.arg) for each in each_of))
+    numbers = [each.args[1] for each in each_of]
+    must(all((each.rank, each.dtype) == (1, numbers[0].dtype) for each in numbers))
+    steps = proven(steps_of([*zip(each_of, parts, strict=True)], ROWS, 0))
+    must(steps.to == ROWS and all(steps.applied(a, x) is part for x, part in zip(each_of, parts, strict=True)))
+    pages = rows_of_pages(graph, parts[0], _sizes(parts[0]))
+    must(pages is None or pages.captures["size"] == 1)  # the operator reads larger pages in place
+    index = a.cat(numbers, 0)
+    rows = a.make("index", (first.arg, index), (0,), (*index.shape, *first.shape[1:]), first.dtype)
+    return steps.applied(a, rows)
+
+
+def _uncut(a: Algebra, parts: Sequence[Value]) -> Value | None:
+    """Give what parts [1, N, S, D] are cut from, if each begins where the one before it ends, as [1, N, T, D]."""
+    sizes: list[Any] = [each.shape[ROWS] for each in parts]
+    ends = [0, *accumulate(sizes)]
+    for part, before in zip(parts, ends, strict=False):
+        found = _cut_of(a, part)
+        start = -1 if found is None else found.start - before
+        if found is None or start < 0:
+            continue
+        places = zip(pairwise(start + end for end in ends), parts, strict=True)
+        if all(found.rows(a, *place) is each for place, each in places):
+            return found.rows(a, start, start + ends[-1])
+    return None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Rows of `source` from `start`, viewed by `steps` as [1, N, S, D]."""
+
+    source: Value
+    start: int
+    steps: Steps
+
+    def rows(self, a: Algebra, start: int, stop: int) -> Value:
+        """View the rows of the source from `start` to `stop` alike."""
+        return self.steps.applied(a, a.cut(self.source, self.steps.dim, start, stop))
+
+
+@proof
+def _cut_of(a: Algebra, part: Value) -> _Cut | None:
+    """Read what `part` [1, N, S, D] is cut from, and the views behind the cut."""
+    cut = part.below(*VIEWS)
     must(cut.op == "slice")
     axis, start = cut.attrs[:2]
-    if cut is part and axis == ROWS:
-        return cut.arg, start
-    must(rows == cut.shape[axis] == 1)
-    tokens = a.permute(cut.arg, (axis, *(each for each in range(cut.rank) if each != axis)))
-    count = tokens.shape[0]
-    opened = a.permute(a.reshape(tokens, (count, heads, width)), (1, 0, 2))
-    return a.reshape(opened, (1, heads, count, width)), start
-
-
-def _is_cut(a: Algebra, whole: Value, end: int, part: Value) -> bool:
-    """Whether a part is the rows before `end` of what it is cut from; one row is cut before it was turned as well."""
-    size: Any = part.shape[ROWS]
-    axis = ROWS
-    if a.cut(whole, axis, end - size, end) is part:
-        return True
-    while size == 1 and whole.op in VIEWS:
-        if whole.op == "reshape":
-            if but_ones(whole.shape) != but_ones(whole.arg.shape) or whole.shape[axis] == 1:
-                return False
-            axis = _places(whole.arg)[len(but_ones(whole.shape[:axis]))]
-        else:
-            axis = whole.attrs[axis]
-        whole = whole.arg
-        if a.reshape(a.cut(whole, axis, end - 1, end), part.shape) is part:
-            return True
-    return False
-
-
-def _places(x: Value) -> list[int]:
-    """The dims of more than one entry."""
-    return [place for place, size in enumerate(x.shape) if size != 1]
+    steps = proven(steps_of([(cut, part)], ROWS, axis))
+    must(steps.to == ROWS)
+    return _Cut(cut.arg, start, steps)

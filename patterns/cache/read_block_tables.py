@@ -18,6 +18,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import uncast
 from fusion.analysis.runs import iota, wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph.proof import must, proof, proven
 from patterns.cache.joined_tables import joined_table
 
 PAGED_ROWS = word(
@@ -31,12 +32,13 @@ _INT8 = ("int8_latent_attention", "int8_probability_attention")
 
 
 class Gather(NamedTuple):
-    """What was gathered, from which pages [Blocks, ..], by which table [B, M]."""
+    """What was gathered, from which pages [Blocks, ..], by which table [B, M]; `rows` of a sequence, None for all."""
 
     gathered: Value
     pages: Value
     table: Value
     size: int
+    rows: int | None = None
 
 
 _OF_LATENTS = ("latent_keys", "latent_values")
@@ -76,7 +78,7 @@ def _before(graph: Graph, x: Value) -> Value:
 
 def _each(graph: Graph, wanted: Iterable[tuple[Value, Sizes]]) -> Iterator[Found]:
     """The values, of so many sequences, heads, keys and lanes, that are rows of pages."""
-    found = ((value, _rows(graph, value, sizes)) for value, sizes in wanted)
+    found = ((value, rows_of_pages(graph, value, sizes)) for value, sizes in wanted)
     return ((value, reading) for value, reading in found if reading is not None)
 
 
@@ -84,9 +86,9 @@ def _of_int8(graph: Graph, attention: Reading) -> list[Found]:
     """The same of a latent in whole numbers and its rotated lanes, of which one line alone could be a row as well."""
     parts = [attention.captures[name] for name in ("latent", "k_rope")]
     both = [(each, (each.shape[0], 1, *each.shape[2:])) for each in parts]
-    found = [_rows(graph, *each) for each in both]
+    found = [rows_of_pages(graph, *each) for each in both]
     if len({each and each.captures["layout"] for each in found}) > 1:
-        found = [_rows(graph, *each, ("NZ",)) for each in both]
+        found = [rows_of_pages(graph, *each, ("NZ",)) for each in both]
     return [(value, reading) for (value, _), reading in zip(both, found, strict=True) if reading is not None]
 
 
@@ -109,8 +111,8 @@ def _latents(reading: Reading | None) -> list[Value]:
     return [each for each in shared if isinstance(each, Value)]
 
 
-def _rows(graph: Graph, value: Value, sizes: Sizes, among: Container[str] = _ALL) -> Reading | None:
-    """`value`, whose elements are [B, N, T, D], as rows of pages that lie in one of some ways."""
+def rows_of_pages(graph: Graph, value: Value, sizes: Sizes, among: Container[str] = _ALL) -> Reading | None:
+    """Read `value`, whose elements are [B, N, T, D] of these sizes, as rows of pages in one of the layouts `among`."""
     if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
         return None
     a, below = graph.algebra, value.below("reshape", "permute", "slice")
@@ -132,7 +134,7 @@ def _rows_of_each(graph: Graph, value: Value, sizes: Sizes, among: Container[str
     if not isinstance(batch, int) or batch < 2 or value.shape[:1] != (batch,):
         return None
     rows = (graph.algebra.cut(value, 0, number, number + 1) for number in range(batch))
-    parts = [_rows(graph, each, (1, *others), among) for each in rows]
+    parts = [rows_of_pages(graph, each, (1, *others), among) for each in rows]
     if any(each is None for each in parts):
         return None
     told = [each.captures for each in parts if each is not None]
@@ -160,11 +162,11 @@ def gathers(a: Algebra, folder: Folder, gathered: Value, batch: Any, keys: Any) 
         return
     source, *index = gathered.args
     by_block, count = len(index) == 2, source.shape[0]
-    rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else numbered(a, index[0], batch, count)
-    blocks = count if by_block or rows is None else _divided(count, rows[1])
-    if rows is not None and blocks is not None:
-        table, size = rows
-        yield Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
+    table, size, rows = _looked_up_rows(a, folder, index, batch, source.shape[:2]) or (None, 0, None)
+    blocks = count if by_block or table is None else _divided(count, size)
+    if table is not None and blocks is not None:
+        pages = a.reshape(source, (blocks, size, *source.shape[len(index) :]))
+        yield Gather(gathered, pages, table, size, rows)
     elif not by_block:
         yield from _whole(a, gathered, source, index[0], batch, keys)
 
@@ -230,31 +232,68 @@ def _counted(x: Value, last: Any) -> int:
     return last if row.rank == 1 and iota(row) == 0 else 0
 
 
-def _by_block(
-    a: Algebra, folder: Folder, source: Value, block: Value, place: Value, batch: Any
-) -> tuple[Value, int] | None:
-    """pages[table[:, t // Size], t % Size]; or, with dims of their own, pages[table, o]."""
-    size = source.shape[1]
-    if not isinstance(size, int):
+def _looked_up_rows(
+    a: Algebra, folder: Folder, index: Sequence[Value], batch: Any, lead: Sequence[Any]
+) -> tuple[Value, int, int | None] | None:
+    """Read the table, the size of a page, and the count of rows of a sequence, None for all, that `index` names."""
+    count, size = lead
+    by_block = len(index) == 2
+    whole = _by_block(a, index[0], index[1], batch, size) if by_block else numbered(a, index[0], batch, count)
+    return _row_by_row(a, folder, index, batch, lead) if whole is None else (whole[0], whole[1], None)
+
+
+def _by_block(a: Algebra, block: Value, place: Value, batch: Any, size: Any) -> tuple[Value, int] | None:
+    """Read the table and the size of a page of pages[table, o], with dims of their own."""
+    if not isinstance(size, int) or block.shape[-1:] != (1,) or not _counted(place, size):
         return None
-    if block.shape[-1:] == (1,) and _counted(place, size):
-        table = _per_sequence(a, a.reshape(block, block.shape[:-1]), batch)
-        return None if table is None else (table, size)
-    below = uncast(block, "reshape")
-    if (below.op, below.attrs[-1:]) != ("index", (1,)) or below.arg.rank != 2 or below.arg.shape[0] != batch:
-        return None
+    table = _per_sequence(a, a.reshape(block, block.shape[:-1]), batch)
+    return None if table is None else (table, size)
+
+
+@proof
+def _row_by_row(
+    a: Algebra, folder: Folder, index: Sequence[Value], batch: Any, lead: Sequence[Any]
+) -> tuple[Value, int, int] | None:
+    """Read the table, the size of a page and the rows of a sequence of pages[table[:, t // Size], t % Size].
+
+    Page and place may be one number of a row, table[:, t // Size] · Size + t % Size, of as many rows as int32 counts.
+    """
+    block, place, size = (*index, lead[1]) if len(index) == 2 else proven(_page_and_place(index[0], lead[0]))
+    must(isinstance(size, int))
+    table, columns = proven(_looked_up(a, folder, uncast(block, "reshape"), batch))
+    must(isinstance(table.shape[1], int))
+    must(_is_beside(place, block.shape) or place.shape == block.shape)
+    steps, places = proven(_folded(folder, columns)), proven(_folded(folder, place))
+    rows, many = len(steps), -(-len(steps) // size)
+    must(0 < many <= table.shape[1])
+    must(steps == [t // size for t in range(rows)] and places == [t % size for t in range(rows)])
+    return a.cut(table, 1, 0, many), size, rows
+
+
+@proof
+def _page_and_place(index: Value, count: Any) -> tuple[Value, Value, int] | None:
+    """Read page, place and size of a page of row numbers page · Size + place among `count` rows."""
+    total = uncast(index, "reshape")
+    must(total.op == "add" and total.rank)
+    for first, place in (total.args, total.args[::-1]):
+        scaled = uncast(first, "reshape", "expand")
+        if scaled.op == "scale" and scaled.attrs[0] == int(scaled.attrs[0]) > 0:
+            must(scaled.arg.dtype is torch.int64 or (isinstance(count, int) and count <= 2**31))
+            return scaled.arg, place, int(scaled.attrs[0])
+    return None
+
+
+@proof
+def _looked_up(a: Algebra, folder: Folder, below: Value, batch: Any) -> tuple[Value, Value] | None:
+    """Read the table [B, P], and the columns that all sequences look up in it."""
+    must(below.op == "index")
     table, columns = below.arg, below.args[-1]
-    if below.attrs == (0, 1) and not _is_batch(folder, below.args[1], batch):
-        return None
-    whole = below.attrs == (1,) or _is_beside(columns, below.shape)
-    if not whole or not (_is_beside(place, block.shape) or place.shape == block.shape):
-        return None
-    steps, places = _folded(folder, columns), _folded(folder, place)
-    if not isinstance(table.shape[1], int):
-        return None
-    count = table.shape[1] * size
-    right = steps == [t // size for t in range(count)] and places == [t % size for t in range(count)]
-    return (table, size) if right else None
+    if below.attrs == (0,) and table.rank == 1 and batch == 1:
+        return a.reshape(table, (1, *table.shape)), columns
+    must(below.attrs in ((1,), (0, 1)) and table.rank == 2 and table.shape[0] == batch)
+    if below.attrs == (0, 1):
+        must(_is_batch(folder, below.args[1], batch) and _is_beside(columns, below.shape))
+    return table, columns
 
 
 def _is_beside(x: Value, shape: Sequence[Any]) -> bool:
@@ -282,11 +321,20 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
     """How pages lie, the pages, and the rows [B, N, T, D] of them."""
     batch, heads, keys, width = sizes
     many, size = found.table.shape[1], found.size
-    blocks, room = found.pages.shape[0], many * size
+    blocks, room = found.pages.shape[0], many * size if found.rows is None else found.rows
     if prod(found.gathered.shape) != batch * room * heads * width:
         return
     behind = _turned(a, found.gathered, (batch, room, heads, width), (0, 2, 1, 3))
+    if room % size:
+        pages = a.reshape(found.pages, (blocks, size, heads, width))
+        yield from (("BSND", pages, cut) for each in behind if (cut := a.slice(each, 2, 0, keys)) is not None)
+        return
     before = _turned(a, found.gathered, (batch, many, heads, size, width), (0, 2, 1, 3, 4))
+    before += [
+        rows
+        for each in _turned(a, found.gathered, (batch, many, heads, size, width), (0, 1, 3, 2, 4))
+        for rows in _turned(a, each, (batch, room, heads, width), (0, 2, 1, 3))
+    ]
     turned = _of_lines(found.pages)
     rows, first = (a.reshape(found.pages, (blocks, *of)) for of in ((size, heads, width), (heads, size, width)))
     forms = [*(("BSND", rows, each) for each in behind), *(("BNSD", first, each) for each in before)]

@@ -25,28 +25,67 @@ INT8 = 1
 """The number by which the operator is told the dtype of its result."""
 
 
-def quantised_rows(p, x, dtype, **times):
-    """The terms of rows in whole numbers, and of their scales in this dtype, perhaps times a number."""
-    scale = p.token_scale(x=x, dtype=dtype, **times)
-    return p.quantise(x=x, scale=scale, dtype=dtype, scheme="dynamic", **times), scale
+def quantised_rows(p, x, dtype, scheme="dynamic", **more):
+    """Return the terms of rows `x` in int8, and of their scales in `dtype`; `more` is a factor, or the dims of rows."""
+    scale = p.token_scale(x=x, dtype=dtype, **more)
+    return p.quantise(x=x, scale=scale, dtype=dtype, scheme=scheme, **more), scale
+
+
+class OneDim:
+    """A row is the last dim."""
+
+    def dims(self) -> dict[str, Any]:
+        """Return which dims of x are a row, if not the last alone."""
+        return {}
+
+
+class Unturned:
+    """Rows as they are."""
+
+    x: Any
+
+    def terms(self, p) -> Any:
+        """Return x, which is quantised."""
+        return self.x
+
+    def refuse(self) -> None:
+        """Accept any rows."""
 
 
 @dataclass(frozen=True)
-class Rows(Group):
+class Rows(OneDim, Unturned, Group):
     """Rows as they are."""
 
     x: Any = tensor("*B D")
 
-    def terms(self, p) -> Any:
-        """What is quantised."""
-        return self.x
-
-    def refuse(self) -> None:
-        """Any will do."""
+    def quantised(self) -> tuple[Tensor, Tensor]:
+        """Return int8 [*B, D] and float32 scales [*B, 1]."""
+        whole, scale = torch.ops.npu.npu_dynamic_quant(self.x)
+        return whole, scale.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
-class RotatedRows(Group):
+class RowsOfSeveralDims(Unturned, Group):
+    """Rows of several dims `axes` of x, such as the heads and lanes of a token."""
+
+    x: Any = tensor("*B D")
+    axes: Any = attribute()
+
+    def dims(self) -> dict[str, Any]:
+        """Return which dims of x are a row, and the scheme of such rows."""
+        return {"axes": self.axes, "scheme": "several dims"}
+
+    def quantised(self) -> tuple[Tensor, Tensor]:
+        """Return int8 of the shape of x and float32 scales with 1 in place of `axes`."""
+        order = [*(axis for axis in range(self.x.dim()) if axis not in self.axes), *self.axes]
+        turned = self.x.permute(order)
+        whole, scale = torch.ops.npu.npu_dynamic_quant(turned.flatten(-len(self.axes)))
+        back = [order.index(axis) for axis in range(self.x.dim())]
+        return whole.reshape(turned.shape).permute(back), scale[(..., *(None for _ in self.axes))].permute(back)
+
+
+@dataclass(frozen=True)
+class RotatedRows(OneDim, Group):
     """Rows times a matrix [D, D], the weight of a layer, and perhaps times a positive number."""
 
     x: Any = tensor("*B D")
@@ -84,16 +123,16 @@ class Quantisation(Rule):
         return frozenset({"encoded_norm"} if isinstance(rows, HeldScales | KnownScale) else ())
 
     @pattern
-    @variants(rows=(Rows, RotatedRows))
+    @variants(rows=(Rows, RowsOfSeveralDims, RotatedRows))
     def per_token(self, p, rows, dtype=attribute()):
         """Whole numbers and their scale."""
-        return quantised_rows(p, rows.terms(p), dtype)
+        return quantised_rows(p, rows.terms(p), dtype, **rows.dims())
 
     @pattern
-    @variants(rows=(Rows, RotatedRows))
+    @variants(rows=(Rows, RowsOfSeveralDims, RotatedRows))
     def largest(self, p, rows, dtype=attribute(), times=scalar()):
         """Whole numbers, and of their scale a multiple, such as the largest magnitude itself."""
-        return quantised_rows(p, rows.terms(p), dtype, times=times)
+        return quantised_rows(p, rows.terms(p), dtype, times=times, **rows.dims())
 
     @pattern
     @variants(rows=(HeldScales,))
@@ -112,11 +151,11 @@ class Quantisation(Rule):
         rows.refuse()
 
     @lowering
-    @variants(rows=(Rows,))
-    def dynamic(self, rows: Rows, dtype: torch.dtype, times: float | None):
+    @variants(rows=(Rows, RowsOfSeveralDims))
+    def dynamic(self, rows: Rows | RowsOfSeveralDims, dtype: torch.dtype, times: float | None):
         """One operator; a scale in 16 bits is cast, another multiple of it computed."""
-        whole, scale = torch.ops.npu.npu_dynamic_quant(rows.x)
-        return whole, _kept(scale.unsqueeze(-1), dtype, times)
+        whole, scale = rows.quantised()
+        return whole, _kept(scale, dtype, times)
 
     @lowering
     @variants(rows=(RotatedRows,))

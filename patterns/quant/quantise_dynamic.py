@@ -37,10 +37,11 @@ FAINTEST = 2.0**-24
 
 @dataclass(frozen=True)
 class _Scale:
-    """factor · max|x| over the last dim, at least `least`; `odd` says what the operator does not do."""
+    """factor · max|x| over the dims `axes`, at least `least`; `odd` says what the operator does not do."""
 
     x: Value
     largest: Value
+    axes: tuple[int, ...] = (-1,)
     factor: float = 1.0
     least: float = 0.0
     narrow: bool = False
@@ -60,10 +61,10 @@ _SHARED = (
 def _scale(value: Value) -> _Scale | None:
     """What scale of rows `value` is; None where it is none at all."""
     if _is_greatest(value) and is_nonnegative(value.arg):
-        one = value.op == "largest" or value.attrs == (-1,)
-        odd = "" if one else _SHARED
-        x = value.arg.arg if value.arg.op == "abs" else value.arg
-        return _Scale(exact(x), value, narrow=value.dtype in _NARROW, odd=odd)
+        x = exact(value.arg.arg if value.arg.op == "abs" else value.arg)
+        axes = (-1,) if value.op == "largest" else value.attrs
+        of_tokens = (axes[-1] + 1) % x.rank == 0 and (len(axes) == 1 or len(axes) < x.rank)
+        return _Scale(x, value, axes, narrow=value.dtype in _NARROW, odd="" if of_tokens else _SHARED)
     if value.op == "where":
         return _without_zeros(value)
     if value.op == "cat":
@@ -167,11 +168,18 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         if reason:
             return reason
         s = graph.algebra.scale(divisor, 1 / times)
-        s = graph.algebra.reshape(s, (*x.shape[:-1], 1)) if prod(s.shape) == prod(x.shape[:-1]) else s
+        shape = _of_rows(x, scale.axes)
+        s = graph.algebra.reshape(s, shape) if prod(s.shape) == prod(shape) else s
         multiples = _multiples(graph, largest.get(scale.largest, ()))
         read = [each for each in multiples if _is_read(graph, each, multiples, int8)]
         return _given(graph, x, _Kept(s, scale, multiples), read)
     return UNSCALED
+
+
+def _of_rows(x: Value, axes: Sequence[int]) -> tuple[Any, ...]:
+    """Give the shape of `x` with 1 in place of the dims `axes`."""
+    shared = {each % x.rank for each in axes}
+    return tuple(1 if dim in shared else size for dim, size in enumerate(x.shape))
 
 
 def _repeated(graph: Graph, scale: _Scale, x: Value) -> tuple[_Scale, Value]:
@@ -215,8 +223,12 @@ def _given(graph: Graph, x: Value, kept: _Kept, read: Sequence[Value]) -> tuple[
     alike = (each for each in kept.multiples if but_ones(each.shape) == but_ones(s.shape))
     s = next((each for each in alike if a.reshape(each, s.shape) is s), s)
     times = kept.times(s)
-    how = {"x": x, "dtype": s.dtype, **({} if times == 1 else {"times": times})}
-    return Reading("quantise", {**how, "scale": s, "scheme": "dynamic"}), s, Reading("token_scale", how)
+    axes = tuple(sorted(each % x.rank for each in kept.scale.axes))
+    how: dict[str, Any] = {"x": x, "dtype": s.dtype, **({} if times == 1 else {"times": times})}
+    scheme = "dynamic"
+    if axes != (x.rank - 1,):
+        how, scheme = how | {"axes": axes}, "several dims"
+    return Reading("quantise", {**how, "scale": s, "scheme": scheme}), s, Reading("token_scale", how)
 
 
 def _multiples(graph: Graph, held: Sequence[Value]) -> dict[Value, _Scale]:
@@ -268,9 +280,11 @@ def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -
         return _JOINED
     if scale.x.below("reshape") is not x.below("reshape") or scale.x.shape[-1:] != x.shape[-1:]:
         return others
+    if len(scale.axes) > 1 and scale.x.shape != x.shape:
+        return others
     if scale.odd:
         return scale.odd
-    if (1,) * (x.rank - len(divisor)) + tuple(divisor) != (*x.shape[:-1], 1):
+    if (1,) * (x.rank - len(divisor)) + tuple(divisor) != _of_rows(x, scale.axes):
         return others
     if not math.isclose(scale.factor * LARGEST, 1, rel_tol=1e-6):
         return f"the largest number of a row becomes {1 / scale.factor:g}, by the operator {LARGEST}"

@@ -37,13 +37,16 @@ QUANTISE = word(
     "quantise",
     "int8(clamp(round((x + bias) / (scale · by) + zero_point + shift))); of scheme head int8(clamp(round(x · scale)))",
     x="[*B, D], of scheme head [B, N, S, C]",
-    scheme='"dynamic": max|x| / 127 of each token; "static": one that the model holds; "head": a factor of each',
+    scheme='"dynamic": max|x| / 127 of each token; "several dims": the same over the dims `axes`; '
+    '"static": one that the model holds; "head": a factor of each',
     scale="[*B, 1] or [*B] or a multiple of it, [1], [D] or [N]", dtype="of a dynamic scale",
-    times="as of a token_scale", by="a number", shift="a number", bias="[D]", zero_point="[1] in int8",
+    times="as of a token_scale", axes="as of a token_scale", by="a number", shift="a number", bias="[D]",
+    zero_point="[1] in int8",
 )  # fmt: skip
 TOKEN_SCALE = word(
-    "token_scale", "max|x| / 127 · times over the last dim, [*B, 1] or [*B]",
+    "token_scale", "max|x| / 127 · times over the dims `axes`, as sizes of 1 or absent: [*B, 1] or [*B]",
     x="[*B, D]", dtype="of the scale", times="a number, absent for 1",
+    axes="dims of x, absent for the last alone",
 )  # fmt: skip
 
 

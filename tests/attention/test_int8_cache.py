@@ -249,6 +249,20 @@ def test_scales_of_tokens_are_told_in_float32(
     assert told(t) == dict.fromkeys(("dequant_scale_key", "dequant_scale_value"), shape) | modes
 
 
+@pytest.mark.parametrize("kind", ["rows", "positions", "pages"])
+def test_a_scale_that_all_heads_share_is_told_once(kind: str):
+    """It is expanded to heads where it stands before the cache is turned."""
+    s = Sizes(kind=kind)
+
+    def beside(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+        turned = x.transpose(1, 2).float() * scale.transpose(1, 2)
+        return turned.to(q.dtype).transpose(1, 2)
+
+    t = fused(s, of_all_heads, beside)
+    assert told(t)["key_quant_mode"] == 1
+    assert not has_dequantised(t, s)
+
+
 def narrowed(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return (x.float() * scale).to(q.dtype)
 

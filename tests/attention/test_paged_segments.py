@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fusion
 from fusion import testing
 from fusion.testing import LEVELS, Level
+from fusion.verification import relative_error
 from tests.engine.graphs import numbers
 
 from .lowered import Form, lowerings, tried
@@ -71,6 +73,62 @@ def heads_first(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries
     return torch.cat(outs, dim=0)
 
 
+def joined_heads(
+    q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries: Any = CHUNKS, scale: float = D**-0.5
+) -> Tensor:
+    """Query heads that share keys stand beside them in a dim of their own; results go into a buffer."""
+    out = torch.empty_like(q)
+    for number, (start, end) in enumerate(between(queries)):
+        count = KEYS[number]
+        pages = lookup[number, : -(-count // SIZE)]
+        k, v = (each[pages].view(-1, M, D)[:count] for each in (keys, values))
+        own = q[start:end].view(-1, M, N // M, D)
+        scores = torch.einsum("smgd,tmd->mgst", own, k).float() * scale
+        last = torch.arange(end - start)[:, None] + (count - (end - start))
+        weights = scores.masked_fill(torch.arange(count) > last, -torch.inf).softmax(-1).to(q.dtype)
+        out[start:end] = torch.einsum("mgst,tmd->smgd", weights, v).reshape(-1, N, D)
+    return out
+
+
+def pages_turned_first(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries: Any = CHUNKS) -> Tensor:
+    """Pages [Block, M, Size, D] become rows [T, M, D], which are cut and turned."""
+    outs = []
+    for number, (start, end) in enumerate(between(queries)):
+        count = KEYS[number]
+        pages = lookup[number, : -(-count // SIZE)]
+        k, v = (each[pages].transpose(1, 2).reshape(-1, M, D)[:count] for each in (keys, values))
+        outs.append(weighed(q[start:end] * D**-0.5, k, v))
+    return torch.cat(outs)
+
+
+def by_lengths(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries: Any = CHUNKS) -> Tensor:
+    """Rows of whole block tables are read; a mask hides those behind the length."""
+    outs = []
+    for number, (start, end) in enumerate(between(queries)):
+        k, v = (each[lookup[number]].view(-1, M, D).transpose(0, 1)[None] for each in (keys, values))
+        last = torch.arange(end - start)[:, None] + (KEYS[number] - (end - start))
+        seen = torch.arange(k.shape[2]) <= last
+        own = q[start:end].transpose(0, 1)[None]
+        outs.append(F.scaled_dot_product_attention(own, k, v, seen, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def row_by_row(
+    q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries: Any = CHUNKS, flat: bool = False
+) -> Tensor:
+    """Every row is looked up by its page and its place, or by the number of both."""
+    outs = []
+    for number, (start, end) in enumerate(between(queries)):
+        t = torch.arange(KEYS[number])
+        page, place = lookup[number][t // SIZE], t % SIZE
+        if flat:
+            k, v = (each.view(-1, M, D)[page.long() * SIZE + place] for each in (keys, values))
+        else:
+            k, v = (each[page, place] for each in (keys, values))
+        outs.append(weighed(q[start:end] * D**-0.5, k, v))
+    return torch.cat(outs)
+
+
 FORMS: dict[str, tuple[Form, list[Tensor], tuple[int, ...]]] = {
     "chunks": (reference, given(CHUNKS), CHUNKS),
     "steps": (partial(reference, queries=STEPS), given(STEPS), STEPS),
@@ -80,6 +138,13 @@ FORMS: dict[str, tuple[Form, list[Tensor], tuple[int, ...]]] = {
     "steps in a window": (partial(reference, queries=STEPS, window=25), given(STEPS), STEPS),
     "a short prompt in a window": (partial(reference, queries=(20, 5, 1), window=25), given((20, 5, 1)), (20, 5, 1)),
     "within a window": (partial(reference, window=9), given(CHUNKS), CHUNKS),
+    "heads joined": (joined_heads, given(CHUNKS), CHUNKS),
+    "steps and a chunk, heads joined": (partial(joined_heads, queries=MIXED), given(MIXED, torch.float16), MIXED),
+    "pages turned first": (pages_turned_first, given(CHUNKS, torch.float16, M, SIZE, D), CHUNKS),
+    "behind lengths": (by_lengths, given(CHUNKS), CHUNKS),
+    "steps and a chunk behind lengths": (partial(by_lengths, queries=MIXED), given(MIXED), MIXED),
+    "row by row": (row_by_row, given(CHUNKS), CHUNKS),
+    "row by row, by number": (partial(row_by_row, queries=MIXED, flat=True), given(MIXED), MIXED),
     "heads first": (heads_first, given(CHUNKS, torch.bfloat16, M, SIZE, D), CHUNKS),
     "steps, heads first": (
         partial(heads_first, queries=STEPS), given(STEPS, torch.float16, M, SIZE, D), STEPS,
@@ -101,7 +166,8 @@ def test_they_are_one_call_over_the_pages(name: str, level: Level):
     (call,) = calls(t)
     assert call.kwargs["actual_seq_qlen"] == list(accumulate(queries))
     assert call.kwargs["block_table"] is not None
-    assert not [each for each in t.fused.graph.nodes if each.target is torch.ops.aten.index.Tensor]
+    copies = (torch.ops.aten.index.Tensor, torch.ops.aten.cat.default)
+    assert not [each for each in t.fused.graph.nodes if each.target in copies]
 
 
 def last_rows(
@@ -233,3 +299,26 @@ def test_pages_of_one_sequence_need_no_batch():
     testing.means_what_it_says(t)
     (call,) = calls(t)
     assert call.kwargs["block_table"] is not None
+
+
+def test_lengths_may_be_read_from_tensors():
+    """They are read before the loop, in lists that the rest of the call appends to."""
+
+    def forward(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
+        ends, counts = ends.tolist(), counts.tolist()
+        outs: list[Tensor] = []
+        for number, end in enumerate(ends[1:]):
+            pages = lookup[number, : -(-counts[number] // SIZE)]
+            k, v = (each[pages].view(-1, M, D)[: counts[number]] for each in (keys, values))
+            outs.append(weighed(q[ends[number] : end] * D**-0.5, k, v))
+        return torch.cat(outs)
+
+    lengths = torch.tensor((0, *accumulate(MIXED))), torch.tensor(KEYS)
+    torch.compiler.reset()
+    report = fusion.explain(forward, *given(MIXED), *lengths, options={"target": "ascend910_93"})
+    assert dict(report.ops) == {"npu::npu_fused_infer_attention_score_v2": 1}
+    assert report.launches[1] == 1
+    compiled = torch.compile(forward, backend="cann_fusion", options={"target": "ascend910_93", "lower": "eager"})
+    exact = forward(*(each.double() for each in given(MIXED)[:3]), given(MIXED)[3], *lengths)
+    fused, plain = (relative_error(each(*given(MIXED), *lengths), exact) for each in (compiled, forward))
+    assert fused <= 1.5 * plain

@@ -191,3 +191,24 @@ def test_attention_to_other_values_than_there_are_keys_is_left_to_torch():
 
 def test_segments_that_see_others_are_right():
     testing.means_what_it_says(tried(of_others, given(torch.bfloat16)))
+
+
+def by_slots(q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    """Rows of a cache by their numbers, those of each sequence in a row of a table."""
+    outs, begin = [], 0
+    for number, length in enumerate(LENGTHS):
+        rows = [each[slots[number, : length + 2]].transpose(0, 1)[None] for each in (k, v)]
+        own = q[begin : begin + length].transpose(0, 1)[None]
+        outs.append(sdpa(own, *rows)[0].transpose(0, 1))
+        begin += length
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_of_a_cache_are_gathered_at_once(level: Level):
+    slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:30].view(3, 10)
+    t = tried(by_slots, [*given(torch.bfloat16, keys=48), slots], level)
+    assert lowerings(t) == ["packed"]
+    testing.means_what_it_says(t)
+    gathers = [each for each in t.fused.graph.nodes if each.target is torch.ops.aten.index.Tensor]
+    assert len(gathers) == 2
