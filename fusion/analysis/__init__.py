@@ -1,17 +1,17 @@
-"""Decisions about canonical values that know no domain: lanes, row layouts, masks as formulas, intervals, constants.
+"""Analyses of canonical values that are independent of any domain.
 
-lanes, lane_products            what entries of the last dim are made of; sums of (lane of x) · (lane of a table)
-row_layout, repetition          how rows come out of reshapes and permutes; entries that stand several times
-predicates, integers            a mask as a formula over its own positions, and integers as affine expressions of them
-affine, extents                 such expressions and formulas, and which imply which others
-intervals, floors, infinities   between which numbers an element lies; which may be infinite
-magnitudes                      which number of a float no element passes
-constant_folding, few_numbers   what depends on no input; tensors of few numbers
+lanes, lane_products            sources of the entries of the last dim; entries as sums of products of such sources
+row_layout, repetition          reshapes and permutes of rows; consecutively repeated entries
+predicates, integers            masks as formulas over their positions; integers as affine expressions of positions
+affine, extents                 affine expressions and formulas; implication between formulas
+intervals, floors, infinities   bounds of integers; positive lower bounds of floats; infinities of masks
+magnitudes                      upper bounds of absolute values of floats
+constant_folding, few_numbers   constants; tensors of a few different numbers
 exponentials, logarithms        softmax, sigmoid, log Σ exp, as models write them
-equal_rows                      what comes of a row of one number, as of scores that a mask hides
-exp_monomials, elements         shares as products of exponentials; one entry of a dim, told from the others
-int8_grids, factored_products   floats that are (n + offset) · scale of int8 n; products and their scales
-rounding, rounded_later         casts, roundings and factors above a number; what is rounded only later
-lists, runs                     lists that are compared with positions; positions that count by one
-dtypes, nodes                   what dtypes hold; which nodes of the model hold a value
+row_sums, equal_rows            softmax weights of rows; evaluation of rows of one number, such as fully masked ones
+exp_monomials, elements         normal form of rational expressions of exponentials; single entries of a dim
+int8_grids, factored_products   dequantised int8, (n + offset) · scale; sums of scaled matrix products
+rounding, rounded_later         casts, roundings and factors above a value; values whose users round them
+lists, runs                     masks of the positions in a list; consecutive positions
+dtypes, nodes                   conversion and promotion of dtypes; nodes of the model that compute or use a value
 """

@@ -1,4 +1,4 @@
-"""Formulas over the positions of a mask: affine expressions, comparisons of them with zero, and, or, not."""
+"""Formulas over the positions of a mask: comparisons of affine expressions with 0, joined by and, or, not."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fusion.graph.dims import plain
 
 @dataclass(frozen=True)
 class Leaf:
-    """One element of a tensor, at positions that are expressions themselves."""
+    """One element value[index] of a tensor, each index an affine expression of the positions of the mask."""
 
     value: Value
     index: tuple[Affine, ...]
 
     def axes(self) -> frozenset[int]:
-        """The axes of the mask on which the element depends."""
+        """Return the axes of the mask that occur in `index`."""
         return frozenset().union(*(each.axes() for each in self.index))
 
 
@@ -31,7 +31,7 @@ class Affine:
     constant: Any = 0
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal expressions."""
+        """Return a hashable key that is equal for equal expressions; `terms` itself is not hashable."""
         return frozenset(self.terms.items()), self.constant
 
     def __hash__(self) -> int:
@@ -44,61 +44,61 @@ class Affine:
         terms = dict(self.terms)
         for term, factor in other.terms.items():
             terms[term] = plain(terms.get(term, 0) + factor)
-        kept = {term: factor for term, factor in terms.items() if factor != 0}
-        return Affine(MappingProxyType(kept), plain(self.constant + other.constant))
+        nonzero = {term: factor for term, factor in terms.items() if factor != 0}
+        return Affine(MappingProxyType(nonzero), plain(self.constant + other.constant))
 
     def times(self, factor: Any) -> Affine:
-        """The expression · a number."""
-        kept = {term: factor * each for term, each in self.terms.items() if factor != 0}
-        return Affine(MappingProxyType(kept), plain(self.constant * factor))
+        """Multiply the expression by the number `factor`."""
+        terms = {term: factor * each for term, each in self.terms.items() if factor != 0}
+        return Affine(MappingProxyType(terms), plain(self.constant * factor))
 
     def plus(self, number: Any) -> Affine:
-        """The expression + a number."""
+        """Add `number` to the constant."""
         return Affine(self.terms, plain(self.constant + number))
 
     def axes(self) -> frozenset[int]:
-        """The axes of the mask that it depends on."""
-        found = frozenset(term for term in self.terms if isinstance(term, int))
-        return found.union(*(term.axes() for term in self.terms if isinstance(term, Leaf)))
+        """Return the axes of the mask that occur as terms or in leaves."""
+        own = frozenset(term for term in self.terms if isinstance(term, int))
+        return own.union(*(term.axes() for term in self.terms if isinstance(term, Leaf)))
 
     def without(self, *axes: int) -> Affine:
-        """The expression without what it has of these axes themselves."""
+        """Drop the terms of `axes`; leaves that depend on them remain."""
         return Affine(MappingProxyType({t: f for t, f in self.terms.items() if t not in axes}), self.constant)
 
     def at(self, places: Mapping[int, Affine]) -> Affine:
-        """The expression where each of its axes is at another place."""
-        found = Affine(constant=self.constant)
+        """Replace every axis, in leaves as well, by the expression `places[axis]`."""
+        result = Affine(constant=self.constant)
         for term, factor in self.terms.items():
             if isinstance(term, int):
-                found = found + places[term].times(factor)
+                result = result + places[term].times(factor)
             else:
                 moved = Leaf(term.value, tuple(each.at(places) for each in term.index))
-                found = found + Affine(MappingProxyType({moved: factor}))
-        return found
+                result = result + Affine(MappingProxyType({moved: factor}))
+        return result
 
 
 def number(value: Any) -> Affine:
-    """A constant expression."""
+    """Wrap the number `value` as a constant expression."""
     return Affine(constant=value)
 
 
 def spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
-    """Positions in an operand that broadcasts: its last dims, with position 0 where its size is 1."""
+    """Map positions `at` in `over` to positions in its operand `x`, which broadcasts to it: 0 in dims of size 1."""
     last = at[over.rank - x.rank :]
     return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
 
 
-# A formula: True, False, ("le", affine), ("eq", affine), ("is", leaf), ("not", f), ("and", fs), ("or", fs).
 Formula = Any
+"""True, False, ("le", e) for e ≤ 0, ("eq", e) for e = 0, ("is", leaf), ("not", f), ("and", fs), ("or", fs)."""
 
 
 def conjunction(*parts: Formula) -> Formula:
-    """All of them."""
+    """Join `parts` by "and": flattened, without duplicates, False if a part and its negation occur."""
     return _joined("and", parts, neutral=True)
 
 
 def disjunction(*parts: Formula) -> Formula:
-    """At least one of them."""
+    """Join `parts` by "or": flattened, without duplicates, True if a part and its negation occur."""
     return _joined("or", parts, neutral=False)
 
 
@@ -117,7 +117,7 @@ def _joined(op: str, parts: Sequence[Formula], neutral: bool) -> Formula:
 
 
 def negation(formula: Formula) -> Formula:
-    """Where it does not hold; whole numbers make a comparison of a negated one."""
+    """Negate `formula`, moving the negation inwards; integers turn not(x <= 0) into 1 - x <= 0."""
     if isinstance(formula, bool):
         return not formula
     op, content = formula
@@ -135,7 +135,7 @@ def negation(formula: Formula) -> Formula:
 
 
 def moved(formula: Formula, places: Mapping[int, Affine]) -> Formula:
-    """The formula where each axis is at another place."""
+    """Replace every axis in `formula` by the expression `places[axis]`."""
     if isinstance(formula, bool):
         return formula
     op, content = formula
@@ -152,7 +152,7 @@ def moved(formula: Formula, places: Mapping[int, Affine]) -> Formula:
 
 
 def conjuncts(formula: Formula) -> tuple[Formula, ...]:
-    """The parts that must all hold."""
+    """List the parts of a conjunction; none of True, and any other formula as its only part."""
     if formula is True:
         return ()
     return tuple(formula[1]) if not isinstance(formula, bool) and formula[0] == "and" else (formula,)

@@ -1,7 +1,7 @@
-"""Folding: the numbers of a value that depends on no input, so that masks of any spelling can be looked at.
+"""Constant folding with numpy, so that masks that depend on no input can be inspected however they are written.
 
-Whole numbers wrap round and floats are rounded as in their dtypes; what would be rounded on the way is not folded, as
-the canonical form may round elsewhere. numpy, not torch: the pass also runs where every tensor of torch is fake.
+Integers wrap round as in their dtypes. A value with a float that would be rounded is not folded, as the canonical form
+may round in another place. numpy, as the pass also runs in modes in which every torch tensor is fake.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from fusion.analysis.dtypes import INTEGERS, KINDS, Array, held, is_exact, is_integer
 from fusion.graph import Value
 
-MOST = 2**22  # elements of a value that is folded
+MOST = 2**22
+"""The largest number of elements of a value that is folded."""
 
 
 def _index(value: Value, x: Array, *indices: Array) -> Array | None:
@@ -31,11 +32,10 @@ def _index(value: Value, x: Array, *indices: Array) -> Array | None:
 
 
 def _scale(value: Value, x: Array) -> Array | None:
-    """A factor that float32 holds is the one that torch multiplies by, and no quotient."""
     factor = value.attrs[0]
     if value.dtype in INTEGERS:
         return x * np.asarray(int(factor)).astype(x.dtype)
-    return x * factor if is_exact(factor, torch.float32) else None
+    return x * factor if is_exact(factor, torch.float32) else None  # any other may stand for a division in the model
 
 
 def _shift(value: Value, x: Array) -> Array:
@@ -44,18 +44,17 @@ def _shift(value: Value, x: Array) -> Array:
 
 
 def _power(value: Value, x: Array) -> Array | None:
-    """Of powers of 2 that give powers of 2, and nothing is rounded."""
-    return _of_two(x ** value.attrs[0]) if _of_two(x) is not None else None
+    """Fold x ** exponent where base and result are powers of 2, so that nothing is rounded."""
+    return _if_powers_of_two(x ** value.attrs[0]) if _if_powers_of_two(x) is not None else None
 
 
 def _power_of(value: Value, x: Array) -> Array | None:
-    """A power of 2 to numbers by which it is one again."""
+    """Fold base ** x where base and result are powers of 2, so that nothing is rounded."""
     base = np.asarray(value.attrs[0])
-    return _of_two(base**x) if _of_two(base) is not None else None
+    return _if_powers_of_two(base**x) if _if_powers_of_two(base) is not None else None
 
 
-def _of_two(x: Array) -> Array | None:
-    """Numbers of which all are 2 to some whole number."""
+def _if_powers_of_two(x: Array) -> Array | None:
     return x if x.dtype.kind == "f" and (np.frexp(x)[0] == 0.5).all() else None
 
 
@@ -65,7 +64,7 @@ def _slice(value: Value, x: Array) -> Array:
 
 
 COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {"le": le, "lt": lt, "eq": eq, "ne": ne}
-"""What each comparison says of two numbers, or of those of two arrays."""
+"""The comparison of two numbers or arrays for each attribute of the canonical op "compare"."""
 
 
 def _slice_scatter(value: Value, x: Array, written: Array) -> Array:
@@ -76,7 +75,7 @@ def _slice_scatter(value: Value, x: Array, written: Array) -> Array:
 
 
 def _write(value: Value, x: Array, rows: Array, start: Array) -> Array | None:
-    """Rows from one position on, in all the sequences that there are rows for."""
+    """Copy `rows` into `x` along the axis of `value` from `start`; None unless `start` is one position in range."""
     (axis,) = value.attrs
     if start.size != 1 or not 0 <= (first := int(start.item())) <= x.shape[axis] - rows.shape[axis]:
         return None
@@ -91,7 +90,7 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "arange": lambda value: value.attrs[0] + value.attrs[1] * np.arange(value.shape[0]),
     "constant": lambda value: np.array(value.attrs[0]).reshape(value.shape),
     "full": lambda value: np.full(value.shape, value.attrs[0]),
-    "number": lambda value, beside: np.array(value.attrs[0]) if isinstance(value.attrs[0], int) else None,
+    "number": lambda value, _: np.array(value.attrs[0]) if isinstance(value.attrs[0], int) else None,
     "reshape": lambda value, x: x.reshape(value.shape),
     "expand": lambda value, x: np.broadcast_to(x, value.shape),
     "permute": lambda value, x: x.transpose(value.attrs),
@@ -120,13 +119,17 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
 
 
 class Folder:
-    """Folds the values of one graph, each once."""
+    """Memoised constant folding of the values of one graph."""
 
     def __init__(self) -> None:
         self._known: dict[Value, Array | None] = {}
 
     def fold(self, value: Value) -> Array | None:
-        """The numbers of `value`, None where an input, an unknown op or a symbolic size stands in its way."""
+        """Compute the elements of `value`.
+
+        None if it depends on an input, an op that is not folded or a symbolic size, has more than `MOST` elements, or
+        would be rounded.
+        """
         if value not in self._known:
             self._known[value] = self._folded(value)
         return self._known[value]
@@ -140,10 +143,13 @@ class Folder:
         if any(each is None for each in args):
             return None
         with np.errstate(all="ignore"):
-            return _kept(_FOLDS[value.op](value, *args), value.dtype)
+            return _converted(_FOLDS[value.op](value, *args), value.dtype)
 
     def steps(self, value: Value) -> tuple[int, tuple[int, ...]] | None:
-        """First number and step per dim of whole numbers that grow evenly along every dim."""
+        """Return (first element, increment along each dim) of an integer `value` that is affine in its indices.
+
+        None for any other value, for an empty one, and for one that `fold` does not compute.
+        """
         numbers = self.fold(value)
         if numbers is None or not numbers.size or numbers.dtype.kind == "f":
             return None
@@ -159,20 +165,23 @@ class Folder:
         return (first, steps) if (np.broadcast_to(even, numbers.shape) == numbers).all() else None
 
 
-def _kept(found: Any, dtype: torch.dtype | None) -> Array | None:
-    """What was computed as the dtype holds it; None where it is not known, or where a float was rounded."""
-    if found is None:
+def _converted(computed: Any, dtype: torch.dtype | None) -> Array | None:
+    """Convert `computed` to `dtype`; None if it is None, if torch leaves the result open, or if a float is rounded."""
+    if computed is None:
         return None
-    numbers = np.asarray(found)
-    kept = held(numbers, dtype)
-    if kept is None or kept.dtype.kind != "f":
-        return kept
-    back = kept if numbers.dtype.kind == "f" else kept.astype(np.int64)
-    return kept if (back == numbers).all() else None
+    numbers = np.asarray(computed)
+    converted = held(numbers, dtype)
+    if converted is None or converted.dtype.kind != "f":
+        return converted
+    back = converted if numbers.dtype.kind == "f" else converted.astype(np.int64)
+    return converted if (back == numbers).all() else None
 
 
 def band(table: Array) -> tuple[int, int] | None:
-    """Low and high, where a table [S, T] is true exactly for low <= j - i <= high; None where it is not so."""
+    """Return (low, high) if `table` [S, T], of booleans, is True at [i, j] exactly for low <= j - i <= high; else None.
+
+    `table` must have an entry that is True.
+    """
     ahead = np.arange(table.shape[1]) - np.arange(table.shape[0])[:, None]
     low, high = int(ahead[table].min()), int(ahead[table].max())
     return (low, high) if (((ahead >= low) & (ahead <= high)) == table).all() else None

@@ -1,6 +1,6 @@
-"""Dtypes: which numbers they hold, what torch makes of others, and in which one it computes with several.
+"""Dtypes: conversion of numbers as torch does it, dtypes that represent all numbers of others, and type promotion.
 
-Whole numbers wrap round, fractions are cut off towards 0, everything but 0 is true.
+Integers wrap round, fractions are truncated towards 0, every number but 0 is True.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ KINDS: Mapping[torch.dtype, Any] = {
     torch.int64: np.int64, torch.float16: np.float64, torch.bfloat16: np.float64, torch.float32: np.float64,
     torch.float64: np.float64,
 }  # fmt: skip
-"""In what numpy keeps the numbers of each dtype: whole ones as they are, others as float64."""
+"""The numpy dtype in which the elements of each torch dtype are computed here: float64 for all floats."""
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def is_integer(x: Value) -> bool:
-    """Whether a value holds whole numbers, booleans not counted."""
+    """True if the dtype of `x` is an integer dtype; bool is none."""
     return x.dtype in INTEGERS
 
 
 def is_rounding(x: Value) -> bool:
-    """Whether a value is a cast between floats of at least 16 bits, which changes its numbers by rounding alone."""
+    """True if `x` is a cast between floats of at least 16 bits, which only rounds."""
     return x.op == "cast" and x.dtype in _FLOATS and x.arg.dtype in _FLOATS
 
 
 def rows_below(x: Value) -> Value:
-    """What a value is rounded from, or rows of it that are arranged otherwise before the last dim."""
+    """Strip casts between floats, and reshapes that keep the last dim, from `x`."""
     while is_rounding(x) or (x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]):
         x = x.arg
     return x
 
 
 def held(numbers: Array, dtype: torch.dtype | None) -> Array | None:
-    """What torch makes of these numbers (booleans, whole numbers or float64) in a dtype; None where it leaves it open.
+    """Convert `numbers` (booleans, integers or float64) to `dtype` as torch does; None where torch leaves it open.
 
-    Left open are fractions, infinities and NaN beyond the whole numbers of the dtype, and dtypes that are not known.
+    Open are floats outside the range of an integer dtype, infinities and NaN among them, and dtypes not in `KINDS`.
     """
     if dtype not in KINDS:
         return None
@@ -58,11 +58,11 @@ def held(numbers: Array, dtype: torch.dtype | None) -> Array | None:
         if dtype is torch.bool:
             return numbers != 0
         if dtype in INTEGERS:
-            return _whole(numbers, dtype)
+            return _as_integers(numbers, dtype)
         return numbers.astype(np.float64) if dtype is torch.float64 else _rounded(numbers.astype(np.float32), dtype)
 
 
-def _whole(numbers: Array, dtype: torch.dtype) -> Array | None:
+def _as_integers(numbers: Array, dtype: torch.dtype) -> Array | None:
     if numbers.dtype.kind == "f":
         numbers, limits = np.trunc(numbers), torch.iinfo(dtype)
         if not ((numbers >= limits.min) & (numbers < limits.max + 1.0)).all():
@@ -71,7 +71,7 @@ def _whole(numbers: Array, dtype: torch.dtype) -> Array | None:
 
 
 def _rounded(numbers: Array, dtype: torch.dtype | None) -> Array:
-    """float32 in a dtype that is not wider, to the nearest number and of two such to the even one."""
+    """Round float32 `numbers` to `dtype`, a float no wider than float32, to nearest even, as float64."""
     if dtype is torch.float16:
         numbers = numbers.astype(np.float16)
     elif dtype is torch.bfloat16:
@@ -82,16 +82,16 @@ def _rounded(numbers: Array, dtype: torch.dtype | None) -> Array:
 
 
 def held_number(value: Number, dtype: torch.dtype | None) -> Number | None:
-    """What torch makes of one number in a dtype; None where it leaves it open."""
+    """Convert one number to `dtype` as `held` does."""
     if isinstance(value, int) and dtype in INTEGERS:
         limits = torch.iinfo(dtype)
         return (value - limits.min) % (limits.max - limits.min + 1) + limits.min
-    found = held(np.array(float(value)), dtype)
-    return None if found is None else found.item()
+    converted = held(np.array(float(value)), dtype)
+    return None if converted is None else converted.item()
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether one dtype holds every number of another."""
+    """True if the dtype `wide` represents every number of `narrow` exactly."""
     if narrow is torch.bool or widens(narrow, wide):
         return True
     if narrow not in INTEGERS or wide not in KINDS or wide is torch.bool:
@@ -103,20 +103,21 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def common(*operands: Value | Number) -> torch.dtype:
-    """The dtype in which torch computes with tensors and numbers: `torch.result_type`.
+    """Return the dtype to which torch promotes tensors and numbers, as `torch.result_type` of all operands.
 
-    A tensor without dims counts only where it is of a higher kind (boolean, whole, floating), a number even less.
+    A tensor without dims counts only if its category (boolean, integer, floating) is higher than that of all tensors
+    with dims; a number only if its category is higher than that of all tensors.
     """
     ranks: tuple[list[torch.dtype], ...] = ([], [], [])
     for each in operands:
         if not isinstance(each, Value):
-            ranks[2].append(_of_number(each))
+            ranks[2].append(_dtype_of(each))
         elif each.dtype is not None:
             ranks[0 if each.rank else 1].append(each.dtype)
     return reduce(_combined, (reduce(torch.promote_types, dtypes) for dtypes in ranks if dtypes))
 
 
-def _of_number(x: Number) -> torch.dtype:
+def _dtype_of(x: Number) -> torch.dtype:
     if isinstance(x, bool):
         return torch.bool
     return torch.int64 if isinstance(x, int) else torch.get_default_dtype()
@@ -128,6 +129,6 @@ def _combined(higher: torch.dtype, lower: torch.dtype) -> torch.dtype:
 
 
 def is_exact(value: Number, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds a number as it is."""
-    kept = held_number(value, dtype)
-    return kept is not None and (kept == value or (math.isnan(kept) and math.isnan(value)))
+    """True if `dtype` represents the number `value` exactly."""
+    converted = held_number(value, dtype)
+    return converted is not None and (converted == value or (math.isnan(converted) and math.isnan(value)))

@@ -1,4 +1,4 @@
-"""One entry of a dim, told from the others, as of parts that were stacked to be weighed and summed."""
+"""Single entries of a dim, analysed one by one: parts that were stacked in order to be weighted and summed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from typing import Any, NamedTuple
 
 from fusion.graph import Algebra, Dim, Value, but_ones
 
-MOST = 16  # entries of a dim that are told apart
+MOST = 16
+"""The largest size of a dim whose entries are analysed one by one."""
 Pick = tuple[int, int] | None
-"""One entry of a dim, which is counted from the end; None for all."""
+"""(axis counted from the end, index): one entry of that dim; None for the tensor with all entries."""
 
 
 class Picked(NamedTuple):
-    """A pick below a reshape or a permute."""
+    """A pick in the argument of a reshape or a permute; it may be None, which is no failure."""
 
     pick: Pick
 
 
 def stacked(reduced: Value) -> list[Pick] | None:
-    """The entries of the one dim that a reduction, or a softmax, goes over, where they are parts: the first dim of all,
-    or one along which single entries were joined.
+    """List a pick for each entry of the dim along which `reduced`, a reduction or a softmax, is computed.
+
+    None if there are several such dims; if the size is 1, symbolic or above `MOST`; and unless the dim is the first of
+    several, those of size 1 apart, or its entries were concatenated one by one.
     """
     axes, x = (reduced.attrs[:1] if reduced.op == "softmax" else reduced.attrs), reduced.arg
     if len(axes) != 1:
@@ -33,26 +36,29 @@ def stacked(reduced: Value) -> list[Pick] | None:
 
 
 def cut(a: Algebra, x: Value, pick: Pick) -> Value:
-    """One entry of a dim whose size is a number, without the dim."""
+    """Return the entry `pick` of `x`, without its dim; `x` itself if `pick` is None."""
     if pick is None:
         return x
     axis, entry = pick[0] + x.rank, pick[1]
     shape = (*x.shape[:axis], *x.shape[axis + 1 :])
     rows, size = (x.arg if x.op == "reshape" else x), x.shape[axis]
-    whole = all(isinstance(each, int) for each in (size, *rows.shape[:1])) and all(each == 1 for each in x.shape[:axis])
-    if whole and rows.shape[0] % size == 0:
+    known = all(isinstance(each, int) for each in (size, *rows.shape[:1])) and all(each == 1 for each in x.shape[:axis])
+    if known and rows.shape[0] % size == 0:
         run: Any = rows.shape[0] // size
         return a.reshape(a.cut(rows, 0, entry * run, (entry + 1) * run), shape)
     return a.reshape(a.cut(x, axis, entry, entry + 1), shape)
 
 
 def arranged_pick(x: Value, pick: Pick) -> Picked | None:
-    """The same entry in what `x` arranges otherwise, if the entry itself stays as it is but for dims of size 1."""
+    """Return the pick in the argument of `x`, a reshape or a permute, of the same entry as `pick` in `x`.
+
+    None if the elements of the entry are in another order there, dims of size 1 apart.
+    """
     if x.op == "permute":
         rest = x.attrs if pick is None else tuple(axis for p, axis in enumerate(x.attrs) if p - x.rank != pick[0])
-        kept = [axis for axis in rest if x.arg.shape[axis] != 1]
+        axes = [axis for axis in rest if x.arg.shape[axis] != 1]
         inner = None if pick is None else (x.attrs[pick[0]] - x.rank, pick[1])
-        return Picked(inner) if kept == sorted(kept) else None
+        return Picked(inner) if axes == sorted(axes) else None
     if but_ones(x.shape) != but_ones(x.arg.shape):
         return None
     if pick is None:
@@ -63,16 +69,16 @@ def arranged_pick(x: Value, pick: Pick) -> Picked | None:
 
 
 def pick_on(x: Value, pick: Pick) -> Pick:
-    """The entry of an operand that is broadcast, perhaps, along the dim."""
+    """Map `pick` to the operand `x` of an elementwise op: None, for all of `x`, if `x` is broadcast along the dim."""
     return None if pick is None or x.rank < -pick[0] or x.shape[pick[0]] == 1 else pick
 
 
 def without(x: Value, pick: Pick) -> tuple[Dim, ...]:
-    """The shape of `x`, or of one entry of a dim of it."""
+    """Return the shape of `x` without the dim of `pick`."""
     return x.shape if pick is None else tuple(s for p, s in enumerate(x.shape) if p - x.rank != pick[0])
 
 
 def lists_all(chosen: Value) -> bool:
-    """Whether the places are all that there are: as many, and no two the same."""
+    """True if the indices of `chosen` are a permutation of all positions: the top k of k."""
     places, size = chosen.arg, chosen.shape[-1]
     return places.op == "largest_index" and places.attrs == (size,)

@@ -1,7 +1,7 @@
-"""Rows of one number: the entry that a value has where every entry of the rows below it is the same number.
+"""Evaluation of a value for rows whose entries are all the same number.
 
-Attention of which a mask hides all keys of a query computes with such a row, and each spelling makes its own of it:
-shares of 1/T, 0, NaN, or, where log T is lost beside the number, 1.
+A query whose keys are all masked has such a row of scores. What attention returns for it depends on how the softmax is
+written: weights of 1/T, 0 or NaN; or of 1, where log T is rounded away next to the number.
 """
 
 from __future__ import annotations
@@ -19,124 +19,129 @@ from fusion.graph.proof import must, proof, proven
 
 _VIEWS = ("reshape", "expand", "permute", "slice")
 UNKNOWN = 3
-"""The number of keys that stands for one that is not known."""
+"""The number of keys that is used for a symbolic one."""
 
 
 class _Entry(NamedTuple):
-    """A number, and what has it: "all" rows, "one" row each of which has its own, or every entry of a "row"."""
+    """A number, and its scope: "all" if every element is the number, "row" if every element of the row in question is,
+    "one" if the value has one element for each row, and that of the row in question is.
+    """
 
     number: float
-    of: str
+    scope: str
 
 
 def on_equal_rows(x: Value, rows: Mapping[Value, float], alike: Mapping[Value, float] | None = None) -> float | None:
-    """Compute an entry of `x`, each step rounded to its dtype; None where it is not known.
+    """Compute the element of `x` for the row in question, rounding each step to its dtype; None where it is unknown.
 
     Args:
-        x: the value, of a row or with one number for each row.
-        rows: the number that every entry of a row of these values is.
-        alike: the number that every entry of these values is, in all rows.
+        x: a value with equal elements in the row, or with one element for each row.
+        rows: value -> the number that all its elements in the row in question are.
+        alike: value -> the number that all its elements are.
     """
     known: dict[Value, _Entry | None] = {each: _Entry(number, "row") for each, number in rows.items()}
     known |= {each: _Entry(number, "all") for each, number in (alike or {}).items()}
 
-    def of(value: Value) -> _Entry | None:
+    def entry_of(value: Value) -> _Entry | None:
         if value not in known:
-            known[value] = _entry(value, of)
+            known[value] = _entry(value, entry_of)
         return known[value]
 
     with np.errstate(all="ignore"):
-        found = of(x)
-    return found and found.number
+        entry = entry_of(x)
+    return entry and entry.number
 
 
 @proof
-def _entry(x: Value, of: Callable[[Value], _Entry | None]) -> _Entry | None:
+def _entry(x: Value, entry_of: Callable[[Value], _Entry | None]) -> _Entry | None:
     if x.op == "full":
         return _Entry(float(x.attrs[0]), "all")
     if x.op == "where":
         condition, *sides = x.args
-        chosen = sides[0 if proven(of(condition)).number else 1]
-        return _Entry(proven(of(chosen)).number, _has_it(x, (condition, chosen), of))
+        chosen = sides[0 if proven(entry_of(condition)).number else 1]
+        return _Entry(proven(entry_of(chosen)).number, _scope(x, (condition, chosen), entry_of))
     if x.op in _REDUCTIONS:
         axis = -1 if x.op == "largest" else x.attrs[0]
         must(len(x.attrs) == 1 and (x.op != "largest" or x.attrs == (1,)))
-        pieces, row = _pieces(x.arg, axis, of)
+        pieces, row = _pieces(x.arg, axis, entry_of)
         return _Entry(_rounded(x, _REDUCTIONS[x.op](pieces)), "one" if row else "all")
-    args = [proven(of(each)) for each in x.args]
+    args = [proven(entry_of(each)) for each in x.args]
     must(args)
     if x.op == "cat":
-        must(len({each.number for each in args}) == 1 and all(each.of == "all" for each in args))
+        must(len({each.number for each in args}) == 1 and all(each.scope == "all" for each in args))
         return args[0]
     if x.op in _VIEWS:
-        must(_keeps_rows(x, args[0].of))
+        must(_keeps_rows(x, args[0].scope))
         return args[0]
     if x.op == "softmax":
-        must(args[0].of == ("row" if x.attrs[0] == -1 else "all"))
-        return _Entry(_rounded(x, share(x, args[0].number, counted(x.shape[x.attrs[0]]))), args[0].of)
+        must(args[0].scope == ("row" if x.attrs[0] == -1 else "all"))
+        return _Entry(_rounded(x, share(x, args[0].number, counted(x.shape[x.attrs[0]]))), args[0].scope)
     must(x.op in _ELEMENTWISE)
     number = _ELEMENTWISE[x.op](x, *(np.float64(each.number) for each in args))
-    return _Entry(_rounded(x, number), _has_it(x, x.args, of))
+    return _Entry(_rounded(x, number), _scope(x, x.args, entry_of))
 
 
-def _pieces(x: Value, axis: int, of: Callable[[Value], _Entry | None]) -> tuple[list[tuple[float, int]], bool]:
-    """Return the numbers along an axis of `x`, each with how many entries have it, and whether rows have their own.
+def _pieces(x: Value, axis: int, entry_of: Callable[[Value], _Entry | None]) -> tuple[list[tuple[float, int]], bool]:
+    """Return [(number, count of entries)] along an axis of `x`, and whether the numbers are those of one row alone.
 
-    There are several where a sink stands behind scores.
+    There are several numbers if `x` is a concatenation, as of scores and a sink.
     """
     pieces = x.args if x.op == "cat" and x.attrs == (x.rank + axis,) else (x,)
-    entries = [proven(of(each)) for each in pieces]
-    row = any(each.of != "all" for each in entries)
+    entries = [proven(entry_of(each)) for each in pieces]
+    row = any(each.scope != "all" for each in entries)
     alike = all(piece.shape[:-1] == x.shape[:-1] for piece in pieces)
-    whole = all(each.of == "row" or piece.shape[-1] == 1 for each, piece in zip(entries, pieces, strict=True))
-    must(not row or (axis == -1 and alike and whole))
+    covers = all(each.scope == "row" or piece.shape[-1] == 1 for each, piece in zip(entries, pieces, strict=True))
+    must(not row or (axis == -1 and alike and covers))
     return [(each.number, counted(piece.shape[axis])) for each, piece in zip(entries, pieces, strict=True)], row
 
 
 def counted(keys: Any) -> int:
-    """Return a number of keys, or one that stands for a symbolic one."""
+    """Return the number of `keys`, or `UNKNOWN` for a symbolic size."""
     return keys if isinstance(keys, int) else UNKNOWN
 
 
 def share(softmax: Value, row: float, keys: int, sink: float | None = None) -> float:
-    """Compute the weight of each of so many keys in a row of `softmax` whose scores are all `row`, beside a sink."""
+    """Compute the weight that `softmax` gives to each of `keys` equal scores `row`, with a score `sink` in addition."""
     (_, empty, less), number = softmax.attrs, np.float64(row)
 
-    def held(x: Any) -> np.float64:
+    def rounded(x: Any) -> np.float64:
         return np.float64(proven(held_number(float(x), softmax.dtype)))
 
     with np.errstate(all="ignore"):
         if less in ("greatest", "nothing"):
             top = 0.0 if less == "nothing" else number if sink is None else np.maximum(number, sink)
-            weight = held(np.exp(number - top))
-            found = weight / (keys * weight + (0.0 if sink is None else np.exp(sink - top)))
+            weight = rounded(np.exp(number - top))
+            result = weight / (keys * weight + (0.0 if sink is None else np.exp(sink - top)))
         else:
-            total = held(number + np.log(keys) if less == "log_sum" else np.log(keys * held(np.exp(number))))
-            found = np.exp(number - total) / (1 if sink is None else 1 + np.exp(sink - total))
-    return 0.0 if empty == "zero" and np.isnan(found) and not np.isnan(row) else float(found)
+            total = rounded(number + np.log(keys) if less == "log_sum" else np.log(keys * rounded(np.exp(number))))
+            result = np.exp(number - total) / (1 if sink is None else 1 + np.exp(sink - total))
+    return 0.0 if empty == "zero" and np.isnan(result) and not np.isnan(row) else float(result)
 
 
 def _rounded(x: Value, number: Any) -> float:
     return float(proven(held_number(float(number), x.dtype)))
 
 
-def _has_it(x: Value, args: Sequence[Value], of: Callable[[Value], _Entry | None]) -> str:
-    """Return what has the number of `x`; unproven where the number of one row may meet entries of another."""
-    entries = [(each.shape, proven(of(each)).of) for each in args]
-    found = next((each for each in ("row", "one") if any(each == one for _, one in entries)), "all")
-    lead = x.shape[:-1] if found == "row" else x.shape
+def _scope(x: Value, args: Sequence[Value], entry_of: Callable[[Value], _Entry | None]) -> str:
+    """Return the scope of the number of `x`, computed elementwise from `args`.
+
+    Unproven if elements of the row in question may be combined with elements of other rows.
+    """
+    entries = [(each.shape, proven(entry_of(each)).scope) for each in args]
+    scope = next((each for each in ("row", "one") if any(each == one for _, one in entries)), "all")
+    lead = x.shape[:-1] if scope == "row" else x.shape
     must(all(one == "all" or shape in ((*lead, 1), x.shape) for shape, one in entries))
-    return found
+    return scope
 
 
-def _keeps_rows(x: Value, of: str) -> bool:
-    """True if a view lets every number stand in the row in which it stood."""
+def _keeps_rows(x: Value, scope: str) -> bool:
+    """True if the view `x` keeps elements of the given scope in their row."""
     below = x.arg.shape
     if x.op not in ("reshape", "expand"):
-        return of == "all"
-    if of == "one" and x.op == "expand":
+        return scope == "all"
+    if scope == "one" and x.op == "expand":
         return (*below[:-1], x.shape[-1]) == x.shape and below[-1:] == (1,)
-    return of != "row" or x.shape[-1:] == below[-1:]
+    return scope != "row" or x.shape[-1:] == below[-1:]
 
 
 def _log_sum_exp(pieces: Sequence[tuple[float, int]]) -> float:

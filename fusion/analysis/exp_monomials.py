@@ -1,8 +1,8 @@
-"""Products and sums of exponentials in one form, so that equal shares are equal however they are written.
+"""A normal form of rational expressions of exponentials, so that equal softmax weights are equal however written.
 
-share = factor · Π generator ** n · Π sum ** m      a generator is exp(x) or x, for a value x that is left whole
+share = factor · Π generator ** n · Π sum ** m      a generator is exp(x) or x, for a value x that is not analysed
 
-A sum has a first term of 1, which makes it one of a kind.
+A sum is divided by one of its terms, which becomes 1, so that proportional sums are equal.
 """
 
 from __future__ import annotations
@@ -17,50 +17,53 @@ from typing import Any
 from fusion.graph import Value
 from fusion.graph.proof import must, proof, proven
 
-TERMS = 64  # beyond which a sum is not written out
+TERMS = 64
+"""The largest number of terms to which a product of sums is expanded."""
 Generator = tuple[str, Value]
+"""("exp", x) for exp(x), ("is", x) for x."""
 Powers = frozenset[tuple[Any, int]]
+"""The product of base ** exponent over its pairs; a base is a generator, or a sum as a set of (powers, factor)."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """A number times powers of generators and of sums of them."""
+    """factor · Π powers · Π sums: a number times powers of generators and powers of sums of products of them."""
 
     factor: float = 1.0
     powers: Powers = field(default_factory=frozenset[tuple[Any, int]])
     sums: Powers = field(default_factory=frozenset[tuple[Any, int]])
 
     def __mul__(self, other: Share) -> Share:
-        """The product."""
-        return Share(self.factor * other.factor, _joined(self.powers, other.powers), _joined(self.sums, other.sums))
+        powers, sums = _multiplied(self.powers, other.powers), _multiplied(self.sums, other.sums)
+        return Share(self.factor * other.factor, powers, sums)
 
     def inverse(self) -> Share:
-        """One over it."""
-        return Share(1 / self.factor, _turned(self.powers), _turned(self.sums))
+        """Return 1 / share; the factor must not be 0."""
+        return Share(1 / self.factor, _inverse(self.powers), _inverse(self.sums))
 
     def scaled(self, factor: float) -> Share:
-        """Times a number."""
+        """Multiply the share by the number `factor`."""
         return Share(self.factor * factor, self.powers, self.sums)
 
     @property
     def is_weight(self) -> bool:
-        """Whether there is an exponential in it."""
+        """True if an exponential is among the generators."""
         return any(kind == "exp" for kind, _ in self.generators)
 
     @property
     def generators(self) -> frozenset[Generator]:
-        """What it is made of."""
+        """All generators, those in sums included."""
         inside = (powers for terms, _ in self.sums for powers, _ in terms)
         return frozenset(each for powers in (self.powers, *inside) for each, _ in powers)
 
     @proof
     def moved(self, move: Callable[[Value], Value]) -> Share | None:
-        """The same of other values."""
+        """Replace the value x of every generator by move(x); None if a sum cancels to 0."""
         share = Share(self.factor, moved(self.powers, move))
         for terms, count in self.sums:
-            whole = proven(total([Share(factor, moved(powers, move)) for powers, factor in terms]))
+            base = proven(total([Share(factor, moved(powers, move)) for powers, factor in terms]))
             for _ in range(abs(count)):
-                share = share * (whole if count > 0 else whole.inverse())
+                share = share * (base if count > 0 else base.inverse())
         return share
 
 
@@ -68,23 +71,23 @@ ONE = Share()
 
 
 def moved(powers: Powers, move: Callable[[Value], Value]) -> Powers:
-    """Powers of generators of other values."""
+    """Replace the value x of every generator in `powers` by move(x)."""
     return frozenset(((kind, move(value)), count) for (kind, value), count in powers)
 
 
 def divides(number: float) -> bool:
-    """Whether one can divide by a factor, so that a share that has it has an inverse."""
+    """True if `number` and 1 / number are finite and not 0, so that a share with that factor has an inverse."""
     return bool(number) and isfinite(number) and isfinite(1 / number)
 
 
 def generator(kind: str, value: Value) -> Share:
-    """`value` as it is ("is"), or its exponential ("exp")."""
+    """Build the share `value`, for the kind "is", or exp(value), for the kind "exp"."""
     return Share(powers=frozenset({((kind, value), 1)}))
 
 
 @proof
 def total(shares: Iterable[Share]) -> Share:
-    """The sum of shares; None where it is 0, or too long."""
+    """Sum `shares`; None if the sum is 0, or has more than `TERMS` terms on the way."""
     return reduce(_plus, shares)
 
 
@@ -92,45 +95,46 @@ def _plus(x: Share, y: Share) -> Share:
     left, right = dict(x.sums), dict(y.sums)
     common = {each: min(left.get(each, 0), right.get(each, 0)) for each in left | right}
     shared = Share(sums=_powers(common))
-    written = _summed(each for share in (x, y) for each in _written_out(share * shared.inverse()).items())
+    written = _summed(each for share in (x, y) for each in _expanded(share * shared.inverse()).items())
     terms = {powers: factor for powers, factor in written.items() if abs(factor) > 1e-12}
     must(terms)
     return shared * _collected(terms)
 
 
-def _written_out(share: Share) -> Mapping[Powers, float]:
-    """The terms of a share that has no sum below the line."""
+def _expanded(share: Share) -> Mapping[Powers, float]:
+    """Expand a share without sums in the denominator to powers -> factor; unproven beyond `TERMS` terms."""
     terms: Mapping[Powers, float] = {share.powers: share.factor}
     for factors, count in share.sums:
         for _ in range(count):
-            terms = _summed((_joined(one, other), a * b) for one, a in terms.items() for other, b in factors)
+            terms = _summed((_multiplied(one, other), a * b) for one, a in terms.items() for other, b in factors)
             must(len(terms) <= TERMS)
     return terms
 
 
 def _summed(terms: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Equal powers, or generators, once each."""
-    found: dict[Any, Any] = {}
+    """Sum the numbers of equal keys in `terms`."""
+    totals: dict[Any, Any] = {}
     for each, factor in terms:
-        found[each] = found.get(each, 0) + factor
-    return found
+        totals[each] = totals.get(each, 0) + factor
+    return totals
 
 
 def _collected(terms: Mapping[Powers, float]) -> Share:
-    """A sum with its first term outside."""
+    """Build the share of a sum, with its first term factored out."""
     first = min(terms, key=_rank)
     lead = Share(terms[first], first)
     if len(terms) == 1:
         return lead
-    rest = frozenset((_joined(powers, _turned(first)), factor / terms[first]) for powers, factor in terms.items())
-    return lead * Share(sums=frozenset({(rest, 1)}))
+    inverse = _inverse(first)
+    base = frozenset((_multiplied(powers, inverse), factor / terms[first]) for powers, factor in terms.items())
+    return lead * Share(sums=frozenset({(base, 1)}))
 
 
 def _rank(powers: Powers) -> list[Any]:
     return sorted((value.id, kind, count) for (kind, value), count in powers)
 
 
-def _joined(x: Powers, y: Powers) -> Powers:
+def _multiplied(x: Powers, y: Powers) -> Powers:
     return _powers(_summed(chain(x, y)))
 
 
@@ -138,5 +142,5 @@ def _powers(counts: Mapping[Any, int]) -> Powers:
     return frozenset((each, count) for each, count in counts.items() if count)
 
 
-def _turned(x: Powers) -> Powers:
+def _inverse(x: Powers) -> Powers:
     return frozenset((each, -count) for each, count in x)

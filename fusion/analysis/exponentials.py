@@ -1,4 +1,4 @@
-"""Shares that a model computes from exponentials of one number for each row: softmax, sigmoid, exp(x - log Σ exp)."""
+"""Softmax-like weights over a few parts, in normal form: softmax, sigmoid, exp(x - log Σ exp) become equal shares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from fusion.graph.proof import must, proof, proven
 
 @dataclass
 class Exponentials:
-    """Values as shares, and the values whose exponentials they are."""
+    """Memoised conversion of values to shares, and an index of values by the share of their exponential.
+
+    Attributes:
+        a: the algebra of the graph.
+        known: ("is" | "exp", x, pick) -> share of x or exp(x); None while it is computed.
+        logs: (factor, powers) -> values x with the share exp(x), if that has no sums.
+    """
 
     a: Algebra
     known: dict[tuple[str, Value, Pick], Share | None] = field(
@@ -26,53 +32,57 @@ class Exponentials:
     logs: dict[tuple[float, Powers], list[Value]] = field(default_factory=dict[tuple[float, Powers], list[Value]])
 
     def value(self, x: Value, pick: Pick = None) -> Share | None:
-        """`x`, or one entry of a dim of it, as a share; None where it has no such form."""
-        return self._kept("is", x, pick)
+        """Return the entry `pick` of `x` as a share; None only if it is being computed, which ends a recursion."""
+        return self._memoised("is", x, pick)
 
     def power(self, x: Value, pick: Pick = None) -> Share | None:
-        """exp(x)."""
-        return self._kept("exp", x, pick)
+        """Return exp(entry `pick` of `x`) as a share; None only if it is being computed, which ends a recursion."""
+        return self._memoised("exp", x, pick)
 
     def logarithms(self, shares: Sequence[Share], shape: tuple[Dim, ...]) -> list[Value] | None:
-        """Values of a shape whose exponentials are to each other as the shares are; the earliest there are."""
+        """Return values of `shape`, one for each share, whose exponentials have the ratios of `shares`.
+
+        `shares` have no sums. Of several solutions the one that was created first in the graph; None if there is none.
+        """
         best: list[Value] | None = None
         for factor, powers in list(self.logs):
             shift = Share(factor, powers) * Share(shares[0].factor, shares[0].powers).inverse()
-            found: list[Value] = []
+            values: list[Value] = []
             for share in shares:
                 wanted = Share(share.factor, share.powers) * shift
-                found += [each for each in self.logs.get((wanted.factor, wanted.powers), ()) if each.shape == shape][:1]
-            if len(found) == len(shares) and (best is None or _age(found) < _age(best)):
-                best = found
+                named = self.logs.get((wanted.factor, wanted.powers), ())
+                values += [each for each in named if each.shape == shape][:1]
+            if len(values) == len(shares) and (best is None or _age(values) < _age(best)):
+                best = values
         return best
 
-    def _kept(self, kind: str, x: Value, pick: Pick) -> Share | None:
+    def _memoised(self, kind: str, x: Value, pick: Pick) -> Share | None:
         key = (kind, x, pick)
         if key in self.known:
             return self.known[key]
         part = cut(self.a, x, pick)
-        whole = self.a.reshape(part, but_ones(part.shape))
-        self.known[key] = None  # a cut is told by what it is cut from, unless that is told by the cut
-        found = self._power(x, pick) if kind == "exp" else self._value(x, pick)
-        found = generator(kind, whole) if found is None else found
-        self.known[key] = found
-        if kind == "exp" and not found.sums:
-            self.logs.setdefault((found.factor, found.powers), []).append(whole)
-        return found
+        part = self.a.reshape(part, but_ones(part.shape))
+        self.known[key] = None  # ends the recursion: an entry is analysed by its tensor, and a tensor by its entries
+        share = self._power(x, pick) if kind == "exp" else self._value(x, pick)
+        share = generator(kind, part) if share is None else share
+        self.known[key] = share
+        if kind == "exp" and not share.sums:
+            self.logs.setdefault((share.factor, share.powers), []).append(part)
+        return share
 
     def _operands(self, kind: str, x: Value, pick: Pick) -> list[Share]:
-        """The operands of a function of single elements, none of which is repeated for others."""
+        """Return the shares of the operands of the elementwise op `x`; unproven if one of them is broadcast."""
         below = [(each, pick_on(each, pick)) for each in x.args]
         must(all(but_ones(without(*each)) == but_ones(without(x, pick)) for each in below))
         return self._each(kind, below)
 
     def _parts(self, kind: str, x: Value) -> list[Share]:
-        """The entries of the dim over which `x` is a reduction, or a softmax."""
+        """Return the shares of the entries of the dim along which `x` is a reduction or a softmax."""
         return self._each(kind, [(x.arg, each) for each in proven(stacked(x))])
 
     def _each(self, kind: str, below: Sequence[tuple[Value, Pick]]) -> list[Share]:
-        found = [self._kept(kind, *each) for each in below]
-        return [proven(each) for each in found]
+        shares = [self._memoised(kind, *each) for each in below]
+        return [proven(each) for each in shares]
 
     @proof
     def _power(self, x: Value, pick: Pick) -> Share | None:
@@ -125,27 +135,27 @@ class Exponentials:
                 return self._arranged("is", x, pick)
 
     def _arranged(self, kind: str, x: Value, pick: Pick) -> Share | None:
-        """Dims of size 1 come and go, dims change places, numbers are rounded; an entry of what was joined is a piece.
+        """Return the share of a value that moves or casts the elements of its argument.
 
-        A weight may be rounded: the operator keeps it as it is. What stands in an exponential may not.
+        A weight ("is") may be rounded, as the fused operator takes it unrounded; an exponent ("exp") may not.
         """
         if x.op == "cast" and (widens(x.arg.dtype, x.dtype) or (kind == "is" and is_float(x.arg))):
-            return self._kept(kind, x.arg, pick)
+            return self._memoised(kind, x.arg, pick)
         if x.op in ("reshape", "permute"):
             inner = arranged_pick(x, pick)
             if inner is not None:
-                return self._kept(kind, x.arg, inner.pick)
+                return self._memoised(kind, x.arg, inner.pick)
         if x.op == "permute" and pick is None:
             return self._permuted(kind, x)
         if pick is None and x.op == "slice" and x.attrs[2] - x.attrs[1] == 1:
-            return self._kept(kind, x.arg, (x.attrs[0] - x.rank, x.attrs[1]))
-        return self._kept(kind, cut(self.a, x, pick), None)
+            return self._memoised(kind, x.arg, (x.attrs[0] - x.rank, x.attrs[1]))
+        return self._memoised(kind, cut(self.a, x, pick), None)
 
     def _permuted(self, kind: str, x: Value) -> Share | None:
-        """The same of values of which the dims have changed places, and those that have its exponentials."""
-        inner = proven(self._kept(kind, x.arg, None))
-        kept = [axis for axis in x.attrs if x.arg.shape[axis] != 1]
-        order = [sorted(kept).index(axis) for axis in kept]
+        """Return the share of the permute `x`, and add to `logs` the permutes of all values with its generators."""
+        inner = proven(self._memoised(kind, x.arg, None))
+        axes = [axis for axis in x.attrs if x.arg.shape[axis] != 1]
+        order = [sorted(axes).index(axis) for axis in axes]
 
         def move(value: Value) -> Value:
             return self.a.permute(value, order)

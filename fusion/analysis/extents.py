@@ -1,4 +1,4 @@
-"""What is true everywhere at the positions of a mask, whose sizes bound them: which formulas imply which others."""
+"""Decisions about formulas over the positions of a mask, which its sizes bound: comparison, implication, choice."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fusion.graph.dims import is_nonnegative
 
 
 class Extent:
-    """The positions of one mask, whose dims have these sizes."""
+    """The positions of a mask with the dims `shape`; an axis of a formula is the index of a dim."""
 
     def __init__(self, shape: Sequence[Any]) -> None:
         self.shape = tuple(shape)
         self.origin = tuple(self.axis(place) for place in range(len(self.shape)))
 
     def axis(self, place: int) -> Affine:
-        """The position along one axis; a dim of size 1 has only position 0."""
+        """Return the position along the dim `place` as an expression: constant 0 if its size is 1."""
         return number(0) if self.shape[place] == 1 else Affine(MappingProxyType({place: 1}))
 
     def of(self, mask: Value) -> tuple[Affine, ...]:
-        """The positions in a mask that broadcasts to the scores."""
+        """Return the positions in `mask`, which broadcasts to this extent; 0 in dims of size 1."""
         last = self.origin[len(self.origin) - mask.rank :]
         return tuple(number(0) if size == 1 else each for each, size in zip(last, mask.shape, strict=True))
 
     def below_one(self, expression: Affine) -> Formula:
-        """`expression ≤ 0`: True or False where the sizes of the mask decide it."""
+        """Build the formula `expression` ≤ 0: True or False if it holds at all positions or at none."""
         places = {place: factor for place, factor in expression.terms.items() if isinstance(place, int)}
         if len(places) < len(expression.terms):
             return ("le", expression)
@@ -41,7 +41,7 @@ class Extent:
         return False if is_nonnegative(low - 1) else ("le", expression)
 
     def compared(self, op: str, difference: Affine) -> Formula:
-        """`difference op 0`, for op in "le", "lt", "eq", "ne"."""
+        """Build the formula `difference` op 0, for `op` in "le", "lt", "eq", "ne"."""
         match op:
             case "le":
                 return self.below_one(difference)
@@ -52,7 +52,7 @@ class Extent:
                 return equal if op == "eq" else negation(equal)
 
     def implies(self, formula: Formula, other: Formula) -> bool:
-        """Whether it is proven that `other` holds wherever `formula` does."""
+        """True if `other` is proven to hold at every position at which `formula` does."""
         if other is True or formula is False or formula == other:
             return True
         if formula is True or other is False:
@@ -68,15 +68,15 @@ class Extent:
         return formula[0] == other[0] == "le" and self.below_one(other[1] + formula[1].times(-1)) is True
 
     def tightest(self, parts: Sequence[Formula]) -> list[Formula]:
-        """Of formulas that must all hold those that no other one implies."""
-        kept: list[Formula] = []
+        """Drop those of the conjuncts `parts` that another one implies."""
+        minimal: list[Formula] = []
         for each in parts:
-            if not any(self.implies(other, each) for other in kept):
-                kept = [*(other for other in kept if not self.implies(each, other)), each]
-        return kept
+            if not any(self.implies(other, each) for other in minimal):
+                minimal = [*(other for other in minimal if not self.implies(each, other)), each]
+        return minimal
 
     def choice(self, condition: Formula, yes: Formula, no: Formula) -> Formula:
-        """`yes` where the condition holds, else `no`."""
+        """Build the formula: `yes` where `condition` holds, else `no`."""
         otherwise = negation(condition)
         for here, there, where, elsewhere in ((yes, no, condition, otherwise), (no, yes, otherwise, condition)):
             if here is True:

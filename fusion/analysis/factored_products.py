@@ -1,9 +1,10 @@
-"""Products with factors: sums of two as one, of which one may be of int8.
+"""Sums of two scaled matrix products, of which one may have dequantised int8 operands, as one matrix product.
 
     c · q kᵀ + c · q_r k_rᵀ                          =  c · [q, q_r] [k, k_r]ᵀ
     c · (q8 k8ᵀ) · tokens · ones + d · q_r k_rᵀ  =  d · [q8 · tokens · ones · c / d, q_r] [k8, k_r]ᵀ
 
-The model may multiply by scales before the products or behind them, in any order.
+The model may apply the scales to operands or to products, in any order. `tokens` are factors [.., 1] of rows, `ones`
+factors [1] of a tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WIDE = torch.float32
 
 @dataclass(frozen=True)
 class ScaledInt8:
-    """base · rows · ones · number: whole numbers, a factor of each row [.., 1], and those of the whole tensor [1]."""
+    """base · rows · Π ones · number: an int8 tensor, factors [.., 1] of its rows, tensors [1], and a number."""
 
     base: Value
     rows: Value | None = None
@@ -39,31 +40,31 @@ class ScaledInt8:
 
 
 def scaled_int8(a: Algebra, value: Value) -> ScaledInt8 | None:
-    """The int8 that `value` is computed from, with all factors; None where it is something else.
+    """Return the int8 tensor that `value` is dequantised from, with its factors.
 
-    So it is where other factors than those of rows and of the whole tensor stand on it, or where it has an offset.
+    None for any other value, with an offset, and with factors other than of rows or of the tensor.
     """
     grid = grid_of(a, value)
     if grid is None or grid.offsets or grid.shift:
         return None
-    found = ScaledInt8(grid.base, number=grid.number)
+    scaled = ScaledInt8(grid.base, number=grid.number)
     for factor in grid.factors:
         if prod(factor.shape) == 1:
-            found = replace(found, ones=(*found.ones, a.reshape(_plain(factor), (1,))))
+            scaled = replace(scaled, ones=(*scaled.ones, a.reshape(_uncast(factor), (1,))))
             continue
         if factor.shape[-1] != 1:
             return None
-        rows = a.expand(a.cast(_plain(factor), WIDE), (*value.shape[:-1], 1))
-        found = replace(found, rows=rows if found.rows is None else a.mul(found.rows, rows))
-    return found
-
-
-# scores ------------------------------------------------------------------------------------------------------------
+        rows = a.expand(a.cast(_uncast(factor), WIDE), (*value.shape[:-1], 1))
+        scaled = replace(scaled, rows=rows if scaled.rows is None else a.mul(scaled.rows, rows))
+    return scaled
 
 
 @dataclass(frozen=True)
 class Peeled:
-    """number · factors · value with its rows arranged by steps, each factor one of rows [.., 1] or of all."""
+    """number · Π factors · value, followed by `steps`, the reshapes and permutes of its rows.
+
+    Each factor broadcasts to `value`: [.., 1], or one element.
+    """
 
     value: Value
     factors: tuple[Value, ...] = ()
@@ -72,14 +73,17 @@ class Peeled:
 
 
 def peeled(a: Algebra, z: Value, to: str, above: Peeled | None = None) -> Peeled | None:
-    """The value of an op below casts, factors and arrangements of rows, with those `above` as they apply to it."""
+    """Strip casts, factors, and reshapes and permutes of rows from `z`, down to a value of the op `to`.
+
+    `above` has been stripped already, from `z` outwards. None if another op is met.
+    """
     so = replace(above, value=z) if above is not None else Peeled(z)
-    if not is_float(z) and not _holds_rounded(z):
+    if not is_float(z) and not _is_rounded(z):
         return None
     match z.op:
         case _ if z.op == to:
             return so
-        case "cast" if is_rounding(z) or _holds_rounded(z):
+        case "cast" if is_rounding(z) or _is_rounded(z):
             return peeled(a, z.arg, to, so)
         case "scale":
             return peeled(a, z.arg, to, replace(so, number=so.number * z.attrs[0]))
@@ -90,25 +94,27 @@ def peeled(a: Algebra, z: Value, to: str, above: Peeled | None = None) -> Peeled
             return peeled(a, inner, to, replace(so, factors=(*so.factors, factor)))
         case _:
             step = row_step(z)
-            kept = () if step is None else tuple(_below(a, z, each) for each in so.factors)
-            return step and peeled(a, z.arg, to, replace(so, factors=kept, steps=(step, *so.steps)))
+            factors = () if step is None else tuple(_below(a, z, each) for each in so.factors)
+            return step and peeled(a, z.arg, to, replace(so, factors=factors, steps=(step, *so.steps)))
 
 
 def _factor_of(z: Value) -> tuple[Value | None, Value]:
-    """The one factor of a product that is of rows [.., 1] or of all, and what it multiplies; None without one."""
+    """Split the product `z` into its one factor [.., 1] or of one element, and the other operand; None and `z` if there
+    is not exactly one.
+    """
     small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
     if len(small) != 1:
         return None, z
     return small[0], z.args[1] if z.args[0] is small[0] else z.args[0]
 
 
-def _holds_rounded(z: Value) -> bool:
-    """Whether whole numbers hold what was rounded, and nothing else."""
+def _is_rounded(z: Value) -> bool:
+    """True if `z` is the result of a round, through casts, views and clips, in any dtype but bool."""
     return z.dtype is not torch.bool and z.below("cast", "reshape", "permute", "clip").op == "round"
 
 
 def factors_of(a: Algebra, x: Value) -> list[Value]:
-    """The factors of a product, those below the line one by one."""
+    """List the factors of `x`, recursively; 1 / (y · z) has the factors 1 / y and 1 / z."""
     if x.op == "mul":
         return [factor for each in x.args for factor in factors_of(a, each)]
     if x.op == "power" and x.attrs == (-1.0,):
@@ -117,12 +123,12 @@ def factors_of(a: Algebra, x: Value) -> list[Value]:
 
 
 def product_of(a: Algebra, factors: Sequence[Value]) -> Value | None:
-    """Their product; None without any, or where their shapes do not broadcast."""
+    """Multiply `factors`; None if there are none, or if their shapes do not broadcast."""
     return reduce(lambda x, y: None if x is None else a.mul(x, y), factors[1:], factors[0]) if factors else None
 
 
 def _below(a: Algebra, z: Value, factor: Value) -> Value:
-    """A factor of what a view `z` shows, as one of what lies below."""
+    """Convert a `factor` of rows of `z`, a reshape or permute of rows, to the factor of the rows of its argument."""
     if prod(factor.shape) == 1:
         return factor
     rows = a.expand(factor, (*z.shape[:-1], 1))
@@ -133,13 +139,16 @@ def _below(a: Algebra, z: Value, factor: Value) -> Value:
 
 @proof
 def joined(a: Algebra, left: Value, right: Value) -> Value | None:
-    """A sum of two products as one; all factors in the queries, if one is of whole numbers. None for other sums."""
+    """Return `left` + `right`, two scaled matrix products, as one matrix product with concatenated operands.
+
+    If one product is of int8, the factors of both are applied to the left operand. None for any other sum.
+    """
     first, second = (proven(peeled(a, each, "matmul")) for each in (left, right))
     must(first.steps == second.steps and first.value.shape == second.value.shape)
-    of_floats = [each for each in (first, second) if not _is_int8(a, each.value)]
-    number = of_floats[0].number if of_floats else 0.0
+    floating = [each for each in (first, second) if not _is_int8(a, each.value)]
+    number = floating[0].number if floating else 0.0
     must(number)
-    if len(of_floats) == 2:
+    if len(floating) == 2:
         must(first.number == second.number and not first.factors and not second.factors)
         pairs = ((each.value.arg, swapped(a, each.value.args[1])) for each in (first, second))
         queries, keys = (_below_widening(a, *pair) for pair in zip(*pairs, strict=True))
@@ -151,14 +160,14 @@ def joined(a: Algebra, left: Value, right: Value) -> Value | None:
 
 
 def _below_widening(a: Algebra, left: Value, right: Value) -> Value:
-    """Two tensors joined along their last dim, before both are widened if they are."""
+    """Concatenate two tensors along the last dim; below their casts, if both are widened from the same dtype."""
     if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype and widens(left.arg.dtype, left.dtype):
         return a.cast(_side_by_side(a, left.arg, right.arg), left.dtype)
     return _side_by_side(a, left, right)
 
 
 def _side_by_side(a: Algebra, left: Value, right: Value) -> Value:
-    """Two tensors joined along their last dim; what one has for all heads is repeated."""
+    """Concatenate two tensors of one dtype along the last dim, after broadcasting the other dims."""
     must(left.dtype == right.dtype)
     lead = proven(broadcast(left.shape[:-1], right.shape[:-1]))
     return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)
@@ -169,15 +178,15 @@ def _is_int8(a: Algebra, product: Value) -> bool:
     return scaled_int8(a, x) is not None and scaled_int8(a, swapped(a, y)) is not None
 
 
-def _with_factors(a: Algebra, found: Peeled, number: float) -> Value:
-    x = a.cast(found.value.arg, WIDE)
-    for factor in found.factors:
-        x = proven(a.mul(x, a.cast(_plain(factor), WIDE)))
-    return a.scale(x, found.number / number)
+def _with_factors(a: Algebra, product: Peeled, number: float) -> Value:
+    x = a.cast(product.value.arg, WIDE)
+    for factor in product.factors:
+        x = proven(a.mul(x, a.cast(_uncast(factor), WIDE)))
+    return a.scale(x, product.number / number)
 
 
-def _plain(factor: Value) -> Value:
-    """A factor before it was cast from floats to floats."""
+def _uncast(factor: Value) -> Value:
+    """Strip casts between floats from `factor`."""
     while factor.op == "cast" and is_float(factor.arg):
         factor = factor.arg
     return factor
@@ -185,7 +194,10 @@ def _plain(factor: Value) -> Value:
 
 @proof
 def scaled_sum(a: Algebra, z: Value) -> Value | None:
-    """(products added) · factors, of rows or of all, as one product; None for others."""
+    """Return (product + product) · Π factors as one matrix product; factors are [.., 1] or of one element.
+
+    None for any other value.
+    """
     factors: list[Value] = []
     number = 1.0
     while z.op in ("mul", "scale", "cast") and is_float(z):
@@ -203,7 +215,12 @@ def scaled_sum(a: Algebra, z: Value) -> Value | None:
 
 
 def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tuple[Any, ...]], ...]] | None:
-    """P k8 with the factors behind it put to k8, and how the result is arranged; None where `value` is no such sum."""
+    """Move the factors of the matrix product P · v, for dequantised int8 v, to v; return the product and later views.
+
+    Returns:
+        P · (v · factors), and the (op, shape or order) of each reshape and permute of it in `value`, in order. None for
+        any other value, and if there are no factors to move.
+    """
     ones: list[Value] = []
     steps: list[tuple[str, tuple[Any, ...]]] = []
     number = 1.0
@@ -225,5 +242,5 @@ def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tupl
     values = value.args[1]
     for one in ones:
         values = a.mul(values, a.cast(one, values.dtype)) or values
-    inside = (value.arg, a.scale(values, number))  # made as it is: `matmul` would put the number outside again
+    inside = (value.arg, a.scale(values, number))  # not by `matmul`, which would move the number out again
     return a.make("matmul", inside, (), value.shape, value.dtype), tuple(reversed(steps))

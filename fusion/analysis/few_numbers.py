@@ -1,4 +1,4 @@
-"""The few numbers that a tensor consists of, each with the formula of where it stands."""
+"""Tensors of a few different numbers, as number -> formula of the positions that have it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ from fusion.analysis.affine import Formula, disjunction, negation
 from fusion.analysis.dtypes import held_number
 from fusion.graph import Value
 
-MOST = 8  # different constants that a mask of floats may have
+MOST = 8
+"""The largest count of different numbers for which a tensor is described so."""
 
 
-def of_truth(dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
-    """1 where the formula holds, else 0."""
+def indicator(dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
+    """Describe the tensor that is 1 where `formula` holds, else 0."""
     return merged([(1, formula), (0, negation(formula))], dtype)
 
 
 def merged(pairs: Iterable[tuple[float, Formula]], dtype: torch.dtype | None) -> dict[float, Formula] | None:
-    """One formula for each number as the dtype holds it; NaN, as of 0 · ∞, is one of them."""
-    found: dict[float, Formula] = {}
+    """Convert the numbers of (number, formula) `pairs` to `dtype`, and join the formulas of equal ones by "or".
+
+    NaN is one number. None if torch leaves a conversion open, or if there are more than `MOST` numbers.
+    """
+    formulas: dict[float, Formula] = {}
     for value, formula in pairs:
         if formula is False:
             continue
-        kept = held_number(value, dtype)
-        if kept is None:
+        number = held_number(value, dtype)
+        if number is None:
             return None
-        kept = math.nan if math.isnan(kept) else kept
-        found[kept] = disjunction(found.get(kept, False), formula)
-    return found if len(found) <= MOST else None
+        number = math.nan if math.isnan(number) else number  # one object, as NaN is not equal to itself
+        formulas[number] = disjunction(formulas.get(number, False), formula)
+    return formulas if len(formulas) <= MOST else None
 
 
 def zero_at(choice: Value) -> Value | None:
-    """The side of a choice that is 0 wherever it is taken, as in where(bool(m), v, m) and where(m == 0, m, v)."""
+    """Return the operand of `choice`, a where, that is 0 wherever the condition selects it; None if neither is.
+
+    where(bool(m), v, m) and where(m == 0, m, v) give m.
+    """
     condition, yes, no = choice.args
     test = condition.arg if condition.op == "not" else condition
     if test.op == "compare" and test.attrs[0] in ("eq", "ne"):
@@ -48,5 +55,5 @@ def zero_at(choice: Value) -> Value | None:
 
 
 def logarithm(value: float) -> float:
-    """Of a number that may be 0 or negative, as torch has it."""
+    """Compute log(value) as torch does: -inf of 0, NaN of negative numbers."""
     return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan

@@ -1,6 +1,6 @@
-"""Floors: positive numbers that no element of a value lies below, NaN apart, as far as how it was computed tells.
+"""Floors: positive lower bounds of all elements of a value but NaN, derived from how the value is computed.
 
-mean of the k largest of softmax(x) over E  ≥  1 / E         k · it, which is their sum  ≥  k / E
+mean of the k largest of softmax(x) over E  ≥  1 / E         their sum, k · mean  ≥  k / E
 """
 
 from __future__ import annotations
@@ -12,40 +12,43 @@ from fusion.graph import Value
 from fusion.graph.proof import proven
 
 _ROUNDED = 0.98
-"""How much of a floor the roundings of a softmax and of a sum of its shares, in 16 bits, leave at least."""
+"""The factor by which rounding a softmax and a sum of its weights to 16 bits may lower a floor."""
 
 _SHARES = tuple((-1, "nan", less) for less in ("greatest", "nothing"))
-"""Attributes of a softmax whose shares add up to 1: a log-sum-exp that is subtracted is rounded."""
+"""Attributes of softmaxes whose weights sum to 1: one that subtracts a rounded log-sum-exp does not."""
 
 
 def is_above(x: Value, number: float) -> bool:
-    """Whether every element of floats is proven to be larger than a number, or to be NaN."""
+    """True if every element of `x` (floats) is proven to be greater than `number`, or NaN."""
     floor = _floor(x)
-    return floor > 0 and number < _ROUNDED * floor  # of what has no floor nothing is known, of negative numbers either
+    return floor > 0 and number < _ROUNDED * floor  # 0 is no floor: elements may be negative
 
 
 def absorbs(x: Value, number: float) -> bool:
-    """Whether adding a number changes no element: it is less than half of what float64 tells apart there."""
+    """True if x + `number` rounds to x in float64 for every element: less than half a unit in the last place."""
     return 0 <= number < _ROUNDED * _floor(x) * torch.finfo(torch.float64).eps / 4
 
 
 def _floor(x: Value) -> float:
-    """0 where nothing is known."""
+    """Return a floor of `x` as computed without rounding to 16 bits; 0 if none is known."""
     match x.op:
         case "scale" if x.attrs[0] > 0:
-            return _held(x.attrs[0] * _floor(x.arg), x)
+            return _unless_subnormal(x.attrs[0] * _floor(x.arg), x)
         case "reshape":
             return _floor(x.arg)
         case "cast" if is_rounding(x):
-            return _held(_floor(x.arg), x)
+            return _unless_subnormal(_floor(x.arg), x)
         case "mean" if x.attrs == (-1,):
-            return _held(_mean_of_largest(x.arg), x)
+            return _unless_subnormal(_mean_of_largest(x.arg), x)
         case _:
             return 0.0
 
 
 def _mean_of_largest(x: Value) -> float:
-    """Of a row of the largest of a softmax: these are no less, on the average, than all; the mean of none is NaN."""
+    """Return a floor of the mean of `x` [.., k], if it is the k largest of a softmax over E: 1 / E; else 0.
+
+    The mean of the largest is no less than the mean of all; for k = 0 it is NaN.
+    """
     largest = rows_below(x)
     if largest.op != "largest":
         return 0.0
@@ -53,9 +56,9 @@ def _mean_of_largest(x: Value) -> float:
     size = shares.shape[-1]
     if shares.op != "softmax" or shares.attrs not in _SHARES or not isinstance(size, int):
         return 0.0
-    return _held(1 / size, shares)
+    return _unless_subnormal(1 / size, shares)
 
 
-def _held(number: float, x: Value) -> float:
-    """A number, 0 where the dtype of `x` holds it with fewer digits than others."""
+def _unless_subnormal(number: float, x: Value) -> float:
+    """Return `number`; 0 if it is subnormal in the dtype of `x`, as `_ROUNDED` is the error of normal numbers."""
     return number if number and number >= torch.finfo(proven(x.dtype)).tiny else 0.0

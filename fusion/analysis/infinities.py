@@ -1,4 +1,4 @@
-"""Infinite numbers that a graph writes itself, as masks of scores are filled with them, and how far they get."""
+"""Infinities that a graph itself writes, such as the -inf of masks, and the values that they reach."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from collections.abc import Sequence
 from fusion.graph import Value
 
 _ENDS = ("matmul", "softmax", "sigmoid", "tanh", "exp", "compare", "below", "input")
-"""Ops whose results are finite, or taken to be, whatever they are computed from; or that read nothing."""
+"""Ops whose results are finite for infinite operands, or are assumed to be; and inputs, assumed finite."""
 
 
 def may_hold_infinity(x: Value) -> bool:
-    """Whether an infinite number that the graph writes may be among those of a value."""
-    return any(map(_is_infinite, x.sources(_passed_on)))
-
-
-def _is_infinite(x: Value) -> bool:
-    return x.op == "full" and math.isinf(x.attrs[0])
+    """True if an infinity that the graph writes as a constant may reach `x`."""
+    return any(each.op == "full" and math.isinf(each.attrs[0]) for each in x.sources(_passed_on))
 
 
 def _passed_on(x: Value) -> Sequence[Value]:
-    """Of which arguments infinite numbers go on."""
+    """Return the arguments of `x` whose infinities may be in its result."""
     return () if x.op in _ENDS else x.args[1:] if x.op == "where" else x.args

@@ -1,4 +1,4 @@
-"""Floats that int8 stand for: (n + offset) · scale, in whatever order casts, views and factors are written.
+"""Dequantised int8: floats (n + offset) · scale of an int8 n, in whatever order casts, views and factors are written.
 
 k8.float() * s        (k8 - z) * s        k8.to(bf16) * 0.05        (k8[table] * s).view(..)
 """
@@ -18,7 +18,7 @@ from fusion.graph import Algebra, Value
 
 @dataclass(frozen=True)
 class Grid:
-    """(base + Σ offsets + shift) · Π factors · number, base in int8; offsets and factors broadcast to it."""
+    """(base + Σ offsets + shift) · Π factors · number; `base` is int8, and offsets and factors broadcast to it."""
 
     base: Value
     factors: tuple[Value, ...] = ()
@@ -28,47 +28,50 @@ class Grid:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether anything multiplies the sum: what is added behind is no offset."""
+        """True if there is a factor, after which an addend is no offset."""
         return bool(self.factors) or self.number != 1
 
 
 def grid_of(a: Algebra, value: Value) -> Grid | None:
-    """What `value` is computed from, but for roundings between floats; None where that is no int8."""
-    known: dict[Value, Grid | None] = {}  # a value may be reached in as many ways as 2 to the length of a chain
+    """Return the grid that `value` is computed from, ignoring casts between floats; None if it is not of int8."""
+    known: dict[Value, Grid | None] = {}  # without a memo the work is exponential in the length of a chain
 
-    def of(x: Value) -> Grid | None:
+    def inner(x: Value) -> Grid | None:
         if x not in known:
-            known[x] = _read(a, x, of)
+            known[x] = _read(a, x, inner)
         return known[x]
 
-    return of(value)
+    return inner(value)
 
 
-def _read(a: Algebra, value: Value, of: Callable[[Value], Grid | None]) -> Grid | None:
-    """The same by what `of` says of its arguments."""
+def _read(a: Algebra, value: Value, inner: Callable[[Value], Grid | None]) -> Grid | None:
+    """Return the grid of `value`, given those of its arguments by `inner`."""
     match value.op:
         case "cast" if value.arg.dtype == torch.int8:
             return Grid(value.arg) if is_float(value) else None
         case "cast" if is_rounding(value):
-            return of(value.arg)
+            return inner(value.arg)
         case "scale" | "shift" if is_float(value):
-            return _by_number(of(value.arg), value)
+            return _with_number(inner(value.arg), value)
         case "mul" | "add":
             sides = (value.args, value.args[::-1])
-            found = (_joined(of(x), x, other, value) for x, other in sides)
-            return next((each for each in found if each is not None), None)
+            grids = (_with_operand(inner(x), x, other, value) for x, other in sides)
+            return next((each for each in grids if each is not None), None)
         case "reshape" | "permute" | "expand" | "slice" if is_float(value):
-            found = of(value.arg)
-            return found and _viewed(a, found, value)
+            grid = inner(value.arg)
+            return grid and _viewed(a, grid, value)
         case "cat" if is_float(value) and value.attrs[0] < value.rank - 1:
-            found = [of(each) for each in value.args]
-            return _beside(a, [each for each in found if each is not None], value)
+            grids = [inner(each) for each in value.args]
+            return _concatenated(a, [each for each in grids if each is not None], value)
         case _:
             return None
 
 
-def _beside(a: Algebra, parts: Sequence[Grid], joined: Value) -> Grid | None:
-    """Of what is joined along a dim that is not the last, if every piece is made alike."""
+def _concatenated(a: Algebra, parts: Sequence[Grid], joined: Value) -> Grid | None:
+    """Return the grid of `joined`, a cat of values with the grids `parts` along a dim but the last.
+
+    None unless every piece has a grid, and all have as many factors and offsets and the same `number` and `shift`.
+    """
     (axis,) = joined.attrs
     alike = {(len(each.factors), len(each.offsets), each.number, each.shift) for each in parts}
     if len(parts) != len(joined.args) or len(alike) != 1:
@@ -89,40 +92,40 @@ def _beside(a: Algebra, parts: Sequence[Grid], joined: Value) -> Grid | None:
     return replace(parts[0], base=base, factors=factors, offsets=offsets)
 
 
-def _by_number(found: Grid | None, value: Value) -> Grid | None:
-    """Times a number, or with one that is added before anything multiplies it."""
-    if found is None or value.op == "scale":
-        return found and replace(found, number=found.number * value.attrs[0])
-    return None if found.is_scaled else replace(found, shift=found.shift + value.attrs[0])
+def _with_number(grid: Grid | None, value: Value) -> Grid | None:
+    """Multiply `grid` by the number of `value`, a scale, or add that of a shift, unless there is a factor already."""
+    if grid is None or value.op == "scale":
+        return grid and replace(grid, number=grid.number * value.attrs[0])
+    return None if grid.is_scaled else replace(grid, shift=grid.shift + value.attrs[0])
 
 
-def _joined(found: Grid | None, x: Value, other: Value, value: Value) -> Grid | None:
-    """With one more factor or offset, which `x` is not broadcast to."""
-    if found is None or x.shape != value.shape:
+def _with_operand(grid: Grid | None, x: Value, other: Value, value: Value) -> Grid | None:
+    """Add `other` to the factors, or offsets, of the `grid` of `x`, for `value` = x · other, or x + other.
+
+    None if `x` is broadcast, or if an offset would follow a factor.
+    """
+    if grid is None or x.shape != value.shape:
         return None
     if value.op == "mul":
-        return replace(found, factors=(*found.factors, other))
-    return None if found.is_scaled else replace(found, offsets=(*found.offsets, other))
+        return replace(grid, factors=(*grid.factors, other))
+    return None if grid.is_scaled else replace(grid, offsets=(*grid.offsets, other))
 
 
-def _viewed(a: Algebra, found: Grid, view: Value) -> Grid:
-    """The same seen through a view."""
+def _viewed(a: Algebra, grid: Grid, view: Value) -> Grid:
+    """Apply `view` (a reshape, permute, expand or slice) to all tensors of `grid`."""
 
     def seen(x: Value) -> Value:
         if prod(x.shape) == 1:
             return x
         alike = view.shape[-1:] == view.arg.shape[-1:] and (view.op != "permute" or view.attrs[-1] == view.rank - 1)
-        wide = (*found.base.shape[:-1], x.shape[-1] if alike else found.base.shape[-1])
+        wide = (*grid.base.shape[:-1], x.shape[-1] if alike else grid.base.shape[-1])
         x = a.expand(x, wide)
         if view.op == "slice":
             return a.cut(x, view.attrs[0] - view.rank, *view.attrs[1:])
-        return a.permute(x, view.attrs) if view.op == "permute" else _shaped(a, x, view, alike)
+        if view.op == "permute":
+            return a.permute(x, view.attrs)
+        shape = (*view.shape[:-1], wide[-1] if alike else view.shape[-1])
+        return a.expand(x, shape) if view.op == "expand" else a.reshape(x, shape)
 
-    parts = {name: tuple(map(seen, getattr(found, name))) for name in ("factors", "offsets")}
-    return replace(found, base=seen(found.base), **parts)
-
-
-def _shaped(a: Algebra, x: Value, view: Value, alike: bool) -> Value:
-    """As a reshape or an expand shows it, but for a last dim of its own."""
-    shape = (*view.shape[:-1], x.shape[-1] if alike else view.shape[-1])
-    return a.expand(x, shape) if view.op == "expand" else a.reshape(x, shape)
+    parts = {name: tuple(map(seen, getattr(grid, name))) for name in ("factors", "offsets")}
+    return replace(grid, base=seen(grid.base), **parts)

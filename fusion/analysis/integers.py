@@ -1,7 +1,7 @@
-"""Integers of a mask as affine expressions over its own positions: Σ c·position + Σ c·leaf[..] + constant.
+"""Integers of a mask as affine expressions of its positions: Σ c·position + Σ c·leaf[..] + constant.
 
-A tensor that only passes on elements of another is looked through. What cannot be followed is a leaf: a tensor that is
-read at known positions. An expression is followed as far as no dtype on the way is proven to make it wrap round.
+Views and gathers are followed to their source. Any value that is not affine in its operands, or may wrap round in its
+dtype, is a leaf: an element at known positions.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fusion.graph.proof import must, proof, proven
 
 
 class Integers(Extent):
-    """Evaluates integers at the positions of one mask, whose dims have these sizes."""
+    """Evaluation of integer tensors at the positions of a mask with the dims `shape`."""
 
     def __init__(self, shape: Sequence[Any], folder: Folder) -> None:
         super().__init__(shape)
         self._folder = folder
-        self.lengths: set[Any] = set()  # of what is joined: sizes, which are not negative
+        self.lengths: set[Any] = set()  # sizes of concatenated pieces: known not to be negative
 
     def truth(self, x: Value, at: Sequence[Affine]) -> Formula:
-        """A tensor of booleans at these positions."""
+        """Evaluate the element x[at] of a boolean tensor as a formula."""
         raise NotImplementedError
 
     def affine(self, x: Value, at: Sequence[Affine]) -> Affine:
-        """A tensor of whole numbers at these positions."""
+        """Evaluate the element x[at] of an integer tensor as an affine expression."""
         below = self._view(x, at)
         if below is not None:
             return self.affine(*below)
@@ -52,7 +52,7 @@ class Integers(Extent):
                 return number(x.attrs[0])
             case "shift":
                 return self.affine(x.arg, at).plus(int(x.attrs[0]))
-            case "scale" if x.arg.op != "mean":  # of which a sum is made
+            case "scale" if x.arg.op != "mean":  # N · mean is a sum
                 return self.affine(x.arg, at).times(int(x.attrs[0]))
             case "add":
                 left, right = (self.affine(each, spread(each, x, at)) for each in x.args)
@@ -61,15 +61,15 @@ class Integers(Extent):
                 return self.affine(x.arg, at)
             case "cast" if x.arg.dtype is torch.bool and isinstance(holds := self.truth(x.arg, at), bool):
                 return number(int(holds))
-            case "cat" if (one := self._run_on(x, at)) is not None:
-                return one
-            case "cumsum" if not (each := self.affine(x.arg, at)).terms:  # of what is the same at every position
+            case "cat" if (expression := self._continued(x, at)) is not None:
+                return expression
+            case "cumsum" if not (each := self.affine(x.arg, at)).terms:  # constant along the axis
                 return at[x.attrs[0]].plus(1).times(each.constant)
             case _:
                 return Affine(MappingProxyType({Leaf(x, tuple(at)): 1}))
 
     def _view(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
-        """Where a value only passes on elements of another: that one, and the positions there."""
+        """Return (source, positions) with source[positions] = x[at]; None if `x` is neither a view nor a gather."""
         match x.op:
             case "expand":
                 return x.arg, spread(x.arg, x, at)
@@ -84,64 +84,67 @@ class Integers(Extent):
                 axis, start, _ = x.attrs
                 return x.arg, (*at[:axis], at[axis].plus(start), *at[axis + 1 :])
             case "reshape":
-                kept = [each for each, size in zip(at, x.shape, strict=True) if size != 1]
                 if but_ones(x.shape) != but_ones(x.arg.shape):
                     return None
-                sizes = iter(kept)
-                return x.arg, tuple(number(0) if size == 1 else next(sizes) for size in x.arg.shape)
+                own = iter([each for each, size in zip(at, x.shape, strict=True) if size != 1])
+                return x.arg, tuple(number(0) if size == 1 else next(own) for size in x.arg.shape)
             case "index":
                 return self._gathered(x, at)
             case "take":
                 source, places = x.args
-                own = source.rank - (x.rank - places.rank) - 1
-                return source, (*at[:own], self.affine(places, at[: places.rank]), *at[places.rank :])
+                lead = source.rank - (x.rank - places.rank) - 1
+                return source, (*at[:lead], self.affine(places, at[: places.rank]), *at[places.rank :])
             case _:
                 return None
 
     def _gathered(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
-        """x[i, j] or x[.., i], none of which counts from the end, as masks read padding and their rows."""
-        source, found = self._indexed(x, at)
-        taken = [found[place] for place in x.attrs if found]
-        return (source, found) if taken and all(self.below_one(e.times(-1)) is True for e in taken) else None
+        """Return (source, positions) with source[positions] = x[at], for a gather x = source[i, j] or source[.., i].
 
-    def _indexed(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]]:
-        """Where an index for every dim of x, or for one, reads it, if none counts from the end; () for others."""
+        None for gathers by several, but not all, dims; and unless the indices are proven not to be negative, as those
+        count from the end.
+        """
         source, indices = x.arg, x.args[1:]
         if x.attrs == tuple(range(source.rank)):
-            return source, tuple(self.affine(each, spread(each, x, at)) for each in indices)
-        if len(indices) != 1:
-            return source, ()
-        place, behind = x.attrs[0], x.attrs[0] + indices[0].rank
-        return source, (*at[:place], self.affine(indices[0], at[place:behind]), *at[behind:])
+            positions = tuple(self.affine(each, spread(each, x, at)) for each in indices)
+        elif len(indices) == 1:
+            place, behind = x.attrs[0], x.attrs[0] + indices[0].rank
+            positions = (*at[:place], self.affine(indices[0], at[place:behind]), *at[behind:])
+        else:
+            return None
+        taken = [positions[place] for place in x.attrs]
+        return (source, positions) if taken and all(self.below_one(e.times(-1)) is True for e in taken) else None
 
     def _pieces(self, x: Value, at: Sequence[Affine]) -> list[tuple[Value, tuple[Affine, ...]]]:
-        """What is joined, each piece with the positions in it."""
-        axis, start, found = x.attrs[0], 0, []
+        """List the pieces of the concatenation `x`, each with the positions `at` relative to it."""
+        axis, start, pieces = x.attrs[0], 0, []
         for piece in x.args:
             moved = number(0) if piece.shape[axis] == 1 else at[axis].plus(-start)
-            found.append((piece, (*at[:axis], moved, *at[axis + 1 :])))
+            pieces.append((piece, (*at[:axis], moved, *at[axis + 1 :])))
             self.lengths.add(piece.shape[axis])
             start += piece.shape[axis]
-        return found
+        return pieces
 
     @proof
-    def _run_on(self, x: Value, at: Sequence[Affine]) -> Affine | None:
-        """Whole numbers that are joined and go on as one expression: those of the first piece of several rows."""
+    def _continued(self, x: Value, at: Sequence[Affine]) -> Affine | None:
+        """Evaluate the concatenation `x` at `at` by the expression of its first piece of a size other than 1.
+
+        None unless the expression holds for all other pieces as well.
+        """
         axis, pieces = x.attrs[0], self._pieces(x, at)
         sizes = [piece.shape[axis] for piece, _ in pieces]
         starts = [0, *accumulate(sizes)]
         long = proven(next((place for place, size in enumerate(sizes) if size != 1), None))
-        found = self.affine(*pieces[long])
+        expression = self.affine(*pieces[long])
         for place, each in enumerate(pieces):
             there = (*at[:axis], number(starts[place] - starts[long]), *at[axis + 1 :])
-            must(self.affine(*each) == (found if sizes[place] != 1 else self.affine(pieces[long][0], there)))
-        return found
+            must(self.affine(*each) == (expression if sizes[place] != 1 else self.affine(pieces[long][0], there)))
+        return expression
 
-    def _of_pieces(self, formulas: Sequence[Formula], x: Value, at: Sequence[Affine]) -> Formula:
-        """The formula of each piece where that piece stands."""
+    def _by_piece(self, formulas: Sequence[Formula], x: Value, at: Sequence[Affine]) -> Formula:
+        """Build the formula that is `formulas[n]` at the positions of piece n of the concatenation `x`."""
         axis = x.attrs[0]
         *ends, _ = accumulate(piece.shape[axis] for piece in x.args)
-        *firsts, found = formulas
+        *firsts, result = formulas
         for end, formula in zip(reversed(ends), reversed(firsts), strict=True):
-            found = self.choice(self.below_one(at[axis].plus(1 - end)), formula, found)
-        return found
+            result = self.choice(self.below_one(at[axis].plus(1 - end)), formula, result)
+        return result

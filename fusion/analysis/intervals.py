@@ -1,10 +1,10 @@
-"""Intervals: between which whole numbers every element of a value lies, as far as how it was computed tells.
+"""Interval arithmetic: bounds of all elements of an integer value, derived from how the value is computed.
 
-remainder(x, m)  → 0 … m - 1          clamp(x, low, high)  → low … high          everything else from its arguments
+remainder(x, m)  → 0 … m - 1          clamp(x, low, high)  → low … high          other ops from their arguments
 
-What its dtype cannot hold wraps round, and is known to lie within the dtype only. Two things are assumed. Numbers of
-int64 that only the inputs know are positions, sizes or slots, below 2^48. Symbolic sizes are below 2^31: more positions
-fill no memory. So counting them wraps round in dtypes narrower than int32 alone.
+A result that may overflow its dtype wraps round, and has the bounds of the dtype. Two assumptions: int64 inputs are
+positions, sizes or slots, below 2^48 in magnitude; symbolic sizes are below 2^31, as no memory has more positions, so
+that positions overflow only dtypes narrower than int32.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Range = tuple[float, float]
 
 
 def bounds(x: Value) -> Range:
-    """The least and the greatest number that `x`, a tensor of whole numbers, can hold; infinite beyond all sizes."""
-    low, high = _lies(x)
+    """Return bounds (low, high) of all elements of `x`, an integer tensor; infinite from 2^31 - 1 in magnitude."""
+    low, high = _range(x)
     return -math.inf if low <= -_LARGEST else low, math.inf if high >= _LARGEST else high
 
 
-def _lies(x: Value) -> Range:
-    found = _computed(x)
-    return found if found is not None and _fits(found, x.dtype) else of_dtype(x.dtype)
+def _range(x: Value) -> Range:
+    computed = _computed(x)
+    return computed if computed is not None and _fits(computed, x.dtype) else of_dtype(x.dtype)
 
 
 def is_exact(x: Value) -> bool:
-    """Whether what `x` computes of whole numbers is proven not to wrap round in its dtype."""
-    found = _computed(x)
-    return found is not None and _fits(found, x.dtype)
+    """True if the integer result of `x` is proven not to overflow its dtype."""
+    computed = _computed(x)
+    return computed is not None and _fits(computed, x.dtype)
 
 
 def keeps_integers(x: Value) -> bool:
@@ -48,14 +48,14 @@ def keeps_integers(x: Value) -> bool:
 
 
 def uncast(x: Value, *through: str) -> Value:
-    """Whole numbers before casts that keep them, all of dtypes of positions; `through` are ops that are passed too."""
+    """Strip casts between index dtypes that change no element of `x`, and ops named in `through`."""
     while x.op in through or (x.op == "cast" and {x.arg.dtype, x.dtype} <= INDEX_DTYPES and is_exact(x)):
         x = x.arg
     return x
 
 
 def of_dtype(dtype: torch.dtype | None) -> Range:
-    """All that a tensor of a dtype may hold."""
+    """Return the bounds of all numbers of `dtype`: ±2^48 for int64, and for dtypes that are no integers."""
     if dtype is torch.bool:
         return 0, 1
     if dtype not in INTEGERS or dtype is torch.int64:
@@ -63,15 +63,15 @@ def of_dtype(dtype: torch.dtype | None) -> Range:
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-def _fits(found: Range, dtype: torch.dtype | None) -> bool:
+def _fits(interval: Range, dtype: torch.dtype | None) -> bool:
     if dtype not in INTEGERS:
         return False
     limits = torch.iinfo(dtype)
-    return limits.min <= found[0] <= found[1] <= limits.max
+    return limits.min <= interval[0] <= interval[1] <= limits.max
 
 
 def _computed(x: Value) -> Range | None:
-    """Where the numbers lie before they are kept in the dtype; None where that is not known."""
+    """Return bounds of the result of `x` before it wraps round in its dtype; None if they are unknown."""
     match x.op:
         case "constant":
             return min(x.attrs[0], default=0), max(x.attrs[0], default=0)
@@ -89,46 +89,46 @@ def _computed(x: Value) -> Range | None:
             size = x.shape[x.attrs[0]]
             return 0, size - 1 if isinstance(size, int) else _LARGEST
         case "reshape" | "expand" | "permute" | "slice" | "narrow" | "index" | "take" | "ascending":
-            return _lies(x.arg)
+            return _range(x.arg)
         case "cast":
-            return _lies(x.arg) if is_integer(x.arg) or x.arg.dtype is torch.bool else None
+            return _range(x.arg) if is_integer(x.arg) or x.arg.dtype is torch.bool else None
         case _:
-            return _of_arithmetic(x)
+            return _arithmetic(x)
 
 
-def _of_arithmetic(x: Value) -> Range | None:
+def _arithmetic(x: Value) -> Range | None:
     match x.op:
         case "shift":
-            low, high = _lies(x.arg)
+            low, high = _range(x.arg)
             return low + x.attrs[0], high + x.attrs[0]
         case "scale":
-            return _scaled(_lies(x.arg), x.attrs[0])
+            return _scaled(_range(x.arg), x.attrs[0])
         case "cumsum":
             size = x.shape[x.attrs[0]]
-            low, high = _lies(x.arg)
+            low, high = _range(x.arg)
             most = size if isinstance(size, int) else _LARGEST
             return min(low, low * most), max(high, high * most)
         case "add":
-            (low, high), (least, most) = map(_lies, x.args)
+            (low, high), (least, most) = map(_range, x.args)
             return low + least, high + most
         case "where" | "cat":
-            lows, highs = zip(*map(_lies, x.args[1:] if x.op == "where" else x.args), strict=True)
+            lows, highs = zip(*map(_range, x.args[1:] if x.op == "where" else x.args), strict=True)
             return min(lows), max(highs)
         case "floor_divide":
-            low, high = _lies(x.arg)
+            low, high = _range(x.arg)
             return low // x.attrs[0], high // x.attrs[0]
         case "remainder":
             return 0, x.attrs[0] - 1
         case "clamp":
-            low, high = _lies(x.arg)
+            low, high = _range(x.arg)
             least, most = x.attrs
             return min(max(low, least), most), min(max(high, least), most)
         case _:
             return None
 
 
-def _scaled(found: Range, factor: float) -> Range:
-    ends = sorted(each * factor for each in found)
+def _scaled(interval: Range, factor: float) -> Range:
+    ends = sorted(each * factor for each in interval)
     return ends[0], ends[1]
 
 

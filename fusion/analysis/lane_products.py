@@ -1,6 +1,6 @@
-"""Lanes as sums of products: each is (a lane of x) · (a lane of a table) + ..., down to the tensors behind it.
+"""Every lane of a value as a sum of products (lane of a leaf) · (lane of a leaf).
 
-Whatever way a rotation was written, lane j ends as the same sum.
+However a rotation x · cos + rotated(x) · sin is written, its lane j becomes the same sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusion.graph.algebra import of_constants, widens
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor per lane: sign or scale, which leaf, and which lane of it."""
+    """One factor of every lane: coefficient · (lane `index` of the leaf with the number `leaf`); arrays [lanes]."""
 
     coefficient: NDArray[np.float64]
     leaf: Index
@@ -32,7 +32,10 @@ class Factor:
 
 @dataclass(frozen=True)
 class Term:
-    """One product per lane; `second` is NONE where the lane passes through without a table."""
+    """One product of every lane: coefficient · first · second; the leaf of `second` is NONE for a single factor.
+
+    `coefficient` includes those of the factors.
+    """
 
     coefficient: NDArray[np.float64]
     first: Factor
@@ -41,30 +44,38 @@ class Term:
 
 @dataclass
 class Leaves:
-    """The tensors at which lanes end, numbered, and the dtypes in which their products are computed.
+    """The tensors that lanes come from, collected while lanes are followed.
 
-    `rounded` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]], each of
-    which it rounds where the whole is; without it, such an operand is `joined` from them: a leaf itself.
+    Attributes:
+        rounded: (value, dtype) -> the value cast to dtype. With it the lanes of one operand may come from several
+            leaves, as of a table [[cos, -sin], [sin, cos]], each rounded where the operand is; without it such an
+            operand is a leaf itself.
+        joined: True if an operand whose lanes come from several tensors was taken as a leaf.
+        found: (leaf, number of its last dims that are lanes), in the order of leaf numbers.
+        computed: the dtypes in which products are computed.
+        folder: the memo of constant folding.
     """
 
     rounded: Callable[[Value, torch.dtype | None], Value] | None = None
     joined: bool = False
     found: list[tuple[Value, int]] = field(default_factory=list)
     computed: set[torch.dtype | None] = field(default_factory=set)
-
     folder: Folder = field(default_factory=Folder)
 
     def number(self, value: Value, depth: int) -> int:
-        """Number of this leaf, new or known; the same lanes in another shape are the same leaf."""
-        known = (place for place, each in enumerate(self.found) if _run_of(*each) == _run_of(value, depth))
+        """Return the number of the leaf `value`, whose last `depth` dims are lanes; add it if it is new.
+
+        Leaves that differ in the shape of their lane dims alone are one leaf.
+        """
+        known = (place for place, each in enumerate(self.found) if _identity(*each) == _identity(value, depth))
         number = next(known, len(self.found))
         if number == len(self.found):
             self.found.append((value, depth))
         return number
 
 
-def _run_of(value: Value, depth: int) -> tuple[object, ...]:
-    """What a leaf is, however its dims of lanes are divided, before it is cast or after."""
+def _identity(value: Value, depth: int) -> tuple[object, ...]:
+    """Return a key of a leaf that ignores how its lane dims are split, and the order of reshapes and casts."""
     lead = value.rank - depth
     below, dtypes = value, list[object]()
     while below.op in ("reshape", "cast"):
@@ -74,7 +85,7 @@ def _run_of(value: Value, depth: int) -> tuple[object, ...]:
 
 
 def factor(at: Rows, leaves: Leaves) -> Factor:
-    """Follow an operand of a product down to one leaf; where its lanes come from several, the operand is the leaf."""
+    """Express every lane of an operand of a product as coefficient · lane of a leaf."""
     value = at.value
     if value.op == "scale":
         inner = factor(at.below(), leaves)
@@ -99,7 +110,10 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
 
 
 def _rounded(at: Rows, leaves: Leaves) -> list[tuple[Index, Rows]] | None:
-    """The parts of what is rounded as a whole, each rounded by itself."""
+    """Split a cast of moved lanes into (positions, cast of their source), one for each source; None for other ops.
+
+    None as well without `leaves.rounded`; then `leaves.joined` is set.
+    """
     value = at.value
     below = descend(at.below()) if is_rounding(value) else None
     leaves.joined |= below is not None
@@ -118,9 +132,9 @@ def _join(parts: Sequence[tuple[Index, Factor]], size: int) -> Factor:
 
 
 def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
-    """Write every lane as a sum of at most `limit` products; None where it is something else.
+    """Express every lane as a sum of at most `limit` products, one in each returned term; None if that is impossible.
 
-    Lanes of zeros are sums of none.
+    Lanes that are constant 0 need no term.
     """
     value, size = at.value, len(at.index)
     zeros = value.below("reshape", "expand", "cast")
@@ -129,10 +143,10 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
     match value.op:
         case "add":
             sides = [_operand(at, each) for each in value.args]
-            found = [None if side is None else terms(side, leaves, limit) for side in sides]
-            if found[0] is None or found[1] is None or len(found[0]) + len(found[1]) > limit:
+            addends = [None if side is None else terms(side, leaves, limit) for side in sides]
+            if addends[0] is None or addends[1] is None or len(addends[0]) + len(addends[1]) > limit:
                 return None
-            return _compact(found[0] + found[1])
+            return _compact(addends[0] + addends[1])
         case "scale":
             inner = terms(at.below(), leaves, limit)
             return inner and [Term(each.coefficient * value.attrs[0], each.first, each.second) for each in inner]
@@ -140,9 +154,9 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
             inner = terms(split[1], leaves, limit)
             return inner and [Term(each.coefficient * split[0], each.first, each.second) for each in inner]
         case "matmul" if at.depth > 1 and isinstance(count := value.arg.shape[-1], int) and count <= limit:
-            return _of_product(at, leaves, count)
+            return _matmul_terms(at, leaves, count)
         case "mean" if len(value.attrs) == 1 and -value.attrs[0] <= at.depth:
-            return _of_mean(at, leaves, limit)
+            return _mean_terms(at, leaves, limit)
         case "mul":
             left, right = (_operand(at, each) for each in value.args)
             if left is None or right is None:
@@ -160,44 +174,44 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
             return _join_terms([(where, terms(source, leaves, limit)) for where, source in parts], size)
 
 
-def _compact(found: list[Term]) -> list[Term]:
-    """Move the products of each lane to the first terms, in order, and drop terms without any."""
-    is_missing = np.array([each.first.leaf == NONE for each in found])
+def _compact(products: list[Term]) -> list[Term]:
+    """Move the products of each lane to its first terms, in order, and drop terms without a product in any lane."""
+    is_missing = np.array([each.first.leaf == NONE for each in products])
     if not is_missing.any():
-        return found
+        return products
     order = np.argsort(is_missing, axis=0, kind="stable")
 
     def moved(rows: list[NDArray[Any]]) -> NDArray[Any]:
         return np.take_along_axis(np.array(rows), order, axis=0)
 
-    coefficients = moved([each.coefficient for each in found])
+    coefficients = moved([each.coefficient for each in products])
     sides = [
         [moved([getattr(each, name) for each in side]) for name in ("coefficient", "leaf", "index")]
-        for side in ([each.first for each in found], [each.second for each in found])
+        for side in ([each.first for each in products], [each.second for each in products])
     ]
     count = int((~is_missing).sum(axis=0).max())
     return [Term(coefficients[n], *(Factor(*(row[n] for row in side)) for side in sides)) for n in range(count)]
 
 
-def _of_mean(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:
-    """The terms of all entries of a lane dim, which has no more of them than there may be terms."""
+def _mean_terms(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:
+    """Express a mean over a lane dim of at most `limit` entries as the sum of the terms of the entries, divided."""
     (axis,), count = at.value.attrs, at.value.arg.shape[at.value.attrs[0]]
     if not isinstance(count, int) or not 0 < count <= limit:
         return None
-    place, found = at.place, list[Term]()
+    place, products = at.place, list[Term]()
     for entry in range(count):
         place[axis] = np.full(len(at.index), entry)
         inner = terms(lanes_at(at.value.arg, at.depth, place), leaves, limit)
-        if inner is None or len(found) + len(inner) > limit:
+        if inner is None or len(products) + len(inner) > limit:
             return None
-        found += [replace(each, coefficient=each.coefficient / count) for each in inner]
-    return found
+        products += [replace(each, coefficient=each.coefficient / count) for each in inner]
+    return products
 
 
-def _of_product(at: Rows, leaves: Leaves, count: int) -> list[Term] | None:
-    """The terms of a product of small matrices, one for each entry that it sums over."""
+def _matmul_terms(at: Rows, leaves: Leaves, count: int) -> list[Term] | None:
+    """Express a matmul within lane dims, with the inner dim `count`, as the sum of its `count` products."""
     *batch, row, column = at.place
-    found = list[Term]()
+    products = list[Term]()
     for each in range(count):
         entry = np.full(len(at.index), each)
         places = [*batch, row, entry], [*batch, entry, column]
@@ -205,13 +219,16 @@ def _of_product(at: Rows, leaves: Leaves, count: int) -> list[Term] | None:
         if left is None or right is None:
             return None
         first, second = factor(left, leaves), factor(right, leaves)
-        found.append(Term(first.coefficient * second.coefficient, first, second))
+        products.append(Term(first.coefficient * second.coefficient, first, second))
     leaves.computed.add(at.value.dtype)
-    return found
+    return products
 
 
 def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] | None:
-    """The numbers that a product multiplies its lanes by, where one operand is numbers alone, and the other operand."""
+    """Split a product into the constant factor of each lane [lanes] and the other operand's lanes.
+
+    None if neither operand can be folded to constants that are the same for all rows.
+    """
     for other, constant in (at.value.args, at.value.args[::-1]):
         numbers = leaves.folder.fold(constant) if of_constants(constant) else None
         if numbers is None:
@@ -224,7 +241,10 @@ def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] 
 
 
 def _operand(at: Rows, operand: Value, place: Sequence[Index] | None = None) -> Rows | None:
-    """The lanes of a broadcast operand, at the same places or at others."""
+    """Return the lanes of `operand`, which broadcasts to `at.value`, at `place`, by default at the lanes of `at`.
+
+    None if `operand` has no dims.
+    """
     padded = (1,) * (at.value.rank - operand.rank) + operand.shape
     depth = min(at.depth, operand.rank)
     own = [within(size, where) for where, size in zip(place or at.place, padded[at.lead :], strict=True)]
@@ -232,12 +252,12 @@ def _operand(at: Rows, operand: Value, place: Sequence[Index] | None = None) -> 
 
 
 def _join_terms(parts: Sequence[tuple[Index, list[Term] | None]], size: int) -> list[Term] | None:
-    known = [(where, found) for where, found in parts if found is not None]
+    known = [(where, products) for where, products in parts if products is not None]
     if len(known) < len(parts):
         return None
     joined: list[Term] = []
-    for number in range(max(len(found) for _, found in known)):
-        here = [(where, found[number]) for where, found in known if number < len(found)]
+    for number in range(max(len(products) for _, products in known)):
+        here = [(where, products[number]) for where, products in known if number < len(products)]
         coefficient = np.zeros(size)
         for where, term in here:
             coefficient[where] = term.coefficient

@@ -1,6 +1,6 @@
-"""Lanes: what each entry of the last dim is made of, proven by following every lane down to the tensors behind it.
+"""Lanes: the entries of the last dim, followed through ops that only move them to the tensors that they come from.
 
-A value is seen as rows of `D` lanes. Slices, joins, interleavings, transposes and broadcasts of lanes only move them.
+A value is taken as rows of D lanes. Slices, concatenations, reshapes, permutes, flips and expands move lanes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POINTWISE = ("cast", "cos", "sin", "scale", "shift", "power", "exp")
 
 @dataclass(frozen=True)
 class Rows:
-    """A value with its last `depth` dims taken as one run of lanes, and the lanes that are asked for."""
+    """A selection of lanes: the last `depth` dims of `value` flattened to lanes, of which `index` [n] are selected."""
 
     value: Value
     depth: int
@@ -29,41 +29,42 @@ class Rows:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """Sizes of the lane dims."""
+        """The sizes of the lane dims."""
         return tuple(int(size) for size in self.value.shape[self.lead :])
 
     @property
     def lead(self) -> int:
-        """How many dims stand before them."""
+        """The number of dims before the lane dims."""
         return self.value.rank - self.depth
 
     @property
     def place(self) -> list[Index]:
-        """Where along each lane dim the lanes are."""
+        """The positions of the selected lanes along each lane dim, [n] each."""
         return [self.index] if self.depth == 1 else list(np.unravel_index(self.index, self.lanes))
 
     def below(self) -> Rows:
-        """The same lanes of what the value is a function of, element by element."""
+        """Select the same lanes of the argument, for an elementwise op."""
         return Rows(self.value.arg, self.depth, self.index)
 
     @property
     def batch(self) -> tuple[object, ...]:
-        """Sizes of the dims before them."""
+        """The sizes of the dims before the lane dims."""
         return self.value.shape[: self.lead]
 
 
 def rows(value: Value) -> Rows | None:
-    """All lanes of the last dim; None where there are none or their number is symbolic."""
+    """Select all lanes of the last dim; None without dims, and for a size that is 0 or symbolic."""
     if not value.rank or not isinstance(value.shape[-1], int) or not value.shape[-1]:
         return None
     return Rows(value, 1, np.arange(value.shape[-1]))
 
 
 def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
-    """Follow one op that only moves lanes.
+    """Follow the selected lanes through one op that only moves lanes, not rows.
 
-    Returns the parts as (positions in the question, where those lanes come from); None where the op does more than
-    move lanes, or moves rows as well.
+    Returns:
+        (positions in `at.index`, the lanes of an argument that are there) for each argument with selected lanes; None
+        for any other op.
     """
     value, lead, place = at.value, at.lead, at.place
     match value.op:
@@ -90,7 +91,7 @@ def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
 
 
 def lanes_at(value: Value, depth: int, place: Sequence[Index]) -> Rows:
-    """The lanes at these places along each of the last `depth` dims."""
+    """Select the lanes of `value` at the positions `place`, one array for each of the last `depth` dims."""
     if depth == 1:
         return Rows(value, depth, place[0])
     sizes = tuple(int(size) for size in value.shape[value.rank - depth :])
@@ -127,8 +128,8 @@ def _through_scatter(at: Rows) -> list[tuple[Index, Rows]]:
     written = (lane >= start) & (lane < stop) & ((lane - start) % step == 0)
     parts: list[tuple[Index, Rows]] = []
     if not written.all():
-        kept = np.nonzero(~written)[0]
-        parts.append((kept, lanes_at(at.value.args[0], at.depth, [where[kept] for where in place])))
+        here = np.nonzero(~written)[0]
+        parts.append((here, lanes_at(at.value.args[0], at.depth, [where[here] for where in place])))
     if written.any():
         here = np.nonzero(written)[0]
         inside = [where[here] for where in place]
@@ -138,19 +139,25 @@ def _through_scatter(at: Rows) -> list[tuple[Index, Rows]]:
 
 
 def within(size: Dim, where: Index) -> Index:
-    """Places along a dim that is broadcast where it has one entry."""
+    """Map positions along a dim to an operand of the given `size` there: 0 if it is broadcast."""
     return np.zeros_like(where) if size == 1 else where
 
 
 def same_lanes(value: Value, left: Index, right: Index) -> bool:
-    """Whether two choices of lanes of one value are provably equal, like both halves of cos(cat(f, f))."""
+    """True if x[.., left] and x[.., right] of `value` are proven equal, such as both halves of cos(cat(f, f))."""
     numbers: dict[object, int] = {}
     ends = [_ends(Rows(value, 1, index), (), numbers) for index in (left, right)]
     return bool((ends[0][0] == ends[1][0]).all() and (ends[0][1] == ends[1][1]).all())
 
 
 def _ends(at: Rows, chain: tuple[object, ...], numbers: dict[object, int]) -> tuple[Index, Index]:
-    """Leaf (with the functions applied on the way) and lane of each lane."""
+    """Follow the selected lanes through moves and elementwise functions to their sources.
+
+    A source is a value with the `chain` of the functions above it; `numbers` maps sources to numbers, and is extended.
+
+    Returns:
+        The number of the source of each lane, and the lane in that source, [n] each.
+    """
     value = at.value
     if value.op in _POINTWISE:
         return _ends(at.below(), (*chain, value.op, value.attrs, value.dtype), numbers)
@@ -165,7 +172,7 @@ def _ends(at: Rows, chain: tuple[object, ...], numbers: dict[object, int]) -> tu
 
 
 def _past_rows(at: Rows) -> list[tuple[Index, Rows]] | None:
-    """Pass an op that only rearranges whole rows of one lane dim: what holds for every row still does."""
+    """Follow an op that moves rows with one lane dim unchanged: lanes equal in every row remain equal."""
     value = at.value
     if at.depth != 1 or value.op not in ("reshape", "permute", "slice", "expand"):
         return None

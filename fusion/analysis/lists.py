@@ -1,6 +1,7 @@
-"""Lists that are compared with positions: (places == arange).any(-1), and one_hot(places).sum(-2) of distinct ones.
+"""Masks of the positions in a list: (places == arange).any(-1), and one_hot(places).sum(-2) for distinct entries.
 
-An entry that may be no position, as -1 is none, names what is cut off on either side.
+They become the canonical op "chosen". An entry that may be outside the positions, such as -1, selects an extra position
+at either end, which is sliced off.
 """
 
 from __future__ import annotations
@@ -15,24 +16,27 @@ from fusion.graph.dims import INDEX_DTYPES
 
 
 def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | None:
-    """Any, or the sum if they are `distinct`, over one axis, which stays, of list == position: "chosen", cast as `x`.
+    """Build "any" of `x` = (list == position) along `axis`, with keepdim, by the op "chosen", in the dtype of `x`.
 
-    The entries of each row of a list run along that axis, the positions 0, 1, … along another one.
+    The entries of each list are along `axis`, the positions 0, 1, … along another axis. None for any other `x`. With
+    `distinct` build the sum instead; None unless the entries of a list are proven distinct.
     """
     equal = x.below("cast")
     if (equal.op, equal.attrs) != ("compare", ("eq",)):
         return None
     for places, line in (equal.args, equal.args[::-1]):
-        chosen = _chosen_of(a, places, line, axis % x.rank, equal.shape, distinct)
+        chosen = _chosen(a, places, line, axis % x.rank, equal.shape, distinct)
         if chosen is not None:
             return a.cast(chosen, x.dtype)
     return None
 
 
-def _chosen_of(
-    a: Algebra, places: Value, line: Value, axis: int, shape: tuple[Any, ...], distinct: bool
-) -> Value | None:
-    """The list without the dim of positions and with its entries last; what it chooses, positions where they were."""
+def _chosen(a: Algebra, places: Value, line: Value, axis: int, shape: tuple[Any, ...], distinct: bool) -> Value | None:
+    """Build the mask of the entries of `places` along `axis`, where `line` counts positions along another axis.
+
+    Returns:
+        A boolean value of the dims `shape`, with size 1 along `axis`; None if `line` counts no positions.
+    """
     places, line = (a.reshape(each, (*[1] * (len(shape) - each.rank), *each.shape)) for each in (places, line))
     count = uncast(line, "reshape")
     along = [place for place, size in enumerate(line.shape) if size != 1]
@@ -40,11 +44,11 @@ def _chosen_of(
         return None
     rows, size = [place for place in range(len(shape)) if place not in (axis, *along)], shape[along[0]]
     entries = a.permute(places, (*along, *rows, axis))
-    whole = named_by(a.reshape(entries, entries.shape[1:]))
+    lists = named_by(a.reshape(entries, entries.shape[1:]))
     wanted = (1, *(shape[place] for place in (*rows, axis)))
-    if entries.shape != wanted or (distinct and not (whole.op == "largest_index" and _lies_within(whole, size))):
+    if entries.shape != wanted or (distinct and not (lists.op == "largest_index" and _is_within(lists, size))):
         return None
-    chosen = of_entries(a, whole, size)
+    chosen = _mask_of_entries(a, lists, size)
     if chosen is None:
         return None
     order = sorted(range(len(shape)), key=[*rows, *along, axis].__getitem__)
@@ -52,15 +56,18 @@ def _chosen_of(
 
 
 def named_by(places: Value) -> Value:
-    """A list that names the same as `places`: before casts that keep its entries, and before each row was sorted."""
-    found = uncast(places)
-    return named_by(found.arg) if found.op == "ascending" and found.attrs[0] == found.rank - 1 else found
+    """Strip lossless casts and sorts of rows from the lists `places` [.., T]: the set of entries remains the same."""
+    below = uncast(places)
+    return named_by(below.arg) if below.op == "ascending" and below.attrs[0] == below.rank - 1 else below
 
 
-def of_entries(a: Algebra, places: Value, size: Any) -> Value | None:
-    """Which of so many positions the rows of a list name [.., T]; one that is outside names none of them."""
+def _mask_of_entries(a: Algebra, places: Value, size: Any) -> Value | None:
+    """Build the mask [.., size] that is True at the entries of the lists `places` [.., T]; entries outside are ignored.
+
+    None if entries may be outside and cannot be clamped.
+    """
     rows = places.shape[:-1]
-    if _lies_within(places, size):
+    if _is_within(places, size):
         return a.make("chosen", (places,), (), (*rows, size), torch.bool)
     if places.dtype not in INDEX_DTYPES or not isinstance(size, int) or size >= torch.iinfo(torch.int32).max:
         return None
@@ -72,8 +79,8 @@ def of_entries(a: Algebra, places: Value, size: Any) -> Value | None:
     return a.slice(wide, len(rows), 1, size + 1)
 
 
-def _lies_within(places: Value, size: Any) -> bool:
-    """Whether a list is proven to hold positions of a dim alone."""
+def _is_within(places: Value, size: Any) -> bool:
+    """True if all entries of `places` are proven to be in 0 … size - 1."""
     if places.op == "largest_index" and places.arg.shape[-1] == size:
         return True
     low, high = bounds(places)

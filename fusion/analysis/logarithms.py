@@ -1,4 +1,4 @@
-"""Log Σ exp(x) as models write it: where it is one, and of what."""
+"""Recognition of log Σ exp(x), and of x less a number of each row, in the ways in which models write them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from fusion.graph.identities import below_greatest
 
 
 def differences(x: Value) -> list[tuple[Value, Value]]:
-    """The z and r of which `x` is z - r, with one number r [.., 1] for each row of z."""
+    """List the pairs (z, r) with `x` = z - r, where r [.., 1] is one number of each row of z."""
     pairs = (x.args, x.args[::-1]) if x.op == "add" else ()
     less = [(z, minus) for z, minus in pairs if minus.op == "scale" and minus.attrs == (-1.0,)]
-    return [(z, minus.arg) for z, minus in less if _of_rows(minus, z)]
+    return [(z, minus.arg) for z, minus in less if _is_per_row(minus, z)]
 
 
-def _of_rows(value: Value, z: Value) -> bool:
+def _is_per_row(value: Value, z: Value) -> bool:
     return (1,) * (z.rank - value.rank) + value.shape == (*z.shape[:-1], 1)
 
 
 class LogSum(NamedTuple):
-    """log Σ exp(x) over the last dim of `x`; `guarded` if it stays finite where each exp(x) is 0."""
+    """log Σ exp(x) over the last dim; `guarded` is True if it is finite where every exp(x) underflows to 0."""
 
     x: Value
     guarded: bool
 
 
 def log_sum(value: Value) -> LogSum | None:
-    """Read `value` as log Σ exp(x), for x as they are or less a number of each row; None for any other value."""
+    """Recognise log Σ exp(x), or r + log Σ exp(x - r) for a number r of each row; None for any other value."""
     value = bare(value)
     if value.op == "log_sum_exp":
         return LogSum(value.arg, True) if value.attrs == (-1,) else None
@@ -37,40 +37,40 @@ def log_sum(value: Value) -> LogSum | None:
         return None if z is None else LogSum(z, below_greatest(z, -1) is not None)
     for top, log in (value.args, value.args[::-1]) if value.op == "add" else ():
         z = _exponents(bare(log))
-        found = [] if z is None else [x for x, less in differences(z) if bare(less) is bare(top)]
-        if z is not None and found:
-            return LogSum(found[0], below_greatest(z, -1) is not None)
+        shifted = [] if z is None else [x for x, less in differences(z) if bare(less) is bare(top)]
+        if z is not None and shifted:
+            return LogSum(shifted[0], below_greatest(z, -1) is not None)
     return None
 
 
 def summed(value: Value) -> Value | None:
     """Return the x of which `value` is log Σ exp(x) over the last dim; None for any other value."""
-    found = log_sum(value)
-    return found and found.x
+    read = log_sum(value)
+    return read and read.x
 
 
 def _exponents(log: Value) -> Value | None:
-    """The z of log Σ exp(z) over the last dim."""
+    """Return the z of `log` = log Σ exp(z) over the last dim; None for any other value."""
     if log.op != "log":
         return None
     inner = bare(log.arg)
     mean = bare(inner.arg) if inner.op == "scale" else inner
     exp = bare(mean.arg) if mean.op == "mean" else mean
-    whole = mean.op == "mean" and mean.attrs == (-1,) and inner.attrs[:1] == mean.arg.shape[-1:] == exp.shape[-1:]
-    return exp.arg if whole and exp.op == "exp" else None
+    is_sum = mean.op == "mean" and mean.attrs == (-1,) and inner.attrs[:1] == mean.arg.shape[-1:] == exp.shape[-1:]
+    return exp.arg if is_sum and exp.op == "exp" else None
 
 
 def bare(x: Value) -> Value:
-    """What is below dims of size 1 that were added or taken away."""
+    """Strip reshapes that only insert or remove dims of size 1 from `x`."""
     while x.op == "reshape" and but_ones(x.shape) == but_ones(x.arg.shape):
         x = x.arg
     return x
 
 
 def decomposed(x: Value) -> tuple[Value, ...]:
-    """The x and y of a log(exp(x) + exp(y)) that was decomposed; none of anything else.
+    """Return (x, y) of a where `x` that is the decomposition of logaddexp(x, y); () for any other where.
 
-    where(x and y are the same infinity, x, max + log1p(exp(min - max)))
+    where(x and y are the same infinity, x, max(x, y) + log1p(exp(min(x, y) - max(x, y))))
     """
     same, one, added = x.args
     if same.op != "and" or added.op != "add":
@@ -87,14 +87,14 @@ def decomposed(x: Value) -> tuple[Value, ...]:
 
 
 def _are_ordered(top: Value, least: Value) -> bool:
-    """where(y <= x, x, y) and where(y <= x, y, x)."""
+    """True if `top` = where(y <= x, x, y) and `least` = where(y <= x, y, x)."""
     order, x, y = top.args
     ordered = order.op == "compare" and order.attrs[0] in ("le", "lt") and order.args == (y, x)
     return ordered and least.args == (order, y, x)
 
 
 def _is_same_infinity(condition: Value, both: Sequence[Value]) -> bool:
-    """Whether a condition holds only where two values are equal and not finite."""
+    """True if `condition` holds only where the two values `both` are equal and not finite."""
     equal = any(
         each.op == "compare" and each.attrs == ("eq",) and set(each.args) == set(both) for each in condition.args
     )
@@ -102,7 +102,7 @@ def _is_same_infinity(condition: Value, both: Sequence[Value]) -> bool:
 
 
 def _is_finite(condition: Value, both: Sequence[Value]) -> bool:
-    """|x| != inf and x == x."""
+    """True if `condition` is (|x| != inf) · (x == x), for an x in `both`."""
     if condition.op != "mul":
         return False
     for other, own in (condition.args, condition.args[::-1]):

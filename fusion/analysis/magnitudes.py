@@ -1,4 +1,4 @@
-"""Magnitudes: which number no element of a value of floats passes, as slopes times positions have one."""
+"""Magnitudes: upper bounds of the absolute values of all elements of a float value, such as slopes · positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARES = ("sigmoid", "softmax", "tanh", "sin", "cos")
 
 
 def largest(x: Value, steps: int = 16) -> float:
-    """The magnitude that no number of `x` passes, infinite where it is not known so many steps below."""
+    """Return an upper bound of |x| for all elements; infinite if none is known within `steps` ops below `x`."""
     if is_integer(x) or x.dtype is torch.bool:
         return max(map(abs, bounds(x)))
     if not steps:
@@ -41,7 +41,7 @@ def largest(x: Value, steps: int = 16) -> float:
 
 
 def _is_counted(x: Value) -> bool:
-    """Whether a value is cast from whole numbers of which none is below 0."""
+    """True if `x` is cast from integers that are proven not to be negative."""
     below = x.below("cast", "reshape", "expand")
     return is_integer(below) and bounds(below)[0] >= 0
 
@@ -62,9 +62,9 @@ def _computed(x: Value, steps: int) -> float:
 
 
 def _cast(most: float, x: Value) -> float:
-    """What rounding makes of it; infinite where the dtype does not hold it."""
+    """Round the bound `most` up in the dtype of `x`; infinite if it may overflow there."""
     if x.dtype is None or not x.dtype.is_floating_point:
         return math.inf
-    held = torch.finfo(x.dtype)
-    rounded = most * (1 + held.eps)
-    return rounded if rounded < held.max else math.inf
+    limits = torch.finfo(x.dtype)
+    rounded = most * (1 + limits.eps)
+    return rounded if rounded < limits.max else math.inf

@@ -1,7 +1,7 @@
-"""A mask as a formula over its own positions: which (b, h, i, j) it lets through, proven from how it was built.
+"""Masks as formulas over their positions (b, h, i, j), derived from how they are computed.
 
-Comparisons of integers, which are affine expressions, become atoms `expression ≤ 0` and `expression = 0`; and, or, not
-join atoms; a tensor of floats becomes its few constants, each with the formula of where it stands.
+Comparisons of integers, as affine expressions, become atoms `expression ≤ 0` and `expression = 0`, joined by and, or,
+not; a tensor of floats becomes a few numbers, each with the formula of the positions that have it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, disjuncti
 from fusion.analysis.constant_folding import COMPARE, Folder, band
 from fusion.analysis.dtypes import is_integer
 from fusion.analysis.elements import lists_all
-from fusion.analysis.few_numbers import logarithm, merged, of_truth, zero_at
+from fusion.analysis.few_numbers import indicator, logarithm, merged, zero_at
 from fusion.analysis.integers import Integers
 from fusion.analysis.rounding import is_float
 from fusion.graph import Value
 from fusion.graph.proof import must, proof, proven
 
 Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
-"""Where a mask that is passed in shows a key, if anything is assumed of it."""
+"""(input mask, positions) -> assumed formula that is true where a key is visible; None without an assumption."""
 
 
 class Positions(Integers):
-    """Evaluates values at the positions of one mask, whose dims have these sizes."""
+    """Evaluation of masks, and of tensors of a few numbers, at the positions of a mask with the dims `shape`."""
 
     def __init__(
         self,
@@ -37,36 +37,42 @@ class Positions(Integers):
         folder: Folder,
         assumed: Assumption = lambda mask, at: None,
         keep_lists: bool = False,
-        of_ones: Callable[[Value], bool] = is_integer,
+        ones_visible: Callable[[Value], bool] = is_integer,
     ) -> None:
-        """Take a list of all places for one that shows everything, unless `keep_lists`.
+        """Bind the parameters of the evaluation.
 
-        `of_ones` says of a mask of numbers that is assumed whether 1 is visible there, not 0.
+        Args:
+            shape: the dims of the mask.
+            folder: the memo of constant folding.
+            assumed: assumptions on masks that are inputs.
+            keep_lists: False to evaluate the mask of a list of all positions to True, instead of to an atom.
+            ones_visible: True for an assumed mask of numbers in which 1 is visible and 0 masked; False for one that is
+                added to scores.
         """
         super().__init__(shape, folder)
-        self._assumed, self._keep_lists, self._of_ones = assumed, keep_lists, of_ones
-        self.relied: set[Value] = set()  # inputs of which something was assumed
-        self.lists_all = False  # whether a list of all places was among what was evaluated
+        self._assumed, self._keep_lists, self._ones_visible = assumed, keep_lists, ones_visible
+        self.relied: set[Value] = set()  # inputs whose assumptions were used
+        self.lists_all = False  # True once a list of all positions was evaluated to True
 
     def over(self, shape: Sequence[Any]) -> Positions:
-        """The positions of a mask of another shape in the same graph."""
-        return Positions(shape, self._folder, self._assumed, self._keep_lists, self._of_ones)
+        """Return a new evaluation for a mask with other dims, with the same parameters."""
+        return Positions(shape, self._folder, self._assumed, self._keep_lists, self._ones_visible)
 
     def supposing(self) -> Positions:
-        """The same if whole numbers that are passed in were 0 or 1, to learn what else is not known then."""
+        """Return a new evaluation that takes every integer input for a mask of 0 and 1: to see what else is unknown."""
 
         def supposed(mask: Value, at: Sequence[Affine]) -> Formula | None:
-            whole = mask.op == "input" and is_integer(mask)
-            return ("is", Leaf(mask, tuple(at))) if whole else self._assumed(mask, at)
+            is_input = mask.op == "input" and is_integer(mask)
+            return ("is", Leaf(mask, tuple(at))) if is_input else self._assumed(mask, at)
 
-        return Positions(self.shape, self._folder, supposed, self._keep_lists, self._of_ones)
+        return Positions(self.shape, self._folder, supposed, self._keep_lists, self._ones_visible)
 
     def names(self) -> frozenset[str]:
-        """Names of the inputs of which something was assumed."""
+        """Return the names of the inputs whose assumptions were used."""
         return frozenset(each.attrs[0] for each in self.relied)
 
     def truth(self, x: Value, at: Sequence[Affine]) -> Formula:
-        """A tensor of booleans at these positions."""
+        """Evaluate the element x[at] of a boolean tensor, or of a mask of numbers that are not 0, as a formula."""
         below = self._view(x, at)
         if below is not None:
             return self.truth(*below)
@@ -74,10 +80,11 @@ class Positions(Integers):
         if known is not None:
             return known
         mask = x.arg if x.op == "cast" else x
-        truths = mask.dtype is torch.bool or self._of_ones(mask)
-        said = self._said(mask, at, None if is_float(mask) else ("is", Leaf(mask, tuple(at)))) if truths else None
-        if said is not None:
-            return said
+        truths = mask.dtype is torch.bool or self._ones_visible(mask)
+        atom = None if is_float(mask) else ("is", Leaf(mask, tuple(at)))
+        assumed = self._use_assumption(mask, at, atom) if truths else None
+        if assumed is not None:
+            return assumed
         match x.op:
             case "full":
                 return bool(x.attrs[0])
@@ -94,18 +101,21 @@ class Positions(Integers):
             case "where":
                 return self.choice(*(self.truth(each, spread(each, x, at)) for each in x.args))
             case "cat":
-                return self._of_pieces([self.truth(*each) for each in self._pieces(x, at)], x, at)
+                return self._by_piece([self.truth(*each) for each in self._pieces(x, at)], x, at)
             case "cast" if x.arg.dtype is torch.bool:
                 return self.truth(x.arg, at)
             case "cast" if is_integer(x.arg):
                 return negation(("eq", self.affine(x.arg, at)))
-            case "cast" if (found := self.constants(x.arg, at)) is not None:
-                return disjunction(*(formula for value, formula in found.items() if value != 0))
+            case "cast" if (numbers := self.constants(x.arg, at)) is not None:
+                return disjunction(*(formula for value, formula in numbers.items() if value != 0))
             case _:
                 return ("is", Leaf(x, tuple(at)))
 
-    def _said(self, mask: Value, at: Sequence[Affine], known: Formula | None = None) -> Formula | None:
-        """Read where a mask that is passed in shows a key, if more is assumed than is `known`; noted, to be checked."""
+    def _use_assumption(self, mask: Value, at: Sequence[Affine], known: Formula | None = None) -> Formula | None:
+        """Return the assumed formula of the input `mask`, and record in `relied` that it must be checked at run time.
+
+        None without an assumption, or if it is the formula `known`.
+        """
         formula = self._assumed(mask, at)
         if formula is None or formula == known:
             return None
@@ -113,7 +123,7 @@ class Positions(Integers):
         return formula
 
     def _triangle(self, x: Value, at: Sequence[Affine]) -> Formula | None:
-        """Booleans that depend on no input: the same everywhere, or keys within bounds that move with the query."""
+        """Evaluate a boolean constant that is uniform, or a band low <= key - query <= high; None for any other `x`."""
         truths = self._folder.fold(x)
         if truths is None or not truths.size:
             return None
@@ -123,15 +133,15 @@ class Positions(Integers):
         table = truths.reshape(-1, *truths.shape[-2:])
         if list(at[-2:]) != [self.axis(query), self.axis(key)] or (table != table[0]).any():
             return None
-        found = band(table[0])
-        if found is None:
+        limits = band(table[0])
+        if limits is None:
             return None
         ahead = self.axis(key) + self.axis(query).times(-1)
-        low, high = ahead.times(-1).plus(found[0]), ahead.plus(-found[1])
+        low, high = ahead.times(-1).plus(limits[0]), ahead.plus(-limits[1])
         return conjunction(self.below_one(low), self.below_one(high))
 
     def _compared_values(self, x: Value, at: Sequence[Affine]) -> Formula:
-        """Whole numbers, or tensors of a few numbers each, as in `mask == 0`."""
+        """Evaluate a comparison of integers, or of tensors of a few numbers each, as in `mask == 0`; else an atom."""
         pairs = self._pairs(x, at)
         if pairs is not None:
             return disjunction(*(formula for u, v, formula in pairs if COMPARE[x.attrs[0]](u, v)))
@@ -143,15 +153,16 @@ class Positions(Integers):
     # constants -------------------------------------------------------------------------------------------------
 
     def constants(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """The few numbers that a tensor consists of, each with where it stands; None where it has others, or many."""
+        """Evaluate x[at] as number -> formula of the positions that have it; None for unknown, or too many, numbers."""
         if x.dtype is torch.bool:
-            return of_truth(x.dtype, self.truth(x, at))
+            return indicator(x.dtype, self.truth(x, at))
         below = self._view(x, at)
         if below is not None:
             return self.constants(*below)
-        said = self._said(x, at)
-        if said is not None:
-            return of_truth(x.dtype, said) if self._of_ones(x) else {0.0: said, -math.inf: negation(said)}
+        assumed = self._use_assumption(x, at)
+        if assumed is not None:
+            additive = {0.0: assumed, -math.inf: negation(assumed)}
+            return indicator(x.dtype, assumed) if self._ones_visible(x) else additive
         match x.op:
             case "full":
                 return merged([(x.attrs[0], True)], x.dtype)
@@ -167,20 +178,20 @@ class Positions(Integers):
             case "index" if len(x.args) == 2:
                 return self._picked(x, at)
             case _:
-                return self._held(x, at)
+                return self._folded(x, at)
 
     @proof
-    def _held(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """0 and one other number of a tensor that depends on no input, however it was filled."""
+    def _folded(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        """Evaluate a constant tensor of 0 and one other number, with an atom for its positions."""
         numbers = proven(self._folder.fold(x))
         others = numbers[numbers != 0]
-        must(others.size and (others == others[0]).all())  # NaN is not equal to itself
+        must(others.size and (others == others[0]).all())  # fails for NaN
         there = ("is", Leaf(x, tuple(at)))
         return merged([(float(others[0]), there), (0.0, negation(there))], x.dtype)
 
     @proof
     def _picked(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """Rows of a table of two numbers, one of them 0, by an index that may count from the end."""
+        """Evaluate a gather of rows from a table of 0 and one other number; negative indices are allowed."""
         source, index = x.args
         anywhere = Affine(MappingProxyType({Leaf(index, ()): 1}))
         place, behind = x.attrs[0], x.attrs[0] + index.rank
@@ -191,10 +202,10 @@ class Positions(Integers):
 
     @proof
     def _joined(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """Numbers of several pieces, each where a piece that has it stands and has it."""
+        """Evaluate a concatenation of pieces of a few numbers each."""
         pieces = [proven(self.constants(*each)) for each in self._pieces(x, at)]
         numbers = dict.fromkeys(number for each in pieces for number in each)
-        pairs = ((n, self._of_pieces([each.get(n, False) for each in pieces], x, at)) for n in numbers)
+        pairs = ((n, self._by_piece([each.get(n, False) for each in pieces], x, at)) for n in numbers)
         return merged(pairs, x.dtype)
 
     @proof
@@ -209,7 +220,7 @@ class Positions(Integers):
 
     @proof
     def _pairs(self, x: Value, at: Sequence[Affine]) -> list[tuple[float, float, Formula]] | None:
-        """The constants of both operands, two at a time, with where these two meet."""
+        """List (u, v, formula of the positions with u and v) for the numbers u and v of the two operands of `x`."""
         left, right = [self.constants(each, spread(each, x, at)) for each in x.args]
         return [(u, v, conjunction(f, g)) for u, f in proven(left).items() for v, g in proven(right).items()]
 

@@ -1,7 +1,7 @@
-"""Entries that stand several times in a row along a dim, as heads of keys do for the queries that share them.
+"""Entries of a dim that are repeated consecutively, such as the heads of keys in grouped-query attention.
 
-x.repeat_interleave(n, d)    x[:, :, None].expand(..).reshape(..)    x.expand(..)        every entry n times
-x.repeat(1, n, 1)                                                                       all entries n times: none
+x.repeat_interleave(n, d)    x[:, :, None].expand(..).reshape(..)    x.expand(..)        every entry n times: removed
+x.repeat(1, n, 1)                                                                       the sequence n times: kept
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fusion.graph import Algebra, Value
 
 
 def unrepeated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """`x` with entries along `axis` once that are repeated in a row, and how often each was; else itself and 1."""
+    """Remove consecutive repetitions along `axis`; return (`x` without them, their number), or (`x`, 1) without any."""
     match x.op:
         case "cast" | "scale":
             below, times = unrepeated(a, x.arg, axis)
-            whole = a.cast(below, x.dtype) if x.op == "cast" else a.scale(below, *x.attrs)
-            return (whole, times) if below is not x.arg else (x, 1)
+            once = a.cast(below, x.dtype) if x.op == "cast" else a.scale(below, *x.attrs)
+            return (once, times) if below is not x.arg else (x, 1)
         case "slice" if x.attrs[0] != axis:
             below, times = unrepeated(a, x.arg, axis)
             return (a.cut(below, *x.attrs), times) if below is not x.arg else (x, 1)
@@ -28,48 +28,48 @@ def unrepeated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
         case "expand":
             return _expanded(a, x, axis)
         case "cat" if x.attrs != (axis,):
-            return _joined(a, x, axis)
+            return _concatenated(a, x, axis)
         case "reshape":
             return _reshaped(a, x, axis)
         case _:
             return x, 1
 
 
-def _sized(x: Value, axis: int, size: Any) -> tuple[Any, ...]:
-    """The shape of `x` with another size along `axis`."""
+def _resized(x: Value, axis: int, size: Any) -> tuple[Any, ...]:
+    """Return the shape of `x` with `size` along `axis`."""
     return (*x.shape[:axis], size, *x.shape[axis + 1 :])
 
 
 def _expanded(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Of one entry, or of those that are repeated below other dims that are expanded."""
+    """Remove the expansion along `axis`, or repetitions below an expand along other dims."""
     if x.arg.shape[axis] == 1:
         size = x.shape[axis]
-        return (a.expand(x.arg, _sized(x, axis, 1)), size) if size != 1 else (x, 1)
+        return (a.expand(x.arg, _resized(x, axis, 1)), size) if size != 1 else (x, 1)
     below, times = unrepeated(a, x.arg, axis)
-    return (a.expand(below, _sized(x, axis, below.shape[axis])), times) if below is not x.arg else (x, 1)
+    return (a.expand(below, _resized(x, axis, below.shape[axis])), times) if below is not x.arg else (x, 1)
 
 
-def _joined(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Pieces beside each other, each entry as often as it is in all of them."""
+def _concatenated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
+    """Remove the repetitions that all pieces of a cat along another dim have in common: the gcd of their counts."""
     size: Any = x.shape[axis]
-    found = [unrepeated(a, each, axis) for each in x.args]
-    often = [times for _, times in found]
+    parts = [unrepeated(a, each, axis) for each in x.args]
+    often = [times for _, times in parts]
     times = gcd(*often) if all(isinstance(each, int) for each in (size, *often)) else 1
     if times == 1:
         return x, 1
-    pieces = [_repeated(a, below, axis, size // times) for below, _ in found]
+    pieces = [_repeated(a, below, axis, size // times) for below, _ in parts]
     return a.cat(pieces, *x.attrs), times
 
 
 def _repeated(a: Algebra, x: Value, axis: int, size: int) -> Value:
-    """So many entries along `axis`, of fewer that divide them."""
+    """Repeat each entry along `axis` consecutively, up to `size` entries in all."""
     own, rest = x.shape[: axis + 1], x.shape[axis + 1 :]
     wide = a.expand(a.reshape(x, (*own, 1, *rest)), (*own, size // int(x.shape[axis]), *rest))
-    return a.reshape(wide, _sized(x, axis, size))
+    return a.reshape(wide, _resized(x, axis, size))
 
 
 def _reshaped(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Of a dim that was joined from several, of which the last are repetitions."""
+    """Remove the repetitions in a dim that a reshape merged from several dims: those of the last ones."""
     below, wide = x.arg, x.arg.shape
     begin = next((n for n in range(len(wide) + 1) if prod(wide[:n]) == prod(x.shape[:axis])), None)
     ends = (n for n in reversed(range(len(wide) + 1)) if prod(wide[n:]) == prod(x.shape[axis + 1 :]))
@@ -82,4 +82,4 @@ def _reshaped(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
         times = times * own
         if below.shape[place] != 1:
             break
-    return (a.reshape(below, _sized(x, axis, prod(below.shape[begin:end]))), times) if below is not x.arg else (x, 1)
+    return (a.reshape(below, _resized(x, axis, prod(below.shape[begin:end]))), times) if below is not x.arg else (x, 1)

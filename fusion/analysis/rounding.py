@@ -1,4 +1,4 @@
-"""Below casts, roundings and factors: what a number was before."""
+"""Values stripped of casts, of roundings to int8, and of constant factors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from fusion.graph.algebra import widens
 
 
 def exact(x: Value) -> Value:
-    """`x` before casts that keep every number."""
+    """Strip casts to wider dtypes from `x`."""
     while x.op == "cast" and widens(x.arg.dtype, x.dtype):
         x = x.arg
     return x
 
 
-_WHOLE = frozenset({torch.int16, torch.int32, torch.int64})
+_INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """round(quotient) on the way to int8, and between which bounds.
+    """The operand of a rounding to int8, with its modes.
 
-    `cut` says that fractions were cut off before anything rounded them, `unbounded` that dtypes of whole numbers held
-    the quotient before it was bounded by what they hold.
+    Attributes:
+        quotient: the value before it is rounded and clipped.
+        low: the lower bound to which the value is clipped.
+        high: the upper bound.
+        rounded: True if it is rounded to the nearest integer.
+        cut: True if its fractions are truncated without a rounding before.
+        unbounded: True if it is cast to an integer dtype before it is clipped to the range of that dtype.
     """
 
     quotient: Value
@@ -39,38 +44,39 @@ class Rounded:
 
 
 def rounded(value: Value) -> Rounded:
-    """What is cast to int8, below its rounding, its bounds and casts between floats and whole numbers."""
-    passed = value.op == "reshape" or is_rounding(value) or (value.op == "cast" and value.arg.dtype in _WHOLE)
-    if value.op not in ("round", "clip", "clamp", "trunc") and not (passed or _becomes_whole(value)):
+    """Strip roundings, clips, reshapes and casts from the operand `value` of a cast to int8, and record their modes."""
+    passed = value.op == "reshape" or is_rounding(value) or (value.op == "cast" and value.arg.dtype in _INTEGERS)
+    if value.op not in ("round", "clip", "clamp", "trunc") and not (passed or _truncates(value)):
         return Rounded(value)
-    found = rounded(value.arg)
+    below = rounded(value.arg)
     match value.op:
         case "round":
-            return replace(found, rounded=not found.cut)
+            return replace(below, rounded=not below.cut)
         case "clip" | "clamp":
             low, high = value.attrs
-            return replace(found, low=max(found.low, low), high=min(found.high, high))
-        case _ if value.op == "trunc" or _becomes_whole(value):
-            return _cut_off(found, value.dtype)
+            return replace(below, low=max(below.low, low), high=min(below.high, high))
+        case _ if value.op == "trunc" or _truncates(value):
+            return _truncated(below, value.dtype)
         case _:
-            return found
+            return below
 
 
-def _becomes_whole(value: Value) -> bool:
-    return value.op == "cast" and value.dtype in _WHOLE and is_float(value.arg)
+def _truncates(value: Value) -> bool:
+    """True if `value` is a cast of floats to a wide integer dtype."""
+    return value.op == "cast" and value.dtype in _INTEGERS and is_float(value.arg)
 
 
-def _cut_off(found: Rounded, dtype: torch.dtype | None) -> Rounded:
-    """Without fractions, which what was rounded has not, perhaps in a dtype of whole numbers."""
-    beyond = dtype in _WHOLE and not torch.iinfo(dtype).min <= found.low <= found.high <= torch.iinfo(dtype).max
-    return replace(found, cut=found.cut or not found.rounded, unbounded=found.unbounded or beyond)
+def _truncated(below: Rounded, dtype: torch.dtype | None) -> Rounded:
+    """Record a truncation, or a cast to the integer `dtype`; fractions are lost only if nothing was rounded before."""
+    beyond = dtype in _INTEGERS and not torch.iinfo(dtype).min <= below.low <= below.high <= torch.iinfo(dtype).max
+    return replace(below, cut=below.cut or not below.rounded, unbounded=below.unbounded or beyond)
 
 
 def is_float(value: Value) -> bool:
-    """Whether a value holds floating-point numbers."""
+    """True if the dtype of `value` is a floating-point dtype."""
     return value.dtype is not None and value.dtype.is_floating_point
 
 
 def unscaled(value: Value) -> tuple[Value, float]:
-    """A value, and the number that it is multiplied by."""
+    """Split `value` into (x, factor) with `value` = x · factor, for a constant factor; 1.0 if there is none."""
     return (value.arg, value.attrs[0]) if value.op == "scale" else (value, 1.0)

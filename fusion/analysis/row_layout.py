@@ -1,7 +1,7 @@
-"""Arrangement: how the rows of scores or weights come out of reshapes and permutes, dim by dim.
+"""Layouts of rows: sequences of reshapes and permutes of all dims but the last, analysed dim by dim.
 
-Every dim is a run of atoms, row-major. A reshape splits and joins runs, a permute exchanges dims; so a tensor that
-belongs to one side, but is shared along some dims, can be carried over to the other.
+Every dim is a row-major product of atoms. A reshape splits atoms and regroups them, a permute reorders dims; so a
+tensor that broadcasts to the layout before the steps can be rearranged to broadcast to the layout after them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dims = tuple[tuple[Atom, ...], ...]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Sizes of the atoms, and the dims before and after the steps as runs of atoms."""
+    """The sizes of the atoms, and the dims before and after the steps, each as the atoms that it is the product of."""
 
     sizes: tuple[Any, ...]
     before: Dims
@@ -34,69 +34,80 @@ class Arrangement:
 
 
 def named(steps: Sequence[Step], names: Mapping[Any, str]) -> tuple[Step, ...] | None:
-    """The steps with symbolic sizes by name, -1 for one of each; of reshapes in a row only the last.
+    """Replace symbolic sizes in `steps` by their `names`, or -1; of consecutive reshapes keep only the last.
 
-    None where a reshape has several sizes without a name.
+    None if a reshape has several symbolic sizes without a name.
     """
-    found: list[Step] = []
+    result: list[Step] = []
     for op, how in steps:
-        if op == "reshape" and found and found[-1][0] == "reshape":
-            found.pop()
-        said = how if op != "reshape" else tuple(each if isinstance(each, int) else names.get(each, -1) for each in how)
-        found.append((op, said))
-    return None if any(op == "reshape" and how.count(-1) > 1 for op, how in found) else tuple(found)
+        if op == "reshape" and result and result[-1][0] == "reshape":
+            result.pop()
+        if op == "reshape":
+            how = tuple(each if isinstance(each, int) else names.get(each, -1) for each in how)
+        result.append((op, how))
+    return None if any(op == "reshape" and how.count(-1) > 1 for op, how in result) else tuple(result)
 
 
 def row_step(x: Value) -> Step | None:
-    """What a reshape or a permute does to all dims but the last, if it leaves that alone."""
+    """Return the step of `x`, a reshape or a permute, on the dims before the last; None if it changes the last dim."""
     if x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]:
         return "reshape", x.shape[:-1]
     return ("permute", x.attrs[:-1]) if x.op == "permute" and x.attrs[-1] == x.rank - 1 else None
 
 
 def arranged(a: Algebra, x: Value, steps: Sequence[Step]) -> Value:
-    """`x` after such steps, whatever its last dim."""
+    """Apply `steps` to the dims of `x` before the last."""
     for op, how in steps:
         x = a.reshape(x, (*how, x.shape[-1])) if op == "reshape" else a.permute(x, (*how, x.rank - 1))
     return x
 
 
 def broadcast_arranged(a: Algebra, x: Value, shape: Sequence[Any], steps: Sequence[Step]) -> Value:
-    """`x`, which broadcasts to `shape` [*rows, T], after such steps of its rows: as one where a dim is all repeated."""
+    """Apply `steps` to the rows of `x`, which broadcasts to `shape` [*rows, T], without expanding it where possible.
+
+    A dim of the result that consists only of atoms along which `x` is broadcast has size 1. If the layout cannot be
+    computed, the result is that of the expanded `x`.
+    """
     x = a.reshape(x, (*(1,) * (len(shape) - x.rank), *x.shape))
     x = a.expand(x, (*x.shape[:-1], shape[-1]))
-    found = arrangement(shape[:-1], steps)
-    if found is None:
+    layout = arrangement(shape[:-1], steps)
+    if layout is None:
         return arranged(a, a.expand(x, shape), steps)
-    runs = zip(x.shape[:-1], found.before, strict=True)
-    have = {atom: 1 if size == 1 else found.sizes[atom] for size, run in runs for atom in run}
-    placed = _placed(a, x, have, found.after, 1)
-    whole = [any(have[atom] != 1 for atom in run) for run in found.after]
+    runs = zip(x.shape[:-1], layout.before, strict=True)
+    have = {atom: 1 if size == 1 else layout.sizes[atom] for size, run in runs for atom in run}
+    placed = _placed(a, x, have, layout.after, 1)
+    varies = [any(have[atom] != 1 for atom in run) for run in layout.after]
     sizes = [
-        [found.sizes[atom] if is_whole else 1 for atom in run] for is_whole, run in zip(whole, found.after, strict=True)
+        [layout.sizes[atom] if full else 1 for atom in run] for full, run in zip(varies, layout.after, strict=True)
     ]
     spread = a.expand(placed, (*(size for run in sizes for size in run), shape[-1]))
     return a.reshape(spread, (*map(prod, sizes), shape[-1]))
 
 
 def arrangement(shape: Sequence[Any], steps: Sequence[Step]) -> Arrangement | None:
-    """Follow `steps` (first one first) over rows of `shape`; None where a reshape breaks dims in other places."""
-    found = Arrangement(tuple(shape), *(2 * (tuple((place,) for place in range(len(shape))),)))
+    """Compute the layout of rows of `shape` after `steps`, applied in order.
+
+    None if the sizes of a reshape are not products of atoms, or of parts into which atoms can be split.
+    """
+    layout = Arrangement(tuple(shape), *(2 * (tuple((place,) for place in range(len(shape))),)))
     for op, how in steps:
         if op == "permute":
-            found = Arrangement(found.sizes, found.before, tuple(found.after[axis] for axis in how))
+            layout = Arrangement(layout.sizes, layout.before, tuple(layout.after[axis] for axis in how))
             continue
-        reshaped = _reshaped(found, how)
+        reshaped = _reshaped(layout, how)
         if reshaped is None:
             return None
-        found = reshaped
-    return found
+        layout = reshaped
+    return layout
 
 
-def _reshaped(found: Arrangement, shape: Sequence[Any]) -> Arrangement | None:
-    """The same atoms, some of them split, in the runs that `shape` asks for; atoms of size 1 are in none."""
-    sizes, before = list(found.sizes), found.before
-    waiting = [atom for run in found.after for atom in run if sizes[atom] != 1]
+def _reshaped(layout: Arrangement, shape: Sequence[Any]) -> Arrangement | None:
+    """Group the atoms of `layout` to dims of `shape`, splitting atoms where needed and dropping those of size 1.
+
+    None if the sizes do not divide.
+    """
+    sizes, before = list(layout.sizes), layout.before
+    waiting = [atom for run in layout.after for atom in run if sizes[atom] != 1]
     after: list[tuple[Atom, ...]] = []
     for left in shape:
         run: list[Atom] = []
@@ -122,24 +133,32 @@ def _split(run: tuple[Atom, ...], atom: Atom, inner: Atom) -> tuple[Atom, ...]:
 
 
 def _taken(size: Any, left: Any) -> Any:
-    """How much of an atom goes into a dim of which `left` is still open; None where they do not fit."""
+    """Return the part of an atom of `size` that goes into the remaining size `left` of a dim; None if none divides."""
     if size == left or quotient(left, size) is not None:
         return size
     return left if quotient(size, left) is not None else None
 
 
-def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims) -> Value | None:
-    """`x` [*source dims, T, E], each of them whole or 1, as [*atoms in the order of `target`, T, E]."""
+def carried(a: Algebra, x: Value, layout: Arrangement, source: Dims, target: Dims) -> Value | None:
+    """Reshape and permute `x` [*source dims, T, E] to [*atoms in the order of `target`, T, E].
+
+    Each source dim has its size in `layout`, or 1 where `x` is broadcast; None otherwise.
+    """
     lead, rows = x.shape[:-2], x.shape[-2:]
-    wholes = [prod(found.sizes[atom] for atom in run) for run in source]
-    if len(lead) != len(source) or any(size not in (1, whole) for size, whole in zip(lead, wholes, strict=True)):
+    full = [prod(layout.sizes[atom] for atom in run) for run in source]
+    if len(lead) != len(source) or any(size not in (1, each) for size, each in zip(lead, full, strict=True)):
         return None
-    have = {atom: 1 if size == 1 else found.sizes[atom] for size, run in zip(lead, source, strict=True) for atom in run}
+    pairs = zip(lead, source, strict=True)
+    have = {atom: 1 if size == 1 else layout.sizes[atom] for size, run in pairs for atom in run}
     return a.reshape(_placed(a, x, have, target, 2), (*(have.get(atom, 1) for run in target for atom in run), *rows))
 
 
 def _placed(a: Algebra, x: Value, have: Mapping[Atom, Any], target: Dims, last: int) -> Value:
-    """`x` as [*atoms, ..] with `last` dims behind: atoms of these sizes, those that there are as `target` has them."""
+    """Split the leading dims of `x` into the atoms of `have` (atom -> size), and permute them to the order of `target`.
+
+    The `last` dims of `x` remain. Atoms that are not in `target`, which have size 1, are dropped; those that are not in
+    `have` are left out.
+    """
     rows = x.shape[x.rank - last :]
     wanted = [atom for run in target for atom in run if atom in have]
     order = [atom for atom in have if atom in wanted]
@@ -148,21 +167,24 @@ def _placed(a: Algebra, x: Value, have: Mapping[Atom, Any], target: Dims, last: 
 
 
 def _repeated_outside(a: Algebra, x: Value) -> Value:
-    """What is repeated, and seen with other dims of size 1, as seen so and then repeated."""
+    """Exchange a reshape `x` that only inserts or removes dims of size 1 with the expand that is its argument."""
     if x.op != "reshape" or x.arg.op != "expand" or but_ones(x.shape) != but_ones(x.arg.shape):
         return x
-    repeated = x.arg
-    own = (size for size, all_of in zip(repeated.arg.shape, repeated.shape, strict=True) if all_of != 1)
-    return a.expand(a.reshape(repeated.arg, [1 if size == 1 else next(own) for size in x.shape]), x.shape)
+    once, repeated = x.arg.arg, x.arg
+    own = (size for size, expanded in zip(once.shape, repeated.shape, strict=True) if expanded != 1)
+    return a.expand(a.reshape(once, [1 if size == 1 else next(own) for size in x.shape]), x.shape)
 
 
 def once(a: Algebra, kv: Value) -> Value:
-    """Keys or values [B, N, T, D] without the repetition of heads."""
+    """Remove the repetition of heads from keys or values [B, N, T, D]."""
     return unrepeated(a, kv, 1)[0]
 
 
 def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
-    """`x` before it was widened from `dtype`, or from any; itself where it was not."""
+    """Strip widening casts from `dtype`, by default from any dtype, from `x` below views and concatenations.
+
+    `x` itself if there are none, or if the pieces of a concatenation have different dtypes below.
+    """
     if x.op == "cast" and widens(x.arg.dtype, x.dtype) and dtype in (None, x.arg.dtype):
         return x.arg
     if x.op in ("permute", "expand", "reshape"):
@@ -176,19 +198,22 @@ def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
 
 
 def narrowed(a: Algebra, x: Value, dtype: torch.dtype) -> Value:
-    """`x` in a dtype that holds its numbers: before it was widened, or cast where it is chosen of such; else itself."""
-    found = uncast(a, x, dtype)
-    if found.dtype == dtype:
-        return found
+    """Return `x` in `dtype`, if all its elements are proven to be exact in it; else `x`.
+
+    They are if `x` was widened from `dtype`, or is a where of such values and of constants that are exact.
+    """
+    below = uncast(a, x, dtype)
+    if below.dtype == dtype:
+        return below
     if x.op in ("permute", "expand", "reshape"):
         return a.seen_as(narrowed(a, x.arg, dtype), x)
     if x.op == "slice":
         return a.cut(narrowed(a, x.arg, dtype), *x.attrs)
-    chosen = x.op == "where" and all(_is_held(a, each, dtype) for each in x.args[1:])
-    return a.cast(x, dtype) if chosen else x
+    exact = x.op == "where" and all(_is_exact(a, each, dtype) for each in x.args[1:])
+    return a.cast(x, dtype) if exact else x
 
 
-def _is_held(a: Algebra, x: Value, dtype: torch.dtype) -> bool:
-    """Whether a value was widened from a dtype, or consists of one number that it holds."""
+def _is_exact(a: Algebra, x: Value, dtype: torch.dtype) -> bool:
+    """True if `x` was widened from `dtype`, or is a constant that `dtype` represents exactly."""
     number = x.below("expand", "reshape")
     return is_exact(number.attrs[0], dtype) if number.op == "full" else uncast(a, x, dtype).dtype == dtype

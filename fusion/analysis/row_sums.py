@@ -1,7 +1,7 @@
-"""Shares of rows in whatever way they are normalised: exp(z - log Σ exp(z)), exp(z) / (Σ exp(z) + exp(sink)), ...
+"""Recognition of softmax weights of rows in any spelling: exp(z - log Σ exp(z)), exp(z) / (Σ exp(z) + exp(sink)), ...
 
-Each number of a row becomes a product of powers of exponentials and of sums of them, in which maxima cancel; Σ exp(z)
-is the exponential of log Σ exp(z), whatever was subtracted from z.
+Every value with one number for each row becomes a share, in which the subtracted maxima cancel. Σ exp(z) over a row is
+represented as exp(log Σ exp(x)), with x = z without the number that is subtracted from each row.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from fusion.graph.logic import constant
 from fusion.graph.proof import must, proof, proven
 
 _ABSORBED = 2.0**-54
-"""A number that float64 loses beside 1."""
+"""An addend that changes no number of at least 1 in float64."""
 _LOW = -1e4
-"""No greatest score of a row that sees a key is so low."""
+"""A bound below the maximum of every row with a visible key: clipping a maximum there changes masked rows alone."""
 _ELEMENTWISE = ("exp", "scale", "mul", "add", "power")
 
 
 class RowShares(NamedTuple):
-    """exp(x) / (Σ exp(x) + exp(sink)) over the last dim of x [*rows, T]; without a sink [*rows, 1] where that is None.
+    """The weights exp(x) / (Σ exp(x) + exp(sink)) over the last dim of scores x.
 
-    `z` is x, or x less the number `less` of each row, as the model has it where it takes exponentials or a softmax.
+    Attributes:
+        z: the argument of exp or softmax in the model [*rows, T]: x, or x - less.
+        x: the scores [*rows, T].
+        less: the number [*rows, 1] that the model subtracts from each row; None for none.
+        sink: the score of a sink [*rows, 1]; None for exp(sink) = 0.
     """
 
     z: Value
@@ -40,7 +44,7 @@ class RowShares(NamedTuple):
 
 @proof
 def row_shares(a: Algebra, p: Value) -> RowShares | None:
-    """Read `p` [*rows, T] = exp(z) · w, w being a number of each row, as shares; None for any other."""
+    """Recognise `p` [*rows, T] = exp(z) · w, for a number w of each row, as softmax weights; None for other values."""
     exps, factors = proven(_factors(p))
     sums, z = RowSums(a), exps.arg
     x, less = next(iter(differences(z)), (z, None))
@@ -50,12 +54,15 @@ def row_shares(a: Algebra, p: Value) -> RowShares | None:
     if not relative.powers and not relative.sums:
         must(math.isclose(relative.factor, 1, rel_tol=1e-9))
         return RowShares(z, x, less, None)
-    beside = proven(total([relative.inverse(), ONE.scaled(-1)])) * sums.whole(x)
-    return RowShares(z, x, less, _logarithm(a, beside, p))
+    sink = proven(total([relative.inverse(), ONE.scaled(-1)])) * sums.exp_sum(x)
+    return RowShares(z, x, less, _logarithm(a, sink, p))
 
 
 def _logarithm(a: Algebra, share: Share, like: Value) -> Value:
-    """Return the value [*rows, 1] of which `share` is the exponential; unproven for any other share."""
+    """Return the logarithm [*rows, 1] of `share`, a positive number or one exponential; unproven for any other share.
+
+    The rows and the dtype are those of `like` [*rows, T].
+    """
     must(not share.sums and share.factor > 0)
     shape = (*like.shape[:-1], 1)
     if not share.powers:
@@ -72,8 +79,11 @@ def _logarithm(a: Algebra, share: Share, like: Value) -> Value:
 
 @proof
 def _factors(p: Value) -> tuple[Value, list[Value]] | None:
-    """Return the exponentials, or the softmax, among the factors of `p`, and the factors that rows have one each of."""
-    waiting, factors, found = [p], list[Value](), list[Value]()
+    """Split the product `p` into its one factor [*rows, T], an exp or a softmax, and the factors [.., 1] of rows.
+
+    Unproven for other products.
+    """
+    waiting, factors, exps = [p], list[Value](), list[Value]()
     while waiting:
         x = waiting.pop()
         below = x.below("cast")
@@ -82,35 +92,37 @@ def _factors(p: Value) -> tuple[Value, list[Value]] | None:
         elif x.shape[-1:] in ((), (1,)):
             factors.append(x)
         else:
-            must(not found and below.shape == p.shape and below.op in ("exp", "softmax"))
-            found.append(below)
-    must(found and (found[0].op == "exp" or found[0].attrs[0] == -1))
-    return found[0], factors
+            must(not exps and below.shape == p.shape and below.op in ("exp", "softmax"))
+            exps.append(below)
+    must(exps and (exps[0].op == "exp" or exps[0].attrs[0] == -1))
+    return exps[0], factors
 
 
 @dataclass
 class RowSums(Exponentials):
-    """Values with one number for each row as shares, with sums over the last dim among them."""
+    """Memoised conversion to shares that, in addition to its base class, covers sums over the last dim."""
 
-    def whole(self, x: Value) -> Share:
-        """Return Σ exp(x) over the last dim as a share."""
+    def exp_sum(self, x: Value) -> Share:
+        """Return Σ exp(x) over the last dim as the share exp(log Σ exp(x))."""
         lse = self.a.reduce("log_sum_exp", x, (-1,))
         return generator("exp", self.a.reshape(lse, but_ones(lse.shape)))
 
     @proof
     def sum_of(self, z: Value) -> Share | None:
-        """Return Σ exp(z) over the last dim as a share: exp(-r) Σ exp(x) for z = x - r, a sum of those of pieces."""
+        """Return Σ exp(z) over the last dim as a share.
+
+        It is exp(-r) · Σ exp(x) for z = x - r, with one r for each row, and the sum over the pieces of a concatenation.
+        """
         if z.op == "cat" and z.attrs == (z.rank - 1,):
             return total([proven(self.power(each) if each.shape[-1] == 1 else self.sum_of(each)) for each in z.args])
         x, less = next(iter(differences(z)), (z, None))
-        return self.whole(x) if less is None else self.whole(x) * proven(self.power(less)).inverse()
+        return self.exp_sum(x) if less is None else self.exp_sum(x) * proven(self.power(less)).inverse()
 
     def _operands(self, kind: str, x: Value, pick: Pick) -> list[Share]:
-        """Return the operands of a function of single elements, repeated for all rows."""
         return self._each(kind, [(self.a.expand(each, x.shape), pick) for each in x.args])
 
     def _arranged(self, kind: str, x: Value, pick: Pick) -> Share | None:
-        """Beside the base class: what is computed element by element and repeated, of repeated arguments."""
+        # expand(f(y)) is analysed as f(expand(y)), as `_operands` expands the arguments of f
         below = x.arg.arg if x.op == "expand" and x.arg.op == "reshape" else x.arg
         alike = below is x.arg or all(each.shape == below.shape for each in below.args)
         if x.op != "expand" or below.op not in _ELEMENTWISE or not alike:
@@ -118,7 +130,7 @@ class RowSums(Exponentials):
         args = [
             self.a.expand(each if below is x.arg else self.a.reshape(each, x.arg.shape), x.shape) for each in below.args
         ]
-        return self._kept(kind, self.a.make(below.op, args, below.attrs, x.shape, x.dtype), pick)
+        return self._memoised(kind, self.a.make(below.op, args, below.attrs, x.shape, x.dtype), pick)
 
     @proof
     def _power(self, x: Value, pick: Pick) -> Share | None:
@@ -128,7 +140,6 @@ class RowSums(Exponentials):
 
     @proof
     def _value(self, x: Value, pick: Pick) -> Share | None:
-        """Beside the base class: sums over keys, and what a sum of 1 at least leaves as it is."""
         match x.op:
             case "mean" if x.attrs == (-1,) and exact(x.arg).op == "exp":
                 size = x.arg.shape[-1]
@@ -144,15 +155,15 @@ class RowSums(Exponentials):
 
 
 def _is_replaced_below_one(x: Value) -> bool:
-    """True if `x` is where(sum == c, .., sum) or where(sum <= c, .., sum) for a number c < 1 that no sum is."""
-    condition, _, kept = x.args
-    tested = condition.args[:1] == (kept,) and condition.op == "compare" and condition.attrs[0] != "ne"
+    """True if `x` is where(sum == c, .., sum), or with <= or <, for c < 1 and a sum that is at least 1."""
+    condition, _, row_sum = x.args
+    tested = condition.args[:1] == (row_sum,) and condition.op == "compare" and condition.attrs[0] != "ne"
     bounded = tested and condition.args[1].op == "full" and condition.args[1].attrs[0] < 1
-    return bounded and _is_one_at_least(kept)
+    return bounded and _is_one_at_least(row_sum)
 
 
 def _is_one_at_least(total: Value) -> bool:
-    """True if `total` is Σ exp(x - max x) over the last dim, of rows that see a key."""
+    """True if `total` is Σ exp(x - max x) over the last dim, which is at least 1 for rows with a visible key."""
     total = total.below("reshape")
     mean = total.arg if total.op == "scale" else total
     exps = exact(mean.arg) if (mean.op, mean.attrs) == ("mean", (-1,)) else mean
@@ -162,7 +173,7 @@ def _is_one_at_least(total: Value) -> bool:
 
 
 def _is_greatest(top: Value, x: Value) -> bool:
-    """True if `top` is the greatest of each row of `x` that sees a key, whatever stands for -inf."""
+    """True if `top` is max x over the last dim, for rows with a visible key; others may have -inf replaced."""
     top = top.below("reshape")
     if top.op == "where" and top.arg.op == "compare" and top.arg.attrs == ("eq",):
         asked, bound = top.arg.args

@@ -1,4 +1,4 @@
-"""Runs: positions that count by one, from wherever they start."""
+"""Runs: consecutive positions start, start + 1, …, of a start that may be computed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fusion.graph import Algebra, Dim, Value, but_ones
 
 
 class Run(NamedTuple):
-    """Positions start + offset, start + offset + 1, …; start None stands for 0."""
+    """The positions start + offset, start + offset + 1, …; None for a start of 0."""
 
     start: Value | None
     offset: int
 
 
 def iota(x: Value) -> int | None:
-    """The first of consecutive integers that `x` [n] counts, None where it does not count by one."""
+    """Return the first element of the constant `x` [n], if it consists of consecutive integers; else None."""
     if x.op == "arange":
         return int(x.attrs[0]) if x.attrs[1] == 1 else None
     if x.op == "constant":
@@ -27,9 +27,9 @@ def iota(x: Value) -> int | None:
 
 
 def run(a: Algebra, x: Value) -> Run | None:
-    """The run that `x` [.., S] is along its last dim; its start has the dims before, without those of size 1.
+    """Recognise `x` [.., S] as a run along its last dim; its start has the other dims, without those of size 1.
 
-    Sums may wrap round in int32: what they give then lies before every tensor, which is an error as well.
+    None for any other `x`. Sums may overflow int32: a wrapped sum is negative, and no valid position either.
     """
     if x.op in ("reshape", "expand") and x.arg.shape[-1:] == x.shape[-1:] and math.prod(x.shape[:-1]) == 1:
         return run(a, x.arg)
@@ -46,7 +46,7 @@ def run(a: Algebra, x: Value) -> Run | None:
 
 
 def _from(a: Algebra, counted: Value, start: Value) -> Run | None:
-    """`counted` + `start`, of which only `counted` varies along the last dim."""
+    """Recognise `counted` + `start`, if `counted` is a run from a constant, and `start` constant along the last dim."""
     below = run(a, counted)
     if below is None or below.start is not None or start.shape[-1:] not in ((), (1,)):
         return None
@@ -54,5 +54,5 @@ def _from(a: Algebra, counted: Value, start: Value) -> Run | None:
 
 
 def wrapped(a: Algebra, x: Value, size: Dim) -> Value:
-    """Positions of which negative ones count from the end."""
+    """Convert positions `x` along a dim of `size`, of which negative ones count from the end, to non-negative ones."""
     return x if bounds(x)[0] >= 0 else a.make("wrap", (x,), (size,), x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""Checks of rules and readers: what is declared wrongly is an error before any model is compiled.
+"""Checks of the declarations of rules and readers when a library is loaded, before any model is compiled.
 
 Each error names the rule, its method with `file:line`, what is wrong, and what to do.
 """
@@ -27,17 +27,17 @@ from fusion.language.terms import Operation, Term
 from fusion.language.vocabulary import FUNCTIONS
 
 _METHODS = ("guard", "within", "remark", "beside")
-"""Methods of a rule that are called while graphs are matched, beside the marked ones."""
+"""Unmarked methods of a rule that are called during a compile."""
 _GENERATES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def check_library(library: Library, elsewhere: Callable[[], Iterable[str]] = tuple) -> None:
-    """Check that all words are given, that they are applied to what they declare, and that each rule is sound.
+    """Check that every word of `library` is given and used with its declared captures, and check each rule by itself.
 
-    `elsewhere` names rules and words that another library gives: an error hints at them.
+    `elsewhere` lists rules and words of other installed libraries, for hints in errors.
 
     Raises:
-        RuleError: something is declared wrongly.
+        RuleError: a declaration is wrong, or dependencies are cyclic.
     """
     words = _Words(library, elsewhere)
     for each in library.readers:
@@ -51,7 +51,7 @@ def check_library(library: Library, elsewhere: Callable[[], Iterable[str]] = tup
 
 
 class _Words:
-    """Words of a library, with the names that each is applied to."""
+    """The semantic ops of a library, each with its captures."""
 
     def __init__(self, library: Library, elsewhere: Callable[[], Iterable[str]]) -> None:
         self._declared: Mapping[str, Word] = library.words()
@@ -61,7 +61,11 @@ class _Words:
         self._elsewhere = elsewhere
 
     def check(self, rule: Rule) -> None:
-        """Check the words that the forms of `rule` mention, what they are applied to, and rules that are named."""
+        """Check the semantic ops and their captures in the forms of `rule`, and the rules that `beside` names.
+
+        Raises:
+            RuleError: one is unknown.
+        """
         for form in (*rule.patterns(), *rule.lookalikes()):
             for name, captures in sorted(form.applied):
                 who = partial(_mentions, rule, form, name)
@@ -75,7 +79,11 @@ class _Words:
         require_known(lambda: f"rule {rule.name} is offered beside", rule.beside(), every, "which is no rule")
 
     def require_given(self, who: Callable[[], str], name: str) -> None:
-        """Raise a RuleError where nothing gives the word `name`."""
+        """Require that a reader or a rule gives the word `name`; `who` begins the message.
+
+        Raises:
+            RuleError: none does.
+        """
         if name not in self._given and name in self._elsewhere():
             raise RuleError(
                 f"loading rules and readers: {who()} {name!r}, which is installed but not among the rules that were "
@@ -86,7 +94,11 @@ class _Words:
         )
 
     def _require_captures(self, who: Callable[[], str], rule: Rule, named: Collection[str]) -> None:
-        """Raise a RuleError where no match of `rule` can be what a form applies it to."""
+        """Require that some match of `rule` can have the captures `named`, which a form uses; `who` begins the message.
+
+        Raises:
+            RuleError: none can.
+        """
         needed, every = self._taken[rule.name]
         require_known(lambda: f"{who()} {rule.name} of", named, every, "which it never takes")
         if any(each <= set(named) for each in needed):
@@ -99,7 +111,7 @@ class _Words:
 
 
 def _taken(rule: Rule) -> tuple[list[frozenset[str]], frozenset[str]]:
-    """List for each form of `rule` the names that every match of it takes; and all names that a match may take."""
+    """Return the names of the required captures of each form of `rule`, and the names of all captures of all forms."""
     forms = [{**form.captures, **form.given} for form in rule.patterns()]
     needed = [frozenset(name for name, each in form.items() if not getattr(each, "optional", False)) for form in forms]
     return needed, frozenset().union(*forms)
@@ -111,10 +123,10 @@ def _mentions(rule: Rule, form: Pattern, word: str) -> str:
 
 @cache
 def check_rule(rule: Rule) -> None:
-    """Check what `rule` declares by itself.
+    """Check the class and the methods of `rule`, independently of other rules.
 
     Raises:
-        RuleError: something is declared wrongly.
+        RuleError: a declaration is wrong.
     """
     _check_class(rule)
     for name in _METHODS:
@@ -168,7 +180,7 @@ def _check_class(rule: Rule) -> None:
 
 
 def _values(rule: Rule) -> set[str]:
-    """List the attributes that the class of `rule` annotates, and those that `rule` holds but for memoised ones."""
+    """Return the names that the class of `rule` annotates, and the instance attributes that are no cached property."""
     annotations: Mapping[str, Any] = vars(type(rule)).get("__annotations__", {})
     annotated = {name for name, each in annotations.items() if "ClassVar" not in str(each)}
     memoised = {name for name in vars(rule) if isinstance(getattr(type(rule), name, None), cached_property)}
@@ -176,7 +188,7 @@ def _values(rule: Rule) -> set[str]:
 
 
 def _check_method(rule: Rule, name: str) -> None:
-    """Check that a method of a rule is a plain one, whose arguments are names of captures."""
+    """Require that the attribute `name` of `rule` is a plain method without *args and **kwargs."""
     method: Any = getattr(rule, name)
     if not isinstance(method, FunctionType | MethodType) or not hasattr(method, "__code__"):
         raise _fault(rule, name, f"it is {method!r}, which is no plain method; write `def {name}(self, ...)`")
@@ -188,7 +200,7 @@ def _check_method(rule: Rule, name: str) -> None:
 
 
 def _check_terms(rule: Rule, form: Pattern) -> None:
-    """Check that operations of a form are applied to terms, and that its terms can be matched."""
+    """Require that the operands of all operations in `form` are terms, and that all its terms can be traversed."""
     waiting, seen = list(form.results), set[Term]()
     while waiting:
         term = waiting.pop()
@@ -207,7 +219,7 @@ def _check_terms(rule: Rule, form: Pattern) -> None:
 
 
 def _check_parameters(rule: Rule, method: str, known: Collection[str]) -> None:
-    """Check that a method asks for what forms capture."""
+    """Require that all parameters of `method` are among the names `known` of captures."""
     function: Any = getattr(rule, method)
     for name in parameters_of(getattr(function, "__func__", function)):
         if name in known:
@@ -218,7 +230,7 @@ def _check_parameters(rule: Rule, method: str, known: Collection[str]) -> None:
 
 
 def _check_guard(rule: Rule) -> None:
-    """Check that the guard refuses by `require`; what it returns of a call is looked at when it is asked."""
+    """Require that the guard returns no value and does not yield; results of calls are checked by `ask_guard`."""
     code = rule.guard.__code__
     line = next((_line(code, at) for kind, at in _returns(code) if kind == "value"), None)
     if code.co_flags & _GENERATES:
@@ -229,7 +241,7 @@ def _check_guard(rule: Rule) -> None:
 
 
 def _check_result(rule: Rule, method: str) -> None:
-    """Check that a lowering returns something."""
+    """Require that some return of the lowering `method` is not None."""
     code = getattr(rule, method).__code__
     kinds = {kind for kind, _ in _returns(code)}
     if kinds == {"none"} and not code.co_flags & _GENERATES:
@@ -237,7 +249,7 @@ def _check_result(rule: Rule, method: str) -> None:
 
 
 def _returns(code: CodeType) -> Iterator[tuple[str, int]]:
-    """Yield for each return whether it gives back "none", the result of a "call" or a "value", and its offset."""
+    """Yield ("none" | "call" | "value", offset) for each return instruction, by what it returns."""
     steps = [*_steps(code)]
     for (before, its_arg, _), (name, arg, offset) in pairwise(steps):
         if name == "RETURN_CONST":
@@ -249,7 +261,7 @@ def _returns(code: CodeType) -> Iterator[tuple[str, int]]:
 
 
 def _steps(code: CodeType) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, the argument and the offset of each instruction."""
+    """Yield (name, argument, offset) of each instruction, with extended arguments folded in."""
     high = 0
     for offset in range(0, len(code.co_code), 2):
         name, arg = opname[code.co_code[offset]], high | code.co_code[offset + 1]
@@ -263,7 +275,10 @@ def _line(code: CodeType, offset: int) -> int:
 
 
 def _check_texts(rule: Rule, name: str, method: FunctionType) -> None:
-    """Check that each `require` of a method gives what its text names; where no source is, `require` itself does."""
+    """Require that each `require` call in `method` passes the fields of its text.
+
+    Without source code nothing is checked here: `require` checks when called.
+    """
     wrong, place = _wrong_text(method)
     if wrong:
         raise _fault(rule, name, wrong, place)
@@ -271,7 +286,7 @@ def _check_texts(rule: Rule, name: str, method: FunctionType) -> None:
 
 @cache
 def _wrong_text(method: FunctionType) -> tuple[str, str]:
-    """Say what is wrong with the text of a `require` of a method, and at which `file:line`; "" where nothing is."""
+    """Return the fault of the first wrong `require` text in `method` and its "file:line"; ("", "") if all are right."""
     code = method.__code__
     if "require" not in code.co_names:
         return "", ""
@@ -292,7 +307,7 @@ def _wrong_text(method: FunctionType) -> tuple[str, str]:
 
 
 def _methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the functions of a class and of its bases outside this package."""
+    """Yield (name, function) for the functions that `kind` and its bases define, but for `Rule` and `Group`."""
     for each in kind.__mro__:
         if each not in (Rule, Group, object):
             yield from ((name, method) for name, method in vars(each).items() if isinstance(method, FunctionType))

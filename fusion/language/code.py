@@ -1,7 +1,7 @@
-"""Keys of code, for caches between compilations: two states of rules and readers that may differ have different keys.
+"""Cache keys of rules and readers: whatever may change what they do changes their keys.
 
-A package is digested by its files. A rule that no module of a package names, such as one of a console, of a script or
-with fields of its own, is digested by its code objects and all values that they read.
+Rules of a package are covered by a digest of its files. A rule from a console or script, or with fields, gets a digest
+of its code objects and of all values that they read.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from fusion.language.reader import Library, Reader
 from fusion.language.rule import Rule
 
 MOST = 2**17
-"""Values that are visited for one key."""
+"""Limit on the values that are visited for one key."""
 LARGEST = 2**24
-"""Bytes of a tensor whose numbers are part of a key."""
+"""Limit on the bytes of a tensor whose elements enter a key."""
 
 
 def files_of(library: Library) -> str:
-    """Digest every file of this package and of the packages that `library` is from."""
+    """Hash all Python files of this package and of the packages that define `library`; "package digest" for each."""
     kinds = [*map(type, library.rules), *(each.read for each in library.readers)]
     packages = {_package(kind.__module__) for kind in kinds} | {"fusion"}
     return " ".join(f"{each} {_files(each)}" for each in sorted(packages) if _is_package(each))
 
 
 loaded = cache(files_of)
-"""Digest of the files as they were when first asked for: of the code which runs."""
+"""`files_of` memoised at its first call, when the files are still those of the code that runs."""
 
 
 def key_of(given: Rule | Reader) -> str | None:
-    """Key a rule or a reader beside `files_of`: its name, and its code where no file of a package tells all of it.
+    """Return the key of a rule or reader, to be used with `files_of`.
 
     Returns:
-        The key; None where something that the code reads has no text that is the same in every process.
+        Its qualified name, followed by `digest_of` if the files of a package do not define it entirely; None if it
+        depends on a value without a representation that is equal in every process.
     """
     kind: Any = given.read if isinstance(given, Reader) else type(given)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -59,13 +60,13 @@ def key_of(given: Rule | Reader) -> str | None:
 
 
 def keys_of(library: Library) -> str | None:
-    """Key all rules and readers of `library`, in any order; None where one has no key."""
+    """Join the keys of all rules and readers of `library`, sorted; None if one has no key."""
     keys = [key_of(each) for each in (*library.rules, *library.readers)]
     return None if None in keys else " ".join(sorted(filter(None, keys)))
 
 
 def _is_in_package(given: Rule | Reader, kind: Any) -> bool:
-    """True if a module of a package names `given`, or its class, and it holds no values of its own."""
+    """True if `given`, or the class of a rule without fields, is a global of a module of a package."""
     module, named = sys.modules.get(kind.__module__), given if isinstance(given, Reader) else kind
     alone = isinstance(given, Reader) or not vars(given)
     return _is_package(_package(kind.__module__)) and alone and getattr(module, kind.__qualname__, None) is named
@@ -88,14 +89,14 @@ def _files(package: str) -> str:
 
 
 class UnkeyedError(Exception):
-    """Raised for a value that has no text which is the same in every process."""
+    """Raised for a value without a representation that is equal in every process, or that is too large."""
 
 
 def digest_of(value: Any) -> str:
-    """Digest `value` with all code and values that it consists of, or reads as globals or from closures.
+    """Hash `value` and, recursively, its parts and all code, globals and closure cells that its functions read.
 
     Raises:
-        UnkeyedError: one of them is of one process alone, as a lock is, or too large.
+        UnkeyedError: one of them is bound to one process, such as a lock, or too large.
     """
     walk = _Walk()
     walk.visit(value)
@@ -103,7 +104,7 @@ def digest_of(value: Any) -> str:
 
 
 def names_read(value: Any) -> frozenset[str]:
-    """List the names of globals and attributes that `value` reads, with those of all functions that it calls."""
+    """Return the global and attribute names and the string constants in the code of `value` and of all it refers to."""
     walk = _Walk()
     walk.visit(value)
     return frozenset(walk.names)
@@ -114,7 +115,7 @@ _PLAIN = (
     torch.memory_format, OpOverload, OpOverloadPacket,
 )  # fmt: skip
 _CONSTANTS = tuple, frozenset, CodeType
-"""Types of constants: equal ones may be one object or several, as code is compiled or loaded from a cached file."""
+"""Types of which equal constants may be one object or several, depending on whether code was compiled or loaded."""
 _IGNORED = frozenset(
     (
         "__dict__",
@@ -128,15 +129,15 @@ _IGNORED = frozenset(
         "__static_attributes__",
     )
 )
-"""Attributes of a class that follow from its others, or do not change what its code does."""
+"""Attributes of a class that follow from its other attributes, or do not change its behaviour."""
 
 
 class _Walk:
-    """Walk over a value and its parts, each once, in an order that is the same in every process."""
+    """A hash over a value and, recursively, its parts, each visited once, in an order equal in every process."""
 
     def __init__(self) -> None:
         self.digest, self.names, self._visited = hashlib.sha256(), set[str](), 0
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the value, whose id is unique only while it lives
+        self._seen: dict[int, tuple[int, Any]] = {}  # keeps each value alive: ids are unique only among live objects
 
     def visit(self, value: Any) -> None:
         waiting = [value]
@@ -164,20 +165,20 @@ class _Walk:
             self.digest.update(f"{len(each)} {each};".encode())
 
     def _parts(self, value: Any) -> tuple[str, Sequence[Any]]:
-        """Take `value` apart: a text, and the values that it consists of."""
+        """Split `value` into a text that describes it and the values that it consists of."""
         match value:
             case CodeType():
-                return "code", self._of_code(value)
+                return "code", self._code_parts(value)
             case ModuleType():
                 return f"module {value.__name__}", ()
             case FunctionType() | type() if _is_foreign(value):
                 return f"{value.__module__}.{value.__qualname__}", ()
             case FunctionType():
-                return "function", self._of_function(value)
+                return "function", self._function_parts(value)
             case type():
                 named = [each for name in sorted(vars(value).keys() - _IGNORED) for each in (name, vars(value)[name])]
                 return f"class {value.__qualname__}", (*value.__bases__, *named)
-            case Reader():  # which pickles as a name
+            case Reader():  # would pickle as its name alone
                 return "reader", [getattr(value, each.name) for each in fields(value)]
             case MethodType():
                 return "method", (value.__func__, value.__self__)
@@ -196,21 +197,21 @@ class _Walk:
             case torch.Tensor():
                 return "tensor", (value.dtype, tuple(value.shape), _numbers(value))
             case _:
-                return self._of_object(value)
+                return self._object_parts(value)
 
-    def _of_code(self, code: CodeType) -> Sequence[Any]:
+    def _code_parts(self, code: CodeType) -> Sequence[Any]:
         self.names.update(code.co_names, (each for each in code.co_consts if isinstance(each, str)))
         counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
         names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
         return *counts, *names, code.co_code, code.co_exceptiontable, code.co_consts
 
-    def _of_function(self, function: FunctionType) -> Sequence[Any]:
+    def _function_parts(self, function: FunctionType) -> Sequence[Any]:
         cells = [_content(each) for each in function.__closure__ or ()]
         own = function.__code__, function.__defaults__, function.__kwdefaults__, vars(function)
         return *own, cells, [*_globals_read(function)]
 
-    def _of_object(self, value: Any) -> tuple[str, Sequence[Any]]:
-        """Take an object apart as pickling does; a function of C by its name, a memoised function by what it wraps."""
+    def _object_parts(self, value: Any) -> tuple[str, Sequence[Any]]:
+        """Split an object by its `__reduce_ex__`; a builtin by its name and `self`, a wrapper into what it wraps."""
         if hasattr(value, "__wrapped__"):
             return "wrapper", (value.__wrapped__,)
         if isinstance(value, BuiltinFunctionType):
@@ -228,12 +229,12 @@ class _Walk:
 
 
 _INSTALLED = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]
-"""Folders of Python itself and of this package."""
+"""Folders of the standard library and of this package."""
 
 
 @cache
 def _is_installed(file: str) -> bool:
-    """True if a file of code is of Python itself, of this package or of an installed one."""
+    """True if the source file `file` belongs to the standard library, this package or an installed package."""
     path = Path(file)
     return (
         file.startswith("<frozen ")
@@ -243,27 +244,27 @@ def _is_installed(file: str) -> bool:
 
 
 def _is_foreign(value: ModuleType | FunctionType | type) -> bool:
-    """True if the name of `value` identifies its code: an installed module holds it under that name."""
+    """True if the qualified name of `value` identifies its code, as an installed module defines it."""
     if isinstance(value, FunctionType):
         return _is_installed(value.__code__.co_filename)
     module: Any = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-    if isinstance(value, type) and value.__flags__ & _MADE_AT_RUNTIME and not _names(module, value):
+    if isinstance(value, type) and value.__flags__ & _MADE_AT_RUNTIME and not _resolves(module, value):
         return False
     file = getattr(module, "__file__", None)
     return module is not None and (_is_installed(file) if file else module.__name__ in sys.builtin_module_names)
 
 
-def _names(module: Any, kind: Any) -> bool:
-    """True if the qualified name of a class or function leads to it from `module`."""
+def _resolves(module: Any, kind: Any) -> bool:
+    """True if the qualified name of the class or function `kind`, resolved in `module`, is `kind`."""
     return reduce(lambda owner, name: getattr(owner, name, None), kind.__qualname__.split("."), module) is kind
 
 
 _MADE_AT_RUNTIME = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: classes without it are parts of Python or of an extension in C."""
+"""Py_TPFLAGS_HEAPTYPE: classes without the flag are defined statically in C."""
 
 
 def _globals_read(function: FunctionType) -> Iterator[Any]:
-    """Yield each global that `function` may read, with its value; for a module of the user its attributes likewise."""
+    """Yield name and value of each global that `function` may read; after a module of the user also its attributes."""
     names = sorted(_names_in(function.__code__))
     for name in names:
         if name not in function.__globals__:
@@ -283,7 +284,7 @@ def _names_in(code: CodeType) -> set[str]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not yet filled
+    except ValueError:  # raised for an empty cell
         return "empty"
 
 

@@ -1,4 +1,4 @@
-"""Written forms: a marked method of a rule, traced once into terms and captures."""
+"""Tracing of the forms of a rule: each marked method is called once, and becomes a `Pattern` of terms and captures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ from fusion.language.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Pattern:
-    """One written form, traced: its results and the captures by name, those of a group as `group.field`.
+    """A traced form.
 
-    `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose. `varies` says
-    whether that is one of several, and `choices` what `variants` chose; `alternative` is one that
-    another may stand for.
+    Attributes:
+        name: the method's name, followed by the choices of its variants in brackets.
+        results: the terms that the method returned; matching begins at the first.
+        captures: name -> term; "group.field" for the fields of groups.
+        reason: the reason of a look-alike; "" for others.
+        apart: names of captures that must be bound to pairwise different values.
+        given: parameters of the method that are no captures: group name -> class, variant -> choice.
+        varies: True if the method has variants.
+        choices: variant -> choice.
+        alternative: True if the form is marked `@alternative`.
     """
 
     name: str
@@ -39,45 +46,45 @@ class Pattern:
     alternative: bool = False
 
     def keeps_apart(self, captures: Mapping[str, Any]) -> bool:
-        """Whether captures that must be different values are."""
+        """True if the captures named in `apart` are pairwise different."""
         return len({captures[name] for name in self.apart}) == len(self.apart)
 
     @property
     def method(self) -> str:
-        """The name of the method that it is one variant of."""
+        """The name of the method."""
         return self.name.partition("[")[0]
 
     @cached_property
     def applied(self) -> frozenset[tuple[str, tuple[str, ...]]]:
-        """Each semantic op that it mentions, with the names of what that is applied to."""
+        """The semantic ops in the form, each with the names of its captures."""
         return frozenset().union(*map(_applied, self.results))
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """The semantic ops that it mentions."""
+        """The names of the semantic ops in the form."""
         return frozenset(name for name, _ in self.applied)
 
     @cached_property
     def needed(self) -> frozenset[frozenset[str]]:
-        """Of each part of its first result the canonical ops of which it is one: all are in or below the result."""
+        """The heads of each part of the first result: every match has a value of each such set at or below its root."""
         return frozenset(filter(None, (each.heads() for each in _parts(self.results[0]))))
 
     @cached_property
     def between(self) -> frozenset[str]:
-        """The canonical ops that may stand between its first result and those parts, both included."""
+        """The union of `needed`: the ops that may occur on a path from the root of a match down to such a value."""
         return frozenset[str]().union(*self.needed)
 
 
 State = tuple[tuple[str, Any], ...]
-"""Fields of a rule with their values."""
+"""(field, value) for each field of a rule, as a key of memoised functions."""
 
 
 @cache
 def traced(kind: type, state: State, role: str) -> tuple[Pattern, ...]:
-    """Trace the forms, or the look-alikes, of a rule of this `kind` with these fields.
+    """Trace the methods that the rule class `kind` marks as `role`, on an instance with the fields `state`; memoised.
 
     Raises:
-        RuleError: a method is declared wrongly, or raised.
+        RuleError: a method is declared wrongly, or raised an exception.
     """
     rule = object.__new__(kind)
     vars(rule).update(state)
@@ -116,7 +123,11 @@ def _trace(rule: Any, name: str, method: Callable[..., Any], chosen: Mapping[str
 
 
 def _taken(where: str, method: Callable[..., Any]) -> list[inspect.Parameter]:
-    """List the parameters of a form that are captures: all behind `self` and the vocabulary `p`."""
+    """List the parameters of the form `method` after `self` and the vocabulary `p`.
+
+    Raises:
+        RuleError: there is no parameter for the vocabulary.
+    """
     parameters = list(inspect.signature(method).parameters.values())
     if len(parameters) < 2 or parameters[1].default is not inspect.Parameter.empty:
         raise RuleError(
@@ -127,7 +138,11 @@ def _taken(where: str, method: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _returned(where: str, method: Callable[..., Any], rule: Any, arguments: Mapping[str, Any]) -> tuple[Term, ...]:
-    """Call a form with its captures for the terms that it returns."""
+    """Call the form `method` with terms as `arguments`, and return the terms of its results.
+
+    Raises:
+        RuleError: the method raised an exception, or returned something that is no term.
+    """
     try:
         result = method(rule, Vocabulary(), **arguments)
     except Exception as error:
@@ -144,7 +159,7 @@ def _returned(where: str, method: Callable[..., Any], rule: Any, arguments: Mapp
 
 
 def place_of(method: Any, error: BaseException | None = None, name: str = "") -> str:
-    """Say at which `file:line` a method is written: the line that raised `error`, or reads `name`, or its first."""
+    """Return "file:line" of `method`: of the line that raised `error`, else that reads `name`, else of the first."""
     code: CodeType = method.__code__
     line = code.co_firstlineno
     if error is not None:
@@ -168,19 +183,19 @@ def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
 
 
 def _parts(term: Term) -> Iterator[Term]:
-    """A term and its parts."""
+    """Yield `term` and, recursively, its parts."""
     yield term
     for each in term.parts():
         yield from _parts(each)
 
 
 def _applied(term: Term) -> set[tuple[str, tuple[str, ...]]]:
-    found = {(term.op, tuple(term.captures))} if isinstance(term, Meaning) else set[tuple[str, tuple[str, ...]]]()
-    return found.union(*(_applied(child) for child in term.below() if isinstance(child, Term)))
+    own = {(term.op, tuple(term.captures))} if isinstance(term, Meaning) else set[tuple[str, tuple[str, ...]]]()
+    return own.union(*(_applied(child) for child in term.below() if isinstance(child, Term)))
 
 
 def captured(pattern: Pattern, bound: Mapping[Any, Any]) -> dict[str, Any]:
-    """The captures of a match by name; tensors as values, without optional ones that the meanings lack."""
+    """Return name -> value or constant for the captures of a match, without unbound ones, and for `pattern.given`."""
     lacking = {term for term in pattern.captures.values() if isinstance(term, Capture) and bound.get(term) is None}
     taken = {name: bound[term] for name, term in pattern.captures.items() if term in bound and term not in lacking}
     return {**taken, **pattern.given}

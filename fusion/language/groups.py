@@ -1,4 +1,4 @@
-"""Groups: captures that belong together, declared once and taken as one by forms, guards and lowerings.
+"""Groups: several captures declared once as a dataclass, which forms, guards and lowerings take as one parameter.
 
     @dataclass(frozen=True)
     class Tables(Group):
@@ -6,11 +6,11 @@
         sin: Any = tensor("T U Dr")
 
     @pattern
-    def form(self, p, x=tensor("*B D"), tables=Tables): ...        in the form, tables.cos is a term
-    def guard(self, x, tables): ...                                and here the value that it took, or None
+    def form(self, p, x=tensor("*B D"), tables=Tables): ...        here tables.cos is a term
+    def guard(self, x, tables): ...                                here tables.cos is the captured value, or None
 
-A *facet* is a mode that is independent of others: a family of groups with the same methods, among which `variants`
-chooses. What a mode means, takes and refuses, and the arguments that it becomes, then stand in one class.
+A *facet* is a mode that is independent of all others: a family of groups with the same methods, among which `variants`
+chooses. The captures, terms, refusals and operator arguments of one mode are then defined in one class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self, TypeGuard
 
 @dataclass(frozen=True)
 class Tensor:
-    """A declared tensor: its named dims, whether it may be lacking, and whether it must be computed if it is not."""
+    """The declaration of a captured tensor; `tensor` documents the fields."""
 
     dims: tuple[str, ...]
     optional: bool
@@ -32,64 +32,64 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A declared number, or other thing that is no tensor; one `among` some, where any are named."""
+    """The declaration of a captured constant that is no tensor; if `among` is not empty, one of its elements."""
 
     among: tuple[Any, ...] = ()
 
 
 def tensor(dims: str, optional: bool = False, needed: bool = True) -> Any:
-    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D.
+    """Declare a captured tensor by its named dims, e.g. "*B D": any number of leading dims, then D.
 
     Args:
-        dims: the names, with a star before those of any number of leading dims.
-        optional: whether it may not be there: then it is None.
-        needed: whether a match is refused whose tensor cannot be computed, as neither a node nor a recipe gives it;
-            lowerings get None for one that is not needed, as what is told of it in other captures is enough for some.
+        dims: names or literal sizes, separated by spaces; a leading name with a star takes any number of dims.
+        optional: True if a semantic op may lack the tensor; the capture is None then.
+        needed: True if a match is refused where neither a node nor a recipe computes the tensor; lowerings get None
+            for such a tensor if it is not needed.
     """
     return Tensor(tuple(dims.split()), optional, needed)
 
 
 def scalar() -> Any:
-    """Declare a captured number that the graph holds as a constant."""
+    """Declare a captured number, constant in the graph."""
     return Attribute()
 
 
 def attribute(*among: Any) -> Any:
-    """Declare a captured attribute of an op: dims, an exponent, an order of lanes; if any are named, one `among` them.
+    """Declare a captured attribute of an op, such as dims or an exponent; only values `among` the given ones match.
 
-    So the kinds of a facet share one word: each is matched where the attribute is one of its own.
+    Kinds of a facet that use the same semantic op differ in `among`, which must be disjoint.
     """
     return Attribute(among)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Captures that belong together: a frozen dataclass whose fields have `tensor`, `scalar`, `attribute` as defaults.
+    """Base of groups: frozen dataclasses whose defaults are `tensor(...)`, `scalar()`, `attribute(...)` or a group.
 
-    A field may be a group itself. In a form fields are terms; in a guard or a lowering they are what was captured.
-    Those that a kind names in `differing` must be different values.
+    Fields are terms in a form, and the captured values in a guard or a lowering. The fields that a subclass names in
+    `differing` must be bound to pairwise different values.
     """
 
     differing: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def made(cls, name: str, make: Callable[[str, Any], Any]) -> Self:
-        """The group with what `make` gives for the full name of each field and what it is declared as."""
+        """Build the group `name`, each field being `make("name.field", declaration)`; nested groups recursively."""
         named = _named(cls, name)
         return cls(**{own: kind.made(full, make) if is_group(kind) else make(full, kind) for own, full, kind in named})
 
     @classmethod
     def bound(cls, name: str, captures: Mapping[str, Any]) -> Self:
-        """The group `name` of some captures; a field that the form lacks is None."""
+        """Build the group `name` from the `captures` "name.field"; a field without a capture is None."""
         return cls.made(name, lambda full, _: captures.get(full))
 
 
 @cache
 def _named(kind: type[Group], name: str) -> tuple[tuple[str, str, Any], ...]:
-    """Each field of a group of that name: its own name, its full name, and what it is declared as."""
+    """List (field, "name.field", declaration) for each field of the group class `kind`."""
     return tuple((each.name, f"{name}.{each.name}", each.default) for each in fields(kind))
 
 
 def is_group(declared: Any) -> TypeGuard[type[Group]]:
-    """Whether something is a kind of group, and not one group."""
+    """True if `declared` is a subclass of `Group` (a class, not an instance)."""
     return isinstance(declared, type) and issubclass(declared, Group)

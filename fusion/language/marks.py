@@ -1,4 +1,4 @@
-"""Marks on the methods of a rule, and which of its methods have one: forms, look-alikes and lowerings."""
+"""Decorators that mark the methods of a rule as forms, look-alikes or lowerings, and functions that list them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _marking(**marks: Any) -> Callable[[Method], Method]:
-    """A decorator that leaves these on a method."""
-
     def mark(method: Method) -> Method:
         for name, each in marks.items():
             setattr(method, f"fusion_{name}", each)
@@ -28,14 +26,17 @@ def pattern(method: Method) -> Method:
 
 
 def alternative(method: Method) -> Method:
-    """Mark a form that another form may stand for: where that is taken, it is told of only if it would save more."""
+    """Mark a form as an alternative to another form of the rule.
+
+    Where the other form was rewritten, a refusal of the alternative is reported only if it would have saved more.
+    """
     return _marking(alternative=True)(method)
 
 
 def lookalike(reason: str, apart: tuple[str, ...] = ()) -> Callable[[Method], Method]:
-    """Mark a pattern that looks like the rule but means something else.
+    """Mark a form that resembles the rule but means something else: a value that matches is reported with `reason`.
 
-    `reason` may name its captures in braces; the captures in `apart` must be different values.
+    `reason` may name captures in braces. The captures named in `apart` must be bound to pairwise different values.
     """
     return _marking(role="lookalike", reason=reason, apart=apart)
 
@@ -46,25 +47,25 @@ def lowering(method: Method) -> Method:
 
 
 def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
-    """Mark a lowering, or a form, that takes these parameters beside captures: one for each combination, best first.
+    """Expand a lowering or a form into one variant for each combination of `choices` (parameter -> values), best first.
 
-    A later combination of a lowering is tried only where the ones before it are refused. Each combination of a form is
-    matched for itself; guards and lowerings may ask for what was chosen. A choice may be a kind of `Group`. A lowering
-    with a variant of the same name as one of the form is for that choice alone.
+    A later combination of a lowering is tried only where the earlier ones are refused. The combinations of a form are
+    matched separately; guards and lowerings may take its choices as parameters. A choice may be a subclass of `Group`.
+    A lowering and a form with a variant of the same name are combined only where their choices are equal.
     """
     return _marking(variants=choices)
 
 
 def calls(operator: str) -> Callable[[Method], Method]:
-    """Mark a lowering by the one operator that it is for: where that cannot run, other lowerings alone are tried.
+    """Mark a lowering with the operator that it calls: the lowering is not traced where the compiler does not take it.
 
-    `operator` may name what `variants` chose in braces.
+    `operator` may name variants in braces. If no lowering of the rule can run, all are traced for their reasons.
     """
     return _marking(calls=operator)
 
 
 def refused_on(chip: str, because: str) -> Callable[[Method], Method]:
-    """Mark a lowering that does not give on a chip what the rule means, and why."""
+    """Mark a lowering as wrong on `chip`; `because` is the reason that reports give there."""
 
     def mark(method: Method) -> Method:
         return _marking(refused={**getattr(method, "fusion_refused", {}), chip: because})(method)
@@ -73,14 +74,14 @@ def refused_on(chip: str, because: str) -> Callable[[Method], Method]:
 
 
 def marked(kind: type, role: str) -> list[tuple[str, Callable[..., Any]]]:
-    """The methods of a kind of rule with a mark, those of its bases first."""
+    """List (name, method) of the methods of the class `kind` that are marked as `role`, those of its bases first."""
     methods = [(name, method) for base in kind.__mro__[::-1] for name, method in vars(base).items()]
     return [(name, method) for name, method in methods if getattr(method, "fusion_role", None) == role]
 
 
 def each_variant(name: str, method: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The names and choices of a method for each combination of its variants."""
+    """Yield for each combination of the variants of `method` its label, "name[choice, ...]", and variant -> choice."""
     choices: Mapping[str, tuple[Any, ...]] = getattr(method, "fusion_variants", {})
     for chosen in product(*choices.values()):
-        said = ", ".join(each.__name__ if is_group(each) else str(each) for each in chosen)
-        yield f"{name}[{said}]" if chosen else name, dict(zip(choices, chosen, strict=True))
+        label = ", ".join(each.__name__ if is_group(each) else str(each) for each in chosen)
+        yield f"{name}[{label}]" if chosen else name, dict(zip(choices, chosen, strict=True))

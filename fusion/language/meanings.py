@@ -1,4 +1,4 @@
-"""Terms for what a value was found to mean, by another rule or by a reader."""
+"""Terms that match a value by a semantic op that another rule or a reader has assigned to it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ RELIES = "inputs of which something is assumed"
 
 
 def relied(bound: Bindings) -> frozenset[str]:
-    """The inputs of which something was assumed where these bindings were read."""
+    """Return the names of the inputs on whose assumed contents the match with these bindings relies."""
     return bound.get(RELIES, frozenset())
 
 
 @dataclass(frozen=True, eq=False)
 class Meaning(Term):
-    """A value that already reads as a semantic op, such as rms_norm, with what it is applied to."""
+    """A value that has a reading as the semantic op `op`, whose captures match the terms in `captures`, by name."""
 
     op: str
     captures: Mapping[str, Any]
 
     def below(self) -> tuple[Any, ...]:
-        """Its parts."""
+        """Return the terms, and attributes, of the captures."""
         return tuple(self.captures.values())
 
     def heads(self) -> frozenset[str]:
-        """Any op: found by its reading."""
+        """Return the key under which matching indexes values with a reading as `op`, whatever their canonical op."""
         return frozenset((f"reading:{self.op}",))
 
     def follows(self, bound: Bindings) -> bool:
-        """Whether something below what it is applied to is bound already; to share a table is not to follow."""
-        return any(_holds(each, bound) for each in self.captures.values() if not isinstance(each, Capture))
+        """True if a term in or below `captures` is bound; a plain capture, such as a shared table, does not count."""
+        return any(_is_bound(each, bound) for each in self.captures.values() if not isinstance(each, Capture))
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         for reading in cx.readings(value, self.op):
             if not reading.captures.keys() <= self.captures.keys():
-                continue  # a gain, a mask or a bias that the pattern does not speak of may not get lost
+                continue  # a gain, a mask or a bias that the pattern does not name would be lost
             relies = {RELIES: relied(bound) | reading.relies} if reading.relies else {}
             yield from self._take(list(self.captures.items()), reading, {**bound, **relies}, cx)
 
@@ -52,17 +52,17 @@ class Meaning(Term):
         (name, term), rest = wanted[0], wanted[1:]
         have = reading.captures.get(name)
         if have is None and isinstance(term, Capture) and term.optional:
-            if bound.get(term) is None:  # bound to nothing, so that no other meaning can have it
+            if bound.get(term) is None:  # bound to None, so that no other reading with this capture matches
                 yield from self._take(rest, reading, {**bound, term: None}, cx)
         elif isinstance(term, Term) and isinstance(have, Value):
-            for found in term.match(have, bound, cx):
-                yield from self._take(rest, reading, found, cx)
+            for bindings in term.match(have, bound, cx):
+                yield from self._take(rest, reading, bindings, cx)
         elif not isinstance(term, Term):
             known = attributes((term,), (have,), bound)
             if known is not None:
                 yield from self._take(rest, reading, known, cx)
 
 
-def _holds(term: Any, bound: Bindings) -> bool:
-    """Whether a term, or one below it, is bound."""
-    return isinstance(term, Term) and (term in bound or any(_holds(each, bound) for each in term.below()))
+def _is_bound(term: Any, bound: Bindings) -> bool:
+    """True if `term`, or any term below it, is bound."""
+    return isinstance(term, Term) and (term in bound or any(_is_bound(each, bound) for each in term.below()))

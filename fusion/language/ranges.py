@@ -1,7 +1,7 @@
-"""What a lowering states of the numbers that its calls round: the model rounds them too, or they are bounded.
+"""Statements of a lowering that a float16 value inside its operators is safe: the model has it too, or it is bounded.
 
-float16 ends at 65504 and thins out below 6e-5, where other floats have the range of float32. So the planner refuses
-calls that hold in float16 what neither the model does nor one of these statements covers.
+float16 overflows above 65504 and loses digits below 6e-5; other floats have the range of float32. So the planner
+refuses calls that compute in float16 what the model does not, unless one of these context managers covers the call.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from fusion.language.rule import require
 _covered: ContextVar[bool] = ContextVar("covered", default=False)
 
 
-def narrows(held: torch.dtype | None, to: torch.dtype) -> bool:
-    """True if rounding floats of `held` to `to` may leave its range (float16), or demotes float64."""
-    if held == to:
+def narrows(have: torch.dtype | None, to: torch.dtype) -> bool:
+    """True if a cast from `have` (None if unknown) to another dtype `to` may overflow (float16), or demotes float64."""
+    if have == to:
         return False
-    return to is torch.float16 or held is torch.float64
+    return to is torch.float16 or have is torch.float64
 
 
 @contextmanager
 def rounding(what: str, held: torch.dtype, to: torch.dtype) -> Generator[None]:
-    """State that the calls inside round `what`, which the model holds in `held`, to `to`.
+    """State that the calls inside round `what`, a value that the model has in the dtype `held`, to the dtype `to`.
 
     Raises:
-        Refused: `to` is narrower than the model's dtype.
+        Refused: `narrows(held, to)`.
     """
     require(
         not narrows(held, to),
@@ -42,7 +42,7 @@ def rounding(what: str, held: torch.dtype, to: torch.dtype) -> Generator[None]:
 
 @contextmanager
 def bounded() -> Generator[None]:
-    """State that float16 holds whatever the calls inside round: a comment beside it says why."""
+    """State that no value inside the covered calls can overflow float16; a comment at the call site gives the bound."""
     token = _covered.set(True)
     try:
         yield
@@ -51,7 +51,7 @@ def bounded() -> Generator[None]:
 
 
 def is_covered() -> bool:
-    """True if a statement covers the calls that are recorded now."""
+    """True if called within `rounding` or `bounded`."""
     return _covered.get()
 
 

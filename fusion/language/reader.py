@@ -1,12 +1,13 @@
-"""Readers: what finds a meaning that no form can say, because it takes a proof: masks, layouts of rows, exponentials.
+"""Readers: functions that assign semantic ops to values by proofs that no form can express, e.g. of what a mask shows.
 
     ROTATION = word("rotation", "x · cos + partner(x) · sin", x="[.., D]", cos="[.., D]", sin="[.., D]")
 
     @reader(gives=(ROTATION,), needs=("linear",))
     def rotations(graph: Graph) -> Iterator[Found]: ...
 
-A library declares its readers beside its rules. They run before any rule is matched, each after those that give what
-it needs; what they give are words, as the names of rules are.
+A library declares its readers in addition to its rules. They run before any rule is matched, each after the readers of
+the words that it needs. A word is the name of a semantic op that a reader gives; the names of rules are semantic ops
+as well.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ Read = Callable[[Graph], Iterator[Found]]
 
 @dataclass(frozen=True)
 class Word:
-    """A semantic op that a reader gives.
+    """The declaration of a semantic op that a reader gives.
 
     Attributes:
-        name: what forms and readers call it.
-        meaning: what a value that reads so is.
-        captures: what it is applied to, each with its dims or the values it may have; None where nothing is declared.
+        name: the name in forms and readers.
+        meaning: a formula or description of such a value, for the docs.
+        captures: operand or attribute -> its dims or possible values, as text; None if undeclared, hence unchecked.
     """
 
     name: str
@@ -41,27 +42,31 @@ class Word:
     captures: Mapping[str, str] | None = field(default=None, hash=False)
 
     def require(self, who: Callable[[], str], used: Iterable[str]) -> None:
-        """Raise a RuleError where `who` names what this word is not applied to."""
+        """Require that the names `used` are captures of the word; `who` begins the message.
+
+        Raises:
+            RuleError: one of them is not.
+        """
         if self.captures is not None:
             require_known(lambda: f"{who()} {self.name} of", used, self.captures, "which is no capture of it")
 
 
 def word(name: str, meaning: str, /, **captures: str) -> Word:
-    """Declare a word, with all that it is applied to."""
+    """Declare a word with its meaning and all its captures."""
     return Word(name, meaning, captures)
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One way to find meanings.
+    """A function that yields readings of the values of a graph, with its declared dependencies.
 
     Attributes:
-        name: what it is called in errors.
-        read: gives values of a graph with what they mean, and values that only look like it with the reason.
-        gives: the names of the words that it may find.
-        needs: those that must have been found before.
-        refines: those that another reader gives, of which it finds more.
-        words: what it gives as declared.
+        name: the function's name.
+        read: the function: yields (value, reading), or (value, miss) for a value that only resembles one.
+        gives: the names of the words that the reader may yield, given by no other reader or rule.
+        needs: the names of the words whose readers must run first.
+        refines: the names of words that another reader gives, and of which this one, run later, yields more.
+        words: the declarations of the words in `gives`.
     """
 
     name: str
@@ -72,16 +77,16 @@ class Reader:
     words: tuple[Word, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a reader by its name in its module, as a function is; a local one by its parts."""
+        """Pickle the reader by its qualified name if its module has it under that name, else by its fields."""
         module, name = self.read.__module__, self.read.__qualname__
         if getattr(sys.modules.get(module), name, None) is self:
             return _declared, (module, name)
         return Reader, tuple(getattr(self, each.name) for each in fields(self))
 
     def waits_for(self, other: Reader) -> bool:
-        """Whether another must have run before."""
-        known = (other.gives | other.refines) & self.needs or other.gives & self.refines
-        return other is not self and bool(known)
+        """True if `other` must run first: it gives or refines a needed word, or gives a word that this one refines."""
+        awaited = (other.gives | other.refines) & self.needs or other.gives & self.refines
+        return other is not self and bool(awaited)
 
 
 def _declared(module: str, name: str) -> Reader:
@@ -91,7 +96,7 @@ def _declared(module: str, name: str) -> Reader:
 def reader(
     *, gives: Iterable[Word | str], needs: Iterable[str] = (), refines: Iterable[str] = ()
 ) -> Callable[[Read], Reader]:
-    """Make a reader of a function; a word that is given by its name alone is not checked where it is used."""
+    """Turn a function into a `Reader`. The captures of a word that is given by name alone are not checked in forms."""
     words = tuple(each if isinstance(each, Word) else Word(each) for each in gives)
     names = frozenset(each.name for each in words)
 
@@ -103,10 +108,10 @@ def reader(
 
 @dataclass(frozen=True)
 class Library:
-    """Rules, and the readers of the words that are no rules, as a package provides them.
+    """The rules of a package, and the readers of the words that they use.
 
     Raises:
-        RuleError: something is no rule or no reader, a name occurs twice, or a word is given twice.
+        RuleError: an element is no rule or no reader, two have one name, or two give one word.
     """
 
     rules: tuple[Rule, ...]
@@ -122,24 +127,24 @@ class Library:
         _require_unique("word", (*words, *((name, f"the rule {kind}") for name, kind in rules)))
 
     def words(self) -> dict[str, Word]:
-        """What the readers give, by name."""
+        """Return name -> word for all words that the readers give."""
         return {each.name: each for reader in self.readers for each in reader.words}
 
     def __add__(self, more: object) -> Library:
-        """Add the rules and readers of another library, of a list or one alone behind those of this one."""
+        """Add the rules and readers of a library, of a collection, or a single rule or reader, after those of this."""
         other = Library.of(more)
         return Library((*self.rules, *other.rules), (*self.readers, *other.readers))
 
     def __radd__(self, more: object) -> Library:
-        """Add the rules and readers of another library, of a list or one alone before those of this one."""
+        """Add the rules and readers of a library, of a collection, or a single rule or reader, before those of this."""
         return Library.of(more) + self
 
     @staticmethod
     def of(given: object) -> Library:
-        """Make a library of a rule, a reader, or a collection of both; a library is given back as it is.
+        """Convert a rule, a reader, or a collection of both to a library; return a library unchanged.
 
         Raises:
-            RuleError: something is neither a rule nor a reader, or a name occurs twice.
+            RuleError: an element is neither a rule nor a reader, two have one name, or two give one word.
         """
         if isinstance(given, Library):
             return given
@@ -150,10 +155,10 @@ class Library:
 
 
 def ordered(readers: Sequence[Reader]) -> list[Reader]:
-    """Readers so that each comes after those that give what it needs, otherwise as they are declared.
+    """Sort `readers` topologically by `waits_for`, otherwise in the given order.
 
     Raises:
-        RuleError: they need each other in a circle.
+        RuleError: the dependencies are cyclic.
     """
     left, done = list(readers), list[Reader]()
     while left:
@@ -166,30 +171,30 @@ def ordered(readers: Sequence[Reader]) -> list[Reader]:
 
 
 def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
-    """Rules so that each comes after those whose readings it uses, by name where neither uses the other.
+    """Partition `rules` into topological levels: a rule uses only rules of earlier levels; each level sorted by name.
 
     Raises:
-        RuleError: they use each other in a circle.
+        RuleError: the dependencies are cyclic.
     """
-    left, found = list(rules), list[list[Rule]]()
+    left, sorted_levels = list(rules), list[list[Rule]]()
     while left:
         names = {rule.name for rule in left}
         ready = [rule for rule in left if names.isdisjoint(rule.uses())]
         if not ready:
             raise RuleError(f"loading rules: they use each other in a circle: {sorted(names)}")
-        found.append(sorted(ready, key=lambda rule: rule.name))
+        sorted_levels.append(sorted(ready, key=lambda rule: rule.name))
         left = [rule for rule in left if rule not in ready]
-    return found
+    return sorted_levels
 
 
 Provided = TypeVar("Provided", bound=Rule | Reader)
 
 
 def _checked_kind(given: Any, wanted: type[Provided] | tuple[type[Provided], ...]) -> Provided:
-    """Give back a rule or a reader.
+    """Return `given`, checked to be a hashable instance of `wanted`.
 
     Raises:
-        RuleError: it is not what is `wanted`.
+        RuleError: it is not.
     """
     if isinstance(given, wanted) and _is_hashable(given):
         return given
@@ -220,7 +225,11 @@ def _defined(kind: Callable[..., Any] | type) -> str:
 
 
 def _require_unique(kind: str, named: Iterable[tuple[str, str]]) -> None:
-    """Raise a RuleError where two providers, each with what it is defined as, have one name."""
+    """Require that no name occurs twice in the (name, provider) pairs `named`.
+
+    Raises:
+        RuleError: two providers have one name.
+    """
     seen: dict[str, str] = {}
     for name, provider in named:
         if name in seen:
@@ -239,7 +248,11 @@ def require_known(
     wrong: str,
     hints: Callable[[], Iterable[str]] = tuple,
 ) -> None:
-    """Raise a RuleError for the first name in `used` that is not `known`, with the nearest of `known` and `hints`."""
+    """Require that all names in `used` are in `known`.
+
+    Raises:
+        RuleError: one is not; the message is `who()`, the name, `wrong` and the nearest name of `known` and `hints()`.
+    """
     for each in sorted(set(used) - set(known)):
         near = get_close_matches(each, sorted({*known, *hints()}), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

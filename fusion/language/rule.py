@@ -1,4 +1,4 @@
-"""A rule declares one fused concept: meaning, written forms, when to refuse, what the NPU runs."""
+"""Rules: declarations of fused operations, each with its meaning, forms, refusals and lowerings."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from fusion.language.marks import each_variant, marked
 
 
 class Refused(Exception):  # noqa: N818 - a decision, not an error
-    """Raised by `require`: this match is not to be rewritten, and why."""
+    """The refusal of a match, raised by `require`; its text is the reason that reports show."""
 
     def __init__(self, template: str, values: Mapping[str, object]) -> None:
         self.template, self.values = template, values
 
-    def __str__(self) -> str:
-        """The reason, formatted only when someone reads it."""
+    def __str__(self) -> str:  # formatted on demand: most refusals are never shown
         return self.template.format(**self.values)
 
 
 def require(condition: object, template: str, **values: object) -> None:
-    """Refuse the match unless `condition` holds; `template` says why not, in the user's terms.
+    """Refuse the match unless `condition` is true; the reason is `template`, formatted with `values`.
 
     Raises:
-        Refused: `condition` does not hold.
-        TypeError: `template` names a field that is not among `values`.
+        Refused: `condition` is false.
+        TypeError: `condition` is false, and `template` cannot be formatted with `values`.
     """
     if condition:
         return
@@ -43,7 +42,7 @@ def require(condition: object, template: str, **values: object) -> None:
 
 
 def lacking(template: str, given: Container[str]) -> str:
-    """Say which field of `template` is not among the names `given`, "" where none is."""
+    """Return an error text if `template` is malformed or has a field that is not among the names `given`; else ""."""
     try:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -57,14 +56,14 @@ def lacking(template: str, given: Container[str]) -> str:
 
 @dataclass(frozen=True)
 class Lowering:
-    """One way to run a rule: a method of it, with its variants chosen.
+    """One way to emit a rule: a method marked `@lowering`, with one choice for each of its `@variants`.
 
     Attributes:
-        name: the method's name, and in brackets what was chosen.
+        name: the method's name, followed by the choices in brackets.
         method: the method's name.
-        chosen: its parameters that are no captures.
-        operator: the one that it is for, "" where it names none.
-        refused_on: chips on which it does not give what the rule means, and why.
+        chosen: variant name -> choice.
+        operator: the operator that `@calls` names; "" without `@calls`.
+        refused_on: chip -> reason why the result is wrong there.
     """
 
     name: str
@@ -74,14 +73,14 @@ class Lowering:
     refused_on: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def suits(self, choices: Mapping[str, Any]) -> bool:
-        """Whether it is for a form that chose these: what has the same name is the same."""
+        """True if no variant of the lowering differs from the choice of a form under the same name in `choices`."""
         return all(choices.get(name, each) == each for name, each in self.chosen.items())
 
     def run(self, rule: Rule, captures: Mapping[str, Any]) -> Any:
-        """Run the method of `rule` on what it takes of `captures`.
+        """Call the method of `rule` with the choices and those of the `captures` that are its parameters.
 
         Raises:
-            TypeError: it returned nothing.
+            TypeError: the method returned None.
         """
         result = call(getattr(rule, self.method), {**captures, **self.chosen})
         if result is None:
@@ -91,14 +90,14 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Example:
-    """A function in plain torch with inputs, for the laws that every rule must pass.
+    """A function in plain torch, with inputs, on which the tests try a rule.
 
     Attributes:
-        name: what is particular about it.
+        name: a label of the variant of code, such as "in float32".
         function: plain torch code.
-        inputs: makes fresh inputs of a floating dtype.
-        refusal: for a reject, a part of the reason that must be given.
-        instead: for a reject of a rule that takes less of it, a part of the name of the form that it takes.
+        inputs: a function from a floating dtype to new inputs.
+        refusal: a substring of the reason that a refused example must be given; "" for an example that must match.
+        instead: a substring of the name of the form that a refused example, in which the rule fuses less, must match.
     """
 
     name: str
@@ -115,14 +114,14 @@ def _snake_case(name: str) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """One fused concept. Subclasses are frozen, without state, and answer four questions in this order.
+    """The declaration of one fused operation. Subclasses are frozen and stateless, and answer four questions in order.
 
     1. what does it mean: `reference`; 2. how is it written: methods marked `@pattern`; 3. when must we refuse: `guard`
-    and methods marked `@lookalike`; 4. what does the NPU run: methods marked `@lowering`, best first. How it is tried
-    stands apart, where only tests load it: the package's entry point of the group `fusion.examples`.
+    and methods marked `@lookalike`; 4. what does the NPU run: methods marked `@lowering`, best first. Examples are
+    declared apart, in the entry point group `fusion.examples`, which only tests load.
 
-    A rule that is `opt_in` is off, and costs nothing, unless the option of that name names it. `aliases` are other
-    names by which users know a rule, such as "swiglu": an option with one of them is answered with the rule's name.
+    A rule with `opt_in` is off unless the option `opt_in` names it. `aliases` are other names by which users know a
+    rule, such as "swiglu": the error about an option that holds an alias suggests the rule's name.
     """
 
     opt_in: ClassVar[bool] = False
@@ -130,49 +129,54 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """The semantic op that a match of this rule reads as: the class name in snake case."""
+        """The semantic op as which other rules read a match: the class name in snake case."""
         return _snake_case(type(self).__name__)
 
     def guard(self) -> None:
-        """Refuse a match with `require`; takes any of the captures by name."""
+        """Refuse a match by `require`; an override declares the captures that it needs as parameters."""
 
     def remark(self) -> str:
-        """What the report should say of a match that was rewritten; takes captures, `lowering` and `machine` by name.
+        """Return a remark for the report on a rewritten match; "" for none.
 
-        `machine` is the target that it was planned for; captured tensors are values, of which shapes are known.
+        An override declares captures, `lowering` (the name of the chosen one) and `machine` (the target) as
+        parameters; captured tensors are canonical values.
         """
         return ""
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The meaning, in plain torch."""
+        """Compute the results of the operation in plain torch."""
         raise NotImplementedError
 
     def patterns(self) -> tuple[Pattern, ...]:
-        """Trace the written forms, once."""
+        """Return the forms marked `@pattern`, traced once and memoised."""
         return traced(type(self), tuple(vars(self).items()), "pattern")
 
     def lookalikes(self) -> tuple[Pattern, ...]:
-        """Trace the forms that mean something else, once."""
+        """Return the forms marked `@lookalike`, traced once and memoised."""
         return traced(type(self), tuple(vars(self).items()), "lookalike")
 
     def lowerings(self) -> tuple[Lowering, ...]:
-        """The ways to run the rule, in order of declaration."""
+        """List the lowerings in order of declaration, one for each combination of variants."""
         return _lowerings(type(self))
 
     def beside(self) -> frozenset[str]:
-        """Names of rules that read what this one gives and no node holds: it is offered together with one of them."""
+        """Name the rules that read results of this rule which no node of the model computes, such as absorbed queries.
+
+        Planning finds the matches that read them without these names. Loading a library checks the names, and tests of
+        this rule run with the named rules as well.
+        """
         return frozenset()
 
     def within(self) -> frozenset[str]:
-        """Names of the larger fusions of which this one is a part: why those did not happen is told beside it.
+        """Name the larger fusions that include this one; their refusals are reported although this rule matched.
 
-        A name is that of a rule, or of one of its forms, as `rope.together`. It takes any of the captures by name,
-        where forms are parts of different ones.
+        A name is that of a rule, or of a rule and its form, such as "rope.together". An override may declare captures
+        as parameters, where the answer depends on the form.
         """
         return frozenset()
 
     def uses(self) -> frozenset[str]:
-        """List the semantic ops that its patterns mention."""
+        """Return the names of the semantic ops in the rule's patterns and look-alikes."""
         return _used(type(self), tuple(vars(self).items()))
 
 
@@ -198,11 +202,11 @@ def _lowerings(kind: type[Rule]) -> tuple[Lowering, ...]:
 
 
 def ask_guard(rule: Rule, captures: Mapping[str, Any]) -> None:
-    """Let the guard of `rule` look at `captures`.
+    """Call the guard of `rule` with those of the `captures` that are its parameters.
 
     Raises:
-        Refused: the match is not to be rewritten.
-        TypeError: the guard returned something, which refuses nothing.
+        Refused: the guard refuses the match.
+        TypeError: the guard returned a value; only `require` refuses.
     """
     answer = call(rule.guard, captures)
     if answer is not None:
@@ -210,7 +214,10 @@ def ask_guard(rule: Rule, captures: Mapping[str, Any]) -> None:
 
 
 def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
-    """Call a guard or a lowering with those captures and groups that it names; what the form lacks is None."""
+    """Call `method` with those of the `captures` that are its parameters; None for a name without a capture.
+
+    A group in `captures` is passed as an instance with the captures of its fields.
+    """
     return method(**{name: _argument(name, captures) for name in parameters_of(getattr(method, "__func__", method))})
 
 
@@ -221,5 +228,5 @@ def _argument(name: str, captures: Mapping[str, Any]) -> Any:
 
 @cache
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """List the parameters of a method that captures are given to."""
+    """List the parameter names of `function` but for `self`."""
     return tuple(name for name in inspect.signature(function).parameters if name != "self")

@@ -1,4 +1,4 @@
-"""Terms above which one step may stand in the graph: a cast that must not be the user's own, a factor."""
+"""Terms that match their inner term with or without one more operation: a cast, a factor."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from fusion.language.terms import Bindings, Capture, Context, Parameter, Product
 
 @dataclass(frozen=True, eq=False)
 class Above(Term):
-    """A term above which one step, of the canonical op `step`, may stand; "" for steps that are seen in any op."""
+    """A term that matches `inner`, or one operation of the canonical op `step` on it; "" for no particular op."""
 
     inner: Term
     step: ClassVar[str] = ""
 
     def below(self) -> tuple[Any, ...]:
-        """What is below the step."""
+        """Return the inner term."""
         return (self.inner,)
 
     def heads(self) -> frozenset[str]:
-        """The step, or what is below."""
+        """Return the ops of `inner` and `step`; the empty set, for any op, if `step` is "" or `inner` takes any."""
         inner = self.inner.heads()
         return inner | {self.step} if inner and self.step else frozenset()
 
     def follows(self, bound: Bindings) -> bool:
-        """Whether what is below does, or is bound."""
+        """True if `inner` is bound, or follows a bound term."""
         return self.inner in bound or self.inner.follows(bound)
 
 
 @dataclass(frozen=True, eq=False)
 class Cast(Above):
-    """A cast that may be there or not. Its dtype is pinned, so that a cast of the user's own is never swallowed.
+    """An optional cast of `inner` to exactly one dtype, so that a cast of the user's to another dtype is never lost.
 
     Attributes:
-        inner: what is cast.
-        dtype: the dtype to which it is cast if it is, or the capture whose dtype that is, or the attribute that it is.
-        always: whether the result must have that dtype, with or without a cast.
-        seen: whether there must be a cast.
+        inner: the operand of the cast.
+        dtype: the target dtype; or the capture that has it; or the parameter that is bound to it.
+        always: True if the value must have the target dtype even where there is no cast.
+        seen: True if there must be a cast.
     """
 
     dtype: torch.dtype | Capture | Parameter
@@ -51,53 +51,53 @@ class Cast(Above):
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """As much as what is cast."""
+        """The rank of `inner`."""
         return self.inner.rank
 
     parts = Above.below
 
     def heads(self) -> frozenset[str]:
-        """As of any step, or its own alone."""
+        """Return "cast" and the ops of `inner`; "cast" alone if there must be a cast."""
         return frozenset({self.step}) if self.seen else super().heads()
 
     def flattened(self) -> Iterator[list[Term]]:
-        """It keeps its product whole, or vanishes."""
+        """Yield the cast as one factor; and, for the case without a cast, the factors of `inner` if it is a product."""
         yield [self]
         if isinstance(self.inner, Product):
             yield from self.inner.flattened()
 
     def pinned(self, bound: Bindings) -> torch.dtype | None:
-        """The dtype, once known."""
+        """Return the target dtype, given the bindings of the capture or parameter that has it."""
         if isinstance(self.dtype, torch.dtype):
             return self.dtype
         return bound[self.dtype].dtype if isinstance(self.dtype, Capture) else bound[self.dtype]
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op == "cast":
-            for found in self.inner.match(value.arg, bound, cx):
-                if value.dtype == self.pinned(found):
-                    yield found
+            for bindings in self.inner.match(value.arg, bound, cx):
+                if value.dtype == self.pinned(bindings):
+                    yield bindings
         if self.seen:
             return
-        for found in self.inner.match(value, bound, cx):
-            if not self.always or value.dtype == self.pinned(found):
-                yield found
+        for bindings in self.inner.match(value, bound, cx):
+            if not self.always or value.dtype == self.pinned(bindings):
+                yield bindings
 
 
 @dataclass(frozen=True, eq=False)
 class Typed(Above):
-    """A term of whose value the parameter takes the dtype."""
+    """A term that matches `inner`, and binds the parameter `dtype` to the dtype of its value."""
 
     dtype: Parameter
     parts = Above.below
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """The rank of the inner term."""
+        """The rank of `inner`."""
         return self.inner.rank
 
     def heads(self) -> frozenset[str]:
-        """The heads of the inner term: no step stands above it."""
+        """Return the heads of `inner`: a dtype is no operation."""
         return self.inner.heads()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
@@ -107,7 +107,7 @@ class Typed(Above):
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Above):
-    """A value that is `inner` times a number, which the parameter takes; 1 where it is `inner` itself."""
+    """A term that matches `inner` times a constant, to which the parameter `factor` is bound; 1 for `inner` itself."""
 
     factor: Parameter
     step = "scale"

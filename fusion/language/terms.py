@@ -1,7 +1,7 @@
-"""Terms: the small expression language in which patterns are written and matched against canonical values.
+"""Terms: expression trees that patterns are traced into, and that are matched against canonical values.
 
-A pattern is traced once, at import of its rule; matching walks the values below a root and never traces anything. One
-term object stands for one value: used twice in a pattern, it must be the same value in the graph.
+A pattern is traced once; matching recurses from a root value into its arguments and never traces. One term object
+stands for one value: where a pattern uses a term twice, both places must be the same value of the graph.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fusion.graph import Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 
 Bindings = Mapping[Any, Any]
-"""Term → value; "D" → size of a named dim; `RELIES` of meanings → names of inputs."""
+"""Term -> value; `Parameter` -> constant; dim name, such as "D" -> size; `meanings.RELIES` -> names of inputs."""
 
 
 class Context(Protocol):
-    """What matching may ask."""
+    """The queries that terms make of the search while they match."""
 
     @property
     def graph(self) -> Graph:
@@ -27,43 +27,44 @@ class Context(Protocol):
         ...
 
     def readings(self, value: Value, op: str) -> Sequence[Reading]:
-        """Meanings that were found for `value` so far."""
+        """Return the readings of `value` as the semantic op `op` that exist so far."""
         ...
 
 
 class Term:
-    """One place in a pattern. Arithmetic on terms builds terms."""
+    """A node of a pattern. The operators *, + and - on terms build terms."""
 
-    rank = 0  # products try terms of low rank first: the more a term says, the earlier
+    rank = 0
+    """Precedence among the factors of a product: the lowest rank, the most selective terms, are matched first."""
 
     def heads(self) -> frozenset[str]:
-        """Canonical ops that a value may have for this term to match at all."""
+        """Return the canonical ops, or "reading:op", of the values that the term can match; empty for any value."""
         raise NotImplementedError
 
     def below(self) -> tuple[Any, ...]:
-        """The terms, and other things, of which this one consists."""
+        """Return the direct subterms, and other constituents such as attributes."""
         return ()
 
     def parts(self) -> tuple[Term, ...]:
-        """Those below that stand for arguments of its value, or for that itself: nothing is seen otherwise between."""
+        """Return the subterms that match the value itself or its arguments, rather than a view of them."""
         return ()
 
     def follows(self, bound: Bindings) -> bool:
-        """Whether this term is computed from a term that is bound already."""
+        """True if a term that this one is computed from is bound already."""
         return False
 
     def flattened(self) -> Iterator[list[Term]]:
-        """The factors that it can have where it stands in a product."""
+        """Yield each way to write the term as a list of factors: itself alone, or the factors of a nested product."""
         yield [self]
 
     def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        """Every way in which `value` can be this term, given what is bound already."""
+        """Yield `bound` extended by each way in which `value` matches the term; none where it does not."""
         if self in bound:
             if bound[self] is value:
                 yield bound
             return
-        for found in self._match(value, bound, cx):
-            yield {**found, self: value}
+        for bindings in self._match(value, bound, cx):
+            yield {**bindings, self: value}
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         raise NotImplementedError
@@ -85,10 +86,7 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Capture(Term):
-    """A tensor that the rule takes: named dims, `*B` for any number of leading ones.
-
-    A meaning may lack an optional one. One that is not needed is None to lowerings where nothing gives its value.
-    """
+    """A term that matches any tensor of the named dims, and binds it; `groups.tensor` documents the fields."""
 
     name: str
     dims: tuple[str, ...]
@@ -97,11 +95,11 @@ class Capture(Term):
     rank = 3
 
     def heads(self) -> frozenset[str]:
-        """A capture matches anything."""
+        """Return the empty set: a capture matches values of any op."""
         return frozenset()
 
     def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        """As for every term; what is bound has lost the leading dims of size 1 that its dims do not name."""
+        """Bind `fit(value)`, if its dims have the sizes that `bound` has for their names."""
         value = self.fit(value, cx)
         if self in bound:
             if bound[self] is value:
@@ -112,7 +110,7 @@ class Capture(Term):
             yield sizes
 
     def _have_sizes(self, value: Value, sizes: dict[Any, Any]) -> bool:
-        """Whether its dims have the sizes that they are known to have, or are given here."""
+        """True if the sizes of `value` agree with those in `sizes` by dim name; adds the sizes of new names."""
         fixed = self.dims[self._starred :]
         lead = value.rank - len(fixed)
         if lead < 0 or (lead and not self._starred):
@@ -127,11 +125,11 @@ class Capture(Term):
 
     @cached_property
     def _starred(self) -> bool:
-        """Whether the first of its dims stands for any number of them."""
+        """True if the first dim is starred, for any number of leading dims."""
         return any(name.startswith("*") for name in self.dims)
 
     def fit(self, value: Value, cx: Context) -> Value:
-        """Drop leading dims of size 1 beyond the declared ones."""
+        """Reshape `value` to the declared rank, if all excess leading dims have size 1; else return `value`."""
         extra = value.rank - len(self.dims)
         if self._starred or extra <= 0 or any(size != 1 for size in value.shape[:extra]):
             return value
@@ -140,42 +138,42 @@ class Capture(Term):
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """Something that the rule takes and that is not a tensor: a number, an order, dims; one `among` some, if any."""
+    """A captured constant that is no tensor: a number, an order, dims; if `among` is not empty, one of its elements."""
 
     name: str
     among: tuple[Any, ...] = ()
 
     def takes(self, have: Any, bound: Bindings) -> bool:
-        """Whether it may be `have`, given what is bound already."""
+        """True if `have` is among the allowed values, and equal to the bound one if there is one."""
         return (not self.among or have in self.among) and bound.get(self, have) == have
 
 
 @dataclass(frozen=True, eq=False)
 class Operation(Term):
-    """What one of the canonical ops `ops` gives for its arguments."""
+    """A term that matches the result of one of the canonical ops `ops`, whose arguments match `args`."""
 
     args: tuple[Term, ...]
     ops: tuple[str, ...]
 
     def below(self) -> tuple[Any, ...]:
-        """Its arguments."""
+        """Return the terms of the arguments."""
         return self.args
 
     parts = below
 
     def heads(self) -> frozenset[str]:
-        """Its own ops."""
+        """Return `ops`."""
         return frozenset(self.ops)
 
 
 @dataclass(frozen=True, eq=False)
 class Apply(Operation):
-    """A canonical op with its attributes; one may be a `Parameter`; None for any attributes."""
+    """An operation with the attributes `attrs`, any of which may be a `Parameter`; None for any attributes."""
 
     attrs: tuple[Any, ...] | None = ()
 
     def follows(self, bound: Bindings) -> bool:
-        """Whether an argument is bound already."""
+        """True if the term of an argument is bound already."""
         return any(arg in bound for arg in self.args)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
@@ -187,7 +185,10 @@ class Apply(Operation):
 
 
 def attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> Bindings | None:
-    """What is bound where the attributes are as wanted, of which a `Parameter` takes one, or all; else None."""
+    """Match the attributes `real` with `wanted`, one by one, and return `bound` extended; None for a mismatch.
+
+    A `Parameter` binds the attribute at its place; a single one binds the tuple of all if their number is not one.
+    """
     if len(wanted) == 1 and isinstance(wanted[0], Parameter) and len(real) != 1:
         wanted, real = wanted, (tuple(real),)
     if len(wanted) != len(real):
@@ -203,17 +204,17 @@ def attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> B
 
 
 def matched(terms: Sequence[Term], values: Sequence[Value], bound: Bindings, cx: Context) -> Iterator[Bindings]:
-    """What is bound where each term matches the value at its place."""
+    """Yield `bound` extended by each way in which every term matches the value at its position."""
     if not terms:
         yield bound
         return
-    for found in terms[0].match(values[0], bound, cx):
-        yield from matched(terms[1:], values[1:], found, cx)
+    for bindings in terms[0].match(values[0], bound, cx):
+        yield from matched(terms[1:], values[1:], bindings, cx)
 
 
 @dataclass(frozen=True, eq=False)
 class Sum(Operation):
-    """x + y in either order."""
+    """x + y with the operands in either order."""
 
     ops: tuple[str, ...] = ("add",)
 
@@ -225,7 +226,7 @@ class Sum(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Product(Operation):
-    """A product of any association and order; the last capture without a value takes all factors that are left."""
+    """A product in any association and order; the term that is matched last takes the product of all factors left."""
 
     ops: tuple[str, ...] = ("mul",)
 
@@ -239,19 +240,19 @@ class Product(Operation):
                 yield from _assign(terms, list(value.args), bound, cx)
 
     def flattened(self) -> Iterator[list[Term]]:
-        """Those of both sides."""
+        """Yield each concatenation of factor lists of the two operands."""
         for left in self.args[0].flattened():
             for right in self.args[1].flattened():
                 yield left + right
 
     @cached_property
     def _takes_products(self) -> bool:
-        """Whether a factor is what a value means, which may be a product itself, as x · Φ(x) written out is."""
+        """True if a factor is matched by its reading: its value may be a product itself, like x · Φ(x)."""
         return any(head.startswith("reading:") for each in self.args for head in each.heads())
 
     @cached_property
     def _in_order(self) -> list[list[Term]]:
-        """The factors that it can have, in the order in which they are looked for."""
+        """The lists of factors, each sorted by rank: the order in which they are matched."""
         return [sorted(terms, key=lambda term: term.rank) for terms in self.flattened()]
 
 
@@ -271,13 +272,13 @@ def _assign(terms: Sequence[Term], factors: list[Value], bound: Bindings, cx: Co
             yield from _assign(rest, left, bound, cx)
         return
     if not rest and len(factors) > 1:
-        whole = _multiply(factors, cx)
-        if whole is not None:
-            yield from term.match(whole, bound, cx)
+        remainder = _multiply(factors, cx)
+        if remainder is not None:
+            yield from term.match(remainder, bound, cx)
         return
     for position, factor in enumerate(factors):
-        for found in term.match(factor, bound, cx):
-            yield from _assign(rest, factors[:position] + factors[position + 1 :], found, cx)
+        for bindings in term.match(factor, bound, cx):
+            yield from _assign(rest, factors[:position] + factors[position + 1 :], bindings, cx)
 
 
 @proof

@@ -1,4 +1,4 @@
-"""Terms that look through views: some lanes of a tensor, its elements with other dims, or a table that broadcasts."""
+"""Terms that match through views: slices and concatenations of lanes, reshapes, permutes, and broadcast tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusion.language.terms import Bindings, Context, Operation, Term, attributes
 
 @dataclass(frozen=True, eq=False)
 class Lanes(Operation):
-    """Lanes start … stop of the last dim; each bound is a number or a `Parameter`."""
+    """A term that matches x[.., start:stop] of its argument x; each bound is a number or a `Parameter`."""
 
     ops: tuple[str, ...] = ("slice",)
     start: Any = 0
@@ -31,7 +31,7 @@ class Lanes(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Joined(Operation):
-    """Tensors one behind the other along the last dim, each of which may be two that are joined, as halves are."""
+    """A concatenation of the arguments along the last dim, each of which may itself be concatenated from two parts."""
 
     ops: tuple[str, ...] = ("cat",)
 
@@ -45,7 +45,7 @@ class Joined(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Reshaped(Above):
-    """A value that is `inner`, or its elements in the same order with other dims."""
+    """A term that matches any reshape of a value of `inner`."""
 
     step = "reshape"
 
@@ -56,9 +56,10 @@ class Reshaped(Above):
 
 @dataclass(frozen=True, eq=False)
 class Permuted(Above):
-    """A value that is `inner` with its dims in another order, whatever that has become.
+    """A term that matches inner.permute(order), in whatever form the canonical graph has that value.
 
-    Of dims of size 1 an order is a shape, and it is taken through what joins or adds.
+    The inverse permute is applied to the value, as the algebra turns a permute of dims of size 1 into a reshape, and
+    moves permutes through concatenations and sums.
     """
 
     order: tuple[int, ...]
@@ -71,9 +72,9 @@ class Permuted(Above):
 
 @dataclass(frozen=True, eq=False)
 class Packed(Above):
-    """A value [B, S, ..] that is `inner`, or `inner` of tokens without their sequences [T, ..].
+    """A term that matches `inner` in a value [B, S, ..], or in the same value packed as tokens [T = B · S, ..].
 
-    What joins or adds takes the shape as its own.
+    The value is reshaped, as the algebra moves reshapes through concatenations and sums.
     """
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
@@ -85,19 +86,21 @@ class Packed(Above):
 
 @dataclass(frozen=True, eq=False)
 class HeadsFirst(Permuted):
-    """Heads [B, N, S, D] that are `inner` where `told` is bound to True, else `inner` [B, S, N, D] turned."""
+    """A term that matches heads [B, N, S, D]: `inner` itself if the parameter `flag` is bound to True by `inner`, else
+    `inner` [B, S, N, D] with the dims S and N exchanged.
+    """
 
     order: tuple[int, ...] = (0, 2, 1, 3)
-    told: Any = None
+    flag: Any = None
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        yield from (found for found in self.inner.match(value, bound, cx) if found[self.told])
-        yield from (found for found in super()._match(value, bound, cx) if not found[self.told])
+        yield from (each for each in self.inner.match(value, bound, cx) if each[self.flag])
+        yield from (each for each in super()._match(value, bound, cx) if not each[self.flag])
 
 
 @dataclass(frozen=True, eq=False)
 class Repeated(Above):
-    """A value that is `inner` with each of its lanes `times` over, one beside the other; or `inner` itself."""
+    """A term that matches inner.repeat_interleave(times, -1), or `inner` itself where no lanes are repeated."""
 
     times: int
     step = "reshape"
@@ -109,55 +112,55 @@ class Repeated(Above):
 
 @dataclass(frozen=True, eq=False)
 class PerToken(Term):
-    """A table that `of` is multiplied by, taken as [B or 1, S or 1, D].
+    """A table that broadcasts to the tensor of `operand`, matched with `inner` in the shape [B or 1, S or 1, D].
 
-    `of`, which is bound before, is [B, S, D], [S, D] or has heads before or behind S: `heads_first` says where, itself
-    or what it is bound to; None for a single head or for none.
+    `operand` must be bound before: [B, S, D] or [S, D] without heads, [B, N, S, D] if `heads_first` is True, or is a
+    parameter that is bound to True, [B, S, N, D] if it is False; None for at most one head, before or after S.
     """
 
     inner: Term
-    of: Term
+    operand: Term
     heads_first: Any = None
 
     def below(self) -> tuple[Any, ...]:
-        """The table."""
+        """Return the term of the table; `operand` is no constituent: it is bound elsewhere."""
         return (self.inner,)
 
     def heads(self) -> frozenset[str]:
-        """Those of the table."""
+        """Return the heads of the table's term."""
         return self.inner.heads()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         first = self.heads_first if isinstance(self.heads_first, bool) else bound.get(self.heads_first)
-        table = _per_token(value, bound[self.of].shape[:-1], first, cx)
+        table = _per_token(value, bound[self.operand].shape[:-1], first, cx)
         if table is not None:
             yield from self.inner.match(table, bound, cx)
 
 
 def _runs(a: Algebra, parts: Sequence[Value], sizes: Sequence[int]) -> list[Value]:
-    """So many parts each, joined along the last dim."""
+    """Group consecutive `parts` into runs of the given `sizes`, each concatenated along the last dim."""
     runs = (parts[start:stop] for start, stop in pairwise((0, *accumulate(sizes))))
     return [run[0] if len(run) == 1 else a.cat(list(run), run[0].rank - 1) for run in runs]
 
 
 def _forms(value: Value, cx: Context) -> Iterator[Value]:
-    """`value`, and what the model has of it in other dims, elements in the same order, each once."""
-    found = {value: None}
+    """Yield `value` and all values of the model that are reshapes of it, directly or through one another, each once."""
+    visited = {value: None}
     waiting = [value]
     while waiting:
         each = waiting.pop()
         yield each
-        new = [other for other in _reshaped(each, cx.graph) if other not in found]
-        found |= dict.fromkeys(new)
+        new = [other for other in _reshaped(each, cx.graph) if other not in visited]
+        visited |= dict.fromkeys(new)
         waiting.extend(reversed(new))
 
 
 class _Reshaped(dict[Value, tuple[Value, ...]]):
-    """What was found for values of one graph."""
+    """The memo of `_reshaped` for one graph."""
 
 
 def _reshaped(value: Value, graph: Graph) -> tuple[Value, ...]:
-    """What is reshaped to `value` in one step, then what it is reshaped to: rows may be flattened and opened again."""
+    """Return the values that `value` is a reshape of, then those that are reshapes of it; memoised in `graph`."""
     known = graph.shared(_Reshaped)
     if value not in known:
         known[value] = tuple(_one_step_from(value, graph))
@@ -167,7 +170,7 @@ def _reshaped(value: Value, graph: Graph) -> tuple[Value, ...]:
 def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
     if value.op == "reshape":
         yield value.arg
-    if value.op == "cast" and value.arg.op == "reshape":  # a cast stands above what it was below
+    if value.op == "cast" and value.arg.op == "reshape":  # the cast of a reshape is a reshape of the cast
         yield graph.algebra.cast(value.arg.arg, value.dtype)
     lanes = _lanes_of_heads(graph.algebra, value)
     if lanes is not None:
@@ -183,17 +186,17 @@ def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
 
 
 def _lanes_of_heads(a: Algebra, value: Value) -> Value | None:
-    """Lanes of a tensor whose last dim was opened into heads [.., N, D], of which `value` is a run; None for others."""
+    """Return x[.., start · D:stop · D] for `value` = x.view(.., N, D)[.., start:stop, :]; None for any other value."""
     if value.op != "slice" or value.attrs[0] != value.rank - 2 or value.attrs[3] != 1 or value.arg.op != "reshape":
         return None
-    whole, width = value.arg.arg, value.shape[-1]
-    if whole.shape[:-1] != value.shape[:-2] or not isinstance(width, int):
+    x, width = value.arg.arg, value.shape[-1]
+    if x.shape[:-1] != value.shape[:-2] or not isinstance(width, int):
         return None
-    return a.cut(whole, -1, *(bound * width for bound in value.attrs[1:3]))
+    return a.cut(x, -1, *(bound * width for bound in value.attrs[1:3]))
 
 
 def _once(a: Algebra, value: Value, times: int) -> Value | None:
-    """[.., D] of a value [.., D · times] that has each of its lanes so many times over."""
+    """Return x [.., D] for `value` = x.repeat_interleave(times, -1); None for any other value."""
     if value.op == "slice" and value.attrs[0] != value.rank - 1:
         once = _once(a, value.arg, times)
         return None if once is None else a.cut(once, *value.attrs)
@@ -203,13 +206,17 @@ def _once(a: Algebra, value: Value, times: int) -> Value | None:
     if wide.shape[-1:] == value.shape[-1:]:
         once = _once(a, wide, times)
         return None if once is None else a.reshape(once, (*lead, once.shape[-1]))
-    lanes = wide.op == "expand" and wide.arg.shape[-1] == 1 and wide.shape == (*wide.arg.shape[:-1], times)
-    whole = lanes and wide.rank > 1 and wide.shape[-2] * times == value.shape[-1]
-    return a.reshape(wide.arg, (*lead, wide.shape[-2])) if whole else None
+    repeats = wide.op == "expand" and wide.arg.shape[-1] == 1 and wide.shape == (*wide.arg.shape[:-1], times)
+    flattens = repeats and wide.rank > 1 and wide.shape[-2] * times == value.shape[-1]
+    return a.reshape(wide.arg, (*lead, wide.shape[-2])) if flattens else None
 
 
 def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:
-    """A table that broadcasts to `rows`, which are all dims but the last, without the dim of heads."""
+    """Reshape `table`, which broadcasts to [*rows, D], to [B or 1, S or 1, D]; None if it differs between heads.
+
+    The dim of heads is dropped: the second of `rows` if `heads_first` is True, the last if False; if None, the one of
+    size 1.
+    """
     lead = (*(1,) * (len(rows) + 1 - table.rank), *table.shape[:-1])
     if len(rows) == 3 or heads_first is not None:
         first = rows[1] == 1 if heads_first is None else heads_first

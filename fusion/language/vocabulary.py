@@ -1,4 +1,4 @@
-"""The `p` of a pattern: functions that build the terms that patterns are written in."""
+"""The parameter `p` of forms: functions that build terms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, P
 
 
 class Vocabulary:
-    """The `p` of a pattern: functions that build terms. Unknown names are semantic ops (`p.rms_norm(x=...)`)."""
+    """The functions of `p`. Any other name is a semantic op with captures: `p.rms_norm(x=..., gamma=...)`."""
 
     in_order = Permuted
     maybe_packed = Packed
@@ -28,91 +28,94 @@ class Vocabulary:
     reshaped = Reshaped
 
     def mean(self, x: Term, dims: Any = -1) -> Term:
-        """Average over one dim, or over those that the parameter takes; they stay with size 1."""
+        """Build the mean of `x` over one dim, or over the dims that a parameter captures; they remain with size 1."""
         return Apply((x,), ("mean",), (dims,))
 
     def power(self, x: Term, exponent: Any) -> Term:
-        """x ** exponent."""
+        """Build x ** `exponent`."""
         return Apply((x,), ("power",), (exponent,))
 
     def square(self, x: Term) -> Term:
-        """x²."""
+        """Build x²."""
         return self.power(x, 2.0)
 
     def rsqrt(self, x: Term) -> Term:
-        """1 / sqrt(x)."""
+        """Build 1 / sqrt(x)."""
         return self.power(x, -0.5)
 
     def sigmoid(self, x: Term) -> Term:
-        """1 / (1 + exp(-x))."""
+        """Build 1 / (1 + exp(-x))."""
         return Apply((x,), ("sigmoid",))
 
     def silu(self, x: Term) -> Term:
-        """x · sigmoid(x)."""
+        """Build x · sigmoid(x)."""
         return x * self.sigmoid(x)
 
     def clip(self, x: Term, low: Any, high: Any) -> Term:
-        """x between two numbers, infinite where there is no bound."""
+        """Build min(max(x, low), high); an absent bound is infinite."""
         return Apply((x,), ("clip",), (low, high))
 
     def softmax(self, x: Term) -> Term:
-        """exp(x) / Σ exp(x) over the last dim."""
+        """Build exp(x) / Σ exp(x) over the last dim."""
         return Apply((x,), ("softmax",), (-1, "nan", Parameter("less")))
 
     def largest(self, x: Term, count: Any) -> Term:
-        """The largest of the last dim, as many as the parameter takes, in descending order."""
+        """Build the `count` largest elements of the last dim, in descending order."""
         return Apply((x,), ("largest",), (count,))
 
     def largest_index(self, x: Term, count: Any) -> Term:
-        """Where they are."""
+        """Build the indices of the `count` largest elements of the last dim, in descending order of the elements."""
         return Apply((x,), ("largest_index",), (count,))
 
     def scale(self, x: Term, factor: Any) -> Term:
-        """x · a number that the parameter takes."""
+        """Build x · `factor`, a number or the parameter that captures it."""
         return Apply((x,), ("scale",), (factor,))
 
     def shift(self, x: Term, offset: Any) -> Term:
-        """x + a number that the parameter takes."""
+        """Build x + `offset`, a number or the parameter that captures it."""
         return Apply((x,), ("shift",), (offset,))
 
     def gelu(self, x: Term, approximate: Any) -> Term:
-        """x · Φ(x), of which the parameter takes how Φ is computed: "none" or "tanh"."""
+        """Build x · Φ(x); `approximate` is "none" or "tanh", or the parameter that captures it."""
         return Apply((x,), ("gelu",), (approximate,))
 
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:
-        """Lanes start … stop of the last dim, numbers or parameters."""
+        """Build x[.., start:stop]; the bounds are numbers or parameters."""
         return Lanes((x,), start=start, stop=stop)
 
     def joined(self, *parts: Term) -> Term:
-        """Tensors one behind the other along the last dim."""
+        """Build the concatenation of `parts` along the last dim."""
         return Joined(parts)
 
     def permuted(self, x: Term, order: tuple[int, ...]) -> Term:
-        """`x` with its dims in another order."""
+        """Build x.permute(order)."""
         return Apply((x,), ("permute",), order)
 
     def whatever(self, dims: str) -> Term:
-        """A tensor of these dims that the rule does not take: it may be computed of what the rule gives."""
+        """Build a term for any tensor of these dims that is no capture: it may depend on the rule's own results."""
         return Capture("", tuple(dims.split()))
 
-    def heads_first(self, x: Term, told: Any) -> Term:
-        """Heads [B, N, S, D] that are `x` where this attribute is True, else `x` [B, S, N, D] with heads put first."""
-        return HeadsFirst(x, told=told)
+    def heads_first(self, x: Term, flag: Any) -> Term:
+        """Build heads [B, N, S, D]: `x` if its match binds `flag` to True, else the permute of `x` [B, S, N, D]."""
+        return HeadsFirst(x, flag=flag)
 
     def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
-        """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
+        """Build a call of one of the ops `names` that have no canonical form, e.g. "aten.log1p.default", on `args`.
+
+        Arguments that are no tensors may have any value.
+        """
         return Apply(args, (names,) if isinstance(names, str) else names, None)
 
     def maybe_cast(self, x: Term, to: torch.dtype | Capture | Parameter) -> Term:
-        """`x`, or `x` cast to exactly this dtype (or the dtype of this capture, or what this attribute is)."""
+        """Build `x`, or its cast to exactly the dtype `to`, the dtype of the capture `to`, or that bound to `to`."""
         return Cast(x, to, always=False)
 
     def cast(self, x: Term, to: torch.dtype | Capture) -> Term:
-        """`x` cast to exactly this dtype (or the dtype of this capture)."""
+        """Build the cast of `x` to exactly the dtype `to`, or the dtype of the capture `to`; there must be a cast."""
         return Cast(x, to, always=True, seen=True)
 
     def as_dtype(self, x: Term, like: Capture | Parameter) -> Term:
-        """`x` in the dtype of `like`, or in that which it is, cast if it was not computed in it."""
+        """Build `x` in the dtype of the capture `like`, or that bound to `like`, with or without a cast to it."""
         return Cast(x, like, always=True)
 
     def __getattr__(self, op: str) -> Callable[..., Term]:
@@ -120,7 +123,7 @@ class Vocabulary:
 
 
 FUNCTIONS = frozenset(name for name in vars(Vocabulary) if not name.startswith("_"))
-"""Names of `p` that are no semantic ops."""
+"""The names of `p` that are functions, not semantic ops."""
 
 
 def _meaning(op: str, /, *terms: Any, **captures: Any) -> Term:
