@@ -1,4 +1,4 @@
-"""The operators that the pass emits: operator name -> contract and plain decomposition."""
+"""Operators that the pass emits: schema, decomposition into plain aten, and limits per chip, by qualified name."""
 
 from __future__ import annotations
 

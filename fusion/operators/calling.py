@@ -1,7 +1,8 @@
-"""From a function that names the arguments that it uses to one that takes all arguments of an operator's schema.
+"""Adapters from functions whose parameters name some arguments to functions with the signature of a schema.
 
-A decomposition that writes is one function for two operators: it takes `put`, which writes into a tensor or makes a
-copy with the rows in it, and gives the operator's results, then every tensor that it put rows into.
+A decomposition that writes serves two operators, one in place and one functional: its parameter `put` is a function
+that writes rows into a tensor, or that returns a copy of the tensor with the rows. The decomposition returns the
+results of the operator, and after them each written tensor that is not among the results.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ Given = Mapping[str, Any]
 
 
 def parsed(schema: str) -> Any:
-    """The schema as PyTorch reads it."""
+    """Parse `schema` into PyTorch's FunctionSchema."""
     return torch._C.parse_schema(schema)  # pyright: ignore[reportPrivateUsage]
 
 
 Admit = Callable[[Given], Given]
-"""From all arguments of a call to those that are computed; raises OperatorError for a call that is not."""
+"""Function of all arguments of a call that returns the computed ones; raises OperatorError for a rejected call."""
 
 
 Explain = Callable[[Given], Exception | None]
-"""From all arguments of a call that ended in an error to one that says more; None if there is nothing more to say."""
+"""Function of all arguments of a call that raised, which returns a more telling error, or None if it has none."""
 
 
 def fallback(
     schema: str, compute: Callable[..., Any], copied: Sequence[str], admit: Admit, explain: Explain
 ) -> Callable[..., Any]:
-    """Return `compute` with the arguments of `schema`, writing into them, or into copies of those in `copied`."""
+    """Return a function with the signature of `schema` that runs `compute`, whose writes go into the arguments of a
+    call, or into copies of them if `copied` names any."""
     call, count = _explained(by_name(compute), explain), len(parsed(schema).returns)
     if "put" not in signature(compute).parameters:
         return _by_schema(schema, lambda given: call(admit(given)))
@@ -45,15 +47,16 @@ def fallback(
         given = admit(given)
         if not copied:
             return _results(call(given, put=write)[:count])
-        left = tuple(given[name] for name in copied)  # a mode may leave one alone: its copy is made here
+        originals = tuple(given[name] for name in copied)  # a mode may not write one of them: its copy is made here
         made: Sequence[Tensor] = call(given, put=written)
-        return _results(tuple(each.clone() if any(each is x for x in left) else each for each in made))
+        return _results(tuple(each.clone() if any(each is x for x in originals) else each for each in made))
 
     return _by_schema(schema, computed)
 
 
 def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str], admit: Admit) -> Callable[..., Any]:
-    """Return a function of empty results: `outputs`, arguments that `schema` returns, copies of those in `copied`."""
+    """Return a function with the signature of `schema` that returns empty results: those of `outputs`, then the
+    arguments that the schema returns, then `empty_like` of those in `copied`."""
     call, returned = by_name(outputs), _returned(schema)
 
     def promised(given: Given) -> Any:
@@ -66,17 +69,18 @@ def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str], admit:
 
 
 def named(function: Callable[..., Any]) -> frozenset[str]:
-    """Arguments of an operator that `function` names."""
+    """Return the arguments of an operator that `function` has as parameters: all but `put` and `given`."""
     return frozenset(signature(function).parameters) - {"put", "given"}
 
 
 def takes_mapping(function: Callable[..., Any]) -> bool:
-    """True if `function` takes the arguments of an operator as one mapping, `given`."""
+    """True if `function` has a parameter `given`, which receives the arguments of an operator as one mapping."""
     return "given" in signature(function).parameters
 
 
 def functional_schema(schema: str, name: str) -> str:
-    """The schema of `name`, which returns copies of what the one of `schema` writes: last, unless it returns them."""
+    """Return the schema of `name`, the functional form of `schema`: it mutates nothing, and returns a copy of each
+    mutated argument, in place of the argument itself if `schema` returns that, else as a last result."""
     arguments, _, results = schema.partition("(")[2].rpartition(" -> ")
     count = len(parsed(schema).returns) + (0 if "!" in results else arguments.count("!"))
     tensors = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -84,18 +88,19 @@ def functional_schema(schema: str, name: str) -> str:
 
 
 def _returned(schema: str) -> list[str]:
-    """Arguments that are results."""
+    """List the arguments that `schema` returns, in the order of its results."""
     names = {frozenset(each.alias_info.before_set): each.name for each in parsed(schema).arguments if each.alias_info}
     return [names[frozenset(each.alias_info.before_set)] for each in parsed(schema).returns if each.alias_info]
 
 
 def _results(made: tuple[Any, ...]) -> Any:
-    """As an operator returns them: none, one, or several."""
+    """Return results as operators do: None for none, the only one, or a tuple of several."""
     return made if len(made) > 1 else next(iter(made), None)
 
 
 def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called with those of the arguments that it names; one that names `given` takes all of them."""
+    """Return a function of a mapping of arguments that calls `function` with those that it has as parameters; a
+    parameter `given` receives the mapping."""
     names = list(signature(function).parameters)
 
     def called(given: Given, **more: Any) -> Any:
@@ -106,7 +111,7 @@ def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _explained(call: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
-    """Return `call`, whose errors are those of `explain` where that has any."""
+    """Return `call`, with an error of PyTorch replaced by that of `explain`, if any."""
 
     def explained(given: Given, **more: Any) -> Any:
         try:
@@ -121,7 +126,8 @@ def _explained(call: Callable[..., Any], explain: Explain) -> Callable[..., Any]
 
 
 def _by_schema(schema: str, compute: Callable[[Given], Any]) -> Callable[..., Any]:
-    """A function with the arguments of `schema`, which hands them to `compute` by name."""
+    """Return a function with the signature of `schema` that passes its arguments, with defaults, to `compute` as one
+    mapping."""
     taken = Signature([_parameter(argument) for argument in parsed(schema).arguments])
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +140,7 @@ def _by_schema(schema: str, compute: Callable[[Given], Any]) -> Callable[..., An
 
 
 def coded(value: Any) -> Any:
-    """Return torch's number of a dtype, as schemas name dtypes; any other value as it is."""
+    """Return torch's number of a dtype, as schemas have for dtypes; any other `value` unchanged."""
     return _CODES.get(value, value) if isinstance(value, torch.dtype) else value
 
 

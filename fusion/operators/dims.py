@@ -1,10 +1,10 @@
-"""Named dims: `"*B S 1|N D"` read against the sizes of a tensor, with `/` between alternatives.
+"""Named dims: `"*B S 1|N D"` matched against the sizes of a tensor, with `/` between alternatives.
 
-`N` is one dim, `*B` any number of dims, `1|N` is 1 or N, a number is itself. An alternative that begins with
-`layout=TND:` is meant for calls whose argument `layout` is `"TND"`; the others are told apart by their rank. The
-alternatives of several tensors belong together by position. A name means the same size everywhere; arguments are read
-in the order of the mapping, so a name comes unaccompanied before `1|N` uses it. The dims of a list are those of every
-tensor in it.
+`N` is one dim, `*B` any number of dims, `1|N` a dim of size 1 or N, and an integer a dim of that size. An alternative
+that begins with `layout=TND:` is for calls whose argument `layout` is `"TND"`; alternatives without a condition differ
+in their rank. The n-th alternatives of all tensors form one choice. A name has the same size in all tensors. Arguments
+are read in the order of the mapping, and `1|N` must come after a tensor that has `N` as a dim of its own. The dims of a
+list of tensors are those of each tensor in it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from fusion.operators.predicates import Decide, proven, same, tensors
 
 Size = int | torch.SymInt
 Bound = dict[str, Any]
-"""Dim -> its size, or the tuple of its sizes for `*B`."""
+"""Dim -> its size, or for a dim like `*B` the tuple of its sizes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One alternative: the dims of one tensor, and the attribute value that selects it."""
+    """One alternative: the dims of one tensor, and the pair (argument, value) that selects it, None for any call."""
 
     text: str
     dims: tuple[str, ...]
     when: tuple[str, str] | None
 
     def selected(self, values: Mapping[str, Any]) -> bool:
-        """Whether the call's attributes allow this alternative."""
+        """True if the arguments `values` of a call satisfy the condition of this alternative."""
         return self.when is None or values.get(self.when[0]) == self.when[1]
 
     def fits(self, rank: int) -> bool:
-        """Whether a tensor of `rank` dims can have this layout."""
+        """True if a tensor of `rank` dims can have this layout."""
         variadic = sum(dim.startswith("*") for dim in self.dims)
         fixed = len(self.dims) - variadic
         return rank >= fixed if variadic else rank == fixed
@@ -45,7 +45,7 @@ class Layout:
 
 @cache
 def layouts(text: str) -> tuple[Layout, ...]:
-    """The alternatives written in `text`."""
+    """Parse `text` into its alternatives, in order."""
     return tuple(_layout(part.strip()) for part in text.split("/"))
 
 
@@ -57,16 +57,17 @@ def _layout(text: str) -> Layout:
 
 @cache
 def names(text: str) -> frozenset[str]:
-    """The dims that `text` gives a size to, without those that stand for several."""
+    """Return the names that are a single dim in `text`, and so get their size from it: neither `*B` nor `1|N`."""
     dims = {dim for layout in layouts(text) for dim in layout.dims}
     return frozenset(dim for dim in dims if dim.isidentifier())
 
 
 def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide = proven) -> Bound | str:
-    """Return the sizes of the dims that `declared` (argument -> layouts) names, or what is wrong with the tensors.
+    """Return dim -> size for the tensors `values` of the layouts `declared` (argument -> layouts), or, as text, which
+    tensor does not fit.
 
-    Symbolic sizes are compared by `decide`; those that `proven` leaves open count as wrong, those that another leaves
-    open as right.
+    Symbolic sizes are compared by `decide`. If a comparison stays undecided, the tensor does not fit with `proven`, and
+    fits with any other `decide`.
     """
     shapes = [(name, tuple(each.shape)) for name in declared for each in tensors(values[name])]
     choices = _choices(declared, values)
@@ -83,6 +84,7 @@ def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide 
 
 
 def _choices(declared: Mapping[str, str], values: Mapping[str, Any]) -> list[dict[str, Layout]]:
+    """Return as argument -> layout the alternatives that a call satisfies; texts with fewer of them repeat theirs."""
     count = max(len(layouts(text)) for text in declared.values())
     choices: list[dict[str, Layout]] = []
     for index in range(count):
@@ -93,7 +95,7 @@ def _choices(declared: Mapping[str, str], values: Mapping[str, Any]) -> list[dic
 
 
 def _where(choice: Mapping[str, Layout]) -> str:
-    """Return the attributes for which the layouts of `choice` are meant, "" where there are none."""
+    """Format the conditions on arguments that select the layouts of `choice`, "" if there are none."""
     conditions = dict.fromkeys(layout.when for layout in choice.values() if layout.when)
     pairs = " and ".join(f"{attribute} is {value}" for attribute, value in conditions)
     return f" where {pairs}" if pairs else ""
@@ -105,7 +107,7 @@ def _conditions(declared: Mapping[str, str]) -> str:
 
 
 class _Reader:
-    """Reads shapes as layouts, one tensor after the other, each name with one size."""
+    """Reader that matches shapes against layouts, one tensor after the other; `bound` has one size for each name."""
 
     def __init__(self, decide: Decide) -> None:
         self._decide = decide
@@ -113,7 +115,8 @@ class _Reader:
         self.bound: Bound = {}
 
     def read(self, name: str, layout: Layout, shape: Sequence[Size]) -> str | None:
-        """Read the `shape` of the tensor `name` as `layout`, adding to `bound`; return what is wrong, or None."""
+        """Match the `shape` of the tensor `name` against `layout`, and add new sizes to `bound`; return the mismatch as
+        text, or None."""
         free = len(shape) - sum(map(self._width, layout.dims))
         if free < 0:
             return f"there are only {len(shape)} dims in {list(shape)}"
@@ -135,7 +138,8 @@ class _Reader:
         return len(self.bound[dim]) if dim in self.bound else 0
 
     def _compare(self, name: str, dim: str, sizes: tuple[Size, ...]) -> str | None:
-        """Give `dim` its size, or compare it; return what is wrong, with `{}` for the shape of the tensor, or None."""
+        """Set the size of `dim`, or compare `sizes` with it if it is set; return the mismatch as text, with `{}` for
+        the shape of the tensor, or None."""
         value = sizes if dim.startswith("*") else sizes[0]
         expected = self._expected(dim)
         if not expected:
@@ -153,7 +157,7 @@ class _Reader:
         return f"{dim} is {_listed(value)}, not {'proven to be ' if None in truths else ''}{wanted} in {{}}{sources}"
 
     def _expected(self, dim: str) -> dict[str, Any]:
-        """Return the sizes that `dim` may have, by name or number; none where `dim` gets its size."""
+        """Return name or number -> size, for each size that `dim` may have; empty if `dim` is a name without a size."""
         parts = dim.split("|")
         if len(parts) == 1 and not dim.isdigit():
             return {dim: self.bound[dim]} if dim in self.bound else {}

@@ -1,4 +1,4 @@
-"""Storage and compute dtypes: 16-bit floats are computed in float32, wider ones in themselves."""
+"""Sets of storage dtypes, and the dtype of computation: float32 for 16-bit floats, else the storage dtype."""
 
 from __future__ import annotations
 
@@ -15,5 +15,8 @@ INT64 = frozenset({torch.int64})
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype in which the kernels compute on `x`; float64 stays float64, so that a widened graph loses nothing."""
+    """Return the dtype in which the kernels compute on `x`: float32 for 16-bit floats, else the dtype of `x`.
+
+    So a graph that is widened to float64 computes in float64.
+    """
     return torch.float32 if x.dtype in HALVES else x.dtype

@@ -1,4 +1,4 @@
-"""Whether a chip takes a call of an operator, and why not: its limits, read for the sizes and dtypes of the call."""
+"""Legality of calls: the limits of an operator on a chip, evaluated for the sizes, dtypes and arguments of a call."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ def refusal(
     lowering: str | None = None,
     host_reads: bool = False,
 ) -> str | None:
-    """Why `chip` would not take the call `op(*args, **kwargs)`, in one sentence, or None if it would.
+    """Return the reason, one sentence, for which `chip` rejects the call `op(*args, **kwargs)`, or None if it takes it.
 
-    Tensors may be fake or meta, sizes symbolic; a limit that is not proven for a symbolic size is a refusal too.
-    `chip` is one of `CHIPS` or `"host"`; `lowering`, if given, one of `LOWERINGS`; `host_reads` says whether a launch
+    Tensors may be fake or meta, sizes symbolic; a limit that is not proven for a symbolic size is a reason as well.
+    `chip` is one of `CHIPS` or `"host"`; `lowering`, if given, one of `LOWERINGS`; `host_reads` is True if a launch
     may read tensors on the host.
+
+    Raises:
+        OperatorError: the chip or the lowering does not exist, or the call does not fit the schema.
     """
     _known(chip, (HOST, *CHIPS), "chip")
     values = op.bind(args, kwargs)
@@ -54,7 +57,8 @@ def refusal(
 def require_decomposed(op: Operator, given: Mapping[str, Any]) -> None:
     """Raise OperatorError, naming an argument, if the decomposition of `op` does not compute the call `given`.
 
-    Tensors may be fake: what depends on their values, or on sizes that are not known, is taken for right.
+    Tensors may be fake: a limit that depends on their values or on unknown sizes counts as satisfied. Nothing is
+    checked inside `unchecked()`.
     """
     if not _checking.get():
         return
@@ -70,7 +74,8 @@ def require_decomposed(op: Operator, given: Mapping[str, Any]) -> None:
 
 
 def without_elements(op: Operator, given: Mapping[str, Any]) -> OperatorError | None:
-    """Return the error for a call that the decomposition of `op` ends in an error for, if tensors have no elements."""
+    """Return an error that blames empty tensors for the failure of the decomposition of `op` in the call `given`; None
+    if no tensor is empty, or inside `unchecked()`."""
     empty = [name for name, value in given.items() if any(0 in each.shape for each in predicates.tensors(value))]
     if not empty or not _checking.get():
         return None
@@ -82,7 +87,7 @@ def without_elements(op: Operator, given: Mapping[str, Any]) -> OperatorError | 
 
 
 _complaints: dict[Hashable, str | None] = {}
-"""What is known of calls, by operator and appearance of the arguments: a launched graph asks the same at every step."""
+"""Memoised results of `_complaint`, by operator and appearance of the arguments: graphs repeat calls at every step."""
 
 
 def _remember(call: Hashable, complaint: str | None) -> str | None:
@@ -97,7 +102,7 @@ _checking = ContextVar("checking", default=True)
 
 @contextmanager
 def unchecked() -> Generator[None, None, None]:
-    """Let decompositions and Meta kernels take any call: a planner asks for the `refusal` of each call itself."""
+    """Disable the checks of decompositions and Meta kernels: a planner asks for the `refusal` of each call itself."""
     token = _checking.set(False)
     try:
         yield
@@ -106,7 +111,8 @@ def unchecked() -> Generator[None, None, None]:
 
 
 def _appearance(value: Any) -> Hashable:
-    """Return what limits read of an argument: shape and dtype of a tensor, the items of a list, any other value."""
+    """Return the hashable properties of an argument that limits read: shape and dtype of a tensor, the items of a list,
+    any other value as it is."""
     if value is None:  # most arguments are
         return None
     if isinstance(value, torch.Tensor):
@@ -115,10 +121,10 @@ def _appearance(value: Any) -> Hashable:
 
 
 def _complaint(op: Operator, given: Mapping[str, Any]) -> str | None:
-    """Return which argument the decomposition does not compute, and what to do; None if it computes all."""
+    """Return as text which argument the decomposition does not compute and what to do; None if it computes the call."""
     for name, because in op.uncomputed.items():
         default = op.default(name)
-        if not predicates.same(_listed(given[name]), default):
+        if not predicates.same(_as_tuple(given[name]), default):
             return (
                 f"{name} is {_shown(given[name])}, and the decomposition does not compute it: {because}; "
                 f"leave {name} at its default, {default!r}"
@@ -130,25 +136,26 @@ def _complaint(op: Operator, given: Mapping[str, Any]) -> str | None:
     if broken is not None:
         when = f" where {broken.when}" if broken.when else ""
         because = f" ({broken.because})" if broken.because else ""
-        found = _found(op, broken, {**given, **bound})
-        return f"{found}, but the decomposition needs {broken.text}{when}{because}; pass what it needs"
+        facts = _operands(op, broken, {**given, **bound})
+        return f"{facts}, but the decomposition needs {broken.text}{when}{because}; pass what it needs"
     kinds = _kind_refusal(op, given)
     return None if kinds is None else f"{kinds}; pass tensors of that dtype"
 
 
 def _broken(op: Operator, values: Mapping[str, Any]) -> Limit | None:
-    """Return the first limit of every machine that `values` break at the sizes at hand, or None."""
+    """Return the first limit of every machine that `values` break, with hints for symbolic sizes, or None."""
     if all(map(predicates.is_plain, values.values())) and _all_hold(op, HOST, None)(values):
         return None
-    return next((each for each in _asked(op, HOST, None) if each.evaluate(values, predicates.hinted) is False), None)
+    limits = _limits(op, HOST, None)
+    return next((each for each in limits if each.evaluate(values, predicates.hinted) is False), None)
 
 
-def _listed(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _found(op: Operator, limit: Limit, values: Mapping[str, Any]) -> str:
-    """Return the arguments and dims that `limit` reads, with what they are: `N of query is 8, num_heads is 4`."""
+def _operands(op: Operator, limit: Limit, values: Mapping[str, Any]) -> str:
+    """Format the arguments and dims that `limit` reads with their values: `N of query is 8, num_heads is 4`."""
     names = sorted((predicates.names(limit.text) | predicates.names(limit.when or "True")) & values.keys())
     carriers = {name: [each for each, text in op.dims.items() if name in named_dims.names(text)] for name in names}
     return ", ".join(
@@ -167,7 +174,8 @@ def _shown(value: Any) -> str:
 
 
 def _kind_refusal(op: Operator, values: Mapping[str, Any]) -> str | None:
-    """A decomposition takes other numbers of the same kind: wider floats, positions of 64 bits."""
+    """Return as a reason the first argument with a dtype of another kind than its accepted ones, or None: where an
+    argument accepts some float a decomposition takes every float, and likewise for int32 and int64."""
     for name, accepted in op.dtypes.items():
         kinds = set(map(_kind, accepted))
         wrong = next((each.dtype for each in predicates.tensors(values[name]) if _kind(each.dtype) not in kinds), None)
@@ -183,7 +191,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _ways(op: Operator) -> str:
-    """The lowerings that take `op`, and what it needs where it would have to read tensors on the host."""
+    """Format the lowerings that run `op`, with the option that an eager launch needs to read tensors on the host."""
     reads = ["eager with the option lengths='host', which waits for the device"] if op.on_host else []
     return " or ".join([*sorted(op.lowerings - ({"eager"} if reads else set())), *reads]) or "none"
 
@@ -200,27 +208,29 @@ def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | 
 
 
 def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
-    """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
-    for name, found in bound.items():
-        sizes = () if name in op.empty else found if isinstance(found, tuple) else (found,)
-        if any(map(_is_nothing, sizes)):
-            return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
+    """Return as a reason the first dim of size 0 that is not in `op.empty`, or None: no kernel is documented for empty
+    tensors, and a softmax over no key is not decomposed."""
+    for name, bound_to in bound.items():
+        sizes = () if name in op.empty else bound_to if isinstance(bound_to, tuple) else (bound_to,)
+        if any(map(_is_zero, sizes)):
+            return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={bound_to})"
     return None
 
 
-def _is_nothing(size: int | torch.SymInt) -> bool:
+def _is_zero(size: int | torch.SymInt) -> bool:
     return size == 0 if isinstance(size, int) else _HAS_ELEMENTS.verdict({"size": size}) is False
 
 
 def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
-    asked = _asked(op, chip, lowering)
-    all_kept = all(map(predicates.is_plain, values.values())) and _all_hold(op, chip, lowering)(values)
-    for limit in () if all_kept else asked:
-        kept = limit.verdict(values)
-        if kept:
+    """Return as a reason the first limit that the call breaks or that is not proven, or None; on the host dtypes must
+    be of the accepted kinds, too."""
+    all_hold = all(map(predicates.is_plain, values.values())) and _all_hold(op, chip, lowering)(values)
+    for limit in () if all_hold else _limits(op, chip, lowering):
+        satisfied = limit.verdict(values)
+        if satisfied:
             continue
         facts = predicates.facts(limit.text, values)
-        shown = f" ({facts})" if kept is False else f", which is not proven for {facts}"
+        shown = f" ({facts})" if satisfied is False else f", which is not proven for {facts}"
         because = f": {limit.because}" if limit.because else ""
         route = f" under {limit.lowering}" if limit.lowering else ""
         return f"{op.short} on {chip}{route} needs {limit.text}{shown}{because}"
@@ -228,15 +238,15 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
 
 
 @cache
-def _asked(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
-    """What a call is asked for: on every machine, and on that chip."""
+def _limits(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
+    """Return the limits on a call that `lowering` runs on `chip`: those of every machine, then those of the chip."""
     every = (*op.limits_on(HOST), *(op.limits_on(chip) if chip != HOST else ()))
     return tuple(limit for limit in every if limit.lowering in (None, lowering))
 
 
 @cache
 def _all_hold(op: Operator, chip: str, lowering: str | None) -> Callable[[Mapping[str, Any]], bool]:
-    return predicates.all_hold((limit.text, limit.when) for limit in _asked(op, chip, lowering))
+    return predicates.all_hold((limit.text, limit.when) for limit in _limits(op, chip, lowering))
 
 
 def _known(name: str, known: tuple[str, ...], what: str) -> str:

@@ -1,4 +1,4 @@
-"""Limits of the calls of an operator, per chip or for every machine: predicates over dims, dtypes and attributes."""
+"""Limits on the calls of an operator, per chip or for every machine: predicates over dims, dtypes and arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ CHIPS = ("ascend910b", "ascend910_93", "ascend950")
 """Chips with limits: Atlas A2, Atlas A3, Ascend 950."""
 A2_A3 = CHIPS[:2]
 HOST = "host"
-"""CPU or GPU, where the decomposition runs: no limits but those that every machine has."""
+"""CPU or GPU, where the decomposition runs; also the key of the limits that every machine has, chips included."""
 LOWERINGS = ("eager", "torchair", "npugraph_ex")
 
 
 @dataclass(frozen=True)
 class Limit:
-    """`text` must hold, in calls for which `when` holds, if the graph is lowered by `lowering` (None: by any)."""
+    """Predicate `text`, required of calls for which `when` holds ("": of all), if the graph is lowered by `lowering`
+    (None: by any); `because` is the reason that users read."""
 
     text: str
     when: str = ""
@@ -28,7 +29,7 @@ class Limit:
     def verdict(self, values: Mapping[str, Any]) -> bool | None:
         """Return True if a call with `values` satisfies the limit, False if not, None if that cannot be decided.
 
-        A limit that symbolic sizes leave open, but the sizes of the traced call satisfy, becomes a guard of the graph.
+        A limit that is not proven for symbolic sizes, but holds for their hints, becomes a guard of the graph.
         """
         satisfied = self.evaluate(values, predicates.proven)
         if satisfied is None and self.evaluate(values, predicates.hinted):
@@ -36,7 +37,7 @@ class Limit:
         return satisfied
 
     def evaluate(self, values: Mapping[str, Any], decide: predicates.Decide) -> bool | None:
-        """Evaluate the limit for `values`, comparing symbolic sizes by `decide`; None if that leaves the limit open."""
+        """Evaluate the limit for `values`, comparing symbolic sizes by `decide`: True, False, or None if undecided."""
         applies = predicates.holds(self.when, values, decide) if self.when else True
         if applies is False:
             return True
@@ -45,6 +46,6 @@ class Limit:
 
 
 def only(names: Iterable[str], when: str, because: str = "") -> tuple[Limit, ...]:
-    """Require the arguments `names` in calls for which `when` holds, and forbid them in all others."""
+    """Return limits that require the arguments `names` in calls for which `when` holds, and forbid them in others."""
     required = (Limit(f"given({name})", when=when) for name in names)
     return *required, *(Limit(f"not given({name})", when=f"not ({when})", because=because) for name in names)

@@ -1,10 +1,10 @@
-"""Limits as text: `D % 2 == 0 and D < 896` holds, does not hold, or (for symbolic sizes) is not proven.
+"""Limits as text: `D % 2 == 0 and D < 896` is true, false, or (for symbolic sizes) undecided.
 
 The grammar is a small part of Python's expressions: integers, strings, names, `+ - * // %`, comparisons, `in (...)`,
-`and or not`, and the functions `size(tensor, dim)`, `shape(tensor)`, `rank(tensor)`, `dtype(tensor)`,
-`itemsize(tensor)`, `numel(tensor)`, `length(list or tensor)`, `item(list, index)` and `given(argument)`; the dtype of a
-list of tensors is the one that all have, or every one. `a // 0` is 0 and `a % 0` is a. Nothing else can be written, so
-a limit is data.
+`and or not`, and the functions `size(tensor, dim)`, `sizes(tensor, start, stop)`, `shape(tensor)`, `rank(tensor)`,
+`dtype(tensor)`, `itemsize(tensor)`, `numel(tensor)`, `length(list or tensor)`, `item(list, index)` and
+`given(argument)`. The dtype of a list of tensors is their common dtype, or all dtypes joined by commas. `a // 0` is 0
+and `a % 0` is a. Everything else is rejected, so a limit is data.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from fusion._torch.tensors import known_true
 from fusion.errors import OperatorError
 
 
-def _is_nothing(size: Any) -> bool:
+def _is_zero(size: Any) -> bool:
     return isinstance(size, int) and size == 0
 
 
 Decide = Callable[["bool | torch.SymBool"], "bool | None"]
+"""Function that decides a comparison of sizes: True, False, or None if undecided."""
 _Test = Callable[[Mapping[str, Any], Decide], "bool | None"]
+"""Compiled condition, of values and `decide`."""
 _Term = Callable[[Mapping[str, Any]], Any]
+"""Compiled operand, of values."""
 
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: lambda a, b: 0 if _is_nothing(b) else a // b,
-    ast.Mod: lambda a, b: a if _is_nothing(b) else a % b,
+    ast.FloorDiv: lambda a, b: 0 if _is_zero(b) else a // b,
+    ast.Mod: lambda a, b: a if _is_zero(b) else a % b,
 }
 _ORDER: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
@@ -50,7 +53,11 @@ _ALLOWED = (*_ARITHMETIC, *_ORDER, *_EQUALITY, *_STRUCTURE, *_LEAVES)
 
 @cache
 def parse(text: str) -> ast.expr:
-    """The tree of `text`; `OperatorError` for anything outside the grammar."""
+    """Parse `text` into a syntax tree.
+
+    Raises:
+        OperatorError: the text has something that is outside the grammar.
+    """
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -75,20 +82,20 @@ def _check(node: ast.AST, text: str) -> None:
 
 @cache
 def names(text: str) -> frozenset[str]:
-    """Dims and arguments that `text` speaks of."""
+    """Return the dims and arguments that `text` reads."""
     return frozenset(node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)) - set(_FUNCTIONS)
 
 
 def holds(text: str, values: Mapping[str, Any], decide: Decide | None = None) -> bool | None:
-    """Whether `text` is true for `values` (dim or argument -> size, attribute or tensor); None when not proven.
+    """Evaluate `text` for `values` (dim or argument -> size, argument or tensor): True, False, or None if undecided.
 
-    `decide` settles one comparison of symbolic sizes: `proven` (the default), `hinted` or `guarded`.
+    `decide` decides each comparison of symbolic sizes: `proven` (the default), `hinted` or `guarded`.
     """
-    return _whole(text)(values, decide or proven)
+    return _compiled(text)(values, decide or proven)
 
 
 def proven(condition: bool | torch.SymBool) -> bool | None:
-    """What is true whatever the sizes are."""
+    """Return the truth of `condition` if it is the same for all values of symbolic sizes, else None."""
     if isinstance(condition, bool):
         return condition
     if known_true(condition):
@@ -99,7 +106,7 @@ def proven(condition: bool | torch.SymBool) -> bool | None:
 
 
 def hinted(condition: bool | torch.SymBool) -> bool | None:
-    """What is true for the sizes of the call that is traced."""
+    """Return the truth of `condition` for the sizes of the traced call, None if these are unknown."""
     known = proven(condition)
     if known is not None or isinstance(condition, bool):
         return known
@@ -107,13 +114,14 @@ def hinted(condition: bool | torch.SymBool) -> bool | None:
 
 
 def guarded(condition: bool | torch.SymBool) -> bool | None:
-    """The same, and the compiled graph is used for no call for which it is not."""
+    """Return the truth of `condition` for the sizes of the traced call, and add a guard: the compiled graph runs only
+    calls for which it is the same."""
     known = hinted(condition)
     return known if known is None else bool(condition)
 
 
 def facts(text: str, values: Mapping[str, Any]) -> str:
-    """The values that decide `text`, as `D=1024, dtype(x)=float32`."""
+    """Format the terms of `text` with their values, as `D=1024, dtype(x)=float32`."""
     seen: dict[str, Any] = {}
     for node in _terms(parse(text)):
         if all(name in values for name in names(ast.unparse(node))):  # a dim of another layout has no size here
@@ -130,12 +138,13 @@ def _terms(node: ast.AST) -> Iterable[ast.expr]:
 
 
 @cache
-def _whole(text: str) -> _Test:
-    """A limit as a function: a compilation asks each of them many times."""
+def _compiled(text: str) -> _Test:
+    """Compile `text` to a function, memoised: compiling one model evaluates each limit many times."""
     return _test(parse(text))
 
 
 def _test(node: ast.expr) -> _Test:
+    """Compile a syntax tree to a condition."""
     match node:
         case ast.BoolOp(op=ast.And()):
             terms = [*map(_test, node.values)]
@@ -158,6 +167,7 @@ def _test(node: ast.expr) -> _Test:
 
 
 def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> _Test:
+    """Compile a comparison of two operands to a condition."""
     a, b = _term(left), _term(right)
     match op:
         case ast.Eq():
@@ -178,25 +188,26 @@ def _is_none_of(a: Any, several: Iterable[Any], decide: Decide) -> bool | None:
 
 
 def same(a: Any, b: Any, decide: Decide = proven) -> bool | None:
-    """Whether two sizes, attributes, shapes or lists are equal; None when not proven."""
+    """Compare two sizes, arguments, shapes or lists by `decide`: True if equal, False if not, None if undecided."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and _every(same(x, y, decide) for x, y in zip(a, b, strict=True))
     return decide(a == b)
 
 
 def tensors(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of an argument: itself, those of a list, or none."""
+    """Return the tensors of an argument `value`: itself, those of a list, or none."""
     several = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(each for each in several if isinstance(each, torch.Tensor))
 
 
 def _term(node: ast.expr) -> _Term:
+    """Compile a syntax tree to an operand."""
     match node:
         case ast.Constant(value=value):
             return lambda values: value
         case ast.Tuple() if all(isinstance(each, ast.Constant) for each in node.elts):
-            whole = ast.literal_eval(node)
-            return lambda values: whole
+            constant = ast.literal_eval(node)
+            return lambda values: constant
         case ast.Tuple():
             items = [*map(_term, node.elts)]
             return lambda values: tuple(item(values) for item in items)
@@ -234,7 +245,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an argument or a size is known: it has no symbolic size."""
+    """True if `value`, an argument or a size, contains no symbolic size."""
     if isinstance(value, torch.Tensor):
         return all(map(is_plain, value.shape))
     if isinstance(value, (tuple, list)):
@@ -243,16 +254,20 @@ def is_plain(value: Any) -> bool:
 
 
 def all_hold(conditions: Iterable[tuple[str, str]]) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether each first text is true wherever the second is, or that is "", for values without a symbolic size.
+    """Compile `conditions`, pairs (text, when), to one function that is True if each text holds or its `when` does not.
 
-    All texts are one function of Python: each call that is planned is asked for all, and each by itself takes longer.
+    The values must be without symbolic sizes; a `when` of "" holds always. One function of Python is faster than an
+    evaluation of each limit, and every planned call is tested against all limits.
     """
-    kept = [f"({f'not {_python(parse(when))} or ' if when else ''}{_python(parse(text))})" for text, when in conditions]
-    return eval(f"lambda values: {' and '.join(['True', *kept])}", dict(_KNOWN))
+    terms = [
+        f"({f'not {_python(parse(when))} or ' if when else ''}{_python(parse(text))})" for text, when in conditions
+    ]
+    return eval(f"lambda values: {' and '.join(['True', *terms])}", dict(_KNOWN))
 
 
 def _python(node: ast.AST) -> str:
-    """What a plain text is in Python, where it may mean something else, as `a % 0` does."""
+    """Translate a syntax tree of the grammar to Python source that reads `values`; operators become calls of functions
+    of `_KNOWN`, because some differ from Python's, as `a % 0` does."""
     match node:
         case ast.Name(id=name):
             return f"values[{name!r}]"
@@ -276,7 +291,8 @@ def _python(node: ast.AST) -> str:
 
 
 def _every(truths: Iterable[bool | None]) -> bool | None:
-    """Three-valued `and`, which stops at the first False: later terms may speak of dims that are not there."""
+    """Return the three-valued conjunction of `truths`, evaluated up to the first False: later ones may read dims that
+    have no size."""
     proven = True
     for truth in truths:
         if truth is False:
@@ -298,4 +314,4 @@ _KNOWN: Mapping[str, Any] = {
     "_NotIn": lambda a, several: _is_none_of(a, several, proven),
     "__builtins__": {},
 }
-"""What a text that is Python calls."""
+"""Globals of the functions that `all_hold` compiles."""

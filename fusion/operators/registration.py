@@ -1,11 +1,11 @@
-"""Real operator names in every process: torch_npu's own schemas where it imports, the same ones of ours elsewhere.
+"""Registration of the operators under their real names: torch_npu's schemas if it imports, else equal schemas of ours.
 
-Two owners of one schema end the process in C++, beyond Python's reach. So ours are defined on the first `ensure()`,
-only when torch_npu does not import, and given back before a later import of torch_npu defines its own.
+Two definitions of one schema abort the process in C++, which Python cannot catch. So ours are defined at the first
+`ensure()`, only if torch_npu does not import, and are withdrawn before a later import of torch_npu defines its own.
 """
 
 # pyright: reportPrivateUsage=false
-# Taking definitions back is private in PyTorch.
+# Withdrawing definitions is private in PyTorch (Library._destroy).
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from fusion.operators.legality import unchecked
 
 _VENDOR = "torch_npu"
 _DEVICES = ("CPU", "CUDA")
-"""Where a decomposition may serve as the kernel; PrivateUse1 is torch_npu's."""
+"""Dispatch keys that a decomposition may serve as the kernel of; PrivateUse1 belongs to torch_npu."""
 
 
 def _declared(package: ModuleType) -> Mapping[str, Operator]:
     names = [each.name for each in walk_packages(package.__path__, f"{package.__name__}.")]
     modules = (importlib.import_module(name) for name in names)
-    found = (value for module in modules for value in vars(module).values() if isinstance(value, Operator))
-    return MappingProxyType({operator.name: operator for operator in sorted(found, key=lambda op: op.name)})
+    declared = (value for module in modules for value in vars(module).values() if isinstance(value, Operator))
+    return MappingProxyType({operator.name: operator for operator in sorted(declared, key=lambda op: op.name)})
 
 
 OPERATORS: Mapping[str, Operator] = _declared(sys.modules[__package__ or ""])
@@ -46,7 +46,7 @@ OPERATORS: Mapping[str, Operator] = _declared(sys.modules[__package__ or ""])
 
 
 def operator_of(target: Any) -> Operator | None:
-    """The operator that a call to `target` is of, overload included; None for what the pass does not emit."""
+    """Return the operator of the overload `target`; None if the pass does not emit it."""
     if not isinstance(target, OpOverload):
         return None
     schema = schema_of(target)
@@ -55,7 +55,7 @@ def operator_of(target: Any) -> Operator | None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose schemas are in use, why, and the version of torch_npu if it is torch_npu's."""
+    """Owner of the schemas in use (`source`), the reason for it, and the version of torch_npu if that is the owner."""
 
     source: Literal["torch_npu", "own"]
     reason: str
@@ -64,7 +64,7 @@ class Origin:
 
 @dataclass
 class _Registration:
-    """What this process has registered: PyTorch's dispatcher is one per process, and so is this."""
+    """Registrations of this process, as libraries of PyTorch by namespace; one, because there is one dispatcher."""
 
     origin: Origin | None = None
     definitions: dict[str, Library] = field(default_factory=dict[str, Library])
@@ -76,10 +76,10 @@ _registration = _Registration()
 
 
 def ensure() -> Origin:
-    """Register what is missing of `OPERATORS` in this process and say whose schemas are in use; repeatable.
+    """Register in this process what is missing of `OPERATORS`, and return the owner of the schemas; idempotent.
 
     Imports torch_npu if it is installed. Defines no schema that exists, and adds CPU, CUDA and Meta kernels only
-    where there are none. A torch_npu that is imported later takes over, and `ensure()` then says so.
+    where there are none. If torch_npu is imported later, its schemas replace ours, and `ensure()` returns it as owner.
     """
     with _registration.lock:
         if _registration.origin is None:
@@ -89,7 +89,7 @@ def ensure() -> Origin:
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """Operator -> decomposition in plain aten: a table for `make_fx`, AOT or Inductor."""
+    """Return overload -> decomposition into plain aten for all operators, a table for `make_fx`, AOT or Inductor."""
     ensure()
     return {operator.overload(): operator.fallback for operator in OPERATORS.values()}
 
@@ -112,7 +112,7 @@ def _vendor_broken(error: BaseException) -> Origin:
 
 
 def _settle(origin: Origin) -> None:
-    """Register everything that is missing, and be ready to hand over if the schemas are ours."""
+    """Register everything that is missing, and install the import hook for torch_npu if the schemas are ours."""
     _registration.origin = origin
     for operator in OPERATORS.values():
         if not _exists(operator):
@@ -123,10 +123,10 @@ def _settle(origin: Origin) -> None:
 
 
 def _withdraw() -> None:
-    """Take back every definition of ours, so that torch_npu finds its names free.
+    """Withdraw all schemas that we defined, so that torch_npu can define its own.
 
-    The CPU and CUDA kernels stay: they keep the dispatcher's entries alive, and with them the operators that graphs
-    and users already hold. Freed entries would be used again, as garbage.
+    The CPU and CUDA kernels stay: they keep the dispatcher's entries alive, and with them the overloads that graphs
+    and users refer to. Calls through a freed entry would read freed memory.
     """
     if _handover in sys.meta_path:
         sys.meta_path.remove(_handover)
@@ -150,6 +150,8 @@ def _define(operator: Operator) -> None:
 
 
 def _add_kernels(operator: Operator) -> None:
+    """Register the kernels that `operator` lacks: the decomposition on CPU and CUDA, calls of vendor overloads on NPUs,
+    and a Meta kernel."""
     if operator.namespace not in _registration.kernels:
         _registration.kernels[operator.namespace] = Library(operator.namespace, "IMPL")
     library = _registration.kernels[operator.namespace]
@@ -157,20 +159,22 @@ def _add_kernels(operator: Operator) -> None:
         if not has_kernel(operator.name, device):
             library.impl(operator.short, operator.fallback, device)
     if operator.on_host and not has_kernel(operator.name, "PrivateUse1"):
-        library.impl(operator.short, partial(told_in_numbers, operator), "PrivateUse1")
+        library.impl(operator.short, partial(run_with_ints, operator), "PrivateUse1")
     if operator.runs_default and not has_kernel(operator.name, "PrivateUse1"):
         library.impl(operator.short, partial(run_by_default, operator), "PrivateUse1")
     imported = _registration.origin is not None and _registration.origin.source == _VENDOR
-    if imported and operator.older and not has_kernel(operator.name, "PrivateUse1"):  # not before: theirs come with it
+    # Only once torch_npu is imported: the kernels of newer versions come with the import.
+    if imported and operator.older and not has_kernel(operator.name, "PrivateUse1"):
         library.impl(operator.short, partial(run_by_older, operator), "PrivateUse1")
-    if not has_kernel(operator.name, "Meta"):  # torch_npu gives some no shapes for fake tensors
+    if not has_kernel(operator.name, "Meta"):  # torch_npu lacks some Meta kernels
         register_fake(operator.name, operator.meta, lib=library)
 
 
-def told_in_numbers(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    """torch_npu's own overload of an operator, which takes numbers for what `operator` takes in tensors on the host.
+def run_with_ints(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    """Call torch_npu's own overload of `operator`, with the tensors in `operator.on_host` converted to lists of ints.
 
-    Raises `OperatorError` for a tensor on the device: to read it would wait for the device, unseen.
+    Raises:
+        OperatorError: one of these tensors is on the device: reading it would wait for the device without notice.
     """
     given = operator.bind(args, kwargs)
     for name in operator.on_host:
@@ -180,10 +184,8 @@ def told_in_numbers(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_by_default(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    """What the vendor's own overload of an operator gives, without the caches that it may return as well.
-
-    Where the package that has it is not loaded, the decomposition.
-    """
+    """Call the vendor's default overload of `operator`, and return as many results as the schema of `operator` has: the
+    vendor's may return caches as well. Run the decomposition if the package of that overload is not loaded."""
     if not has_default(operator):
         return operator.fallback(*args, **kwargs)
     results = _default(operator)(*args, **kwargs)
@@ -193,9 +195,10 @@ def run_by_default(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_by_older(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    """What the older spelling of an operator gives, where torch_npu does not have it; results that it lacks are empty.
+    """Call `operator.older`, in place of an operator that torch_npu lacks; results that it does not return are empty.
 
-    Raises `OperatorError` where its package is not there, or it does not name what the call is about.
+    Raises:
+        OperatorError: its package is not loaded, or the call sets an argument or needs a result that it does not have.
     """
     space, _, name = operator.older.partition("::")
     older = getattr(getattr(getattr(torch.ops, space), name, None), "default", None)
@@ -218,14 +221,14 @@ def run_by_older(operator: Operator, *args: Any, **kwargs: Any) -> Any:
             "torch_npu that has the operator itself"
         )
     result = older(**{name: value for name, value in given.items() if name in named})
-    whole = isinstance(result, torch.Tensor) and isinstance(promised, tuple)
-    return (result, *others) if whole else result
+    lacks_results = isinstance(result, torch.Tensor) and isinstance(promised, tuple)
+    return (result, *others) if lacks_results else result
 
 
 def has_default(operator: Operator) -> bool:
-    """Whether the vendor's own overload of an operator is there."""
+    """True if the default overload of `operator`, which is the vendor's own, is registered."""
     packet = getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0], None)
-    return getattr(packet, "default", None) is not None  # a packet does not list what was defined after it
+    return getattr(packet, "default", None) is not None  # packet.overloads() omits later definitions
 
 
 def _default(operator: Operator) -> OpOverload:
@@ -242,12 +245,13 @@ def _numbers(operator: Operator, name: str, value: torch.Tensor) -> list[int]:
 
 
 class _Handover:
-    """Finder on `sys.meta_path`: gives our schemas back in the moment in which torch_npu is executed."""
+    """Finder on `sys.meta_path` that withdraws our schemas at the moment at which torch_npu is executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders have for torch_npu, with a loader that hands over; None for other modules."""
+        """Return the spec that the other finders have for torch_npu, with a loader that first withdraws our schemas;
+        None for other modules."""
         if name != _VENDOR:
             return None
         others = (finder for finder in list(sys.meta_path) if finder is not self)
@@ -258,10 +262,11 @@ class _Handover:
         return spec
 
     def _wrap(self, loader: Any) -> None:
+        """Wrap `loader.exec_module`: withdraw our schemas, execute torch_npu, and register what it lacks."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # Looking for torch_npu must change nothing, so the hand-over waits until it is executed.
+            # find_spec("torch_npu") alone must change nothing, so schemas are withdrawn when the module is executed.
             with _registration.lock:
                 _withdraw()
                 try:

@@ -10,7 +10,7 @@ from torch import Tensor
 import fusion
 from fusion.errors import OperatorError
 from fusion.operators import OPERATORS
-from fusion.operators.registration import ensure, told_in_numbers
+from fusion.operators.registration import ensure, run_with_ints
 
 LENGTHS = "npu::npu_fused_infer_attention_score_v2.tensor_lengths"
 NPU = {"target": "ascend910_93", "lower": "eager"}
@@ -77,7 +77,7 @@ def test_the_vendors_overload_is_given_numbers():
     q, keys, values, lengths = inputs()
     args = (q, keys[0], values[0])
     how = dict(num_query_heads=4, num_key_value_heads=2, input_layout="BNSD", softmax_scale=0.1)
-    have = told_in_numbers(OPERATORS[LENGTHS], *args, actual_seq_kvlen=lengths, **how)
+    have = run_with_ints(OPERATORS[LENGTHS], *args, actual_seq_kvlen=lengths, **how)
     want = torch.ops.npu.npu_fused_infer_attention_score_v2(*args, actual_seq_kvlen=lengths.tolist(), **how)
     torch.testing.assert_close(have[0], want[0])
 
@@ -86,4 +86,4 @@ def test_lengths_that_lie_on_the_device_are_refused():
     ensure()
     q, keys, values, lengths = (each.to("meta") for each in inputs())
     with pytest.raises(OperatorError, match=r"on meta: to read it there would wait.*lengths='host'"):
-        told_in_numbers(OPERATORS[LENGTHS], q, keys[0], values[0], actual_seq_kvlen=lengths)
+        run_with_ints(OPERATORS[LENGTHS], q, keys[0], values[0], actual_seq_kvlen=lengths)

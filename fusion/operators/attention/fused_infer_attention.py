@@ -32,7 +32,7 @@ from fusion.operators.flops import causal, longest, number_of, scores
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values before those of every sequence, of one sequence, and how many of them there are."""
+    """Shared prefix: keys and values of one sequence, of which the first `length`, or all, precede every sequence."""
 
     key: Tensor
     value: Tensor
@@ -41,7 +41,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Attention:
-    """One call, whichever operator it is of."""
+    """Arguments of one call of softmax attention, the same for all operators that compute it."""
 
     query: Tensor
     key: Tensor
@@ -59,16 +59,18 @@ class Attention:
     bias: Tensor | None = None
     lse: bool = False
     scales: tuple[Tensor, Tensor, Tensor] | None = None
-    """Of queries in whole numbers, [..] of the layout without lanes, and of all keys and all values, [1]."""
+    """Scales of int8 queries, one per token and head in the order of the layout, of all keys [1] and all values [1]."""
     antiquant: tuple[Grid, Grid] | None = None
-    """Of an int8 cache, that of keys and that of values."""
+    """Scales and offsets of an int8 cache: of keys, and of values."""
     padding: tuple[Tensor | None, Tensor | None] = (None, None)
-    """Of queries and of keys: rows behind the last token of each sequence, where the tokens are the last rows."""
+    """Number of rows [1] behind the last token of each sequence, of queries and of keys; None: sequences begin in the
+    first row."""
     prefix: Prefix | None = None
     int8_result: Int8Result | None = None
 
     def heads_of(self, x: Tensor, before: Tensor | None = None) -> Tensor:
-        """Return keys or values [B, M, T, D], read through the block table, or behind those `before` every sequence."""
+        """Permute keys or values `x` to [B, M, T, D], gathered through the block table if there is one, and with the
+        shared prefix `before`, if given, in front of every sequence."""
         if self.table is not None:
             return paged_heads(x, self.layout, self.kv_heads, self.table)
         own = heads_first(x, self.layout, self.kv_heads)
@@ -78,25 +80,27 @@ class Attention:
         return torch.cat((first.expand(own.shape[0], -1, -1, -1), own), dim=2)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, both [B, M, T, D]."""
+        """Return keys and values [B, M, T, D], those of the shared prefix included."""
         before = (None, None) if self.prefix is None else (self.prefix.key, self.prefix.value)
         return self.heads_of(self.key, before[0]), self.heads_of(self.value, before[1])
 
     def all_lengths(self, keys: Tensor) -> tuple[Lengths, Lengths]:
-        """Return the lengths of queries and of `keys` [B, M, T, D], which are longer by those before each sequence."""
-        of_query, of_key = self.lengths
-        if self.prefix is None or of_key is None:
-            return of_query, of_key
+        """Return the lengths of queries, and those of `keys` [B, M, T, D], which include the shared prefix."""
+        query_lengths, key_lengths = self.lengths
+        if self.prefix is None or key_lengths is None:
+            return query_lengths, key_lengths
         more = keys.shape[2] - heads_first(self.key, self.layout, self.kv_heads).shape[2]
-        return of_query, of_key + more if isinstance(of_key, Tensor) else [each + more for each in of_key]
+        if isinstance(key_lengths, Tensor):
+            return query_lengths, key_lengths + more
+        return query_lengths, [each + more for each in key_lengths]
 
 
 def computed(call: Attention) -> tuple[Tensor, Tensor]:
-    """The output in its layout and the log-sum-exp, in float32 at least, empty unless asked for."""
+    """Compute the output in its layout, and the log-sum-exp in float32 or wider, [0] unless `call.lse`."""
     query = heads_first(call.query, call.layout, call.heads)
     key, value = call.keys_and_values()
     if call.antiquant is not None:
-        key, value = (of.applied(x, query) for of, x in zip(call.antiquant, (key, value), strict=True))
+        key, value = (grid.dequantised(x, query) for grid, x in zip(call.antiquant, (key, value), strict=True))
         query = query.to(key.dtype)
     pairs = [(query, key)]
     if call.query_rope is not None and call.key_rope is not None:
@@ -106,26 +110,28 @@ def computed(call: Attention) -> tuple[Tensor, Tensor]:
         packed=is_packed(call.layout), table=call.table, padding=call.padding,
     )  # fmt: skip
     if call.scales is not None:
-        pairs, value = _of_whole_numbers(call, pairs, value)
+        pairs, value = _scaled(call, pairs, value)
     out, lse = _attended(call, pairs, value, seen)
-    out = out.to(_result(call)) if call.int8_result is None else call.int8_result.applied(out)
+    out = out.to(_result_dtype(call)) if call.int8_result is None else call.int8_result.quantised(out)
     return laid_out(out, call.layout), lse
 
 
-def _of_whole_numbers(
+def _scaled(
     call: Attention, pairs: list[tuple[Tensor, Tensor]], value: Tensor
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Queries times their scale and that of the keys, rotated ones too; values times theirs; none of it rounded."""
+    """Multiply the queries of all `pairs` by the scales of queries and keys, `query_rope` included, and int8 values by
+    their scale; nothing is rounded."""
     assert call.scales is not None
-    of_query, of_key, of_value = call.scales
+    query_scale, key_scale, value_scale = call.scales
     merged = call.layout.startswith("BSH")
-    tokens = heads_first(of_query if merged else of_query.unsqueeze(-1), call.layout, call.heads) * of_key
+    tokens = heads_first(query_scale if merged else query_scale.unsqueeze(-1), call.layout, call.heads) * key_scale
     wide = torch.promote_types(compute_dtype(pairs[-1][0]), tokens.dtype)
-    return [(q.to(wide) * tokens, k) for q, k in pairs], value.to(wide) * of_value
+    return [(q.to(wide) * tokens, k) for q, k in pairs], value.to(wide) * value_scale
 
 
-def _result(call: Attention) -> torch.dtype:
-    """Return the dtype of the output: int8 where it is quantised, of int8 queries that of the rotated ones."""
+def _result_dtype(call: Attention) -> torch.dtype:
+    """Return the dtype of the output: int8 if it is quantised, that of `query_rope` for int8 queries, else that of the
+    query."""
     if call.int8_result is not None:
         return torch.int8
     rotated = call.scales is not None and call.query_rope is not None
@@ -135,6 +141,8 @@ def _result(call: Attention) -> torch.dtype:
 def _attended(
     call: Attention, pairs: list[tuple[Tensor, Tensor]], value: Tensor, seen: Visible
 ) -> tuple[Tensor, Tensor]:
+    """Compute output and log-sum-exp ([0] unless `call.lse`), by torch's fused kernel if it takes the call, else in
+    primitive ops."""
     (query, key), *more = pairs
     plain = not more and call.sink is None and call.bias is None and not call.lse
     if plain and key.shape[-1] == value.shape[-1]:
@@ -146,27 +154,28 @@ def _attended(
     return out, lse.contiguous()
 
 
-def promised(call: Attention) -> tuple[Tensor, Tensor]:
-    """Empty outputs of the shapes and dtypes of `computed`."""
+def empty_results(call: Attention) -> tuple[Tensor, Tensor]:
+    """Return empty tensors of the shapes and dtypes of the results of `computed`."""
     width = value_width(call.value, call.layout, call.kv_heads, call.table is not None)
-    out = call.query.new_empty(output_shape(call.query, call.layout, call.heads, width), dtype=_result(call))
+    out = call.query.new_empty(output_shape(call.query, call.layout, call.heads, width), dtype=_result_dtype(call))
     sizes = lse_shape(call.query, call.layout, call.heads) if call.lse else [0]
-    stored = call.query.dtype if call.int8_result is not None else _result(call)
+    stored = call.query.dtype if call.int8_result is not None else _result_dtype(call)
     wide = torch.promote_types(stored, torch.float32) if call.lse else torch.float32
     return out, call.query.new_empty(sizes, dtype=wide)
 
 
 def flops_of(call: Attention) -> float:
-    """Scores and sums over the keys that are there, as far as their number is known."""
+    """Estimate the operations of `call` over the keys that a query sees by the sparse mode; packed sequences count as
+    equally long, lengths in tensors as the full room for keys."""
     batch, heads, rows, width = sizes_of(call.query, call.layout, call.heads)
-    of_query, of_key = call.lengths
+    query_lengths, key_lengths = call.lengths
     packed = is_packed(call.layout)
-    sequences = number_of(of_query) if packed and of_query is not None else 1
+    sequences = number_of(query_lengths) if packed and query_lengths is not None else 1
     if call.table is not None:
-        keys = longest(of_key, call.table.shape[1] * call.key.shape[1 if call.key.dim() == 3 else -2])
+        keys = longest(key_lengths, call.table.shape[1] * call.key.shape[1 if call.key.dim() == 3 else -2])
     else:
         room = hint(sizes_of(call.key, call.layout, call.kv_heads)[2])
-        keys = room // sequences if packed else longest(of_key, room)
+        keys = room // sequences if packed else longest(key_lengths, room)
     seen = float(keys)
     if call.band.mode in (2, 3, 4):
         own = hint(rows) // sequences
@@ -177,21 +186,22 @@ def flops_of(call: Attention) -> float:
 
 
 def _grids(given: Given, names: limits.Names) -> tuple[Grid, Grid] | None:
-    """Return the grids of keys and values, where they have scales, each their own or both in one tensor."""
-    of = names.antiquant
-    if of.joint is not None and given[of.joint[0]] is not None:
-        scale, offset, mode = (given[name] for name in of.joint)
+    """Return scales and offsets of int8 keys and of int8 values, from separate arguments or from those of both in one
+    tensor; None without scales."""
+    arguments = names.antiquant
+    if arguments.joint is not None and given[arguments.joint[0]] is not None:
+        scale, offset, mode = (given[name] for name in arguments.joint)
         return both_grids(scale, offset, mode)
     key, value = (
         None if given[scale] is None else Grid(given[scale], given[offset], given[mode])
-        for scale, offset, mode in zip(of.scales, of.offsets, of.modes, strict=True)
+        for scale, offset, mode in zip(arguments.scales, arguments.offsets, arguments.modes, strict=True)
     )
     return None if key is None or value is None else (key, value)
 
 
 def _read(given: Given, names: limits.Names) -> Attention:
     heads = given[names.heads]
-    scales: Any = tuple(given[name] for name in SCALES) if names.whole else (None,)
+    scales: Any = tuple(given[name] for name in SCALES) if names.int8_queries else (None,)
     return Attention(
         *(given[name] for name in ("query", "key", "value")),
         layout=given["input_layout"],
@@ -215,7 +225,7 @@ def _read(given: Given, names: limits.Names) -> Attention:
 
 
 def _prefix(given: Given) -> Prefix | None:
-    """Return the keys and values before every sequence, None where there are none."""
+    """Return the shared prefix of a call of version 1, None if it has none."""
     key, value, lengths = (
         given[name] for name in ("key_shared_prefix", "value_shared_prefix", "actual_shared_prefix_len")
     )
@@ -264,14 +274,14 @@ _SUMMARY = (
 
 
 def _declared(schema: str, names: limits.Names) -> tuple[Operator, Operator]:
-    """The operator, and an overload of ours with its lengths in tensors, int64."""
+    """Declare the operator of `schema`, and its overload with lengths in int64 tensors."""
     page = schema.partition("(")[0].removeprefix("npu::")
     numbers = Operator(
         schema=schema,
         compute=lambda given: computed(_read(given, names)),
         uncomputed=names.uncomputed,
         without_effect=frozenset({"block_size", "inner_precise"}),
-        outputs=lambda given: promised(_read(given, names)),
+        outputs=lambda given: empty_results(_read(given, names)),
         dims=limits.dims(names),
         dtypes=limits.dtypes(names),
         limits=limits.limits(names),

@@ -1,4 +1,4 @@
-"""What the kernels of npu_fused_infer_attention_score (v1 and v2) ask of a call, from the pages of op-plugin."""
+"""Dims, dtypes and limits of npu_fused_infer_attention_score (v1 and v2), from the pages of op-plugin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from fusion.operators.attention.int8_cache_limits import CACHE, Antiquant
 from fusion.operators.attention.int8_latent_limits import FLOAT_QUERIES, INT8_HOST, INT8_KERNEL
-from fusion.operators.attention.layouts import LAYOUTS, lying
+from fusion.operators.attention.layouts import LAYOUTS, in_layouts
 from fusion.operators.attention.visibility import mask_limits
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
 from fusion.operators.limits import A2_A3, Limit
@@ -17,20 +17,20 @@ from fusion.operators.limits import A2_A3, Limit
 _MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
 _QUERY = {"BSH": "B S H", "BSND": "B S N D", "BNSD": "B N S D", "TND": "Tq N D", "NTD": "N Tq D"}
 _ROPE = {"BSH": "B S Hr", "BSND": "B S N Dr", "BNSD": "B N S Dr", "TND": "Tq N Dr", "NTD": "N Tq Dr"}
-# A cache of pages may have another rank than the query: [pages, block, N · D], [pages, N, block, D], or fractal NZ.
+# A paged cache may have another rank than the query: [pages, block, N · D], [pages, N, block, D], or fractal NZ.
 _KEY = ("P Q K", "P Q U K", "P Q C U L")
 _VALUE = ("P Q V", "P Q U V", "P Q Cv U L")
 _KEY_ROPE = ("P Q Kr", "P Q U Kr", "P Q Cr U Lr")
 
-_PACKED, _BATCHED = lying("TND", "NTD"), lying("BSH", "BSND", "BNSD")
-_MERGED, _BSND, _BNSD, _TND, _NTD = map(lying, ("BSH", "BSND", "BNSD", "TND", "NTD"))
+_PACKED, _BATCHED = in_layouts("TND", "NTD"), in_layouts("BSH", "BSND", "BNSD")
+_MERGED, _BSND, _BNSD, _TND, _NTD = map(in_layouts, ("BSH", "BSND", "BNSD", "TND", "NTD"))
 _BIAS = "given(pse_shift)"
 _MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the arguments of a version, and which of them are not computed."""
+    """Names of the arguments of one version of the operator, and the arguments that are not computed."""
 
     heads: str
     scale: str
@@ -39,13 +39,13 @@ class Names:
     lse: str
     antiquant: Antiquant
     result: tuple[str, str]
-    """Scale and offset of a result in int8."""
+    """Scale and offset of an int8 result."""
     uncomputed: Mapping[str, str]
     padded: bool = False
-    """True if sequences may stand at the end of their rows, and share keys before their own."""
+    """True if the version has padding sizes, which right-align sequences in their rows, and a shared prefix of keys."""
     sink: str | None = None
-    whole: bool = False
-    """Whether it takes queries of int8 over an int8 latent."""
+    int8_queries: bool = False
+    """True if the version takes int8 queries over an int8 latent."""
 
 
 V2 = Names(
@@ -66,7 +66,7 @@ V2 = Names(
         "dequant_scale_key_rope_dtype out_dtype": "formats of 8 and 4 bits are not decomposed",
     },
     sink="learnable_sink",
-    whole=True,
+    int8_queries=True,
 )  # fmt: skip
 V1 = Names(
     heads="num_heads",
@@ -89,10 +89,10 @@ V1 = Names(
 
 
 def dims(names: Names) -> Mapping[str, str]:
-    """Argument -> dims: every layout of the query with every form of key and value."""
+    """Return argument -> dims, with an alternative for each layout of the query and each form of keys and values."""
     layouts = [(given, name) for name, (given, _) in LAYOUTS.items() if given in _QUERY]
     rows = [(given, name, form) for given, name in layouts for form in range(3)]
-    found = {
+    declared = {
         "query": " / ".join(f"input_layout={name}: {_QUERY[given]}" for given, name, _ in rows),
         "key": " / ".join(_KEY[form] for _, _, form in rows),
         "value": " / ".join(_VALUE[form] for _, _, form in rows),
@@ -101,33 +101,34 @@ def dims(names: Names) -> Mapping[str, str]:
         "block_table": "E M",
         "pse_shift": "Bp Np Sp Tp",
     }
-    return found | ({names.sink: "Ns"} if names.sink else {})
+    return declared | ({names.sink: "Ns"} if names.sink else {})
 
 
 def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
-    """Argument -> dtypes; lengths count where they are tensors."""
-    found = {"query": HALVES | INT8 if names.whole else HALVES, "key": HALVES | INT8, "value": HALVES | INT8}
-    found |= dict.fromkeys(("query_rope", "key_rope", "pse_shift", *names.antiquant.offsets), HALVES)
-    found |= dict.fromkeys(names.antiquant.scales, HALVES | FLOAT32)
-    found |= {"dequant_scale_query": FLOAT32} if names.whole else {}
+    """Return argument -> dtypes; those of the lengths are for the overload in which these are tensors."""
+    accepted = {"query": HALVES | INT8 if names.int8_queries else HALVES, "key": HALVES | INT8, "value": HALVES | INT8}
+    accepted |= dict.fromkeys(("query_rope", "key_rope", "pse_shift", *names.antiquant.offsets), HALVES)
+    accepted |= dict.fromkeys(names.antiquant.scales, HALVES | FLOAT32)
+    accepted |= {"dequant_scale_query": FLOAT32} if names.int8_queries else {}
     lengths = dict.fromkeys((names.query_lengths, names.key_lengths), INT64)
     sink = {names.sink: BFLOAT16} if names.sink else {}
-    return found | lengths | sink | {"atten_mask": _MASKS, "block_table": INT32}
+    return accepted | lengths | sink | {"atten_mask": _MASKS, "block_table": INT32}
 
 
 def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
-    """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
-    unasked = tuple(Limit(f"not given({name})", because=NO_RULE) for name in _unasked(names))
+    """Return chip -> limits; Ascend 950 is left out, because no page of version 2 names it."""
+    unasked = tuple(Limit(f"not given({name})", because=NO_RULE) for name in _without_rule(names))
     a2 = (*unasked, *_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
-    a2 = (*a2, *names.antiquant.kernel(names.lse, names.query_lengths), *(INT8_KERNEL if names.whole else ()))
-    whole = " and query_quant_mode == 0" if names.whole else ""
-    host = (*_host(names), *(INT8_HOST if names.whole else (FLOAT_QUERIES,)), *names.antiquant.host(whole))
+    a2 = (*a2, *names.antiquant.kernel(names.lse, names.query_lengths), *(INT8_KERNEL if names.int8_queries else ()))
+    queries = INT8_HOST if names.int8_queries else (FLOAT_QUERIES,)
+    cache = names.antiquant.host(" and query_quant_mode == 0" if names.int8_queries else "")
+    host = (*_host(names), *queries, *cache)
     return {"host": host, **dict.fromkeys(A2_A3, a2)}
 
 
 def _host(names: Names) -> tuple[Limit | str, ...]:
-    """What every machine asks for: shapes that fit together, and nothing that the decomposition does not compute."""
-    heads, of_query, of_key = names.heads, names.query_lengths, names.key_lengths
+    """Return the limits of every machine: shapes agree, and the decomposition computes all modes of the call."""
+    heads, query_lengths, key_lengths = names.heads, names.query_lengths, names.key_lengths
     shared = f"(num_key_value_heads == 0 and {{0}} == {heads} or {{0}} == num_key_value_heads)"
     sink = () if names.sink is None else (
         Limit(f"Ns == {heads}", when="given(learnable_sink)"),
@@ -143,51 +144,53 @@ def _host(names: Names) -> tuple[Limit | str, ...]:
         Limit("given(query_rope)", when="given(key_rope)"),
         Limit("given(atten_mask)", when="sparse_mode == 1"),
         Limit("not given(atten_mask)", when=f"{_PACKED} and sparse_mode in (0, 1)"),
-        Limit(f"given({of_query}) and given({of_key})", when=_PACKED),
-        Limit(f"length({of_query}) == 1 or length({of_query}) >= B", when=f"given({of_query}) and {_BATCHED}"),
-        Limit(f"length({of_key}) == 1 or length({of_key}) >= B", when=f"given({of_key}) and {_BATCHED}"),
-        Limit(f"length({of_query}) == length({of_key})", when=_PACKED),
+        Limit(f"given({query_lengths}) and given({key_lengths})", when=_PACKED),
+        *(
+            Limit(f"length({lengths}) == 1 or length({lengths}) >= B", when=f"given({lengths}) and {_BATCHED}")
+            for lengths in (query_lengths, key_lengths)
+        ),
+        Limit(f"length({query_lengths}) == length({key_lengths})", when=_PACKED),
         Limit("rank(key) == rank(query)", when="not given(block_table)"),
         Limit("P == B", when=f"not given(block_table) and {_BATCHED}"),
         Limit(shared.format("U"), when=f"not given(block_table) and {_BSND}"),
         Limit(shared.format("Q"), when="rank(key) >= 4 and " + f"(given(block_table) or {_BNSD})"),
         Limit(shared.format("Q"), when=f"not given(block_table) and {_TND}"),
         Limit(shared.format("P"), when=f"not given(block_table) and {_NTD}"),
-        Limit(f"given({of_key})", when="given(block_table)"),
+        Limit(f"given({key_lengths})", when="given(block_table)"),
         Limit("E == B", when=f"given(block_table) and {_BATCHED}"),
-        Limit(f"E == length({of_key})", when=f"given(block_table) and {_PACKED}"),
+        Limit(f"E == length({key_lengths})", when=f"given(block_table) and {_PACKED}"),
         Limit("Q == block_size", when="given(block_table) and rank(key) == 3"),
         Limit("U == block_size", when="given(block_table) and rank(key) >= 4"),
-        *_of_widths(names),
+        *_width_limits(names),
         *mask_limits(
             _MASKED,
             ("Q", f"not given(block_table) and not {_BNSD}"),
             ("U", f"not given(block_table) and {_BNSD}"),
             ("M * block_size", "given(block_table)"),
         ),
-        *_of_bias(names),
-        *_of_result(names),
-        *(_of_padding(names) if names.padded else ()),
-        *(_of_prefix() if names.padded else ()),
+        *_bias_limits(names),
+        *_result_limits(names),
+        *(_padding_limits(names) if names.padded else ()),
+        *(_prefix_limits() if names.padded else ()),
         *sink,
     )
 
 
-def _of_widths(names: Names) -> Iterator[Limit]:
-    """Yield limits that give keys, and rotated keys, the width of the queries, and whole heads to values."""
+def _width_limits(names: Names) -> Iterator[Limit]:
+    """Yield the limits that keys and rotated keys have the head dim of queries, and that heads divide the values."""
     heads = names.heads
     joined = f"num_key_value_heads == 0 and {{0}} == {heads} * {{1}} or {{0}} == num_key_value_heads * {{1}}"
     rows = f"not {_MERGED} and (rank(key) == 4 or not given(block_table))"
-    for of, given in (("", ""), ("r", " and given(query_rope)")):
-        width, merged = f"D{of}", f"H{of} // {heads}"
-        yield Limit(f"K{of} == {width}", when=rows + given)
-        yield Limit(f"K{of} == {merged}", when=f"{_MERGED} and rank(key) == 4{given}")
+    for rope, given in (("", ""), ("r", " and given(query_rope)")):
+        width, merged = f"D{rope}", f"H{rope} // {heads}"
+        yield Limit(f"K{rope} == {width}", when=rows + given)
+        yield Limit(f"K{rope} == {merged}", when=f"{_MERGED} and rank(key) == 4{given}")
         yield Limit(
-            joined.format(f"K{of}", width), when=f"not {_MERGED} and given(block_table) and rank(key) == 3{given}"
+            joined.format(f"K{rope}", width), when=f"not {_MERGED} and given(block_table) and rank(key) == 3{given}"
         )
-        yield Limit(joined.format(f"K{of}", f"({merged})"), when=f"{_MERGED} and rank(key) == 3{given}")
-        yield Limit(f"C{of} * L{of} == {width}", when=f"not {_MERGED} and rank(key) == 5{given}")
-        yield Limit(f"C{of} * L{of} == {merged}", when=f"{_MERGED} and rank(key) == 5{given}")
+        yield Limit(joined.format(f"K{rope}", f"({merged})"), when=f"{_MERGED} and rank(key) == 3{given}")
+        yield Limit(f"C{rope} * L{rope} == {width}", when=f"not {_MERGED} and rank(key) == 5{given}")
+        yield Limit(f"C{rope} * L{rope} == {merged}", when=f"{_MERGED} and rank(key) == 5{given}")
     yield Limit(f"Hr % {heads} == 0", when=f"{_MERGED} and given(query_rope)")
     several = f"rank(key) == 3 and ({_MERGED} or given(block_table))"
     yield Limit(f"V % {heads} == 0", when=f"{several} and num_key_value_heads == 0")
@@ -199,28 +202,29 @@ _PADDED = ("query_padding_size", "kv_padding_size")
 _PREFIX = ("key_shared_prefix", "value_shared_prefix")
 
 
-def _unasked(names: Names) -> tuple[str, ...]:
-    """Return the arguments that no rule gives, without those that stand beside one of them alone."""
+def _without_rule(names: Names) -> tuple[str, ...]:
+    """Return the arguments that no rule passes, without those, like offsets, that require another one of them."""
     joint = () if names.antiquant.joint is None else names.antiquant.joint[:1]
     return (names.result[0], *joint, *((*_PADDED, _PREFIX[0]) if names.padded else ()))
 
 
-def _of_result(names: Names) -> tuple[Limit, ...]:
-    """Limit the scale and the offset of a result in int8: one number, or one of each channel of each head."""
+def _result_limits(names: Names) -> tuple[Limit, ...]:
+    """Return limits on scale and offset of an int8 result: one number, or one per head and channel."""
     scale, offset = names.result
     given = f"given({scale})"
-    whole = (Limit(f"not {given}", when="query_quant_mode == 3", because="the page has no such result"),)
+    floats = (Limit(f"not {given}", when="query_quant_mode == 3", because="the page has no such result"),)
     return (
         Limit(given, when=f"given({offset})", because="it is added to what the scale gives"),
         Limit(f"shape({offset}) == shape({scale})", when=f"given({offset})"),
         Limit(f"numel({scale}) in (1, {names.heads} * D)", when=f"{given} and not {_MERGED}"),
         Limit(f"numel({scale}) in (1, H)", when=f"{given} and {_MERGED}"),
-        *(whole if names.whole else ()),
+        *(floats if names.int8_queries else ()),
     )
 
 
-def _of_padding(names: Names) -> tuple[Limit, ...]:
-    """Limit rows behind the tokens of sequences: beside lengths, without masks of the call, whose rows are not told."""
+def _padding_limits(names: Names) -> tuple[Limit, ...]:
+    """Return limits on padding sizes: they need lengths, and exclude masks and biases of the call, because no page says
+    how the rows of these are aligned."""
     limits = (
         Limit(text, when=f"given({padding})", because=because)
         for padding, lengths in zip(_PADDED, (names.query_lengths, names.key_lengths), strict=True)
@@ -236,8 +240,8 @@ def _of_padding(names: Names) -> tuple[Limit, ...]:
     return *limits, Limit("S > 1", when="given(query_padding_size)", because="it is read for several queries alone")
 
 
-def _of_prefix() -> tuple[Limit, ...]:
-    """Limit keys before those of every sequence: of one sequence, in the layout of the others."""
+def _prefix_limits() -> tuple[Limit, ...]:
+    """Return limits on the shared prefix: keys and values of one sequence, in the layout and dims of the others."""
     key, value = _PREFIX
     given = f"given({key})"
     return (
@@ -262,8 +266,8 @@ def _of_prefix() -> tuple[Limit, ...]:
     )
 
 
-def _of_bias(names: Names) -> tuple[Limit, ...]:
-    """A bias of every head, for as many queries and keys as there are at least: what lies beyond is not read."""
+def _bias_limits(names: Names) -> tuple[Limit, ...]:
+    """Return limits on the bias `pse_shift` [1 or B, heads, >= S, >= T]; elements beyond S and T are not read."""
     return (
         Limit(_BATCHED, when=_BIAS, because="packed sequences take no bias"),
         Limit(f"Np == {names.heads}", when=_BIAS),
@@ -281,17 +285,18 @@ _BIASED = (
     Limit("Sp == 1", when=f"{_BIAS} and S == 1"),
     Limit("not given(query_rope)", when=_BIAS),
 )
-"""What kernels ask of a bias (aclnnFusedInferAttentionScoreV4: pseShift, and the tiling of both kernels).
+"""Limits of the kernels on a bias (aclnnFusedInferAttentionScoreV4: pseShift, and the tiling of both kernels).
 
-All of them multiply scores by the scale before they add it, though the design notes say that they multiply the sum.
+All kernels multiply scores by the scale before they add the bias, though the design notes say that they scale the sum.
 """
 
 _PLAIN = "not given(query_rope)"
-_WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))  # calls, and how wide their heads are
+_WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))
+"""Pairs of a condition on calls, and of the head dim in such calls for {0} heads."""
 
 
 def _kernel(names: Names) -> tuple[Limit | str, ...]:
-    """Limits of every call: dtypes, heads, head dims, masks."""
+    """Return the limits of the kernels on dtypes, heads, head dims and masks."""
     heads = names.heads
     return (
         *(Limit(f"dtype({name}) == dtype(query)", when=f"not ({CACHE})") for name in ("key", "value")),
@@ -324,7 +329,7 @@ _ONE_QUERY = (
     Limit("inner_precise in (0, 1)", when=f"{_BATCHED} and S == 1"),
     "inner_precise in (0, 1, 2, 3)",
 )
-"""Calls with one query per sequence run another kernel than those with more."""
+"""Limits by the number of queries: calls with one query per sequence run another kernel than those with more."""
 
 _PAGED = "given(block_table)"
 _NZ = "fractal NZ caches are for latents and for int8 keys"
@@ -343,11 +348,11 @@ _PAGES = (
     Limit("rank(key) < 5", when=f"{_PAGED} and {_PLAIN} and not ({CACHE})", because=_NZ),
     Limit("K <= 65535", when=f"{_PAGED} and rank(key) == 3"),
 )
-"""Limits of paged caches."""
+"""Limits of the kernels on paged caches."""
 
 
 def _packed(names: Names) -> tuple[Limit | str, ...]:
-    """Limits of packed sequences."""
+    """Return the limits of the kernels on packed sequences."""
     plain = f"{_PACKED} and {_PLAIN}"
     alike = f"num_key_value_heads == 0 or num_key_value_heads == {names.heads}"
     sink = "given(learnable_sink)" if names.sink else "num_key_value_heads < 0"
@@ -375,23 +380,24 @@ _SUMS = "serving code takes log-sum-exps over a latent in these layouts alone"
 
 
 def _latent(names: Names) -> tuple[Limit | str, ...]:
-    """Limits of calls with rope apart, as latent attention makes them: head dim 512 absorbed, 128 not."""
+    """Return the limits of the kernels on calls with separate rotated lanes, as latent attention makes them: head dim
+    512 if absorbed, 128 if not."""
     heads, rope = names.heads, "given(query_rope)"
-    found: list[Limit | str] = []
+    by_width: list[Limit | str] = []
     for when, text in _WIDTHS:
         width = text.format(heads)
-        found.append(Limit(f"{width} in (128, 512)", when=f"{rope} and {when}"))
+        by_width.append(Limit(f"{width} in (128, 512)", when=f"{rope} and {when}"))
         absorbed = f"{rope} and {when} and {width} == 512"
-        found.append(Limit(f"num_key_value_heads == 1 and {heads} in (1, 2, 4, 8, 16, 32, 64, 128)", when=absorbed))
-        found.append(Limit("sparse_mode in (0, 3, 4)", when=absorbed))
-        found.append(Limit("input_layout in ('BSND', 'BNSD')", when=f"{absorbed} and {names.lse}", because=_SUMS))
-        found.append(Limit("input_layout in (" + _ABSORBED + ")", when=absorbed))
+        by_width.append(Limit(f"num_key_value_heads == 1 and {heads} in (1, 2, 4, 8, 16, 32, 64, 128)", when=absorbed))
+        by_width.append(Limit("sparse_mode in (0, 3, 4)", when=absorbed))
+        by_width.append(Limit("input_layout in ('BSND', 'BNSD')", when=f"{absorbed} and {names.lse}", because=_SUMS))
+        by_width.append(Limit("input_layout in (" + _ABSORBED + ")", when=absorbed))
         split = f"{rope} and {when} and {width} == 128"
-        found.append(Limit("input_layout in (" + _SPLIT + ")", when=split))
-        found.append(Limit("sparse_mode in (0, 3, 4)", when=split))
-        found.append(Limit("not given(atten_mask)", when=f"{split} and sparse_mode == 0"))
+        by_width.append(Limit("input_layout in (" + _SPLIT + ")", when=split))
+        by_width.append(Limit("sparse_mode in (0, 3, 4)", when=split))
+        by_width.append(Limit("not given(atten_mask)", when=f"{split} and sparse_mode == 0"))
     return (
-        *found,
+        *by_width,
         Limit(f"Hr == 64 * {heads}", when=f"{rope} and {_MERGED}"),
         Limit("Dr == 64", when=f"{rope} and not {_MERGED}"),
         Limit(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusion.operators.attention.fused_infer_attention import Attention, computed, flops_of, promised
+from fusion.operators.attention.fused_infer_attention import Attention, computed, empty_results, flops_of
 from fusion.operators.attention.layouts import heads_first, is_packed, lse_shape
 from fusion.operators.attention.softmax import softmax_statistics
 from fusion.operators.attention.visibility import Band, visible
@@ -16,7 +16,7 @@ from fusion.operators.dtypes import FLOAT32, FLOATS
 from fusion.operators.limits import Limit
 
 _LANES = 8
-"""How often each statistic is repeated."""
+"""Number of times that each statistic is repeated, along the last dim."""
 
 _SCHEMA = (
     "npu::npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
@@ -40,7 +40,7 @@ def _read(given: Given) -> Attention:
         heads=heads,
         kv_heads=key.shape[2] * heads // query.shape[2] if merged else key.shape[layout.index("N")],
         scale=given["scale"],
-        # Without a mask nothing is masked, and no token is too far away.
+        # Without a mask all keys are visible, whatever the window of tokens.
         band=Band() if mask is None else Band(given["sparse_mode"], mask, given["pre_tockens"], given["next_tockens"]),
         lengths=(given["actual_seq_qlen"], given["actual_seq_kvlen"]),
         sink=given["sink"],
@@ -52,15 +52,15 @@ def _computed(given: Given) -> tuple[Any, ...]:
     out, _ = computed(call)
     query, key = heads_first(call.query, call.layout, call.heads), call.heads_of(call.key)
     seen = visible(query, key, call.lengths, call.band, packed=is_packed(call.layout), table=None)
-    kept = softmax_statistics([(query, key)], seen, call.scale, call.sink)
-    lanes = (each.to(torch.float32).expand(*each.shape[:-1], _LANES) for each in kept)
+    statistics = softmax_statistics([(query, key)], seen, call.scale, call.sink)
+    lanes = (each.to(torch.float32).expand(*each.shape[:-1], _LANES) for each in statistics)
     top, total = (each[0].transpose(0, 1) if is_packed(call.layout) else each for each in lanes)
     return out, top.contiguous(), total.contiguous(), call.query.new_empty([0]), 0, 0, 0
 
 
 def _outputs(given: Given) -> tuple[Any, ...]:
     call = _read(given)
-    out, _ = promised(call)
+    out, _ = empty_results(call)
     sizes = [*lse_shape(call.query, call.layout, call.heads)[:-1], _LANES]
     top, total = (call.query.new_empty(sizes, dtype=torch.float32) for _ in range(2))
     return out, top, total, call.query.new_empty([0]), 0, 0, 0

@@ -1,49 +1,50 @@
-"""What npu_fused_infer_attention_score asks of int8 keys and values (C8), which it multiplies by scales itself.
+"""Limits of npu_fused_infer_attention_score on int8 keys and values (C8), which it dequantises by scales itself.
 
     k = (key + offset) · scale, v likewise
 
-Scales are those of each channel or of all (mode 0), of each token (1), of each head (2), of each token and head (3).
+There is a scale per channel or one for all (mode 0), one per token (1), per head (2), or per token and head (3).
 
-From the pages of op-plugin (both versions: one query, several queries, pages in fractal NZ) and of ops-transformer
-(aclnnFusedInferAttentionScoreV4, and the checks of the kernel, incre_flash_attention_tiling_check). Where they disagree
-the stricter holds: for several queries one table has scales with a dim for sequences and the text before it has none,
-and scales that lie in pages themselves (modes 4 and 5) are in the tables of the former alone.
+Sources are the pages of op-plugin (both versions: one query, several queries, pages in fractal NZ) and those of
+ops-transformer (aclnnFusedInferAttentionScoreV4, and the checks of the kernel, incre_flash_attention_tiling_check).
+Where they disagree the stricter holds: for several queries one table has scales with a dim for sequences and the text
+before it has none, and scales in the pages themselves (modes 4 and 5) are in the tables of op-plugin alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.operators.attention.layouts import lying
+from fusion.operators.attention.layouts import in_layouts
 from fusion.operators.limits import Limit
 
 CACHE = "dtype(query) != 'int8' and dtype(key) == 'int8'"
-"""Calls over an int8 cache, whose queries are floats."""
+"""Condition of calls with queries in floats over an int8 cache."""
 _ND, _NZ = f"{CACHE} and rank(key) < 5", f"{CACHE} and rank(key) == 5"
-_PACKED, _BSND, _BNSD = lying("TND", "NTD"), lying("BSND"), lying("BNSD")
+_PACKED, _BSND, _BNSD = in_layouts("TND", "NTD"), in_layouts("BSND"), in_layouts("BNSD")
 _ALIKE = "keys and values are scaled alike"
-_OF_ALL, _OF_HEADS = "(1,)", "(num_key_value_heads,)"
+_ONE, _PER_HEAD = "(1,)", "(num_key_value_heads,)"
 _CHANNELS = "(1, num_key_value_heads, 1, D)"
 _HEADS, _ROWS = "(num_key_value_heads, 1, D)", "(num_key_value_heads, D)"
-"""Scales of each channel, as the layouts of pages in NZ ask for them."""
+"""Shapes of scales per channel that the kernel takes with pages in NZ, in layout BNSD and BSND."""
 _PAIRS = ((10, 1), (64, 8), (80, 8), (128, 16))
-"""Heads of queries and of keys for which there are pages in NZ."""
+"""Pairs of query heads and key heads for which the kernel reads pages in NZ."""
 
 
 @dataclass(frozen=True)
 class Antiquant:
-    """What a version calls the scales, the offsets and the modes, of keys and of values."""
+    """Names that one version of the operator has for the scales, offsets and modes, each of keys and of values."""
 
     scales: tuple[str, str]
     offsets: tuple[str, str]
     modes: tuple[str, str]
     joint: tuple[str, str, str] | None = None
-    """Scale, offset and mode of keys and values in one tensor."""
+    """Names of scale, offset and mode of keys and values in one tensor, None if the version has none."""
 
-    def host(self, unless: str = "") -> tuple[Limit | str, ...]:
-        """What every machine asks for; `unless` says which calls tell other things by the same arguments."""
-        (scale, of_values), (offset, offset_of_values), (mode, mode_of_values) = self.scales, self.offsets, self.modes
-        shapes = f"{_CHANNELS}, {_HEADS}, {_ROWS}, {_OF_ALL}"
+    def host(self, and_when: str = "") -> tuple[Limit | str, ...]:
+        """Return the limits of every machine; scales imply an int8 cache only in calls that satisfy `and_when` as well,
+        which begins with " and ": in others the same arguments have another meaning."""
+        (scale, value_scale), (offset, value_offset), (mode, value_mode) = self.scales, self.offsets, self.modes
+        shapes = f"{_CHANNELS}, {_HEADS}, {_ROWS}, {_ONE}"
         apart = CACHE if self.joint is None else f"{CACHE} and not given({self.joint[0]})"
         return (
             Limit("dtype(value) == 'int8'", when=CACHE),
@@ -51,20 +52,20 @@ class Antiquant:
             Limit("shape(value) == shape(key)", when=CACHE, because=_ALIKE),
             *self._jointly(),
             *(Limit(f"given({name})", when=apart) for name in self.scales),
-            *(Limit(CACHE, when=f"given({name}){unless}") for name in self.scales),
+            *(Limit(CACHE, when=f"given({name}){and_when}") for name in self.scales),
             *(Limit(CACHE, when=f"given({name})") for name in self.offsets),
-            Limit(f"given({offset_of_values})", when=f"given({offset})"),
-            Limit(f"given({offset})", when=f"given({offset_of_values})"),
+            Limit(f"given({value_offset})", when=f"given({offset})"),
+            Limit(f"given({offset})", when=f"given({value_offset})"),
             Limit(f"{mode} in (0, 1, 2, 3)", because="scales in pages are not decomposed"),
             Limit(f"{mode} == 0", when=f"not ({CACHE})"),
-            Limit(f"{mode_of_values} == {mode}", because=_ALIKE),
+            Limit(f"{value_mode} == {mode}", because=_ALIKE),
             Limit("num_key_value_heads > 0", when=CACHE, because="scales are told of so many heads"),
             Limit("not given(query_rope)", when=CACHE),
             Limit(f"{_BSND} or {_BNSD}", when=CACHE, because="int8 keys in other layouts are not decomposed"),
             Limit(f"shape({scale}) in ({shapes})", when=f"{apart} and {mode} == 0"),
-            Limit(f"shape({scale}) == {_OF_HEADS}", when=f"{apart} and {mode} == 2"),
-            *self._of_tokens(scale, mode),
-            Limit(f"shape({of_values}) == shape({scale})", when=apart, because=_ALIKE),
+            Limit(f"shape({scale}) == {_PER_HEAD}", when=f"{apart} and {mode} == 2"),
+            *self._token_limits(scale, mode),
+            Limit(f"shape({value_scale}) == shape({scale})", when=apart, because=_ALIKE),
             *(
                 Limit(f"given({name})", when=f"given({other})", because=_ALIKE)
                 for name, other in zip(self.scales, self.offsets, strict=True)
@@ -73,7 +74,7 @@ class Antiquant:
         )
 
     def _jointly(self) -> tuple[Limit, ...]:
-        """Limit scales and offsets [2, ..] of keys, then of values, in one tensor."""
+        """Return limits on scales and offsets [2, ..] of keys, then of values, in one tensor."""
         if self.joint is None:
             return ()
         scale, offset, mode = self.joint
@@ -98,7 +99,7 @@ class Antiquant:
         )
 
     def _long_enough(self, scale: str, when: str) -> tuple[Limit, ...]:
-        """Require as many scales of tokens as there are keys."""
+        """Return limits that require at least as many scales per token as there are keys."""
         last = f"size({scale}, 2) >= "
         return (
             Limit(f"{last}M * block_size", when=f"{when} and given(block_table)"),
@@ -106,7 +107,7 @@ class Antiquant:
             Limit(f"{last}Q", when=f"{when} and not given(block_table) and {_BSND}"),
         )
 
-    def _of_tokens(self, scale: str, mode: str) -> tuple[Limit, ...]:
+    def _token_limits(self, scale: str, mode: str) -> tuple[Limit, ...]:
         tokens = f"{CACHE} and {mode} in (1, 3)"
         heads = f"size({scale}, 0) == B and size({scale}, 1) == num_key_value_heads"
         return (
@@ -117,7 +118,7 @@ class Antiquant:
         )
 
     def kernel(self, lse: str, query_lengths: str) -> tuple[Limit | str, ...]:
-        """What the kernels ask for, of rows and pages as they lie and of pages in NZ."""
+        """Return the limits of the kernels: on any int8 cache, on row-major rows and pages, and on pages in NZ."""
         mode = self.modes[0]
         return (
             *(Limit(f"dtype({name}) == dtype(query)", when=f"{CACHE} and {mode} in (0, 2)") for name in self.scales),
@@ -133,6 +134,7 @@ class Antiquant:
         )
 
     def _nd(self, mode: str) -> tuple[Limit, ...]:
+        """Return the limits of the kernels on row-major rows and pages, with one or several queries per sequence."""
         scale = self.scales[0]
         one, several = f"{_ND} and S == 1", f"{_ND} and S > 1"
         alone = "several queries read int8 keys in rows or, in NZ, in pages"
@@ -140,12 +142,13 @@ class Antiquant:
             Limit("block_size % 32 == 0", when=f"{one} and given(block_table)"),
             Limit("not given(block_table)", when=several, because=alone),
             Limit("dtype(query) == 'bfloat16'", when=several),
-            Limit(f"shape({scale}) in ({_CHANNELS}, {_OF_ALL})", when=f"{one} and {mode} == 0"),
+            Limit(f"shape({scale}) in ({_CHANNELS}, {_ONE})", when=f"{one} and {mode} == 0"),
             Limit(f"{mode} == 0", when=several),
             Limit(f"shape({scale}) in ({_HEADS}, {_ROWS})", when=f"{several} and {mode} == 0"),
         )
 
     def _nz(self, mode: str, query_lengths: str) -> tuple[Limit, ...]:
+        """Return the limits of the kernels on pages in NZ."""
         scale = self.scales[0]
         pairs = " or ".join(f"N == {heads} and num_key_value_heads == {shared}" for heads, shared in _PAIRS)
         return (

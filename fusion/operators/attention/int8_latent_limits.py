@@ -1,21 +1,21 @@
-"""What npu_fused_infer_attention_score_v2 asks of queries and a latent in int8.
+"""Limits of npu_fused_infer_attention_score_v2 on int8 queries over an int8 latent.
 
-From the page of op-plugin (MLA, full quantisation) and the checks of the kernel of A2 and A3 in ops-transformer,
-incre_flash_attention_tiling: whole numbers are read from pages in lines of NZ alone.
+Sources are the page of op-plugin (MLA, full quantisation) and the checks of the kernel of A2 and A3 in ops-transformer,
+incre_flash_attention_tiling: int8 is read only from pages in NZ.
 """
 
 from __future__ import annotations
 
-from fusion.operators.attention.layouts import lying
+from fusion.operators.attention.layouts import in_layouts
 from fusion.operators.limits import Limit
 
 SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
 FLOAT_QUERIES = Limit("dtype(query) != 'int8'")
 _INT8 = "query_quant_mode == 3"
-_BATCHED = lying("BSH", "BSND", "BNSD")
+_BATCHED = in_layouts("BSH", "BSND", "BNSD")
 _LINES = "the kernel reads whole numbers from pages in lines of NZ alone"
 _ROWS = {"BSH": "B, S, num_query_heads", "BSND": "B, S, N", "BNSD": "B, N, S", "TND": "Tq, N", "NTD": "N, Tq"}
-"""The scales of all tokens and heads in each layout."""
+"""Layout of the query -> shape of the scales of its tokens and heads."""
 
 INT8_HOST = (
     Limit("query_quant_mode in (0, 3)", because="the other modes are for floats of 8 bits"),
@@ -26,7 +26,7 @@ INT8_HOST = (
     Limit(FLOAT_QUERIES.text, when="query_quant_mode == 0"),
     Limit("given(query_rope)", when=_INT8, because="only attention over a latent takes whole numbers"),
     *(
-        Limit(f"shape(dequant_scale_query) == ({rows})", when=f"{_INT8} and {lying(layout)}")
+        Limit(f"shape(dequant_scale_query) == ({rows})", when=f"{_INT8} and {in_layouts(layout)}")
         for layout, rows in _ROWS.items()
     ),
     Limit("shape(dequant_scale_key) == (1,)", when=_INT8),

@@ -1,6 +1,6 @@
-"""How attention operators lay out query, key and value, and how their key/value caches are paged.
+"""Layouts of query, key, value and output in attention operators, and of their paged key/value caches.
 
-Inside, everything is [B, N, S, D], and packed sequences (`TND`, `NTD`) are one batch: [1, N, T, D].
+Decompositions compute in [B, N, S, D]; packed sequences (`TND`, `NTD`) are a batch of one: [1, N, T, D].
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ LAYOUTS: Mapping[str, tuple[str, str]] = {
 
 _BATCHED = "BNSD"
 _MERGED = {"BSH": "BSND", "SBH": "SBND"}
-"""Layouts in which heads and head dim are one."""
+"""Layout whose last dim joins heads and head dim -> layout in which they are separate."""
 
 
-def lying(*layouts: str) -> str:
-    """The limit that query, key and value lie in one of these layouts."""
+def in_layouts(*layouts: str) -> str:
+    """Return the limit that query, key and value are in one of `layouts`."""
     return f"input_layout in {tuple(name for name, (given, _) in LAYOUTS.items() if given in layouts)}"
 
 
 def is_packed(layout: str) -> bool:
-    """Whether the sequences of a batch stand one after the other in one dim of tokens."""
+    """True if the sequences of a batch are concatenated along one dim of tokens."""
     return LAYOUTS[layout][0] in ("TND", "NTD")
 
 
 def heads_first(x: Tensor, layout: str, heads: int) -> Tensor:
-    """A tensor in the input layout as a view [B, N, S, D], or [1, N, T, D] if its sequences are packed."""
+    """Permute `x` from the input layout to a view [B, N, S, D], or [1, N, T, D] if sequences are packed."""
     given = LAYOUTS[layout][0]
     if given in _MERGED:
         x, given = x.unflatten(-1, (heads, -1)), _MERGED[given]
@@ -56,7 +56,7 @@ def heads_first(x: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def sizes_of(x: Tensor, layout: str, heads: int) -> tuple[Any, Any, Any, Any]:
-    """The sizes of `heads_first`."""
+    """Return the shape of `heads_first(x, layout, heads)`, without that view."""
     given = LAYOUTS[layout][0]
     named: dict[str, Any] = dict(zip(given, x.shape, strict=True))
     if given in _MERGED:
@@ -68,7 +68,7 @@ def sizes_of(x: Tensor, layout: str, heads: int) -> tuple[Any, Any, Any, Any]:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """[B, N, S, D], or [1, N, T, D], in the output layout, contiguous."""
+    """Permute `x` [B, N, S, D], or [1, N, T, D] if sequences are packed, to the output layout, contiguous."""
     wanted = LAYOUTS[layout][1]
     order = "B" + wanted.replace("T", "S") if is_packed(layout) else _MERGED.get(wanted, wanted)
     x = x.permute([_BATCHED.index(dim) for dim in order])
@@ -78,7 +78,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def output_shape(query: Tensor, layout: str, heads: int, width: int) -> list[int]:
-    """Sizes of the output for values of `width` per head."""
+    """Return the shape of the output in its layout, for values of head dim `width`."""
     sizes = dict(zip(_BATCHED, heads_first(query, layout, heads).shape, strict=True)) | {"D": width}
     wanted = LAYOUTS[layout][1]
     sizes |= {"T": sizes["S"], "H": heads * width}
@@ -86,23 +86,25 @@ def output_shape(query: Tensor, layout: str, heads: int, width: int) -> list[int
 
 
 def lse_shape(query: Tensor, layout: str, heads: int) -> list[int]:
-    """Sizes of the log-sum-exp: [B, N, S, 1], or [T, N, 1] if the sequences are packed."""
+    """Return the shape of the log-sum-exp: [B, N, S, 1], or [T, N, 1] if sequences are packed."""
     b, n, s, _ = heads_first(query, layout, heads).shape
     return [s, n, 1] if is_packed(layout) else [b, n, s, 1]
 
 
-def lying_as(x: Tensor, like: Tensor) -> Tensor:
-    """`x` with the strides of `empty_like(like)`, as Meta kernels promise them; itself where it lies so."""
+def with_strides_of(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` with the strides of `empty_like(like)`, as Meta kernels promise them, copied only if they differ."""
     order = memory_order(like)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
 
 
 def paged_heads(cache: Tensor, layout: str, heads: int, table: Tensor) -> Tensor:
-    """The pages that `table` [B, M] names, in its order: [B, N, M · block, D], or [1, N, B · M · block, D] if packed.
+    """Gather the pages that `table` [B, M] lists, in its order, to [B, N, M · block, D], or to [1, N, B · M · block, D]
+    if sequences are packed.
 
-    cache is [blocks, block, N · D], or [blocks, N, block, D], or [blocks, N, D / c, block, c] (fractal NZ).
+    `cache` is [blocks, block, N · D], [blocks, N, block, D], or in fractal NZ [blocks, N, D / c, block, c].
     """
-    blocks = table.long().contiguous()  # what is indexed lies as its indices do, and otherwise in torch's fakes
+    # Contiguous, because a gathered tensor has the strides of its indices in eager, but not under fake tensors.
+    blocks = table.long().contiguous()
     if cache.dim() == 3:
         pages = cache[blocks].unflatten(-1, (heads, -1))  # [B, M, block, N, D]
         flat = pages.flatten(0, 2).unsqueeze(0) if is_packed(layout) else pages.flatten(1, 2)
@@ -116,7 +118,7 @@ def paged_heads(cache: Tensor, layout: str, heads: int, table: Tensor) -> Tensor
 
 
 def value_width(value: Tensor, layout: str, heads: int, paged: bool) -> int:
-    """Values per head, from the sizes of `value` alone."""
+    """Return the head dim of values, from the shape of `value` in the input layout, or of its pages if `paged`."""
     if value.dim() == 5:
         return value.shape[2] * value.shape[4]
     merged = LAYOUTS[layout][0] in _MERGED or (paged and value.dim() == 3)

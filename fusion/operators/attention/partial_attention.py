@@ -1,8 +1,8 @@
-"""Attention over parts of the keys: outputs merged by the log-sum-exps of their scores.
+"""Attention over parts of the keys: partial outputs, merged by the log-sum-exps of their scores.
 
     out = Σᵢ exp(lseᵢ - lse') local_outᵢ        lse' = m + log Σᵢ exp(lseᵢ - m), m = max lseᵢ
 
-One step of it, of atb, over rows of packed sequences, merged with what went before:
+One step, of atb, attends over rows of packed sequences, and merges the result with that of earlier keys:
 
     out, lse = softmax(qk_scale · (q_nope k_nopeᵀ + q_rope k_ropeᵀ)) value, log-sum-exp
     calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - lse') pre_out + exp(lse - lse') out
@@ -47,7 +47,7 @@ _UPDATE = (
 ATTENTION_UPDATE = Operator(
     schema="npu::npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)",
     compute=_attention_update,
-    without_effect=frozenset({"update_type"}),  # it says whether a device writes the second result
+    without_effect=frozenset({"update_type"}),  # selects whether a device writes the second result
     outputs=lambda lse, local_out: tuple(each[0].new_empty(each[0].shape) for each in (local_out, lse)),
     dims={"lse": "R", "local_out": "R D"},
     dtypes={"lse": FLOAT32, "local_out": FLOATS},
@@ -84,7 +84,7 @@ def _ring_mla(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _merged(out: Tensor, lse: Tensor, old: Tensor, old_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [T, N, E] and log-sum-exp [N, T] over both sets of keys."""
+    """Merge outputs [T, N, E] and log-sum-exps [N, T] of two sets of keys to those over both."""
     both = torch.logaddexp(old_lse, lse)
     new, before = ((each - both).exp().t().unsqueeze(-1) for each in (lse, old_lse))
     return out * new + old * before, both
@@ -101,7 +101,7 @@ def _outputs(q_nope: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flops(given: Given) -> float:
-    """Every key of its sequence for every row, or half of them on average."""
+    """Estimate the operations of all rows over the keys of an average sequence, half of them if causal."""
     query, sequences = given["q_nope"], hint(given["seqlen"].shape[-1])
     keys = hint(given["k_nope"].shape[0]) / sequences / (2 if given["mask_type"] == "mask_type_triu" else 1)
     width = query.shape[-1] + given["q_rope"].shape[-1] + given["value"].shape[-1]
@@ -129,7 +129,7 @@ RING_MLA = Operator(
         "-> (Tensor, Tensor)"
     ),
     compute=_ring_mla,
-    # The page asks that `mask` is the triangle that mask_type tells of.
+    # By its page, `mask` must be the triangle that mask_type selects.
     without_effect=frozenset({"mask", "head_num", "kv_head_num", "kernel_type", "input_layout"}),
     outputs=_outputs,
     dims={

@@ -1,9 +1,8 @@
 """softmax(scale · q kᵀ) v in plain torch, without a copy of keys or values per query head.
 
-What is not finite is passed on, as by code that writes the softmax out: a row is NaN whose query is not finite, or that
-sees a key or a value that is NaN. Only a row that its mask leaves no key is 0. Keys and values that are hidden may be
-read or skipped, as kernels do: what they give where they are not finite is not promised, nor what a row gives all of
-whose keys are infinite.
+Non-finite numbers propagate as in code that writes the softmax out: a row is NaN if its query is not finite, or if it
+sees a key or a value that is NaN. Only a row without a visible key is 0. Masked keys and values may be read or skipped,
+as kernels do: results are unspecified where these are not finite, and in rows whose keys are all infinite.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ from fusion.operators.dtypes import compute_dtype
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query sees: `keys` broadcasts to [B, N, S, T] (True: seen; None: all), or plainly causal."""
+    """Mask of keys: `keys` broadcasts to [B, N, S, T] (True: visible; None: all); or upper-left causal if `causal`."""
 
     keys: Tensor | None = None
     causal: bool = False
 
 
 def shared_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """left [*, N, S, K] @ right [*, M, K, T] -> [*, N, S, T]; each of the M right heads serves N / M left ones."""
+    """Multiply `left` [*, N, S, K] by `right` [*, M, K, T] to [*, N, S, T]; each of the M heads of `right` serves N / M
+    heads of `left`, without a copy of `right`."""
     if left.dim() == right.dim() == 3 and known_true(left.shape[0] == right.shape[0]):
-        return left.bmm(right)  # what matmul comes to, behind four views
+        return left.bmm(right)  # matmul would compute the same behind four views
     if left.dim() < 3 or left.shape[-3] == right.shape[-3]:
         return left @ right
     shared = left.shape[-3] // right.shape[-3] * left.shape[-2]
@@ -41,13 +41,14 @@ def shared_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale: float) -> Tensor:
-    """query [B, N, S, D], key [B, M, T, D], value [B, M, T, D] -> [B, N, S, D]; a row that sees no key is 0."""
-    if scale <= 0:  # the CPU's causal kernel multiplies what it has hidden as well: -inf would be shown, or be NaN
+    """Compute attention of `query` [B, N, S, D] over `key` and `value` [B, M, T, D] by torch's fused kernels; return
+    the output [B, N, S, D], 0 for rows without a visible key."""
+    if scale <= 0:  # the CPU's causal kernel scales masked scores, too: -inf would become +inf or NaN
         query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     out = scaled_dot_product_attention(
         query, key, value, visible.keys, is_causal=visible.causal, scale=scale, enable_gqa=True
     )
-    # The CPU's kernel gives 0 where no score is a number: then the query is not finite, or the first key is NaN.
+    # The CPU's kernel returns 0 if all scores are NaN: then the query is not finite, or the first key is NaN.
     out = out + (query - query).sum(-1, keepdim=True)
     blind = _blind(visible)
     if blind is not None:
@@ -61,12 +62,13 @@ def written_softmax(
     pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, sink: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same as (output, log-sum-exp [B, N, S, 1] in the wide dtype), for what the fused kernels cannot do.
+    """Compute attention in primitive ops, for calls that torch's fused kernels do not take; return the output
+    [B, N, S, Dv] and the log-sum-exp [B, N, S, 1] in the wide dtype.
 
-    pairs are queries [B, N, S, D] with their keys [B, M, T, D], whose scores add up; value [B, M, T, Dv] may have
-    another width; sink [N] is a logit of each head that no value belongs to; bias [B or 1, N, S.., T..], which may
-    have more rows and keys than there are, is added to scaled scores. All in float32, rounded once. A row that sees no
-    key is 0 and has the log-sum-exp +inf.
+    `pairs` are queries [B, N, S, D] with their keys [B, M, T, D], whose scores add up; `value` is [B, M, T, Dv]; `sink`
+    [N] is a logit per head that has no value; `bias` [B or 1, N, >= S, >= T] is cropped to S and T and added to scaled
+    scores. The output is computed in float32 or wider, and rounded once to the dtype of `value`. A row without a
+    visible key is 0, its log-sum-exp +inf.
     """
     scores = _scores(pairs, visible, scale, bias)
     top, weights, total = _weighted(scores, sink, _blind(visible))
@@ -79,11 +81,13 @@ def rounded_softmax(
     pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, stored: torch.dtype,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(output, largest score, sum of exp(score - largest)), as kernels that round the weights before they divide.
+    """Compute attention like kernels that round the weights before they divide by their sum; return the output, the
+    largest score and the sum of exp(score - largest) of each row.
 
-    Shapes are those of `written_softmax`, without a batch if heads share no keys. The weights exp(score - largest) are
-    rounded to `stored` (int8: to steps of 1/127) before they meet the values, their sum is not; `bias` [B, N, S, T] is
-    added to scaled scores. A row that sees no key is 0 in all three. The output is not rounded yet.
+    Shapes are those of `written_softmax`; the batch dim may be missing if each head has its own keys. The weights
+    exp(score - largest) are rounded to `stored` (int8: to multiples of 1/127) for the product with the values, but not
+    for their sum; `bias` [B, N, S, T] is added to scaled scores, and masks where it is -inf. A row without a visible
+    key is 0 in all three results. The output is not rounded yet.
     """
     if bias is not None:
         shown = bias != -math.inf
@@ -92,15 +96,15 @@ def rounded_softmax(
     biased = scores if bias is None else scores + bias.to(scores.dtype)
     top, weights, total = _weighted(biased, None, _blind(visible))
     blind = total == 0
-    kept = (weights * 127).round() / 127 if stored == torch.int8 else weights.to(stored).to(scores.dtype)
-    out = shared_matmul(kept, value.to(scores.dtype)) / total
+    rounded = (weights * 127).round() / 127 if stored == torch.int8 else weights.to(stored).to(scores.dtype)
+    out = shared_matmul(rounded, value.to(scores.dtype)) / total
     return out.masked_fill(blind, 0.0), top.masked_fill(blind, 0.0), total
 
 
 def softmax_statistics(
     pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Largest score and sum of exp(score - largest) of each row, [B, N, S, 1], sink included."""
+    """Return the largest score and the sum of exp(score - largest) of each row, [B, N, S, 1] each, sink included."""
     top, _, total = _weighted(_scores(pairs, visible, scale), sink, _blind(visible))
     return top, total
 
@@ -108,6 +112,8 @@ def softmax_statistics(
 def _scores(
     pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float, bias: Tensor | None = None
 ) -> Tensor:
+    """Compute the scores [B, N, S, T] in the wide dtype: scaled products, summed over `pairs`, plus `bias`; -inf where
+    masked."""
     wide = compute_dtype(pairs[0][0])
     scores = reduce(torch.add, [shared_matmul(q.to(wide) * scale, k.to(wide).transpose(-2, -1)) for q, k in pairs])
     if bias is not None:
@@ -119,7 +125,8 @@ def _scores(
 
 
 def _weighted(scores: Tensor, sink: Tensor | None, blind: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest score of each row, exp(score - largest), and their sum, sink included, which is 0 of blind rows."""
+    """Return per row the largest score, the weights exp(score - largest), and their sum. Largest and sum include the
+    sink; without one, the sum of rows in the mask `blind`, which see no key, is 0."""
     top = scores.amax(-1, keepdim=True)
     extra = None if sink is None else sink.to(scores.dtype).reshape(-1, 1, 1)
     top = top if extra is None else torch.maximum(top, extra)
@@ -131,5 +138,5 @@ def _weighted(scores: Tensor, sink: Tensor | None, blind: Tensor | None) -> tupl
 
 
 def _blind(visible: Visible) -> Tensor | None:
-    """Rows that the mask leaves no key, [B, N, S, 1]; None where there are none."""
+    """Return the mask [B, N, S, 1] of rows without a visible key, None if `visible` has no mask."""
     return None if visible.keys is None else ~visible.keys.any(-1, keepdim=True)

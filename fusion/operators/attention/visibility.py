@@ -1,8 +1,8 @@
-"""Which keys a query sees: from lengths, sparse modes and masks, without a mask per head.
+"""Visibility of keys to queries by lengths, sparse modes and masks, as one mask for all heads.
 
-`visible` is for attention over whole sequences, `rows_of` for operators that read keys by lists: their `layout` "BSND"
-has a batch of sequences, one length for each; "TND" has them one after the other in one dim of tokens, told by the
-prefix sums of their lengths; "PA_BSND" (keys only) has pages, one length for each sequence.
+`visible` is for attention over all keys, `rows_of` for operators that read keys by lists. Layouts of the latter: "BSND"
+is a batch with one length per sequence; "TND" is packed, with the inclusive prefix sums of the lengths; "PA_BSND" (keys
+only) is paged, with one length per sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion.operators.calling import Given
 from fusion.operators.limits import Limit
 
 UNLIMITED = 2147483647
-"""`pre_tokens` and `next_tokens` that limit nothing."""
+"""Value of `pre_tokens` and `next_tokens` that limits nothing."""
 
 Size = int  # or a torch.SymInt, which torch's own stubs call an int too
 Length = Size | Tensor
@@ -30,7 +30,8 @@ Lengths = Sequence[Size] | Tensor | None
 
 @dataclass(frozen=True)
 class Band:
-    """What `sparse_mode` and its companions say."""
+    """Mask of a call by its arguments: `sparse_mode`, the mask tensor, and how many tokens are visible before and after
+    the diagonal."""
 
     mode: int = 0
     mask: Tensor | None = None
@@ -39,22 +40,23 @@ class Band:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where tokens stand: position in their sequence, its length, which of them hold a token, and which sequence.
+class _Tokens:
+    """Tokens along the last dim: position in their sequence, length of the sequence, mask of places that are tokens of
+    a sequence, and segment id.
 
-    Everything broadcasts over [B, 1, S, T]; `held` is None if all do, `sequence` if a batch is not packed.
+    All broadcast over [B, 1, S, T]; `valid` is None if all places are tokens, `sequence` is None unless packed.
     """
 
     position: Tensor
     length: Length
-    held: Tensor | None = None
+    valid: Tensor | None = None
     sequence: Tensor | None = None
 
-    def as_rows(self) -> _Places:
-        """The same for queries, which run along the last dim but one."""
-        named = {"position": self.position, "length": self.length, "held": self.held, "sequence": self.sequence}
-        turned = {name: value.transpose(-2, -1) for name, value in named.items() if isinstance(value, Tensor)}
-        return replace(self, **turned)
+    def as_rows(self) -> _Tokens:
+        """Transpose to the last dim but one, along which queries run."""
+        named = {"position": self.position, "length": self.length, "valid": self.valid, "sequence": self.sequence}
+        transposed = {name: value.transpose(-2, -1) for name, value in named.items() if isinstance(value, Tensor)}
+        return replace(self, **transposed)
 
 
 def visible(
@@ -63,25 +65,27 @@ def visible(
 ) -> Visible:  # fmt: skip
     """Return which of the keys [B, M, T, D] each query [B, N, S, D] sees.
 
-    `lengths` of the sequences in query and key: one per batch, one for all, or None; prefix sums if packed, except
-    those of paged keys (`table` [B, blocks]), which are always one per sequence. A row past its sequence sees nothing.
-    `padding` of query and key: how many rows stand behind the last token of each sequence; without, all but the tokens.
+    `lengths` of the sequences in query and key: one per batch, one for all, or None; inclusive prefix sums if `packed`,
+    except for paged keys (`table` [B, blocks]), which always have one per sequence. A row past its sequence sees
+    nothing. `padding` of query and key: how many rows are behind the last token of each sequence; without, sequences
+    begin in the first row.
     """
-    of_query, of_key = lengths
+    query_lengths, key_lengths = lengths
     several = packed and any(each is not None and len(each) > 1 for each in lengths)
     if several:
-        rows = _packed(query.shape[-2], of_query, query.device)
-        columns = _paged(key, of_key, table) if table is not None else _packed(key.shape[-2], of_key, key.device)
+        rows = _packed(query.shape[-2], query_lengths, query.device)
+        columns = _packed(key.shape[-2], key_lengths, key.device) if table is None else _paged(key, key_lengths, table)
     else:
-        rows = _batched(query.shape[-2], query.shape[0], of_query, query.device, padding[0])
-        columns = _batched(key.shape[-2], query.shape[0], of_key, key.device, padding[1])
+        rows = _batched(query.shape[-2], query.shape[0], query_lengths, query.device, padding[0])
+        columns = _batched(key.shape[-2], query.shape[0], key_lengths, key.device, padding[1])
     return _combined(rows.as_rows(), columns, band, query, key)
 
 
 def mask_limits(when: str, *keys: tuple[str, str]) -> Iterator[Limit]:
-    """Yield limits of a mask in calls for which `when` holds: [1|B, 1, S, T], [1|B, S, T], [S, T], of one query [B, T].
+    """Yield the limits on a mask in calls for which `when` holds: [1|B, 1, S, T], [1|B, S, T], [S, T], or [B, T] of one
+    query.
 
-    A mask may have more rows and columns than there are queries and `keys`, pairs of their number and of a condition.
+    A mask may exceed S and T. `keys` are pairs of the number of keys, T, and the condition of calls that have so many.
     """
     yield Limit("rank(atten_mask) in (2, 3, 4)", when=when)
     yield Limit("size(atten_mask, 0) in (1, B)", when=f"{when} and rank(atten_mask) > 2")
@@ -92,22 +96,24 @@ def mask_limits(when: str, *keys: tuple[str, str]) -> Iterator[Limit]:
         yield Limit(f"size(atten_mask, -1) >= {count}", when=f"{when} and {where}")
 
 
-def _batched(size: Size, batch: Size, given: Lengths, device: torch.device, padding: Tensor | None = None) -> _Places:
+def _batched(size: Size, batch: Size, given: Lengths, device: torch.device, padding: Tensor | None = None) -> _Tokens:
+    """Return the tokens of sequences of lengths `given` in `size` rows each: the first ones, or with `padding` those
+    that end so many rows before the last."""
     position = torch.arange(size, device=device).reshape(1, 1, 1, -1)
     if given is None:
-        return _Places(position, size)
+        return _Tokens(position, size)
     length = _length(given, batch, device)
     if padding is not None:
         first = size - padding.to(device).reshape(1, 1, 1, 1).clamp(min=0) - length
         position = position - first
-        return _Places(position, length, (position >= 0) & (position < length) & (first >= 0))
+        return _Tokens(position, length, (position >= 0) & (position < length) & (first >= 0))
     if not isinstance(length, Tensor) and known_true(length >= size):
-        return _Places(position, size)
-    return _Places(position, length, position < length)
+        return _Tokens(position, size)
+    return _Tokens(position, length, position < length)
 
 
 def _length(given: Sequence[Size] | Tensor, batch: Size, device: torch.device) -> Length:
-    """One size for all, or a tensor [B, 1, 1, 1]."""
+    """Return the length of all sequences if ints are equal, else a tensor [B or 1, 1, 1, 1] of lengths."""
     if isinstance(given, Tensor):
         return given[:batch].to(device).reshape(-1, 1, 1, 1)
     if all(known_true(each == given[0]) for each in given[1:]):
@@ -116,21 +122,22 @@ def _length(given: Sequence[Size] | Tensor, batch: Size, device: torch.device) -
 
 
 def counted(given: Sequence[Size] | Tensor, device: torch.device) -> Tensor:
-    """Lengths in a tensor, int64 where they are numbers; made without writes, which AOT autograd would not take."""
+    """Convert lengths to a tensor on `device`, ints to int64, without in-place writes, which AOT autograd rejects."""
     if isinstance(given, Tensor):
         return given.to(device)
     return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in given])
 
 
-def _packed(size: Size, given: Lengths, device: torch.device) -> _Places:
-    """Sequences that stand one after the other, from the prefix sums of their lengths."""
+def _packed(size: Size, given: Lengths, device: torch.device) -> _Tokens:
+    """Return the tokens of sequences packed in `size` rows; `given` are the inclusive prefix sums of their lengths."""
     assert given is not None
-    sequence, position, length, held = packed(size, counted(given, device))
-    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, length, held, sequence)))
+    sequence, position, length, valid = packed_tokens(size, counted(given, device))
+    return _Tokens(*(each.reshape(1, 1, 1, -1) for each in (position, length, valid, sequence)))
 
 
-def _paged(key: Tensor, given: Lengths, table: Tensor | None) -> _Places:
-    """Sequences that each fill the pages of one row of the table, from their lengths."""
+def _paged(key: Tensor, given: Lengths, table: Tensor | None) -> _Tokens:
+    """Return the tokens of gathered pages [.., rows of `table` · room, D]: sequence i has the pages of row i of `table`
+    and length `given[i]`."""
     assert given is not None
     assert table is not None
     lengths = counted(given, key.device)
@@ -138,14 +145,15 @@ def _paged(key: Tensor, given: Lengths, table: Tensor | None) -> _Places:
     token = torch.arange(key.shape[-2], device=key.device)
     sequence, position = token // room, token % room
     length = lengths[sequence]
-    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, length, position < length, sequence)))
+    return _Tokens(*(each.reshape(1, 1, 1, -1) for each in (position, length, position < length, sequence)))
 
 
-def _combined(rows: _Places, columns: _Places, band: Band, query: Tensor, key: Tensor) -> Visible:
-    terms = [each for each in (rows.held, columns.held) if each is not None]
+def _combined(rows: _Tokens, columns: _Tokens, band: Band, query: Tensor, key: Tensor) -> Visible:
+    """Intersect the masks of valid places, equal segment ids, the band along the diagonal and the mask of the call."""
+    terms = [each for each in (rows.valid, columns.valid) if each is not None]
     if rows.sequence is not None:
         terms.append(rows.sequence == columns.sequence)
-    first, last, causal = _limits(rows, columns, band)
+    first, last, causal = _offsets(rows, columns, band)
     if causal and not terms and known_true(query.shape[-2] == key.shape[-2]):
         return Visible(causal=True)
     if last is not None:
@@ -153,12 +161,13 @@ def _combined(rows: _Places, columns: _Places, band: Band, query: Tensor, key: T
     if first is not None:
         terms.append(columns.position >= rows.position + first)
     if band.mode in (0, 1) and band.mask is not None:
-        terms.append(_open(band.mask, query, key))
+        terms.append(_unmasked(band.mask, query, key))
     return Visible(reduce(and_, terms) if terms else None)
 
 
-def _limits(rows: _Places, columns: _Places, band: Band) -> tuple[Length | None, Length | None, bool]:
-    """First and last key that a query sees, relative to its own position, and whether that is plainly causal."""
+def _offsets(rows: _Tokens, columns: _Tokens, band: Band) -> tuple[Length | None, Length | None, bool]:
+    """Return the first and the last visible key relative to the position of the query (None: no bound), and True if
+    that is upper-left causal."""
     if band.mode == 2:
         return None, 0, True
     if band.mode == 0 and band.mask is not None:
@@ -166,7 +175,7 @@ def _limits(rows: _Places, columns: _Places, band: Band) -> tuple[Length | None,
         return before, None if band.after >= UNLIMITED else band.after, False
     if band.mode not in (3, 4):
         return None, None, False
-    # In packed batches this is meant, and right, where query and key are of one sequence.
+    # In packed batches the offset is right only for pairs of one sequence; segment ids mask all others.
     offset = columns.length - rows.length
     if band.mode == 3:
         return None, offset, not isinstance(offset, Tensor) and known_true(offset == 0)
@@ -174,8 +183,9 @@ def _limits(rows: _Places, columns: _Places, band: Band) -> tuple[Length | None,
     return before, None if band.after >= UNLIMITED else offset + band.after, False
 
 
-def _open(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask of the call (True or not 0: hidden), which may be padded, as what is seen, over [B, 1, S, T]."""
+def _unmasked(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Invert the mask of a call (not 0: masked), cropped to S and T, to a mask (True: visible) that broadcasts to
+    [B, 1, S, T]."""
     rows, columns = query.shape[-2], key.shape[-2]
     if mask.dim() == 2 and rows == 1:
         mask = mask[:, None, None]
@@ -186,10 +196,10 @@ def _open(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of the rows [B, S] or [T] of a query, int64: number of the sequence; how many of its first keys are seen.
+    """Segment id of the rows [B, S] or [T] of a query, and how many keys each sees, the first ones of its sequence;
+    int64. A row past its sequence sees none.
 
-    `first` is where packed keys of the sequence begin, None where they are not packed. A row past its sequence sees
-    none.
+    `first` is the index at which the packed keys of the sequence begin, None if keys are not packed.
     """
 
     sequence: Tensor
@@ -198,28 +208,29 @@ class Rows:
 
 
 def rows_of(given: Given, keys: str) -> Rows:
-    """The rows of `query` [B, S, N, D] or [T, N, D] in `layout_query` against `key` in the layout of `keys`.
+    """Return the rows of the query of a call, [B, S, N, D] or [T, N, D] by `layout_query`, against its keys.
 
-    Each row sees the whole sequence of keys; where it is causal (`sparse_mode` 3), the last row of a sequence does, and
-    every row before it one key less than the next.
+    `keys` is "key" or "kv", as the names of the arguments for their layout and lengths end. A row sees all keys of its
+    sequence, or with `sparse_mode` 3 those of a lower-right causal mask.
     """
-    query, of_query, of_key = (
+    query, query_lengths, key_lengths = (
         given[name] for name in ("query", "actual_seq_lengths_query", f"actual_seq_lengths_{keys}")
     )
     is_packed = given["layout_query"] == "TND"
-    sequence, position, size, held = (_packed_rows if is_packed else _batched_rows)(query, of_query)
+    sequence, position, size, valid = (_packed_rows if is_packed else _batched_rows)(query, query_lengths)
     length, first = torch.full_like(sequence, given["key"].shape[1]), None
-    if of_key is not None:
-        ends = of_key.long()
+    if key_lengths is not None:
+        ends = key_lengths.long()
         sizes = torch.diff(ends, prepend=ends.new_zeros(1)) if given[f"layout_{keys}"] == "TND" else ends
         length = _spread(sizes, sequence)
         first = None if sizes is ends else _spread(ends - sizes, sequence)
     seen = length - size + position + 1 if given["sparse_mode"] == 3 else length
-    return Rows(sequence, (seen if held is None else torch.where(held, seen, 0)).clamp(min=0), first)
+    return Rows(sequence, (seen if valid is None else torch.where(valid, seen, 0)).clamp(min=0), first)
 
 
-def packed(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every token [T] of sequences that end at `ends`: sequence, place in it, its length; whether it is of one."""
+def packed_tokens(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return for each of `tokens` rows of packed sequences, which end at `ends` [B]: segment id, position in the
+    sequence, length of the sequence, and a mask that is False behind the last sequence."""
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     token = torch.arange(tokens, device=ends.device)
     passed = (token[:, None] >= ends).sum(-1)
@@ -227,17 +238,17 @@ def packed(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sequence, token - (ends - sizes)[sequence], sizes[sequence], passed < ends.shape[0]
 
 
-Of = tuple[Tensor, Tensor, "Tensor | int", Tensor | None]
-"""Of every row: sequence, place in it, its length; whether it is of one, None where each is."""
+_RowTuple = tuple[Tensor, Tensor, "Tensor | int", Tensor | None]
+"""Per row: segment id, position in the sequence, length of the sequence, and mask of rows of a sequence (None: all)."""
 
 
-def _packed_rows(query: Tensor, given: Tensor | None) -> Of:
+def _packed_rows(query: Tensor, given: Tensor | None) -> _RowTuple:
     assert given is not None
-    return packed(query.shape[0], given.long())
+    return packed_tokens(query.shape[0], given.long())
 
 
-def _batched_rows(query: Tensor, given: Tensor | None) -> Of:
-    """The same of every row [B, S]."""
+def _batched_rows(query: Tensor, given: Tensor | None) -> _RowTuple:
+    """Return segment id, position, length and mask of the rows [B, S] of a batch with lengths `given` [B]."""
     batch, size = query.shape[:2]
     sequence = torch.arange(batch, device=query.device)[:, None].expand(batch, size)
     position = torch.arange(size, device=query.device).expand(batch, size)
@@ -248,5 +259,5 @@ def _batched_rows(query: Tensor, given: Tensor | None) -> Of:
 
 
 def _spread(each: Tensor, sequence: Tensor) -> Tensor:
-    """What is given of each sequence [B] for the rows [B, S] or [T] of them."""
+    """Expand `each` [B], one number per sequence, to rows [B, S] or [T] of the segment ids `sequence`."""
     return each[:, None].expand_as(sequence) if sequence.dim() == 2 else each[sequence]

@@ -1,11 +1,11 @@
-"""The latent line of the caches in one kernel: norm, rotation by pairs and both writes.
+"""The latent line of the caches in one kernel: RMS norm, interleaved RoPE and both cache writes.
 
     [c ‖ r] = kv   →   ckv_cache[slot] = norm(c), k_cache[slot] = rope(r)
 
-A cache of int8 takes int8(norm(c) · scale), with a scale of each channel, and rope(r) likewise, neither rounded before.
+An int8 cache takes int8(norm(c) · scale) or int8(rope(r) · scale), scale per channel, of rows not rounded before.
 
-A slot is a position of its sequence ("Norm"), a token of all pages ("PA", "PA_BNSD", "PA_NZ"), or the first token of
-the page that a run of tokens fills ("PA_BLK_BNSD", "PA_BLK_NZ").
+By `cache_mode` a slot is a position in the sequence ("Norm"), the index of a token over all pages ("PA", "PA_BNSD",
+"PA_NZ"), or that of the first token of the page that a run of tokens fills ("PA_BLK_BNSD", "PA_BLK_NZ").
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BY_LINES = ("PA_NZ", "PA_BLK_NZ")
 
 
 def _rows(given: Given) -> tuple[Tensor, Tensor]:
-    """Rotated keys [B, 1, S, Dr] and normalised latents [B, 1, S, Hckv], not rounded."""
+    """Compute rotated keys [B, 1, S, Dr] and normalised latents [B, 1, S, Hckv], not rounded."""
     kv, gamma, cos, sin = (given[name] for name in ("kv", "gamma", "cos", "sin"))
     wide = compute_dtype(kv)
     latent, rope = kv.to(wide).split([gamma.shape[0], cos.shape[-1]], dim=-1)
@@ -37,7 +37,7 @@ def _rows(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _slots(given: Given) -> Tensor:
-    """Where the tokens [B · S] go among all places of a cache; negative for those that are skipped."""
+    """Return the index of each token [B · S] over all tokens of a cache; tokens with a negative index are skipped."""
     index, mode, cache = given["index"], given["cache_mode"], given["k_cache"]
     batch, _, count, _ = given["kv"].shape
     if mode in _TOKENS:
@@ -48,12 +48,12 @@ def _slots(given: Given) -> Tensor:
         return torch.where(start < 0, -1, start // size * size + token % size).flatten()
     size = cache.shape[2]
     places = index + torch.arange(batch, device=index.device)[:, None] * size
-    inside = torch.where(index < size, places, batch * size)  # beyond its sequence: never a row of the next one
-    return torch.where(index < 0, -1, inside).flatten()
+    bounded = torch.where(index < size, places, batch * size)  # beyond its sequence: never a row of the next one
+    return torch.where(index < 0, -1, bounded).flatten()
 
 
 def _cached(put: Put, cache: Tensor, rows: Tensor, slots: Tensor, mode: str) -> Tensor:
-    """The cache itself, or a copy, with `rows` [B, 1, S, D]."""
+    """Write `rows` [B, 1, S, D] by `put` to `slots` of the cache, and return it, or its copy, in its own layout."""
     pages = cache.transpose(1, 2) if mode == "Norm" else cache
     if mode in _BY_LINES:
         pages = by_lines(cache)
@@ -62,19 +62,19 @@ def _cached(put: Put, cache: Tensor, rows: Tensor, slots: Tensor, mode: str) -> 
 
 
 def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
-    """Rotated keys and latents, zeros if nobody asked for them, and both caches."""
+    """Compute rotated keys and latents, zeros unless `is_output_kv`, and write them to both caches."""
     rows, slots, dtype = _rows(given), _slots(given), given["kv"].dtype
     results, caches = [], []
     for (name, scale), each in zip(_STORED, rows, strict=True):
         rounded, factor = each.to(dtype).contiguous(), given[scale]
-        kept = rounded if factor is None else int8(each * factor.to(each.dtype))
-        caches.append(_cached(put, given[name], kept, slots, given["cache_mode"]))
+        encoded = rounded if factor is None else int8(each * factor.to(each.dtype))
+        caches.append(_cached(put, given[name], encoded, slots, given["cache_mode"]))
         results.append(rounded if given["is_output_kv"] else torch.zeros_like(rounded))
     return *results, *caches
 
 
 def _dims(norm: str, paged: str) -> str:
-    """Dims in each mode."""
+    """Return dims by `cache_mode`: `norm` for "Norm", `paged` for all modes with pages."""
     modes = (f"cache_mode={mode}:{paged}" for mode in (*_TOKENS, *_BLOCKS))
     return " / ".join((f"cache_mode=Norm:{norm}", *modes))
 
@@ -150,7 +150,7 @@ KV_RMSNORM_ROPE_CACHE_V2 = Operator(
         "aclnnKvRmsNormRopeCache lists Ascend 950 alone, op-plugin's A2 and A3 as well"
     ),
     summary=_SUMMARY,
-)  # torchair's converter is of ours
+)  # lowered by torchair as well, by a converter of ours
 KV_RMSNORM_ROPE_CACHE_V2_FUNCTIONAL = functional(
     KV_RMSNORM_ROPE_CACHE_V2,
     "npu::npu_kv_rmsnorm_rope_cache_v2_functional",

@@ -1,9 +1,9 @@
-"""What stands between the projection of grouped heads and their attention, in one kernel.
+"""QK norm, RoPE and cache writes of grouped-query attention in one kernel.
 
     [q ‖ k ‖ v] = qkv, per head    q_out = rope(norm(q) γ_q)    k_cache[slot] = rope(norm(k) γ_k)    v_cache[slot] = v
 
-RoPE is by halves. A cache of int8 takes int8(row / scale + offset), with a scale of each head and channel, of a row
-that is not rounded before. Pages lie in lines of NZ, written out as dims: [Block, Nk · D / L, Size, L].
+RoPE is by halves. An int8 cache takes int8(row / scale + offset), scale and offset per head and channel, of a row that
+is not rounded before. Pages are in NZ, with its dims explicit: [Block, Nk · D / L, Size, L].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CACHES = ("k", "v")
 
 
 def _heads(given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries [T, Nq, D], rotated keys and values [T, Nk, D], not rounded."""
+    """Compute rotated queries [T, Nq, D], rotated keys [T, Nk, D] and plain values [T, Nk, D], not rounded."""
     qkv, eps = given["qkv"], given["epsilon"]
     wide, width = compute_dtype(qkv), given["q_gamma"].shape[0]
     q, k, v = qkv.to(wide).unflatten(-1, (-1, width)).split(list(given["head_nums"]), dim=1)
@@ -32,22 +32,23 @@ def _heads(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _kept(rows: Tensor, given: Given, name: str) -> Tensor:
-    """Rows as the cache `name` keeps them."""
+def _encoded(rows: Tensor, given: Given, name: str) -> Tensor:
+    """Convert `rows` to the dtype of the cache `name`: quantised to int8 if it has a scale, else rounded."""
     scale, offset = given[f"{name}_scale"], given[f"{name}_offset"]
     if scale is None:
         return rows.to(given["qkv"].dtype)
-    whole = rows / scale.to(rows.dtype)
-    return int8(whole if offset is None else whole + offset.to(rows.dtype))
+    scaled = rows / scale.to(rows.dtype)
+    return int8(scaled if offset is None else scaled + offset.to(rows.dtype))
 
 
 def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
-    """Zeros for the rows before they are quantised, which nobody gets, then queries and both caches."""
+    """Write queries to `q_out`, and keys and values to both caches; return them after three scalar zeros, in place of
+    the rows before quantisation, which no legal call requests."""
     q, *both = _heads(given)
     caches: list[Tensor] = []
     for name, heads in zip(_CACHES, both, strict=True):
         cache = given[f"{name}_cache"]
-        caches.append(put(cache, *stored(cache, _kept(heads, given, name), given["index"], "PA_NZ")))
+        caches.append(put(cache, *stored(cache, _encoded(heads, given, name), given["index"], "PA_NZ")))
     nothing = (given["qkv"].new_zeros(()) for _ in range(3))
     return *nothing, put(given["q_out"], None, q.flatten(1)), *caches
 

@@ -1,7 +1,7 @@
-"""Writes into caches, cache[position] = rows, as a new tensor or in place; and rows from the pages of a block table.
+"""Writes into caches, cache[position] = rows, in place or into a copy; and gathers of rows from pages by a block table.
 
-A position outside the cache is an error on the host, as it is in eager's index_copy; it never reaches another row. The
-in-place forms touch nothing but the rows that are written.
+A position outside the cache is an error on the host, as in eager's index_copy; it never reaches another row. The
+in-place forms touch only the rows that are written.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.attention.visibility import packed
-from fusion.operators.cache.pages import Put, inside, paged, stored
+from fusion.operators.attention.visibility import packed_tokens
+from fusion.operators.cache.pages import Put, negatives_to_end, page_places, stored
 from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import HALVES, INT8, INT32, INT64
 from fusion.operators.limits import CHIPS, LOWERINGS, Limit
@@ -24,7 +24,7 @@ _BOTH = ("dtype(key_cache) == dtype(key)", "dtype(value_cache) == dtype(value)")
 
 
 def _coordinates(input: Tensor, indices: Tensor) -> list[Tensor]:
-    return [inside(index, size) for index, size in zip(indices.unbind(-1), input.shape, strict=False)]
+    return [negatives_to_end(index, size) for index, size in zip(indices.unbind(-1), input.shape, strict=False)]
 
 
 def _scatter_nd_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor) -> tuple[Tensor]:
@@ -57,14 +57,15 @@ SCATTER_ND_UPDATE = functional(
 
 
 def _scatter_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> tuple[Tensor]:
-    """Consecutive positions: the places name batch and position, which come first in the rows too."""
+    """Write `updates` along `axis` of `input`, from the positions `indices` on; rows have batch and position first, as
+    the places index these two dims."""
     axis %= input.ndim
     batch, starts = torch.arange(updates.shape[0], device=input.device), indices
     if indices.ndim == 2:
         batch, starts = _coordinates(input, indices)
     positions = starts.long()[:, None] + torch.arange(updates.shape[axis], device=input.device)
     between = [None] * (axis - 1)
-    places = [batch[:, None], *between, inside(positions, input.shape[axis])]
+    places = [batch[:, None], *between, negatives_to_end(positions, input.shape[axis])]
     return (put(input, places, updates.movedim(axis, 1)),)
 
 
@@ -100,7 +101,7 @@ def _pa(
     put: Put, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, cache_mode: str
 ) -> tuple[Tensor, ...]:
     pairs = ((key_cache, key), (value_cache, value))
-    return tuple(put(cache, *paged(cache, slot_mapping, rows, cache_mode)) for cache, rows in pairs)
+    return tuple(put(cache, *page_places(cache, slot_mapping, rows, cache_mode)) for cache, rows in pairs)
 
 
 _PA_FORMULA = "[slot // Size, slot % Size] = key[t], value[t]; PA_NZ: [slot // Size, :, slot % Size, :]"
@@ -173,31 +174,32 @@ RESHAPE_AND_CACHE = Operator(
     source="op-plugin: test_atb_reshape_and_cache.py (ND golden), ops/atb/ReshapeAndCachAtb.cpp; no Meta in 2.13.0",
     summary=f"both caches{_RESHAPE_FORMULA}",
 )
-RESHAPE_AND_CACHE_FUNCTIONAL = functional(  # an overload of ours: what runs is always the form in place
+RESHAPE_AND_CACHE_FUNCTIONAL = functional(  # an overload of ours: only the in-place form is launched
     RESHAPE_AND_CACHE, "atb::_npu_reshape_and_cache.functional", f"copies of the caches with {_RESHAPE_FORMULA}"
 )
 
 
-def _found(
+def _gathered(
     cache: Tensor, rows: Tensor, tables: Tensor, lengths: Tensor, offset: Tensor | None, in_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    """The rows [T, N, D] of the pages of one cache, and which of them belong to a sequence [T]."""
-    lines = _is_in_lines(cache, rows)
-    cache = cache.transpose(1, 2) if lines else cache
+    """Gather the rows [T, N, D] of all sequences from the pages of one cache, 0 for an invalid block, with the mask [T]
+    of rows that belong to a sequence."""
+    is_nz = _is_in_lines(cache, rows)
+    cache = cache.transpose(1, 2) if is_nz else cache
     size, most = cache.shape[1], tables.shape[1]
     ends = lengths[1:] - lengths[:1] if in_sums else lengths.cumsum(0)
-    sequence, place, _, used = packed(rows.shape[0], ends.long())
+    sequence, place, _, used = packed_tokens(rows.shape[0], ends.long())
     first = 0 if offset is None else offset.long()[sequence] // size
     column = first + place // size
     block = tables.long()[sequence, column.clamp(max=most - 1)]
-    there = (column < most) & (block >= 0) & (block < cache.shape[0])
-    found = cache[block.clamp(0, cache.shape[0] - 1), place % size]
-    found = found.reshape(rows.shape) if lines else found
-    return torch.where(there[:, None, None], found, 0), used
+    valid = (column < most) & (block >= 0) & (block < cache.shape[0])
+    gathered = cache[block.clamp(0, cache.shape[0] - 1), place % size]
+    gathered = gathered.reshape(rows.shape) if is_nz else gathered
+    return torch.where(valid[:, None, None], gathered, 0), used
 
 
 def _is_in_lines(cache: Tensor, rows: Tensor) -> bool:
-    """Whether pages lie in lines of NZ, [Blocks, N · D / L, Size, L], not in rows [Blocks, Size, N, D]."""
+    """True if pages are in NZ, [Blocks, N · D / L, Size, L], and not in rows [Blocks, Size, N, D]."""
     return cache.shape[2:] != rows.shape[1:]
 
 
@@ -209,11 +211,11 @@ def _gather(
     put: Put, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor,
     value: Tensor, seq_offset: Tensor | None, is_seq_lens_cumsum: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    def gathered(cache: Tensor, rows: Tensor) -> Tensor:
-        found, used = _found(cache, rows, block_tables, seq_lens, seq_offset, is_seq_lens_cumsum)
-        return put(rows, None, torch.where(used[:, None, None], found, rows))
+    def filled(cache: Tensor, rows: Tensor) -> Tensor:
+        gathered, used = _gathered(cache, rows, block_tables, seq_lens, seq_offset, is_seq_lens_cumsum)
+        return put(rows, None, torch.where(used[:, None, None], gathered, rows))
 
-    return gathered(key_cache, key), gathered(value_cache, value)
+    return filled(key_cache, key), filled(value_cache, value)
 
 
 _HOST = (
@@ -275,6 +277,6 @@ GATHER_PA_KV_CACHE = Operator(
     ),
     summary=f"key, value{_FORMULA}",
 )
-GATHER_PA_KV_CACHE_FUNCTIONAL = functional(  # it copies both first: what runs in eager and captured graphs writes
+GATHER_PA_KV_CACHE_FUNCTIONAL = functional(  # its kernel copies both first; eager and captured graphs run in place
     GATHER_PA_KV_CACHE, "npu::npu_gather_pa_kv_cache_functional", f"copies of key and value with {_FORMULA}"
 )

@@ -1,6 +1,6 @@
-"""Attention of few rows over a paged latent, of atb: out = softmax(qk_scale · (q kᵀ + q_rope k_ropeᵀ) + mask) k.
+"""Attention of few query rows over a paged latent: out = softmax(qk_scale · (q kᵀ + q_rope k_ropeᵀ) + mask) k.
 
-The latent k is its own value and serves all heads. What a page looks like depends on `cache_mode`:
+The operator is of atb. The latent k is its own value and serves all heads. The layout of pages depends on `cache_mode`:
 
     krope_ctkv        ctkv [Blocks, Size, 1, C]         k_rope [Blocks, Size, 1, Dr]
     nzcache           ctkv [Blocks, C/16, Size, 16]     k_rope [Blocks, Dr/16, Size, 16]
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fusion._torch.tensors import count, hint, known_true
-from fusion.operators.attention.layouts import lying_as
+from fusion.operators.attention.layouts import with_strides_of
 from fusion.operators.attention.softmax import Visible, rounded_softmax
-from fusion.operators.attention.visibility import counted, packed
+from fusion.operators.attention.visibility import counted, packed_tokens
 from fusion.operators.cache.pages import ATB_NZ, in_pages, pages_of
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, in_tensors
@@ -30,27 +30,30 @@ _SPECULATIVE = "calc_type == 'calc_type_spec'"
 
 
 def _rows(given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row [T]: its sequence, its place among the rows of that, and the length of the context [T]."""
+    """Return for each row [T] its segment id, its position among the rows of its sequence, and the length of the
+    context, [T] each."""
     query = given["q_nope"]
     lengths = counted(given["context_lens"], query.device).long()
     if given["calc_type"] != "calc_type_spec":
         token = torch.arange(query.shape[0], device=query.device)
         return token, torch.zeros_like(token), lengths
     ends = counted(given["qseqlen"], query.device).long().cumsum(0)
-    sequence, place, _, _ = packed(query.shape[0], ends)
+    sequence, place, _, _ = packed_tokens(query.shape[0], ends)
     return sequence, place, lengths[sequence]
 
 
 def _by_pages(cache: Tensor, mode: str) -> Tensor:
-    """Any cache as pages [Blocks, Size, 1, D]."""
+    """Permute a cache in the layout of `mode` to pages [Blocks, Size, 1, D]."""
     return cache.transpose(1, 2).flatten(2).unsqueeze(2) if mode in ATB_NZ else cache
 
 
 def _bias(given: Given, place: Tensor, length: Tensor, keys: Any, size: Any) -> Tensor | None:
-    """What is added to the scores of every row, [T, 1, 1, keys].
+    """Return the part of the mask that is added to the scores of each row, [T, 1, 1, `keys`], None without a mask.
 
-    A mask of fixed shape is read where the context ends, in the last page, and in the page before it for those keys
-    that fewer rows than there are see.
+    With "mask_type_spec" query row t reads row t of the mask. Any other mask has a fixed shape, for the last page of
+    each context: columns are positions in that page; the row is the position of the last token of the context in the
+    page, plus that of the query row in its sequence. Keys of the page before have their row `size` further down, and
+    earlier keys are not masked.
     """
     mask = given["mask"]
     if mask is None:
@@ -68,7 +71,7 @@ def _bias(given: Given, place: Tensor, length: Tensor, keys: Any, size: Any) -> 
 
 
 def _attention(given: Given) -> tuple[Tensor, Tensor]:
-    """The output [T, N, C] and the log-sum-exp [T, N, 1], wide."""
+    """Compute the output [T, N, C] and the log-sum-exp [T, N, 1] in the wide dtype."""
     query, rope, mode = given["q_nope"], given["q_rope"], given["cache_mode"]
     wide, narrow = compute_dtype(rope), mode == "int8_nzcache"
     caches = (_by_pages(given[name], mode) for name in ("ctkv", "k_rope"))
@@ -87,18 +90,18 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
         _bias(given, place, length, latent.shape[2], size),
     )  # fmt: skip
     out = out.squeeze(2) * given["pv_descale"].to(wide)[:, None] if narrow else out.squeeze(2)
-    return lying_as(out.to(rope.dtype), given["q_nope"]), (top + total.log()).squeeze(2)
+    return with_strides_of(out.to(rope.dtype), given["q_nope"]), (top + total.log()).squeeze(2)
 
 
-_OF_ONE_ROW = {
+_LSE_ARGUMENTS = {
     **dict.fromkeys(("mask", "mask_type", "qseqlen", "qk_descale", "pv_descale", "calc_type")),
     "cache_mode": "krope_ctkv",
 }
-"""What arguments mean in calls that return the log-sum-exp."""
+"""Arguments of calls that return the log-sum-exp: one row of each sequence, no mask, row-major pages of floats."""
 
 
 def _with_lse(given: Given) -> tuple[Tensor, Tensor]:
-    out, lse = _attention({**given, **_OF_ONE_ROW})
+    out, lse = _attention({**given, **_LSE_ARGUMENTS})
     return out, lse.to(given["q_nope"].dtype)
 
 
@@ -107,7 +110,7 @@ def _output(q_nope: Tensor, q_rope: Tensor) -> Tensor:
 
 
 def _flops(given: Given) -> float:
-    """Every key of the context of every row."""
+    """Estimate the operations of each row over the keys of its context."""
     query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in ATB_NZ else 1]
     keys = longest(given["context_lens"], given["block_tables"].shape[1] * page)
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] + given["q_rope"].shape[-1])

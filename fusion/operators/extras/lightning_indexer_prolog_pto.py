@@ -1,9 +1,9 @@
-"""What stands before a lightning indexer in int8, in one kernel of another package: queries, keys and head weights.
+"""Queries, keys and head weights of an int8 lightning indexer, in one kernel of another package.
 
     q = int8(rope(c · W_q) · H_q)    k = int8(rope(LayerNorm(x · W_k)) · H_k)    w = x · W_w / √(N · D)
 
-Queries and keys have a scale of each token and head. Sizes and the norm's epsilon are compiled in. It exists for GE
-alone, and its schema hides that it writes two caches: emitted is an overload of ours that declares them.
+Queries and keys have a scale per token and head. Sizes and the epsilon of the norm are compiled in. The kernel exists
+for GE alone, and its schema does not declare that it writes two caches: the pass emits an overload of ours that does.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fusion.operators.quant.quantisation import LARGEST, int8_product
 from fusion.operators.rotary.rope import first_rotated
 
 EPSILON = 1e-6
-"""What the kernel adds under the root of the norm, whatever it is told."""
+"""Epsilon of the norm: compiled into the kernel, which ignores the argument."""
 
 
 def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
-    """Queries, their scales and head weights, then both caches."""
+    """Compute int8 queries, their scales and head weights; then write int8 keys and their scales to both caches."""
     x, keys, scales = given["token_x"], given["idx_k_cache"], given["idx_k_scale_cache"]
     wide, heads = compute_dtype(x), given["weights_proj"].shape[1]
     query, query_scale = _quantised(_queries(given, heads) @ given["hadamard_q"])
@@ -36,17 +36,17 @@ def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
     filled = put(keys, *stored(keys, rows, slots))
     scaled = put(scales, *stored(scales, key_scale.unsqueeze(-2).to(scales.dtype), slots))
     weights = (x @ given["weights_proj"]).to(wide) * (heads * keys.shape[-1]) ** -0.5
-    stored_as = _stored(x)
-    return query, query_scale.to(stored_as), weights.to(stored_as), filled, scaled
+    dtype = _scale_dtype(x)
+    return query, query_scale.to(dtype), weights.to(dtype), filled, scaled
 
 
-def _stored(x: Tensor) -> torch.dtype:
-    """In which dtype scales and weights are kept: float16, but in a wider graph."""
+def _scale_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of scales and head weights: float16, or the dtype of `x` in a wider graph."""
     return torch.float16 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def _queries(given: Given, heads: int) -> Tensor:
-    """Queries [T, N, D] before their matrix."""
+    """Compute the rotated queries [T, N, D], before the product with `hadamard_q`."""
     x, tokens = given["token_x"], given["q_norm_scale"]
     product = int8_product(given["q_norm"], given["wq_b"]).to(tokens.dtype) * tokens
     scaled = product * given["wq_b_scale"].to(tokens.dtype).reshape(1, -1)
@@ -54,7 +54,8 @@ def _queries(given: Given, heads: int) -> Tensor:
 
 
 def _keys(given: Given) -> Tensor:
-    """Keys [T, D] before theirs; the product is not rounded before the norm."""
+    """Compute the normalised and rotated keys [T, D], before the product with `hadamard_k`; the product with `wk` stays
+    unrounded before the norm."""
     x = given["token_x"]
     wide = compute_dtype(x)
     gamma, beta = (given[name].to(wide) for name in ("ln_gamma_k", "ln_beta_k"))
@@ -63,7 +64,7 @@ def _keys(given: Given) -> Tensor:
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 rows of x [.., D] and what they are times [.., 1]; a row of zeros has scale 0."""
+    """Quantise `x` [.., D] row by row to int8; return the scales [.., 1] as well, 0 for a row of zeros."""
     wide = x.to(compute_dtype(x))
     largest = wide.abs().amax(-1, keepdim=True)
     factor = LARGEST / largest.masked_fill(largest == 0, 1)
@@ -72,11 +73,11 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _outputs(given: Given) -> tuple[Tensor, ...]:
     x, heads, lanes = given["token_x"], given["weights_proj"].shape[1], given["wk"].shape[1]
-    tokens, kept = x.shape[0], _stored(x)
+    tokens, dtype = x.shape[0], _scale_dtype(x)
     return (
         x.new_empty([tokens, heads, lanes], dtype=torch.int8),
-        x.new_empty([tokens, heads, 1], dtype=kept),
-        x.new_empty([tokens, heads], dtype=kept),
+        x.new_empty([tokens, heads, 1], dtype=dtype),
+        x.new_empty([tokens, heads], dtype=dtype),
     )
 
 

@@ -1,11 +1,11 @@
-"""What stands before latent attention, of atb, with int8 weights: queries in the latent space, and rows of the caches.
+"""Queries and cache rows of latent attention, with int8 weights, in one kernel of atb.
 
     y = W_dqkv · quant(norm(x) γ0 + β0),  [k ‖ k_rope ‖ c] = y
     [q ‖ q_rope] = W_uq · quant(norm(c) γ1 + β1), per head
     q_out0 = q W_uk      q_out1 = rope(q_rope)      kv_cache[slot] = norm(k) γ2      kv_cache_rope[slot] = rope(k_rope)
 
-RoPE is by halves, and the weights lie in lines of NZ: [out, in] as [1, in / 32, out, 32]. The overload of torch_npu
-that allocates its results gives caches that hold nothing but the new rows; what runs is always the one that takes them.
+RoPE is by halves, and the weights are in NZ: [out, in] as [1, in / 32, out, 32]. The overload of torch_npu that
+allocates its results returns caches with nothing but the new rows; only the one that takes the results is launched.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from fusion.operators.quant.quantisation import int8
 from fusion.operators.rotary.rope import half, rotated
 
 EPSILON = 1e-6
-"""Of every norm: compiled into the kernel, whatever the binding passes."""
+"""Epsilon of every norm: compiled into the kernel, which ignores the epsilon that the binding passes."""
 
 
 def _product(x: Tensor, given: Given, number: int, weight: str) -> Tensor:
-    """The quantised norm of x times a weight, in the dtype of x."""
+    """Normalise and quantise `x` by the parameters with the suffix `number`, multiply by the int8 `weight`, and return
+    the dequantised product in the dtype of `x`."""
     wide = compute_dtype(x)
     gamma, beta, scale, offset, bias, descale = (
         given[f"{name}{number}"] for name in ("gamma", "beta", "quant_scale", "quant_offset", "bias", "descale")
     )
     norm = normalised(x, gamma, EPSILON) + beta.to(wide)
-    lines = given[weight][0].transpose(0, 1).flatten(1).double()  # float64 holds every sum of int8 products
+    lines = given[weight][0].transpose(0, 1).flatten(1).double()  # float64 represents every sum of int8 products
     back = _float_scale(descale, wide)
     if given["quant_mode"] == "per_tensor_quant_asymm":
         rows = (norm / scale.to(wide) + offset.to(wide)).round().clamp(-128, 127)
@@ -48,18 +49,18 @@ def _product(x: Tensor, given: Given, number: int, weight: str) -> Tensor:
 
 
 def _float_scale(scale: Tensor, wide: torch.dtype) -> Tensor:
-    """A scale that may be packed: the bits of a float32 in an int64."""
+    """Decode a scale to `wide`: floats, or the bits of float32 in int64."""
     return (scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale).to(wide)
 
 
 def _computed(given: Given) -> tuple[Tensor, ...]:
-    """Queries [T, N, C] and [T, N, Dr], rows [T, C] and [T, Dr]."""
+    """Compute the queries [T, N, C] and [T, N, Dr], and the cache rows [T, C] and [T, Dr]."""
     x, up, cos, sin = (given[name] for name in ("input", "wuk", "cos", "sin"))
     wide, narrow = compute_dtype(x), given["cache_mode"] == "int8_nzcache"
-    width, turning = given["gamma2"].shape[0], cos.shape[-1]
-    latent, k_rope, lora = _product(x, given, 0, "wdqkv").split([width, turning, given["gamma1"].shape[0]], dim=-1)
+    width, rope = given["gamma2"].shape[0], cos.shape[-1]
+    latent, k_rope, lora = _product(x, given, 0, "wdqkv").split([width, rope, given["gamma1"].shape[0]], dim=-1)
     heads = _product(lora, given, 1, "wuq").unflatten(-1, (up.shape[0], -1))
-    nope, q_rope = heads.split([up.shape[1], turning], dim=-1)
+    nope, q_rope = heads.split([up.shape[1], rope], dim=-1)
     query = (nope.transpose(0, 1).to(wide) @ up.to(wide)).transpose(0, 1).to(x.dtype)
     line = normalised(latent, given["gamma2"], EPSILON).to(x.dtype)
     if narrow:
@@ -137,7 +138,7 @@ MLA_PREPROCESS = Operator(
         "-> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"
     ),
     compute=_put,
-    without_effect=frozenset({"kv_cache", "kv_cache_rope"}),  # they are those that are written
+    without_effect=frozenset({"kv_cache", "kv_cache_rope"}),  # the same tensors as kv_cache_out0 and kv_cache_out1
     dims={
         "input": "T He",
         "gamma0 beta0": "He",
@@ -177,6 +178,6 @@ MLA_PREPROCESS = Operator(
     ),
     summary=f"{_SUMMARY}; the caches must be those that are read",
 )
-MLA_PREPROCESS_FUNCTIONAL = functional(  # an overload of ours: what runs is always the form in place
+MLA_PREPROCESS_FUNCTIONAL = functional(  # an overload of ours: only the in-place form is launched
     MLA_PREPROCESS, "atb::npu_mla_preprocess.functional", f"with copies of the caches: {_SUMMARY}"
 )

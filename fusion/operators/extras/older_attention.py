@@ -1,5 +1,7 @@
-"""Softmax attention of the operators that npu_fused_infer_attention_score has replaced: one for a single query of each
-sequence, which reads rows or pages, one for several, which reads rows.
+"""Softmax attention of the operators that npu_fused_infer_attention_score has replaced.
+
+npu_incre_flash_attention takes one query of each sequence, and keys in rows or pages; npu_prompt_flash_attention takes
+several queries, and keys in rows.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fusion.operators.attention.fused_infer_attention import Attention, computed, flops_of, promised
+from fusion.operators.attention.fused_infer_attention import Attention, computed, empty_results, flops_of
 from fusion.operators.attention.fused_infer_attention_limits import NO_RULE
 from fusion.operators.attention.int8_numbers import both_grids, int8_result
-from fusion.operators.attention.layouts import lying_as
+from fusion.operators.attention.layouts import with_strides_of
 from fusion.operators.attention.visibility import Band, mask_limits
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, in_tensors
@@ -53,13 +55,13 @@ def _incre(given: Given) -> Attention:
 
 def _prompt(given: Given) -> Attention:
     mask = given["atten_mask"]
-    # Without a mask nothing is masked, whatever the window of tokens.
+    # Without a mask all keys are visible, whatever the window of tokens.
     band = Band() if mask is None else Band(given["sparse_mode"], mask, given["pre_tokens"], given["next_tokens"])
     return replace(_call(given, band), lengths=(given["actual_seq_lengths"], given["actual_seq_lengths_kv"]))
 
 
 def _call(given: Given, band: Band) -> Attention:
-    """Return a call with the arguments that both operators have."""
+    """Return the arguments that both operators have, as an `Attention` without lengths."""
     heads = given["num_heads"]
     return Attention(
         *(given[name] for name in ("query", "key", "value")),
@@ -75,18 +77,19 @@ def _call(given: Given, band: Band) -> Attention:
 
 
 def _out(query: Tensor, call: Attention) -> Tensor:
-    """Compute a call; the result lies as the query does, but where heads and positions change places."""
+    """Compute `call`; the result has the strides of `query`, or is contiguous if heads and positions swap."""
     out = computed(call)[0]
-    return out if call.layout == "BNSD_BSND" else lying_as(out, query)
+    return out if call.layout == "BNSD_BSND" else with_strides_of(out, query)
 
 
 def _empty(query: Tensor, call: Attention) -> Tensor:
-    out = promised(call)[0]
+    out = empty_results(call)[0]
     return out if call.layout == "BNSD_BSND" else torch.empty_like(query, dtype=out.dtype)
 
 
 def _shared(lanes: str, width: str = "1") -> str:
-    """Return the limit that there are `lanes` of as many heads of keys, each so wide, as the call says."""
+    """Return the limit that `lanes` is the number of heads of keys times `width`; that number is `num_heads` if
+    `num_key_value_heads` is 0."""
     by = "" if width == "1" else f" * {width}"
     return f"num_key_value_heads == 0 and {lanes} == num_heads{by} or {lanes} == num_key_value_heads{by}"
 

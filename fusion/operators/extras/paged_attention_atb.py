@@ -1,4 +1,4 @@
-"""Attention of one row of each sequence over pages, of atb: out = softmax(scale_value · q kᵀ) v, GQA by heads.
+"""Grouped-query attention of one query row of each sequence over pages, of atb: out = softmax(scale_value · q kᵀ) v.
 
 query [T, N, D]      key_cache [Blocks, Size, M, D]      block_table [T, P]      context_lens [T], on the host
 """
@@ -19,7 +19,7 @@ from fusion.operators.limits import A2_A3, Limit
 
 
 def _attended(put: Put, query: Tensor, out: Tensor, given: Given) -> tuple[Tensor]:
-    """What `out` holds afterwards: a row without keys is left as it is."""
+    """Compute the attention and write it by `put` to `out`; a row without keys keeps its content."""
     keys, values = (given[name].flatten(2) for name in ("key_cache", "value_cache"))
     lengths, heads = given["context_lens"], given["num_kv_heads"]
     call = Attention(
@@ -31,7 +31,7 @@ def _attended(put: Put, query: Tensor, out: Tensor, given: Given) -> tuple[Tenso
 
 
 def _flops(given: Given) -> float:
-    """Every key of the context of every row."""
+    """Estimate the operations of each row over the keys of its context."""
     query, page = given["query"], given["key_cache"].shape[1]
     keys = longest(given["context_lens"], given["block_table"].shape[1] * page)
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1])
@@ -75,6 +75,6 @@ PAGED_ATTENTION = Operator(
     ),
     summary=f"out = {_FORMULA}; a row without keys is left as it is",
 )
-PAGED_ATTENTION_FUNCTIONAL = functional(  # an overload of ours: what runs is always the form in place
+PAGED_ATTENTION_FUNCTIONAL = functional(  # an overload of ours: only the in-place form is launched
     PAGED_ATTENTION, "atb::_npu_paged_attention.functional", f"a copy of out with {_FORMULA}"
 )

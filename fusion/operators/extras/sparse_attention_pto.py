@@ -1,11 +1,11 @@
-"""A whole layer of sparse attention in one kernel of another package: prolog, indexer, and attention over its list.
+"""A layer of sparse attention in one kernel of another package: prolog, indexer, and attention over the listed keys.
 
     c = norm(x · W_dq), query = c · W_uq · W_uk, rows of both caches as in `npu_mla_prolog_v3`
     iq = rope(c · W_iq), ik = rope(LayerNorm(x · W_ik)), w = x · W_iw      index_k_cache[slot] = ik
     list = top 2048 of Σₘ w[m] · relu(iq[m] · ik)                          out = softmax(q kᵀ / √(C + Dr)) k
 
-Its constants are compiled in. It exists for GE alone, and its schema hides that it writes three caches: emitted is an
-overload of ours that declares them.
+Sizes and epsilons are compiled in. The kernel exists for GE alone, and its schema does not declare that it writes three
+caches: the pass emits an overload of ours that does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fusion.operators.sparse.lightning_indexer import LIGHTNING_INDEXER
 from fusion.operators.sparse.sparse_flash_attention import SPARSE_FLASH_ATTENTION
 
 LISTED = 2048
-"""How many keys the indexer lists."""
+"""Number of keys that the indexer lists for each query."""
 EPSILON, EPSILON_OF_KEYS = 1e-5, 1e-6
-"""Those of both RMS norms, and of the layer norm of the indexer's keys."""
+"""Epsilons of both RMS norms, and of the layer norm of the indexer's keys."""
 _PROLOG = {
     "token_x": "x", "weight_dq": "w_dq", "weight_uq_qr": "w_uq_qr", "weight_uk": "w_uk", "weight_dkv_kr": "w_dkv_kr",
     "rmsnorm_gamma_cq": "gamma_cq", "rmsnorm_gamma_ckv": "gamma_ckv", "rope_sin": "sin", "rope_cos": "cos",
@@ -41,12 +41,14 @@ _PROLOG = {
 
 
 def scale_of(latent: int, rope: int) -> float:
-    """What scores are multiplied by: of the lanes that the latent and the rotated key have, not those of a head."""
+    """Return the scale of scores for keys of `latent` plus `rope` lanes, (latent + rope)^-0.5; the kernel does not use
+    the head dim before absorption."""
     return (latent + rope) ** -0.5
 
 
 def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
-    """The output, then the three caches: what is not stored is rounded where a product of halves is, else nowhere."""
+    """Compute the output, and write the three caches. Intermediate values are rounded only where they are products in
+    16 bits."""
     named = {name: given[mine] for name, mine in _PROLOG.items()}
     how = {"rmsnorm_epsilon_cq": EPSILON, "rmsnorm_epsilon_ckv": EPSILON, "query_norm_flag": True}
     query, rope, _, latent, _, kv, kr = computed(put, MLA_PROLOG_V3.bind((), named | how))
@@ -62,7 +64,8 @@ def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
 
 
 def _index_keys(put: Put, given: Given) -> Tensor:
-    """The cache of the indexer's keys with the new ones; their product is not rounded before the norm."""
+    """Compute the indexer's keys and write them by `put` to their cache; the product with `w_idx_k` is not rounded
+    before the norm."""
     x, cache = given["x"], given["index_k_cache"]
     wide = compute_dtype(x)
     gamma, beta = (given[name].to(wide) for name in ("in_gamma_k", "in_beta_k"))
@@ -72,7 +75,7 @@ def _index_keys(put: Put, given: Given) -> Tensor:
 
 
 def _listed(given: Given, latent: Tensor, keys: Tensor) -> Tensor:
-    """The positions that the indexer lists, [B, S, 1, K]."""
+    """Compute the positions that the indexer lists, [B, S, 1, K], from the query `latent` and its cache `keys`."""
     query = (latent @ given["w_idx_qb"]).unflatten(-1, (-1, keys.shape[-1]))
     query = first_rotated(query, given["cos"], given["sin"])
     room: Any = given["block_table"].shape[1] * keys.shape[1]
@@ -83,7 +86,8 @@ def _listed(given: Given, latent: Tensor, keys: Tensor) -> Tensor:
 
 
 def _flops(given: Given) -> float:
-    """The products of every token, the indexer over the room of its table, attention over what is listed."""
+    """Estimate the operations: the products of each token, the indexer over all positions of its block table under a
+    causal mask, and attention over the listed keys."""
     x, up, keys = given["x"], given["w_uk"], given["index_k_cache"]
     names = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
     tokens = count(x) / hint(x.shape[-1])

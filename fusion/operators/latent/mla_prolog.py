@@ -1,10 +1,10 @@
-"""What stands before latent attention, in one kernel: queries in the latent space, and the latent line of the caches.
+"""Queries and cache rows of latent attention (MLA prolog) in one kernel.
 
     c = norm(x · W_dq), [q ‖ q_rope] = c · W_uq_qr  →  query = q · W_uk, query_rope = rope(q_rope)
     [k ‖ k_rope] = x · W_dkv_kr                     →  kv_cache[slot] = norm(k), kr_cache[slot] = rope(k_rope)
 
-The kernel wants weight_dq, weight_uq_qr and weight_dkv_kr in the storage format FRACTAL_NZ, which no shape shows, and
-weight_uk in ND.
+The kernel reads weight_dq, weight_uq_qr and weight_dkv_kr in the storage format FRACTAL_NZ, which a shape does not
+show, and weight_uk in ND.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _outputs(given: Given) -> tuple[Tensor, ...]:
     query = up.new_empty([*heads, up.shape[-1]], dtype=torch.int8 if quantised else up.dtype)
     scales = up.new_empty([tokens, up.shape[0], 1] if quantised else [1], dtype=wide if quantised else torch.float32)
     norm = given["weight_uq_qr"].new_empty([*x.shape[:-1], given["weight_dq"].shape[1]] if flag else [1])
-    real = flag and given["weight_quant_mode"]
-    norm_scale = up.new_empty([tokens, 1] if real else [1], dtype=wide if real else torch.float32)
+    scaled = flag and given["weight_quant_mode"]
+    norm_scale = up.new_empty([tokens, 1] if scaled else [1], dtype=wide if scaled else torch.float32)
     return query, up.new_empty([*heads, rope]), scales, norm, norm_scale
 
 
@@ -44,10 +44,11 @@ _CONTIGUOUS = ("BSND", "TND")
 
 
 def _dims(tokens: str, batch: str, pages: str) -> str:
-    """Dims of a tensor for tokens [T, ..], for batches [B, S, ..], and in pages ("" if it lies the same there)."""
-    whole = f"cache_mode=BSND:{batch} / cache_mode=TND:{tokens}"
-    each = (f"cache_mode={mode}:{pages or kind}" for mode in (*_PAGED, *_BLOCKS) for kind in (tokens, batch))
-    return f"{whole} / {' / '.join(each)}"
+    """Return dims by `cache_mode`: `tokens` [T, ..] and `batch` [B, S, ..] for contiguous caches, `pages` for paged
+    ones; with `pages` "", as for tensors that are no caches, the former for all."""
+    contiguous = f"cache_mode=BSND:{batch} / cache_mode=TND:{tokens}"
+    paged = (f"cache_mode={mode}:{pages or kind}" for mode in (*_PAGED, *_BLOCKS) for kind in (tokens, batch))
+    return f"{contiguous} / {' / '.join(paged)}"
 
 
 _INDEX = " / ".join(
@@ -195,9 +196,9 @@ MLA_PROLOG_V3_FUNCTIONAL = functional(
 )
 
 
-# The two older prologs have fewer sizes, and no latent of the queries among the results. Their schemas hide that they
-# write both caches, so nothing would keep such a call where it stands. Emitted are overloads of ours instead: one whose
-# schema declares the writes, which a device runs by the vendor's own, and a functional one.
+# The two older prologs take fewer sizes, and do not return the latent of the queries. Their schemas do not declare that
+# they write both caches, so a compiler might drop or reorder the calls. The pass emits overloads of ours instead: one
+# that declares the writes, for which a device runs the vendor's own, and a functional one.
 _QUANTISED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
               "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")  # fmt: skip
 
@@ -242,6 +243,7 @@ _OLDER_SUMMARY = (
 
 
 def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Operator, Operator]:
+    """Declare the in-place and the functional overload of the older prolog `name`."""
     writing = Operator(
         schema=(
             f"npu::{name}.in_place(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
@@ -266,7 +268,7 @@ def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Oper
         runs_default=True,
     )
     summary = _OLDER_SUMMARY.format(what="copies of the caches are results 2 and 3; an overload")
-    return writing, functional(writing, f"npu::{name}.functional", summary)  # what runs is always the form in place
+    return writing, functional(writing, f"npu::{name}.functional", summary)  # only the in-place form is launched
 
 
 MLA_PROLOG, MLA_PROLOG_FUNCTIONAL = _both(

@@ -12,7 +12,7 @@ from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS, INT32, INT64, compute_dtype
 from fusion.operators.limits import A2_A3, CHIPS, Limit
-from fusion.operators.quant.quantisation import INT8_CODE, LARGEST, int8, of_groups
+from fusion.operators.quant.quantisation import INT8_CODE, LARGEST, by_group_of_row, int8
 
 
 def _swiglu(input: Tensor, dim: int) -> Tensor:
@@ -21,7 +21,7 @@ def _swiglu(input: Tensor, dim: int) -> Tensor:
 
 
 def _halved(input: Tensor, dim: int) -> list[int]:
-    """Return the shape of `input` with half as much along `dim`."""
+    """Return the shape of `input` with half the size along `dim`."""
     shape = list(input.shape)
     shape[dim] = shape[dim] // 2
     return shape
@@ -56,7 +56,8 @@ def _swiglu_quant(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _smoothed(y: Tensor, given: Given) -> Tensor:
-    """Return y [.., N] times factors and plus offsets: of lanes [1, N], of all [1], or of the group of each row."""
+    """Return `y` [.., N] times smooth_scales plus offsets: [1, N] per lane or [1] for all, or with `group_index` those
+    of the group of each row, [G, N] or [G]."""
     factors, offsets, groups = given["smooth_scales"], given["offsets"], given["group_index"]
     if factors is None:
         return y
@@ -65,16 +66,16 @@ def _smoothed(y: Tensor, given: Given) -> Tensor:
         return y if offsets is None else y + offsets.to(y.dtype).reshape(-1)
     ends, rows = groups.cumsum(0) if given["group_list_type"] else groups, math.prod(y.shape[:-1])
 
-    def of_rows(each: Tensor, behind: float) -> Tensor:
-        return of_groups(each.to(y.dtype).reshape(each.shape[0], -1), ends, rows, behind)
+    def per_row(each: Tensor, behind: float) -> Tensor:
+        return by_group_of_row(each.to(y.dtype).reshape(each.shape[0], -1), ends, rows, behind)
 
-    flat = y.reshape(rows, y.shape[-1]) * of_rows(factors, 1.0)
-    return (flat if offsets is None else flat + of_rows(offsets, 0.0)).view(y.shape)
+    flat = y.reshape(rows, y.shape[-1]) * per_row(factors, 1.0)
+    return (flat if offsets is None else flat + per_row(offsets, 0.0)).view(y.shape)
 
 
 def _swiglu_quant_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    whole = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8)
-    return whole, x.new_empty(x.shape[:-1], dtype=compute_dtype(x))
+    y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8)
+    return y, x.new_empty(x.shape[:-1], dtype=compute_dtype(x))
 
 
 SWIGLU_QUANT = Operator(
@@ -132,7 +133,8 @@ GELU = Operator(
 
 
 def _clipped_swiglu(given: Given) -> Tensor:
-    """Return the gated product of the dims from `dim` on, joined; rows that no group counts are 0."""
+    """Compute the gated product over the dims from `dim` on, flattened to one; rows behind the sum of `group_index` are
+    0."""
     x, dim, limit = given["x"], given["dim"] % given["x"].ndim, given["limit"]
     wide = x.to(compute_dtype(x)).flatten(dim)
     gate, value = wide.unflatten(-1, (-1, 2)).unbind(-1) if given["interleaved"] else wide.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Products with weights: one per head with the heads turned back behind the tokens; and how a weight is stored."""
+"""Batched products with weights, transposed to tokens first; and the cast of a weight to another storage format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def _permuted(
 def transpose_batchmatmul(
     input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None = None, perm_x2: Sequence[int] | None = None
 ) -> Tensor:
-    """y[m, b] = x1[b, m] · w[b], contiguous."""
+    """Compute y[m, b] = x1[b, m] · w[b], contiguous [M, B, N], where x1 [B, M, K] is `input` permuted by `perm_x1`, and
+    w [B, K, N] is `weight` permuted by `perm_x2`."""
     x1, x2 = _permuted(input, weight, perm_x1, perm_x2)
     return torch.bmm(x1, x2).transpose(0, 1).contiguous()
 
@@ -32,7 +33,7 @@ def transpose_batchmatmul(
 def _transpose_batchmatmul(
     input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None, batch_split_factor: int
 ) -> Tensor:
-    """Return y [M, B, N], or of more parts of the batch than one [parts, M, B / parts · N]."""
+    """Compute y [M, B, N], or with `batch_split_factor` parts of the batch [parts, M, B / parts · N]."""
     y = transpose_batchmatmul(input, weight, perm_x1, perm_x2)
     if batch_split_factor == 1:
         return y
@@ -105,7 +106,7 @@ FORMAT_CAST = Operator(
     ),
     uncomputed={"customize_dtype input_dtype": "no number changes its dtype"},
     without_effect=frozenset({"acl_format"}),
-    # Other devices know no such formats; a result must not share memory with what it was made of.
+    # Other devices have no storage formats; the result must not alias the input.
     compute=lambda input: input.clone(memory_format=torch.contiguous_format),
     outputs=lambda input: input.new_empty(input.shape),
     dims={"input": "*D"},

@@ -14,18 +14,18 @@ def _gating_top_k_softmax(
     x: Tensor, k: int, finished: Tensor | None, renorm: int | None, output_softmax: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = compute_dtype(x)
-    shares = x if renorm else x.to(wide).softmax(-1)  # a wider dtype would not change what is largest
+    shares = x if renorm else x.to(wide).softmax(-1)  # widening x would not change the order of its elements
     best, index = shares.topk(k, dim=-1)
     y = best.to(wide).softmax(-1) if renorm else best
     index = index if finished is None else index.masked_fill(finished.unsqueeze(-1), x.shape[-1])
-    whole = shares.to(torch.float32) if output_softmax and not renorm else x.new_empty([0], dtype=torch.float32)
-    return y.to(x.dtype), index.to(torch.int32), whole.contiguous()
+    softmax = shares.to(torch.float32) if output_softmax and not renorm else x.new_empty([0], dtype=torch.float32)
+    return y.to(x.dtype), index.to(torch.int32), softmax.contiguous()
 
 
 def _outputs(x: Tensor, k: int, renorm: int | None, output_softmax: bool | None) -> tuple[Tensor, Tensor, Tensor]:
     chosen = (*x.shape[:-1], k)
-    whole = x.shape if output_softmax and not renorm else [0]
-    return x.new_empty(chosen), x.new_empty(chosen, dtype=torch.int32), x.new_empty(whole, dtype=torch.float32)
+    softmax = x.shape if output_softmax and not renorm else [0]
+    return x.new_empty(chosen), x.new_empty(chosen, dtype=torch.int32), x.new_empty(softmax, dtype=torch.float32)
 
 
 MOE_GATING_TOP_K_SOFTMAX_V2 = Operator(
@@ -71,9 +71,9 @@ def _gating_top_k(
     if group_count > 1:
         grouped = choice.unflatten(-1, (group_count, -1))
         best = grouped.topk(2, dim=-1)[0].sum(-1) if group_select_mode else grouped.amax(-1)
-        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, _first(best, k_group), False)
+        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, _largest(best, k_group), False)
         choice = grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
-    index = _first(choice, k)
+    index = _largest(choice, k)
     y = scores.gather(-1, index)
     y = y / (y.sum(-1, keepdim=True) + eps) if norm_type or renorm else y
     return (
@@ -83,8 +83,9 @@ def _gating_top_k(
     )
 
 
-def _first(x: Tensor, count: int) -> Tensor:
-    """Places of the largest; of equal ones the first."""
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` largest elements along the last dim, in descending order, of equal ones the
+    first."""
     return x.sort(stable=True, dim=-1, descending=True)[1][..., :count].contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Products of groups: sorted rows, each group times its own matrix, of floats or of int8.
+"""Grouped matrix products: sorted rows, each group times its own matrix, in floats or in int8.
 
 Row i is of group g where counts[0] + .. + counts[g - 1] <= i < counts[0] + .. + counts[g].
 
@@ -25,18 +25,19 @@ from fusion.operators.quant.quantisation import CODES, group_of_rows, int8_produ
 
 @dataclass(frozen=True)
 class _Groups:
-    """How many rows each group has, and which of the matrices each group is multiplied by, None for those in order."""
+    """Number of rows of each group [G], and index of its matrix [G], None if matrices are in the order of groups."""
 
     counts: Tensor
     matrix: Tensor | None = None
 
-    def of(self, each: Tensor) -> Tensor:
-        """Return matrices, or what there is one of for each matrix, in the order of the groups."""
+    def ordered(self, each: Tensor) -> Tensor:
+        """Gather the entries of `each`, which has one per matrix, in the order of the groups."""
         return each if self.matrix is None else each[self.matrix]
 
 
 def _groups_of(group_list: Tensor, group_list_type: int) -> _Groups:
-    """Read where each group ends [G], how many rows each has [G], or pairs of a matrix and how many rows [G, 2]."""
+    """Read `group_list` by its type: ends of groups [G] (0), their numbers of rows [G] (1), or pairs of a matrix and a
+    number of rows [G, 2] (2)."""
     if group_list_type == 2:
         matrix, counts = group_list.unbind(-1)
         return _Groups(counts, matrix)
@@ -44,7 +45,7 @@ def _groups_of(group_list: Tensor, group_list_type: int) -> _Groups:
 
 
 def _first(given: Given, name: str) -> Tensor | None:
-    """Return the only tensor of the list `name`, None where there is no list."""
+    """Return the only tensor of the list argument `name`, None if it is not given."""
     return None if given[name] is None else given[name][0]
 
 
@@ -54,7 +55,7 @@ def _grouped_matmul(given: Given) -> list[Tensor]:
     scale, bias = _first(given, "scale"), _first(given, "bias")
     if rows.dtype == torch.int8 and scale is not None:
         tokens = _first(given, "per_token_scale")
-        y = _dequantised(rows, groups.of(matrices), (groups.of(scale), tokens), groups, bias)
+        y = _dequantised(rows, groups.ordered(matrices), (groups.ordered(scale), tokens), groups, bias)
         return [_activated(y, given["act_type"]).to(result_dtype(scale, given["output_dtype"]))]
     antiquant = _first(given, "antiquant_scale")
     if antiquant is not None:
@@ -68,16 +69,17 @@ def _grouped_matmul(given: Given) -> list[Tensor]:
 
 
 def _product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of rows by its own matrix, by torch's kernel where there is one."""
+    """Multiply each group of `rows` by its own matrix, by torch's grouped kernel if it takes them."""
     if _has_kernel(rows, matrices):
         return torch.ops.aten._grouped_mm.default(rows, matrices, counts.cumsum(0).to(torch.int32))
     return _by_blocks(rows, matrices, counts)
 
 
-def _restored(whole: Tensor, scale: Tensor, offset: Tensor | None, stored: torch.dtype) -> Tensor:
-    """Return round((whole + offset) · scale) [G, K, N] in `stored`, of scales and offsets of channels [G, N]."""
+def _restored(weight: Tensor, scale: Tensor, offset: Tensor | None, stored: torch.dtype) -> Tensor:
+    """Dequantise an int8 `weight` [G, K, N] to `stored`: round((weight + offset) · scale), with scales and offsets
+    [G, N] per channel."""
     wide = torch.promote_types(torch.float32, stored)
-    floats = whole.to(wide) if offset is None else whole.to(wide) + offset.to(wide).unsqueeze(1)
+    floats = weight.to(wide) if offset is None else weight.to(wide) + offset.to(wide).unsqueeze(1)
     return (floats * scale.to(wide).unsqueeze(1)).to(stored)
 
 
@@ -97,29 +99,31 @@ def _activated(x: Tensor, kind: int | None) -> Tensor:
 def _dequantised(
     rows: Tensor, matrices: Tensor, scales: tuple[Tensor, Tensor | None], groups: _Groups, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply int8, then by scales of channels of groups [G, N] and of rows [M], the bias [G, N] before if integer."""
+    """Multiply each group of int8 `rows` by its matrix, then by `scales` per channel [G, N] and per row [M]; add `bias`
+    [G, N] before the scales if it is integer, else after them."""
     channels, tokens = scales
     wide, group = compute_dtype(channels), group_of_rows(groups.counts.cumsum(0), rows.shape[0])
     total = _by_blocks(rows, matrices, groups.counts)
     if bias is not None and not bias.is_floating_point():
-        total = total + groups.of(bias)[group]
+        total = total + groups.ordered(bias)[group]
     out = total.to(wide) * channels.to(wide)[group]
     out = out if tokens is None else out * tokens.to(wide).unsqueeze(-1)
-    return out + groups.of(bias).to(wide)[group] if bias is not None and bias.is_floating_point() else out
+    return out + groups.ordered(bias).to(wide)[group] if bias is not None and bias.is_floating_point() else out
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """True if torch multiplies groups itself: bfloat16, in lines of 16 bytes."""
+    """True if torch's grouped kernel takes the operands: bfloat16, contiguous, lines a multiple of 16 bytes."""
     lines = all(size % 8 == 0 for size in matrices.shape[1:])
     plain = matrices.is_contiguous() or matrices.mT.is_contiguous()
     return rows.dtype == matrices.dtype == torch.bfloat16 and lines and plain and rows.is_contiguous()
 
 
 def _by_blocks(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Each group in blocks of as many rows, the last of them filled up; a block has one matrix. Sums of int8 in int32.
+    """Multiply each group of `rows` by its matrix in a batch of blocks of equal length, the last one of a group padded;
+    int8 is summed in int32.
 
-    Blocks are as long as groups are on average, so that there are at most two matrices for each group, and one for
-    each row at most: what is multiplied is no more than twice what must be.
+    All rows of a block have one matrix. Blocks are as long as an average group, so there are at most twice as many
+    blocks as groups, and no more blocks than rows: padding at most doubles the work.
     """
     count, groups = rows.shape[0], matrices.shape[0]
     size = torch.sym_max((count + groups - 1) // groups, 1)
@@ -128,13 +132,12 @@ def _by_blocks(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     row_starts, block_starts = row_ends - counts, block_ends - blocks_of
     block = torch.arange(torch.sym_min(count, count // size + groups), device=rows.device)
     group = torch.searchsorted(block_ends, block, right=True).clamp(max=groups - 1)
-    places = (block - block_starts[group]) * size + row_starts[group]
-    inside = places.unsqueeze(-1) + torch.arange(size, device=rows.device)
+    first = (block - block_starts[group]) * size + row_starts[group]
+    places = first.unsqueeze(-1) + torch.arange(size, device=rows.device)
     multiply = int8_product if rows.dtype == torch.int8 else torch.bmm
-    products = multiply(rows[inside.clamp(0, count - 1)], matrices[group])
+    products = multiply(rows[places.clamp(0, count - 1)], matrices[group])
     row, group = torch.arange(count, device=rows.device), group_of_rows(counts.cumsum(0), count)
-    found = block_starts[group] * size + (row - row_starts[group])
-    return products.flatten(0, 1)[found]
+    return products.flatten(0, 1)[block_starts[group] * size + (row - row_starts[group])]
 
 
 _INT8 = "dtype(x) == 'int8'"

@@ -1,7 +1,7 @@
-"""Experts of a mixture: rows of tokens sorted by expert, perhaps quantised on the way, and sums of what experts give.
+"""Mixture of experts: rows of tokens sorted by expert, optionally quantised, and weighted sums of the experts' results.
 
-A token has K choices, each of one expert. Choice number t · K + k is that of token t; sorted by expert, the choice at
-place i is of expert e where counts[0] + .. + counts[e - 1] <= i < counts[0] + .. + counts[e].
+A token has K choices of one expert each. Choice t · K + k is the k-th of token t; sorted by expert, the choice at place
+i is of expert e where counts[0] + .. + counts[e - 1] <= i < counts[0] + .. + counts[e].
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.operators.cache.pages import inside
+from fusion.operators.cache.pages import negatives_to_end
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS, INT8, INT32, compute_dtype
@@ -21,14 +21,18 @@ from fusion.operators.limits import A2_A3, HOST, Limit
 from fusion.operators.quant.quantisation import int8, quantised
 
 _STATIC, _DYNAMIC = 0, 1
-"""Values of `quant_mode`: by one scale and one offset, by a scale of each row."""
+"""Values of `quant_mode`: one scale and one offset for all rows, or a scale computed per row."""
 _PAIRS = 2
-"""Value of `expert_tokens_num_type`: pairs of an expert and its count, without those that are 0."""
+"""Value of `expert_tokens_num_type`: pairs of an expert and its count, without experts whose count is 0."""
 
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The choices, sorted by active expert, those of inactive experts last: `experts` of them count from the first."""
+    """Choices [T · K] sorted by active expert, those of inactive experts last.
+
+    `order` are their numbers in token order, `experts` their experts, counted from the first active one; `starts` and
+    `counts` [E] are the first place and the number of choices of each active expert.
+    """
 
     order: Tensor
     experts: Tensor
@@ -37,24 +41,25 @@ class _Sorted:
 
     @property
     def active(self) -> Tensor:
-        """True at the places of active experts."""
+        """Mask [T · K] of sorted choices whose expert is active."""
         return self.experts < self.counts.shape[0]
 
 
 def _range(given: Given) -> tuple[int, int]:
-    """Return the first active expert and the one behind the last."""
+    """Return the first active expert, and the last one plus 1."""
     first, behind = given["active_expert_range"] or (0, given["expert_num"])
     return first, behind
 
 
 def _sorted(given: Given) -> _Sorted:
+    """Sort the choices of a call by expert; those of one expert stay in token order."""
     first, behind = _range(given)
     experts = given["expert_idx"].flatten() - first
     experts = experts.masked_fill((experts < 0) | (experts >= behind - first), behind - first)
-    found, order = experts.sort(stable=True)
-    edges = torch.arange(behind - first + 1, dtype=found.dtype, device=found.device)
-    ends = torch.searchsorted(found, edges)
-    return _Sorted(order, found, ends[:-1], ends[1:] - ends[:-1])
+    ascending, order = experts.sort(stable=True)
+    edges = torch.arange(behind - first + 1, dtype=ascending.dtype, device=ascending.device)
+    ends = torch.searchsorted(ascending, edges)
+    return _Sorted(order, ascending, ends[:-1], ends[1:] - ends[:-1])
 
 
 def _init_routing(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +77,7 @@ def _init_routing(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         places = routed.order if given["row_idx_type"] else _inverse(routed.order, _numbers(routed))
         if given["active_expert_range"] and tuple(given["active_expert_range"]) != (0, given["expert_num"]):
             unused = ~routed.active[: rows.shape[0]]
-            rows = rows.masked_fill(unused[:, None], 0)  # no page says what stands there
+            rows = rows.masked_fill(unused[:, None], 0)  # no page documents these rows
             scales = scales if scales is None else scales.masked_fill(unused, 0)
     if scales is None:
         scales = x.new_zeros(_shapes(given)[1], dtype=torch.float32)
@@ -80,7 +85,8 @@ def _init_routing(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _scale_of_rows(given: Given, routed: _Sorted, tokens: Tensor) -> Tensor | None:
-    """Return the scale [R] of the tokens of rows, or with `quant_mode` 1 the factors [R or 1, H] of their experts."""
+    """Return the scale [R] of the token of each row, or with `quant_mode` 1 the factors [R or 1, H] of its expert; the
+    argument itself if it is None or with `quant_mode` 0."""
     scale = given["scale"]
     if scale is None or given["quant_mode"] == _STATIC:
         return scale
@@ -91,20 +97,21 @@ def _scale_of_rows(given: Given, routed: _Sorted, tokens: Tensor) -> Tensor | No
 
 
 def _quantised(rows: Tensor, scale: Tensor | None, given: Given) -> tuple[Tensor, Tensor | None]:
-    """Return rows as `quant_mode` stores them, and the scale of each, None where there is none."""
+    """Quantise `rows` by `quant_mode`, and return them with the scale of each row: computed in the dynamic mode, None
+    in the static one. Without a quantisation return `rows` and `scale`."""
     if given["quant_mode"] == _DYNAMIC:
         wide = rows.to(compute_dtype(rows))
         return quantised(wide if scale is None else wide * scale.to(wide.dtype))
     if given["quant_mode"] == _STATIC and scale is not None:
-        stored = torch.float16 if rows.dtype in FLOATS else rows.dtype  # the kernel computes in half
+        stored = torch.float16 if rows.dtype in FLOATS else rows.dtype  # the kernel computes in float16
         return int8(rows.to(stored) * scale.to(stored) + given["offset"].to(stored)), None
     return rows, scale
 
 
 def _slots(given: Given, routed: _Sorted) -> tuple[Tensor, Tensor]:
-    """Return the slot e · capacity + n of the n-th choice of expert e, experts · capacity for a dropped choice.
+    """Return the slot of each sorted choice: e · capacity + n for the n-th of expert e, experts · capacity if dropped.
 
-    Second result: the slot of each choice in the order of the tokens, -1 for a dropped one.
+    Second result: the slot of each choice in the order of the tokens, -1 if dropped.
     """
     capacity, experts = given["expert_capacity"], given["expert_num"]
     place = torch.arange(routed.order.shape[0], device=routed.order.device)
@@ -115,24 +122,25 @@ def _slots(given: Given, routed: _Sorted) -> tuple[Tensor, Tensor]:
 
 
 def _placed(x: Tensor, slots: Tensor, room: int) -> Tensor:
-    """Return [room, ..] with `x` at `slots` and zeros elsewhere, without what stands at slot `room`."""
+    """Scatter `x` to `slots` of zeros [room, ..]; rows for slot `room` are dropped."""
     zeros = x.new_zeros((room + 1, *x.shape[1:]))
     return torch.ops.aten.index_put.default(zeros, [slots], x)[:-1]
 
 
 def _inverse(order: Tensor, values: Tensor) -> Tensor:
-    """Return `values`, which follow `order`, in the order of the choices."""
+    """Scatter `values`, whose i-th is of choice `order[i]`, to the order of the choices."""
     return torch.empty_like(values).scatter(0, order, values)
 
 
 def _numbers(routed: _Sorted) -> Tensor:
-    """Return the place of each sorted choice, -1 for those of inactive experts."""
+    """Return the index of each sorted choice, -1 for those of inactive experts."""
     places = torch.arange(routed.order.shape[0], dtype=routed.order.dtype, device=routed.order.device)
     return places.masked_fill(~routed.active, -1)
 
 
 def _counted(given: Given, routed: _Sorted) -> Tensor:
-    """Return what `expert_tokens_num_type` says of the choices of each active expert; of no shape unless asked for."""
+    """Return the counts of choices per active expert as `expert_tokens_num_type` selects: prefix sums (0), counts (1),
+    or pairs (2), padded by zeros; a scalar 0 without `expert_tokens_num_flag`."""
     counts = routed.counts
     if not given["expert_tokens_num_flag"]:
         return counts.new_zeros(())
@@ -147,7 +155,7 @@ def _counted(given: Given, routed: _Sorted) -> Tensor:
 
 
 def _shapes(given: Given) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the leading dims of expanded_x, and the dims of expanded_scale."""
+    """Return the leading dims of the result expanded_x, and the shape of the result expanded_scale."""
     choices, experts = given["expert_idx"].shape[0] * given["expert_idx"].shape[1], given["expert_num"]
     lead: tuple[Any, ...] = (choices,)
     if given["drop_pad_mode"]:
@@ -162,12 +170,12 @@ def _routed(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (first, behind), (lead, scales) = _range(given), _shapes(given)
     pairs = given["expert_tokens_num_type"] == _PAIRS
     counted = ((given["expert_num"], 2) if pairs else (behind - first,)) if given["expert_tokens_num_flag"] else ()
-    kept = torch.float32 if mode == _STATIC or scale is None else scale.dtype
+    scale_dtype = torch.float32 if mode == _STATIC or scale is None else scale.dtype
     return (
         x.new_empty((*lead, x.shape[1]), dtype=torch.int8 if mode in (_STATIC, _DYNAMIC) else x.dtype),
         x.new_empty((given["expert_idx"].numel(),), dtype=torch.int32),
         x.new_empty(counted, dtype=torch.int64),
-        x.new_empty(scales, dtype=compute_dtype(x) if mode == _DYNAMIC else kept),
+        x.new_empty(scales, dtype=compute_dtype(x) if mode == _DYNAMIC else scale_dtype),
     )
 
 
@@ -246,7 +254,7 @@ MOE_INIT_ROUTING_V2 = Operator(
 
 
 def _finalize_routing(given: Given) -> Tensor:
-    """Return Σ_k scales[t, k] · (rows[index] + bias[expert]) + skip1 + skip2 for every token."""
+    """Compute Σ_k scales[t, k] · (rows[index] + bias[expert]) + skip1 + skip2 for each token t: [T, H]."""
     experts = given["expanded_permuted_rows"]
     rows, shape = experts.flatten(0, -2), _tokens_and_choices(given)
     index = given["expanded_src_to_dst_row"].long()
@@ -255,7 +263,7 @@ def _finalize_routing(given: Given) -> Tensor:
     if given["drop_pad_mode"] in (1, 3):
         summed = rows[index.clamp(min=0)].to(wide).masked_fill((index < 0).unsqueeze(-1), 0)
     else:
-        summed = rows[inside(index, rows.shape[0])].to(wide)
+        summed = rows[negatives_to_end(index, rows.shape[0])].to(wide)
     if given["bias"] is not None:
         summed = summed + given["bias"][given["export_for_source_row"].long()].to(wide)
     if given["scales"] is not None:

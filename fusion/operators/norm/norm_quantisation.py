@@ -1,4 +1,4 @@
-"""RMS norms quantised by a scale that the model holds: y = rint(n / scale + zero_point), from -128 to 127."""
+"""RMS norms quantised by static scales of the model: y = rint(n / scale + zero_point), from -128 to 127."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHERS = "other results than int8 are not decomposed"
 def _add_rms_norm_quant(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     x1, gamma, beta = given["x1"], given["gamma"], given["beta"]
     x, total = added(x1, given["x2"])
-    if beta is not None:  # with an offset the bfloat16 kernel normalises the rounded sum, too
+    if beta is not None:  # with beta the bfloat16 kernel normalises the rounded sum, too
         total = x.to(total.dtype)
     y = total * rstd(total, gamma, given["epsilon"])
     # The float16 kernel multiplies by the gain in float16, the bfloat16 kernel in float32.
@@ -31,7 +31,8 @@ def _add_rms_norm_quant(given: Given) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_channel(y: Tensor, scales: Tensor | None, zero_points: Tensor | None, divides: bool) -> Tensor:
-    """Quantise y [.., D] by scales [D] that divide or multiply, then zero points [D]; zeros without scales."""
+    """Quantise `y` [.., D] to int8: divide by `scales` [D], or multiply unless `divides`, and add `zero_points` [D].
+    Without scales return zeros."""
     if scales is None:
         return torch.zeros_like(y, dtype=torch.int8).contiguous()
     y = y / scales.to(y.dtype) if divides else y * scales.to(y.dtype)
@@ -39,12 +40,12 @@ def _by_channel(y: Tensor, scales: Tensor | None, zero_points: Tensor | None, di
 
 
 def _add_rms_norm_quant_outputs(x1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    whole = [x1.new_empty(x1.shape, dtype=torch.int8) for _ in range(2)]
-    return whole[0], whole[1], x1.new_empty(x1.shape)
+    first, second = (x1.new_empty(x1.shape, dtype=torch.int8) for _ in range(2))
+    return first, second, x1.new_empty(x1.shape)
 
 
-def _beside(scale: str, zero_point: str, dtype: str) -> tuple[Limit, ...]:
-    """Limit the dtypes of scales and zero points beside x1 of this dtype."""
+def _dtype_limits(scale: str, zero_point: str, dtype: str) -> tuple[Limit, ...]:
+    """Return the limits that scales and zero points have the dtypes `scale` and `zero_point` if `x1` has `dtype`."""
     x1 = f"dtype(x1) == '{dtype}'"
     return (
         Limit(f"dtype(scales1) == '{scale}'", when=x1),
@@ -82,8 +83,8 @@ ADD_RMS_NORM_QUANT = Operator(
                 "dtype(x2) == dtype(x1)",
                 "dtype(gamma) == dtype(x1)",
                 Limit("dtype(beta) == dtype(x1)", when="given(beta)"),
-                *_beside("float32", "int32", "float16"),
-                *_beside("bfloat16", "bfloat16", "bfloat16"),
+                *_dtype_limits("float32", "int32", "float16"),
+                *_dtype_limits("bfloat16", "bfloat16", "bfloat16"),
                 "epsilon >= 0",
             ),
         ),

@@ -15,13 +15,13 @@ _SAME_OR_FLOAT32 = Limit("dtype(gamma) in (dtype(input), 'float32')")
 
 
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """X / sqrt(mean(x²) + epsilon) · gamma over the last dim, not rounded."""
+    """Compute x / sqrt(mean(x²) + epsilon) · gamma over the last dim, in the wide dtype, not rounded."""
     wide = x.to(compute_dtype(x))
     return wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma.to(wide.dtype)
 
 
 def rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """1 / sqrt(mean(x²) + epsilon) over the trailing dims of gamma, which stay as 1."""
+    """Compute 1 / sqrt(mean(x²) + epsilon) over the trailing dims that `gamma` has, which stay with size 1."""
     mean = x.square().mean(dim=tuple(range(-gamma.ndim, 0)), keepdim=True)
     return (mean + epsilon).rsqrt()
 
@@ -75,7 +75,7 @@ GEMMA_RMS_NORM = Operator(
 
 
 def added(x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-    """x1 + x2 rounded, and the sum that is normalised, wide."""
+    """Return x1 + x2 rounded, and the sum to normalise in the wide dtype: the rounded one if `x1` is float16."""
     total = x1.to(compute_dtype(x1)) + x2.to(compute_dtype(x1))
     x = total.to(x1.dtype)
     # The bfloat16 kernel normalises the sum before it is rounded, the float16 kernel after.
@@ -151,7 +151,7 @@ def _add_layer_norm(
     centred = total - mean
     root = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     y = centred * root * gamma.to(total.dtype) + beta.to(total.dtype)
-    x = total.to(x1.dtype)  # which the kernel leaves unwritten unless asked for
+    x = total.to(x1.dtype)  # the kernel does not write it without additional_output
     return y.to(x1.dtype), mean.contiguous(), root.contiguous(), x if additional_output else torch.zeros_like(x)
 
 

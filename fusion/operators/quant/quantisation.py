@@ -1,4 +1,4 @@
-"""Int8: activations with one scale per token, weights with one per output channel.
+"""Int8 quantisation: activations with one scale per token, weights with one per output channel.
 
 scale = rowmax|x| / 127,  y = rint(x / scale)        out[m, n] = (Σ_k x1[m, k] · x2[k, n]) · scale[n] · pertoken_scale[m]
 """  # noqa: E501
@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fusion.operators.attention.layouts import lying_as
+from fusion.operators.attention.layouts import with_strides_of
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
@@ -21,48 +21,50 @@ from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.norm.norms import added, rstd
 
 LARGEST = 127.0
-"""The largest number of a symmetric quantisation: -128 is not used."""
+"""Largest number of a symmetric quantisation to int8: -128 is not used."""
 EXACT = 1024
-"""Products of two int8 of which float32 holds every sum exactly: 1024 · 128² = 2²⁴."""
+"""Number of products of two int8 whose sum float32 always represents exactly: 1024 · 128² = 2²⁴."""
 CODES = {5: torch.float16, 15: torch.bfloat16}
-"""torch's numbers of the dtypes of a result."""
+"""torch's number of a dtype, as `output_dtype` has it -> dtype of a result in floats."""
 INT8_CODE, INT4_CODE = 1, 16
-"""torch's numbers of int8, and of quint4x2, which stands for eight int4 in one int32."""
+"""torch's numbers of int8, and of quint4x2, which means eight int4 packed in one int32."""
 LARGEST_INT4 = 7.0
-"""The largest number of a symmetric quantisation to int4."""
+"""Largest number of a symmetric quantisation to int4."""
 
 
 def int8(x: Tensor) -> Tensor:
-    """The nearest int8, halves to even; what is beyond is the last of them."""
+    """Round `x` to int8, halves to even, saturating at -128 and 127."""
     return x.round().clamp(-128, 127).to(torch.int8)
 
 
 def quantised(x: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
-    """Return x [.., D] in whole numbers up to `largest`, halves to even, and the scale [..] of rows, 0 for zeros."""
+    """Quantise `x` [.., D] row by row to int8 from -`largest` to `largest`, halves to even; return the scales [..] as
+    well, 0 for a row of zeros."""
     scale = x.abs().amax(-1, keepdim=True) / largest
-    whole = (x / scale.masked_fill(scale == 0, 1.0)).round()
-    return whole.to(torch.int8), scale.squeeze(-1).contiguous()
+    rounded = (x / scale.masked_fill(scale == 0, 1.0)).round()
+    return rounded.to(torch.int8), scale.squeeze(-1).contiguous()
 
 
-def int4_packed(whole: Tensor) -> Tensor:
-    """Pack int8 [.., D] from -8 to 7 into int32 [.., D / 8], the first number in the lowest bits."""
-    low, high = (whole & 15).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+def int4_packed(x: Tensor) -> Tensor:
+    """Pack int8 `x` [.., D], from -8 to 7, into int32 [.., D / 8], the first number in the lowest bits."""
+    low, high = (x & 15).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return (low | (high << 4)).contiguous().view(torch.int32)
 
 
 def group_of_rows(ends: Tensor, rows: int) -> Tensor:
-    """Return the group of each row [rows], of groups that end at `ends` [G]; G for rows behind the last group."""
+    """Return the group of each of `rows` rows, for groups that end at `ends` [G]; G for rows behind the last group."""
     return torch.searchsorted(ends.to(torch.int64), torch.arange(rows, device=ends.device), right=True)
 
 
-def of_groups(factors: Tensor, ends: Tensor, rows: int, fill: float) -> Tensor:
-    """Return the factors [rows, ..] of the group of each row, of factors [G, ..]; `fill` behind the last group."""
+def by_group_of_row(factors: Tensor, ends: Tensor, rows: int, fill: float) -> Tensor:
+    """Gather for each of `rows` rows the entry of `factors` [G, ..] of its group; `fill` behind the last group."""
     behind = torch.full_like(factors[:1], fill)
     return torch.cat((factors, behind))[group_of_rows(ends, rows)]
 
 
 def int8_product(x1: Tensor, x2: Tensor) -> Tensor:
-    """x1 [.., M, K] · x2 [.., K, N] of int8, exactly, as int32: in floats, that every device multiplies fast."""
+    """Multiply int8 `x1` [.., M, K] by `x2` [.., K, N] exactly, as int32, in parts of float32, which every device
+    multiplies fast."""
     parts = zip(x1.split(EXACT, -1), x2.split(EXACT, -2), strict=True)
     return reduce(torch.add, [torch.matmul(a.float(), b.float()).to(torch.int32) for a, b in parts])
 
@@ -75,21 +77,22 @@ def _dynamic_quant(
         x = x * _smooth(smooth_scales.to(x.dtype), x, group_index, quant_mode)
     largest = LARGEST_INT4 if dst_type == INT4_CODE else LARGEST
     if quant_mode == "perchannel":
-        whole, scale = quantised(x.transpose(-1, -2), largest)
-        whole = lying_as(whole.transpose(-1, -2), input)
+        y, scale = quantised(x.transpose(-1, -2), largest)
+        y = with_strides_of(y.transpose(-1, -2), input)
     elif quant_mode == "pertensor":
-        whole, scale = quantised(x.reshape(1, -1), largest)
-        whole = lying_as(whole.view(x.shape), input)
+        y, scale = quantised(x.reshape(1, -1), largest)
+        y = with_strides_of(y.view(x.shape), input)
     else:
-        whole, scale = quantised(x, largest)
-    return int4_packed(whole) if dst_type == INT4_CODE else whole, scale
+        y, scale = quantised(x, largest)
+    return int4_packed(y) if dst_type == INT4_CODE else y, scale
 
 
 def _smooth(factors: Tensor, x: Tensor, ends: Tensor | None, mode: str) -> Tensor:
-    """Return factors of lanes [D], of lanes of groups [G, D], or of rows [S] if "perchannel", as x [.., S, D]."""
+    """Return `factors` in a shape that broadcasts to `x` [.., S, D]: those of lanes [D], of lanes of groups [G, D] that
+    end at `ends`, or of rows [S] in mode "perchannel"."""
     if mode == "perchannel":
         return factors.unsqueeze(-1)
-    return factors if ends is None else of_groups(factors, ends, math.prod(x.shape[:-1]), 1.0).view(x.shape)
+    return factors if ends is None else by_group_of_row(factors, ends, math.prod(x.shape[:-1]), 1.0).view(x.shape)
 
 
 def _dynamic_quant_outputs(input: Tensor, dst_type: int | None, quant_mode: str) -> tuple[Tensor, Tensor]:
@@ -155,7 +158,7 @@ _RANGES = {
     13: (torch.uint8, 0, 255), 3: (torch.int32, -(2**31), 2**31 - 1), 14: (torch.int32, -(2**31), 2**31 - 1),
     INT4_CODE: (torch.int8, -8, 7),
 }  # fmt: skip
-"""torch's number of a dtype (int8, qint8, uint8, quint8, int32, qint32, quint4x2) -> how it is stored, its range."""
+"""torch's number of a dtype (int8, qint8, uint8, quint8, int32, qint32, quint4x2) -> dtype of storage, and range."""
 
 
 def _quantize(given: Given) -> Tensor:
@@ -166,18 +169,18 @@ def _quantize(given: Given) -> Tensor:
     y = x / scales if divides else x * scales
     y = y if given["zero_points"] is None else y + _along(given["zero_points"], x, axis)
     stored, least, largest = _RANGES[given["dtype"]]
-    wide = y.double() if stored == torch.int32 else y  # float32 does not hold the ends of its range
-    whole = wide.round().clamp(least, largest).to(stored)
-    return int4_packed(whole) if given["dtype"] == INT4_CODE else whole
+    wide = y.double() if stored == torch.int32 else y  # float32 does not represent the ends of int32
+    rounded = wide.round().clamp(least, largest).to(stored)
+    return int4_packed(rounded) if given["dtype"] == INT4_CODE else rounded
 
 
 def _quantised_axis(given: Given) -> int:
-    """Return the axis of scales of one dim: without div_mode the last, whatever is asked for but -2."""
+    """Return the axis of scales of one dim: `axis` with `div_mode` or if it is -2, else the last."""
     return given["axis"] if given["div_mode"] or given["axis"] == -2 else -1
 
 
 def _along(each: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return numbers [D] of an axis of `x`, one number, or as many dims as x has, as they broadcast to `x`."""
+    """Return `each` in a shape that broadcasts to `x`; it is [D] of `axis`, one number [1], or of the rank of `x`."""
     sizes = [1] * x.ndim
     sizes[axis] = each.shape[0]
     return (each if each.ndim == x.ndim and x.ndim > 1 else each.reshape(sizes)).to(x.dtype)
@@ -275,7 +278,7 @@ def _quant_matmul_outputs(x1: Tensor, x2: Tensor, scale: Tensor, output_dtype: i
 
 
 def result_dtype(scale: Tensor, output_dtype: int | None) -> torch.dtype:
-    """Return the dtype that `output_dtype` asks for; float64 where scales are, as in a widened graph."""
+    """Return the dtype of `output_dtype`, int8 if it is none of `CODES`; float64 if `scale` is, in a widened graph."""
     return scale.dtype if scale.dtype == torch.float64 else CODES.get(output_dtype or 0, torch.int8)
 
 
@@ -331,7 +334,7 @@ QUANT_MATMUL = Operator(
     },
     either=frozenset({"x2"}),
     source="op-plugin: torch_npu.npu_quant_matmul (A2 and A3; table of the dtypes that go together)",
-    # Int8 is multiplied twice as fast as the 16-bit numbers that targets are rated in.
+    # A chip multiplies int8 twice as fast as 16-bit floats, by which targets are rated.
     flops=lambda x1, x2: product(x1, x2.shape[-1]) / 2,
     summary=(
         "out = round(int32(x1 · x2 + bias) · scale · pertoken_scale), or + bias at the end where it is floating; in "
@@ -351,13 +354,13 @@ def _norm_quant(given: Given) -> tuple[Tensor, ...]:
             made.append((y.new_empty([0], dtype=torch.int32 if packed else torch.int8), y.new_empty([0])))
             continue
         scaled = y if smooth is None else y * smooth.to(y.dtype)
-        whole, scale = quantised(scaled, LARGEST_INT4 if packed else LARGEST)
-        made.append((int4_packed(whole) if packed else whole, scale))
+        rounded, scale = quantised(scaled, LARGEST_INT4 if packed else LARGEST)
+        made.append((int4_packed(rounded) if packed else rounded, scale))
     return made[0][0], made[1][0], x.contiguous(), made[0][1], made[1][1]
 
 
 def _wanted(given: Given) -> Sequence[bool]:
-    """Return which of both results are wanted."""
+    """Return for both quantised results True if the call requests it."""
     return given["output_mask"] or (True, given["smooth_scale2"] is not None)
 
 
@@ -365,9 +368,9 @@ def _norm_quant_outputs(given: Given) -> tuple[Tensor, ...]:
     x1, packed = given["x1"], given["y_dtype"] == INT4_CODE
     sizes = [*x1.shape[:-1], x1.shape[-1] // 8] if packed else x1.shape
     stored = torch.int32 if packed else torch.int8
-    whole = [x1.new_empty(sizes if each else [0], dtype=stored) for each in _wanted(given)]
+    results = [x1.new_empty(sizes if each else [0], dtype=stored) for each in _wanted(given)]
     scales = [x1.new_empty(x1.shape[:-1] if each else [0], dtype=compute_dtype(x1)) for each in _wanted(given)]
-    return *whole, x1.new_empty(x1.shape), *scales
+    return *results, x1.new_empty(x1.shape), *scales
 
 
 _SAME = ("x2", "gamma", "smooth_scale1", "smooth_scale2", "beta")

@@ -1,4 +1,4 @@
-"""Products of floats with int8 weights, and of rows that are turned before they are quantised.
+"""Products of floats with int8 weights; and quantisation of rows that are multiplied by a rotation matrix before.
 
 w[k, n] = round((weight[k, n] + offset[k / g, n]) · scale[k / g, n])        out[m, n] = Σ_k x[m, k] · w[k, n] + bias[n]
 """
@@ -15,8 +15,9 @@ from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.quant.quantisation import INT4_CODE, INT8_CODE, LARGEST_INT4, int4_packed, quantised
 
 
-def _of_rows(each: Tensor, inputs: int, group: int) -> Tensor:
-    """Return numbers of channels [N] or [1, N] as they are, those of groups [G, N] repeated to [K, N]."""
+def _per_input(each: Tensor, inputs: int, group: int) -> Tensor:
+    """Repeat numbers of groups [G, N] of `group` inputs to [`inputs`, N]; return those of channels, [N] or [1, N], for
+    which `group` is 0, unchanged."""
     return each.repeat_interleave(group, 0)[:inputs] if group else each
 
 
@@ -30,8 +31,8 @@ def _weight_quant_batchmatmul(
 ) -> Tensor:
     wide, how = compute_dtype(x), (weight.shape[0], antiquant_group_size)
     w = weight.to(wide)
-    w = w if antiquant_offset is None else w + _of_rows(antiquant_offset.to(wide), *how)
-    w = (w * _of_rows(antiquant_scale.to(wide), *how)).to(x.dtype)
+    w = w if antiquant_offset is None else w + _per_input(antiquant_offset.to(wide), *how)
+    w = (w * _per_input(antiquant_scale.to(wide), *how)).to(x.dtype)
     out = torch.matmul(x.to(wide), w.to(wide))
     return (out if bias is None else out + bias.to(wide)).to(x.dtype)
 
@@ -85,11 +86,11 @@ WEIGHT_QUANT_BATCHMATMUL = Operator(
 def _rotate_quant(x: Tensor, rotation: Tensor, dst_dtype: int | None) -> tuple[Tensor, Tensor]:
     wide = compute_dtype(x)
     blocks = x.to(wide).unflatten(-1, (-1, rotation.shape[0]))
-    turned = torch.matmul(blocks, rotation.to(wide)).flatten(-2).to(x.dtype)
+    rotated = torch.matmul(blocks, rotation.to(wide)).flatten(-2).to(x.dtype)
     if dst_dtype != INT4_CODE:
-        return quantised(turned.to(wide))
-    whole, scale = quantised(turned.to(wide), LARGEST_INT4)
-    return int4_packed(whole), scale
+        return quantised(rotated.to(wide))
+    y, scale = quantised(rotated.to(wide), LARGEST_INT4)
+    return int4_packed(y), scale
 
 
 def _rotate_quant_outputs(x: Tensor, dst_dtype: int | None) -> tuple[Tensor, Tensor]:

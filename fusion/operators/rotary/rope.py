@@ -1,4 +1,4 @@
-"""Rotary position embedding: y = x · cos + rotate(x) · sin, with `rotate` the quarter turn of one pairing of x."""
+"""Rotary position embedding: y = x · cos + rotate(x) · sin, where `rotate` turns each pair of components by 90°."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion._torch.tensors import memory_order
-from fusion.operators.attention.layouts import lying_as
+from fusion.operators.attention.layouts import with_strides_of
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 from fusion.operators.limits import A2_A3, Limit
@@ -17,18 +17,19 @@ _PAGES = "op-plugin: torch_npu.{0}; CANN: {1}; kernel and tiling: ops-transforme
 
 
 Pairing = Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
-"""(x, cos, sin, stored) -> x rotated. The components of a pair are computed apart and rounded to `stored` before they
-join, so that nothing wider than the result is built."""
+"""Function (x, cos, sin, stored) -> rotated x, for one pairing of components; cos and sin have the order of the result.
+First and second components are rounded to `stored` before they are joined: no wide tensor of the size of `x` is built.
+"""
 
 
 def half(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Pairs (i, i + D/2)."""
+    """Rotate the pairs (i, i + D/2) of `x` [.., D]."""
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = x.chunk(2, -1), cos.chunk(2, -1), sin.chunk(2, -1)
     return torch.cat(((a * cos_a - b * sin_a).to(stored), (b * cos_b + a * sin_b).to(stored)), dim=-1)
 
 
 def _interleave(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Pairs (2i, 2i + 1), which stay where they are."""
+    """Rotate the pairs (2i, 2i + 1) of `x` [.., D], which keep their positions."""
     a, b = x[..., 0::2], x[..., 1::2]
     first = a * cos[..., 0::2] - b * sin[..., 0::2]
     second = b * cos[..., 1::2] + a * sin[..., 1::2]
@@ -36,26 +37,27 @@ def _interleave(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Ten
 
 
 def _quarter(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Pairs (i, i + D/4) inside each half."""
+    """Rotate the pairs (i, i + D/4) inside each half of `x` [.., D]."""
     x, cos, sin = (tensor.unflatten(-1, (2, -1)) for tensor in (x, cos, sin))
     return half(x, cos, sin, stored).flatten(-2)
 
 
 def interleave_half(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Pairs (2i, 2i + 1), which go to (i, i + D/2)."""
+    """Rotate the pairs (2i, 2i + 1) of `x` [.., D], and move them to (i, i + D/2)."""
     a, b = x[..., 0::2], x[..., 1::2]
     (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
     return torch.cat(((a * cos_a - b * sin_a).to(stored), (b * cos_b + a * sin_b).to(stored)), dim=-1)
 
 
 def rotated(pairing: Pairing, x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """x [.., D] rotated in float32 at least, rounded once to `stored`."""
+    """Rotate `x` [.., D] by `pairing` in float32 or wider, and round once to `stored`."""
     wide = compute_dtype(x)
     return pairing(x.to(wide), cos.to(wide), sin.to(wide), stored)
 
 
 def first_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [.., M, D] of which the first lanes are rotated by cos and sin [.., R], even ones first."""
+    """Rotate the first R lanes of `x` [.., M, D] by `cos` and `sin` [.., R]: as pairs (2i, 2i + 1), moved to
+    (i, i + R/2)."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     rope, rest = x.split([sin.shape[-1], x.shape[-1] - sin.shape[-1]], dim=-1)
     return torch.cat((rotated(interleave_half, rope, cos, sin, x.dtype), rest), dim=-1)
@@ -69,14 +71,15 @@ _MODES: dict[str, Pairing] = {
 }
 
 
-def _like(x: Tensor, pairing: Pairing, cos: Tensor, sin: Tensor, wide: torch.dtype) -> Tensor:
-    """x rotated in `wide`, with the dtype and strides of `empty_like(x)`: no copy where lanes lie side by side."""
+def _rotated_like(x: Tensor, pairing: Pairing, cos: Tensor, sin: Tensor, wide: torch.dtype) -> Tensor:
+    """Rotate `x` in `wide`; the result has the dtype and strides of `empty_like(x)`, without a copy if the last dim is
+    contiguous."""
     order = [*(dim for dim in memory_order(x) if dim != x.ndim - 1), x.ndim - 1]
     if order == list(range(x.ndim)):
-        return lying_as(pairing(x.to(wide), cos.to(wide), sin.to(wide), x.dtype), x)
+        return with_strides_of(pairing(x.to(wide), cos.to(wide), sin.to(wide), x.dtype), x)
     back = [order.index(dim) for dim in range(x.ndim)]
     permuted, cos, sin = (each.permute(order).to(wide) for each in (x, cos, sin))
-    return lying_as(pairing(permuted, cos, sin, x.dtype).permute(back), x)
+    return with_strides_of(pairing(permuted, cos, sin, x.dtype).permute(back), x)
 
 
 def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tensor | None) -> Tensor:
@@ -164,9 +167,9 @@ ROTARY_MUL = Operator(
 def _apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str
 ) -> tuple[Tensor, Tensor]:
-    # This kernel computes float16 in float16; only bfloat16 is widened.
+    # The kernel computes float16 in float16, and widens only bfloat16.
     compute = torch.float32 if query.dtype == torch.bfloat16 else query.dtype
-    q, k = (_like(x, _MODES[rotary_mode], cos, sin, compute) for x in (query, key))
+    q, k = (_rotated_like(x, _MODES[rotary_mode], cos, sin, compute) for x in (query, key))
     return q, k
 
 
@@ -194,7 +197,7 @@ APPLY_ROTARY_POS_EMB = Operator(
         'str layout="BSND", str rotary_mode="half") -> (Tensor, Tensor)'
     ),
     compute=_apply_rotary_pos_emb,
-    without_effect=frozenset({"layout"}),  # it says which dims are which, as those of cos and sin do
+    without_effect=frozenset({"layout"}),  # cos and sin broadcast by their own dims
     outputs=lambda query, key: (torch.empty_like(query), torch.empty_like(key)),
     dims={
         "query": "layout=BSND: B S N D / layout=SBND: S B N D / layout=BNSD: B N S D / layout=TND: T N D",
@@ -215,7 +218,7 @@ APPLY_ROTARY_POS_EMB = Operator(
 
 
 def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _like(x, interleave_half, cos, sin, compute_dtype(x))
+    return _rotated_like(x, interleave_half, cos, sin, compute_dtype(x))
 
 
 _INTERLEAVE = (

@@ -1,9 +1,9 @@
-"""Listed rows of a cache that may lie on the host, in a buffer on the device that keeps what it holds already.
+"""Gather of listed blocks of a cache, which may be on the host, into a device buffer with blocks of earlier calls.
 
-    slot of id: where status holds it, else a free one      selection[slot] = full[id] unless it is there
+    slot of id: where status has it, else a free one        selection[slot] = full[id] unless the buffer has it
     status[slot] = id, -1 behind the last slot in use       status[-1] = number of tokens in use
 
-The operator is of a package of its own, which may define its overload at any time: emitted is an overload of ours.
+The package of the operator may define its overload at any time: the pass emits an overload of ours.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from fusion.operators.limits import Limit
 
 @dataclass(frozen=True)
 class _Slots:
-    """Where the blocks that T queries list, K each, stand in the buffer, and what of them is copied."""
+    """Slots of the buffer for the blocks that T queries list, with K entries each."""
 
     listed: Tensor
-    """[T, K] whether an entry of the list names a block."""
+    """Mask [T, K] of entries that name a block."""
     tokens: Tensor
-    """[T, K] how many tokens of the block there are, 0 where none is named."""
-    found: Tensor
-    """[T, K] whether the buffer holds the block, and no new token is in it."""
+    """Number [T, K] of tokens of the block, 0 for entries that name none."""
+    cached: Tensor
+    """Mask [T, K] of blocks that the buffer has, without new tokens in them."""
     old: Tensor
-    """[T, K] the slot where it stands, anything where it is not found."""
+    """Slot [T, K] of a cached block, arbitrary for other entries."""
     new: Tensor
-    """[T, K] its slot from now on: every slot once, what names no block behind all others."""
+    """Slot [T, K] after the call: a permutation of all slots, with the entries that name no block last."""
 
 
 def _lengths(given: Given) -> tuple[Tensor, Tensor]:
-    """How many tokens each query sees, and how many of its sequence are no new ones, both [T, 1].
+    """Return the number of tokens that each query sees, and the number of old tokens of its sequence, [T, 1] each.
 
-    The queries of a sequence are its last tokens: the kernel does not read how many of them there are.
+    The queries of a sequence are its last tokens; all sequences have as many, the kernel does not read their number.
     """
     sequence, number = _sequences(given)
     lengths, queries = given["full_kv_actual_seq"].long()[sequence], _queries(given)
@@ -49,37 +49,39 @@ def _lengths(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _sequences(given: Given) -> tuple[Tensor, Tensor]:
-    """The sequence of each query, and which of its queries that is, both [T]."""
+    """Return the segment id of each query, and its position among the queries of its sequence, [T] each."""
     tables, queries = given["selection_kv_block_table"], _queries(given)
     query = torch.arange(tables.shape[0], device=tables.device)
     return query.div(queries, rounding_mode="floor"), query % queries
 
 
 def _queries(given: Given) -> int:
-    """How many queries a sequence has."""
+    """Return the number of queries of each sequence."""
     return given["selection_kv_block_table"].shape[0] // given["full_kv_block_table"].shape[0]
 
 
 def _slots(given: Given, ids: Tensor, status: Tensor) -> _Slots:
-    """Slots of the listed blocks `ids` [T, K], of which `status` [T, K + 1] holds some."""
+    """Allocate slots for the listed blocks `ids` [T, K]; `status` [T, K + 1] is the block of each slot before the call,
+    then the number of tokens in use."""
     seen, known = _lengths(given)
     size = given["selection_topk_block_size"]
     last = (seen + size - 1).div(size, rounding_mode="floor") - 1
     listed = (ids >= 0) & (ids <= last)
     number = listed.sum(-1, keepdim=True)
-    held, order = _held(status, size).sort(-1)
-    place = torch.searchsorted(held, ids).clamp(max=ids.shape[1] - 1)
-    found = listed & (held.gather(1, place) == ids) & ((ids + 1) * size <= known)
+    complete, order = _complete_blocks(status, size).sort(-1)
+    place = torch.searchsorted(complete, ids).clamp(max=ids.shape[1] - 1)
+    cached = listed & (complete.gather(1, place) == ids) & ((ids + 1) * size <= known)
     old = order.gather(1, place)
-    new = _destinations(listed, found & (old < number), old)
+    new = _destinations(listed, cached & (old < number), old)
     if size > 1:
         new = _largest_last(new, ids.masked_fill(~listed, -1), number)
     tokens = torch.where(ids == last, seen - last * size, size).masked_fill(~listed, 0)
-    return _Slots(listed, tokens, found, old, new)
+    return _Slots(listed, tokens, cached, old, new)
 
 
-def _held(status: Tensor, size: int) -> Tensor:
-    """What each slot holds whole [T, K]: of blocks of one token the kernel of long lists does not ask how many."""
+def _complete_blocks(status: Tensor, size: int) -> Tensor:
+    """Return the block of each slot [T, K], -1 if not all of its tokens are in use. Blocks of one token count in any
+    slot, because the kernel of long lists does not read the number of tokens in use."""
     if size == 1:
         return status[:, :-1]
     slots = torch.arange(status.shape[1] - 1, device=status.device)
@@ -87,7 +89,8 @@ def _held(status: Tensor, size: int) -> Tensor:
 
 
 def _destinations(listed: Tensor, stays: Tensor, old: Tensor) -> Tensor:
-    """Slots [T, K]: what stays has its own, the others have the free ones in their order, what is listed first."""
+    """Return the slot of each entry [T, K] after the call: blocks that stay have their `old` one; free slots, in
+    ascending order, go to the other listed blocks, then to entries that name none."""
     taken = torch.zeros_like(old).scatter_add(1, old, stays.long())
     free = taken.sort(dim=-1, stable=True).indices
     moves = listed & ~stays
@@ -97,62 +100,64 @@ def _destinations(listed: Tensor, stays: Tensor, old: Tensor) -> Tensor:
 
 
 def _largest_last(slots: Tensor, ids: Tensor, number: Tensor) -> Tensor:
-    """The same where the block that may be a part of one stands behind all others, in place of what stood there."""
+    """Swap in `slots` the entry with the largest id, which may be an incomplete block, with the one in the last of
+    `number` slots."""
     last = (number - 1).clamp(min=0)
     own = slots.gather(1, ids.argmax(-1, keepdim=True))
     return torch.where(slots == own, last, torch.where(slots == last, own, slots))
 
 
 def _places(cache: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rows [T, R] of the pages that `table` [T, M] names stand in `cache` [Blocks, Size, C]."""
+    """Return page and row in `cache` [Blocks, Size, C] of the tokens `rows` [T, R], by the block table [T, M]."""
     size = cache.shape[1]
     pages = table.long().gather(1, rows.div(size, rounding_mode="floor"))
     return pages.clamp(0, cache.shape[0] - 1), rows % size  # a sequence without tokens may have any table
 
 
 def _copied(put: Put, given: Given, slots: _Slots, ids: Tensor, name: str) -> Tensor:
-    """One of both buffers, `name`, with what it has not held yet; one that has no rows as it is."""
+    """Write by `put` the listed rows to the buffer `selection_{name}`: cached ones from their old slots in it, others
+    from `full_{name}`. A buffer without rows, of rank 1, is returned as it is."""
     selection, full = given[f"selection_{name}"], given[f"full_{name}"]
     if selection.dim() == 1:
         return selection
     size, table = given["selection_topk_block_size"], given["full_kv_block_table"][_sequences(given)[0]]
     token = torch.arange(size, device=ids.device)
-    at, held, listed = (
+    new, old, listed = (
         (each[..., None] * size + token).flatten(1)
         for each in (slots.new, slots.old, ids.masked_fill(~slots.listed, 0))
     )
     own = given["selection_kv_block_table"]
-    places = [each.flatten() for each in _places(selection, own, at)]
-    there, fresh = selection[_places(selection, own, held)], full[_places(full, table, listed)]
-    rows = torch.where(slots.found.repeat_interleave(size, -1)[..., None], there, fresh)
+    places = [each.flatten() for each in _places(selection, own, new)]
+    cached, fresh = selection[_places(selection, own, old)], full[_places(full, table, listed)]
+    rows = torch.where(slots.cached.repeat_interleave(size, -1)[..., None], cached, fresh)
     written = (token < slots.tokens[..., None]).flatten(1)[..., None]
-    return put(selection, places, torch.where(written, rows, selection[_places(selection, own, at)]).flatten(0, 1))
+    return put(selection, places, torch.where(written, rows, selection[_places(selection, own, new)]).flatten(0, 1))
 
 
 def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
-    """How many tokens each query has, then all four buffers."""
+    """Compute the number of tokens in use of each query [T], and write the four buffers by `put`."""
     status = given["selection_kv_block_status"]
     ids, before = (
         given[name].flatten(0, -2).long() for name in ("selection_topk_indices", "selection_kv_block_status")
     )
     slots = _slots(given, ids, before)
     tokens = slots.tokens.sum(-1)
-    held = torch.empty_like(ids).scatter(1, slots.new, ids.masked_fill(~slots.listed, -1))
-    now = torch.where(_lengths(given)[0] > 0, torch.cat((held, tokens[:, None]), dim=-1), before)
+    blocks = torch.empty_like(ids).scatter(1, slots.new, ids.masked_fill(~slots.listed, -1))
+    after = torch.where(_lengths(given)[0] > 0, torch.cat((blocks, tokens[:, None]), dim=-1), before)
     rope, kv = (_copied(put, given, slots, ids, name) for name in ("k_rope", "kv_cache"))
     table = given["selection_kv_block_table"]
-    told = put(status, None, now.to(status.dtype).reshape(status.shape))
-    return tokens.to(given["selection_topk_indices"].dtype), rope, kv, table, told
+    status = put(status, None, after.to(status.dtype).reshape(status.shape))
+    return tokens.to(given["selection_topk_indices"].dtype), rope, kv, table, status
 
 
-def _unread(given: Given) -> float:
-    """All rows that no list names."""
+def _skipped_bytes(given: Given) -> float:
+    """Estimate how many bytes of the full caches no list names."""
     named = count(given["selection_topk_indices"]) * given["selection_topk_block_size"]
     return sum(unlisted(given[name], named) for name in ("full_k_rope", "full_kv_cache") if given[name].dim() > 1)
 
 
 _UB = 196608
-"""Bytes of memory of a vector core."""
+"""Size of the unified buffer of a vector core, in bytes."""
 _HOST = (
     Limit("T % B == 0", because="every sequence has as many queries"),
     Limit("T == B * S", when="rank(selection_topk_indices) == 4"),
@@ -218,7 +223,7 @@ GATHER_SELECTION_KV_CACHE = Operator(
     limits={"host": _HOST, "ascend910_93": _KERNEL},
     moves=True,
     lowerings=frozenset({"eager", "npugraph_ex"}),
-    unread=_unread,
+    unread=_skipped_bytes,
     source=(
         "cann-recipes-infer ops/ascendc: page (A3 alone, though the kernel is built for A2), golden, tiling and both "
         "kernels of gather_selection_kv_cache: where golden and kernel of long lists do not agree, as the kernel; the "

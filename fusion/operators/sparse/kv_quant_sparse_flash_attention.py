@@ -1,4 +1,4 @@
-"""Attention over selected keys that lie as packed rows: int8 latents with a scale of each tile, and rotated keys.
+"""Attention over selected keys in packed rows of bytes: int8 latents with a scale per tile, and rotated keys.
 
 A row of C + Dr · size + C / tile · 4 bytes is [int8(latent / scale) | bits(rope) | bits(scale)]: 656 for DeepSeek-V3.2.
 """
@@ -18,10 +18,10 @@ from fusion.operators.dtypes import HALVES, INT8, INT32, compute_dtype
 from fusion.operators.flops import scores, unlisted
 from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.sparse import sparse_limits
-from fusion.operators.sparse.sparse_flash_attention import BLOCKS, KeyRows, listed_attention, taken
+from fusion.operators.sparse.sparse_flash_attention import BLOCKS, KeyRows, gather_rows, listed_attention
 
 _SCALE = 4
-"""Bytes of a scale, which is a float32."""
+"""Bytes of a scale, a float32."""
 
 
 def _attention(given: Given) -> Tensor:
@@ -30,23 +30,23 @@ def _attention(given: Given) -> Tensor:
 
 
 def _read(given: Given, places: Sequence[Tensor]) -> KeyRows:
-    """Return the rows of bytes at `places` as keys, rotated lanes last, and values, both wide."""
+    """Gather the rows of bytes at `places`, unpacked to keys, rotated lanes last, and values, in the wide dtype."""
     query, width = given["query"], given["query"].shape[-1] - given["rope_head_dim"]
-    keys = torch.cat(_unpacked(given, taken(given["key"], places)), dim=-1).to(compute_dtype(query))
+    keys = torch.cat(_unpacked(given, gather_rows(given["key"], places)), dim=-1).to(compute_dtype(query))
     if given["value"] is given["key"]:
         return KeyRows(keys, keys[..., :width])
-    latent, _ = _unpacked(given, taken(given["value"], places))
+    latent, _ = _unpacked(given, gather_rows(given["value"], places))
     return KeyRows(keys, latent.to(keys.dtype))
 
 
 def _unpacked(given: Given, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack rows of bytes into latents and rotated keys, both rounded as the query is stored."""
+    """Unpack rows of bytes to latents and rotated keys, both rounded to the dtype of the query."""
     query, lanes, tile = given["query"], given["rope_head_dim"], given["tile_size"]
     width, stored = query.shape[-1] - lanes, query.dtype if query.dtype in HALVES else torch.bfloat16
-    whole, rope, scale = row.split([width, lanes * stored.itemsize, width // tile * _SCALE], dim=-1)
+    quantised, rope, scale = row.split([width, lanes * stored.itemsize, width // tile * _SCALE], dim=-1)
     wide = compute_dtype(query)
     scales = scale.contiguous().view(torch.float32).to(wide)
-    latent = (whole.unflatten(-1, (-1, tile)).to(wide) * scales.unsqueeze(-1)).flatten(-2).to(query.dtype)
+    latent = (quantised.unflatten(-1, (-1, tile)).to(wide) * scales.unsqueeze(-1)).flatten(-2).to(query.dtype)
     return latent, rope.contiguous().view(stored).to(query.dtype)
 
 
@@ -55,14 +55,14 @@ def _outputs(query: Tensor, rope_head_dim: int) -> Tensor:
 
 
 def _flops(given: Given) -> float:
-    """Every listed key of every query."""
+    """Estimate the operations of each query over all entries of its list."""
     query = given["query"]
     keys = hint(given["sparse_indices"].shape[-1]) * hint(given["sparse_block_size"])
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] - given["rope_head_dim"])
 
 
-def _unread(given: Given) -> float:
-    """All rows that no list can name."""
+def _skipped_bytes(given: Given) -> float:
+    """Estimate how many bytes of keys and values no list can name."""
     named = count(given["sparse_indices"]) * hint(given["sparse_block_size"])
     return sum(unlisted(given[name], named) for name in ("key", "value"))
 
@@ -117,7 +117,7 @@ KV_QUANT_SPARSE_FLASH_ATTENTION = Operator(
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     flops=_flops,
-    unread=_unread,
+    unread=_skipped_bytes,
     older="custom::npu_sparse_flash_attention_antiquant",
     source=(
         "op-plugin: torch_npu.npu_kv_quant_sparse_flash_attention; rows as npu_mla_prolog_v3 writes them with "

@@ -1,6 +1,6 @@
-"""Selection of keys for sparse attention: those with the largest Σₙ weights[n] · relu(query[n] · key[t]).
+"""Selection of keys for sparse attention: the top-k of Σₙ weights[n] · relu(query[n] · key[t]).
 
-Neither a scale nor a softmax is part of it; a positive factor common to all weights changes no selection.
+There is no scale and no softmax; a positive factor common to all weights does not change the selection.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.sparse import sparse_limits
 
 _FEW = 8
-"""Rows per sequence up to which each row brings its own copy of its pages, instead of meeting everybody's."""
+"""Average number of packed rows per sequence up to which each row gathers its own pages; with more, all rows are
+multiplied by the pages of all sequences, and masked."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows that meet the same keys: query [G, R, N, D], weights [G, R, N], keys [G, T, D] and others [G, T, ..].
+    """Rows in groups that share keys: query [G, R, N, D], weights [G, R, N], keys [G, T, D] and tensors like them.
 
-    A row sees the columns `first` … `first + seen - 1`, [G, R] each, which are tokens 0 … seen - 1 of its sequence;
-    without `first` from column 0 on.
+    A row sees the columns `first` to `first + seen - 1` of T, [G, R] each, which are tokens 0 to seen - 1 of its
+    sequence; `first` None means 0.
     """
 
     query: Tensor
@@ -43,7 +44,7 @@ class Groups:
 
     @property
     def products(self) -> Tensor:
-        """relu(query · key) [G, R, N, T], in float32 at least; int8 numbers of 128 lanes lose nothing in it."""
+        """Products relu(query · key) [G, R, N, T], in float32 or wider, in which int8 of 128 lanes are exact."""
         wide = torch.float32 if self.query.dtype == torch.int8 else compute_dtype(self.query)
         heads = self.query.flatten(1, 2).to(wide) @ self.keys[0].to(wide).transpose(1, 2)
         return heads.relu().unflatten(1, tuple(self.weights.shape[1:]))
@@ -59,54 +60,61 @@ def _lightning_indexer(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def chosen(given: Given, groups: Groups, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens with the largest of scores [G, R, T], best first, as a call lists them; and their scores [G, R, K]."""
+    """Select per row the visible tokens with the largest `scores` [G, R, T], in descending order.
+
+    Results are their positions in the sequence, in the shape of the result of the call and filled up by -1, and their
+    scores [G, R, K], -inf behind the visible ones.
+    """
     count, column = given["sparse_count"], torch.arange(scores.shape[-1], device=scores.device)
     seen, first = groups.seen[..., None], None if groups.first is None else groups.first[..., None]
-    hidden = column >= seen if first is None else (column < first) | (column - first >= seen)
-    kept: Any = torch.sym_min(count, scores.shape[-1])
-    values, best = scores.masked_fill(hidden, -math.inf).topk(kept, dim=-1)
-    some = torch.arange(kept, device=scores.device) < seen
-    tokens = torch.where(some, best if first is None else best - first, -1).to(torch.int32)
-    return pad(tokens, (0, count - kept), value=-1).reshape(shape_of(given["query"], count)), values
+    masked = column >= seen if first is None else (column < first) | (column - first >= seen)
+    most: Any = torch.sym_min(count, scores.shape[-1])
+    values, best = scores.masked_fill(masked, -math.inf).topk(most, dim=-1)
+    used = torch.arange(most, device=scores.device) < seen
+    tokens = torch.where(used, best if first is None else best - first, -1).to(torch.int32)
+    return pad(tokens, (0, count - most), value=-1).reshape(list_shape(given["query"], count)), values
 
 
 def groups_of(given: Given, weights: Tensor, *keys: Tensor) -> Groups:
-    """The rows of a call with weights [.., N], and what lies like its keys [.., 1, D]."""
+    """Group the rows of a call, with `weights` [.., N], by the `keys` that they share: tensors [.., 1, D] in the layout
+    of the keys, of which the first are the keys."""
     query, table, rows = given["query"], given["block_table"], rows_of(given, "key")
     if given["layout_query"] == "BSND":
-        found = tuple(pages_of(each, table) if table is not None else each.select(-2, 0) for each in keys)
-        return Groups(query, weights, found, rows.first, rows.seen)
+        batched = tuple(pages_of(each, table) if table is not None else each.select(-2, 0) for each in keys)
+        return Groups(query, weights, batched, rows.first, rows.seen)
     if table is None:
         packed = tuple(each.select(-2, 0)[None] for each in keys)
         assert rows.first is not None
         return Groups(query[None], weights[None], packed, rows.first[None], rows.seen[None])
     batch = table.shape[0]
     if known_true(query.shape[0] <= _FEW * batch) and not known_true(batch == 1):
-        found = tuple(pages_of(each, table[rows.sequence]) for each in keys)  # of each row [T], those of its sequence
-        return Groups(query[:, None], weights[:, None], found, None, rows.seen[:, None])
+        own = tuple(pages_of(each, table[rows.sequence]) for each in keys)
+        return Groups(query[:, None], weights[:, None], own, None, rows.seen[:, None])
     pages = [pages_of(each, table) for each in keys]
     first = rows.sequence * pages[0].shape[1]
     return Groups(query[None], weights[None], tuple(e.flatten(0, 1)[None] for e in pages), first[None], rows.seen[None])
 
 
 def _scores(groups: Groups) -> Tensor:
-    """Σₙ weights[n] · relu(query[n] · key[t]), [G, R, T], in float32 at least."""
+    """Compute the scores Σₙ weights[n] · relu(query[n] · key[t]) [G, R, T], in float32 or wider."""
     each = groups.products
     return (groups.weights.to(each.dtype).unsqueeze(-2) @ each).squeeze(-2)
 
 
-def shape_of(query: Tensor, sparse_count: int) -> tuple[int, ...]:
-    """That of the lists of queries [B, S, N, D] or [T, N, D]."""
+def list_shape(query: Tensor, sparse_count: int) -> tuple[int, ...]:
+    """Return the shape of the lists, [B, S, 1, sparse_count] or [T, 1, sparse_count], of `query` [B, S, N, D] or
+    [T, N, D]."""
     return (*query.shape[:-2], 1, sparse_count)
 
 
 def _outputs(query: Tensor, sparse_count: int, return_value: bool) -> tuple[Tensor, Tensor]:
-    shape = shape_of(query, sparse_count)
+    shape = list_shape(query, sparse_count)
     return query.new_empty(shape, dtype=torch.int32), query.new_empty(shape if return_value else [0])
 
 
-def every_key(given: Given) -> float:
-    """Every key of every query; half of them where it is causal and there are as many queries."""
+def indexer_flops(given: Given) -> float:
+    """Estimate the operations of each query over the room for keys, or over what a causal mask (`sparse_mode` 3) leaves
+    of it."""
     query, key, table = given["query"], given["key"], given["block_table"]
     room = key.shape[0 if given["layout_key"] == "TND" else 1] * (1 if table is None else table.shape[1])
     rows = query.shape[0 if given["layout_query"] == "TND" else 1]
@@ -148,7 +156,7 @@ LIGHTNING_INDEXER = Operator(
         **dict.fromkeys(A2_A3, _A2),
         "ascend950": (*_KERNEL, "N in (8, 16, 24, 32, 64)", "dtype(weights) == dtype(query)"),
     },
-    flops=every_key,
+    flops=indexer_flops,
     older="custom::npu_lightning_indexer",
     source="op-plugin: torch_npu.npu_lightning_indexer; kernel: ops-transformer lightning_indexer (A2/A3: float32)",
     summary=(

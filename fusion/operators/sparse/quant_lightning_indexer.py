@@ -1,4 +1,4 @@
-"""The keys with the largest Σₙ round(weights[n] · s_q[n]) · round(relu(q[n] · k[t]) / 1024) · s_k[t], of int8 q and k.
+"""Selection of int8 keys: the top-k of Σₙ round(weights[n] · s_q[n]) · round(relu(q[n] · k[t]) / 1024) · s_k[t].
 
 Products of weights and scales, and scores of single heads, are rounded to the dtype of the weights.
 """
@@ -13,10 +13,10 @@ from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT16, INT8, compute_dtype
 from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.sparse import sparse_limits
-from fusion.operators.sparse.lightning_indexer import chosen, every_key, groups_of, shape_of
+from fusion.operators.sparse.lightning_indexer import chosen, groups_of, indexer_flops, list_shape
 
 _STEP = 1024.0
-"""What products of int8 are divided by, so that float16 holds them."""
+"""Divisor of products of int8, so that float16 can represent them."""
 
 
 def _quant_lightning_indexer(given: Given) -> Tensor:
@@ -30,7 +30,7 @@ def _quant_lightning_indexer(given: Given) -> Tensor:
 
 
 def _outputs(query: Tensor, sparse_count: int) -> Tensor:
-    return query.new_empty(shape_of(query, sparse_count), dtype=torch.int32)
+    return query.new_empty(list_shape(query, sparse_count), dtype=torch.int32)
 
 
 _KERNEL = (*sparse_limits.pages("key"), "D == 128", "N <= 64", "sparse_count <= 2048")
@@ -66,7 +66,7 @@ QUANT_LIGHTNING_INDEXER = Operator(
         ),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
-    flops=every_key,
+    flops=indexer_flops,
     older="custom::npu_lightning_indexer_quant",
     source=(
         "op-plugin: torch_npu.npu_quant_lightning_indexer; on ascend950 queries and keys are float8, of which this "

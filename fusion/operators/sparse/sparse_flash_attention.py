@@ -24,25 +24,26 @@ from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.sparse import sparse_limits
 
 _PART = 1 << 26
-"""Elements of gathered keys (256 MiB in float32) beyond which a prefill is computed in parts."""
+"""Number of elements of gathered keys (256 MiB in float32) above which rows are computed in parts."""
 
 
 @dataclass(frozen=True)
 class KeyRows:
-    """Rows of a cache in the dtype of the computation: keys [R, K, D + Dr], rotated lanes last, and values."""
+    """Gathered rows of a cache in the dtype of computation: keys [R, K, D + Dr], rotated lanes last, and values
+    [R, K, D]."""
 
     keys: Tensor
     values: Tensor
 
 
 Read = Callable[[Sequence[Tensor]], KeyRows]
-"""What stands at places [R, K] in the leading dims of the keys."""
+"""Function that gathers keys and values at places [R, K], one tensor of indices for each leading dim of the keys."""
 
 
 def _sparse_flash_attention(given: Given) -> tuple[Tensor, ...]:
     query, rope = given["query"], given["query_rope"]
-    whole = query if rope is None else torch.cat((query, rope), dim=-1)
-    out, top, total = listed_attention(given, whole, partial(_read, given))
+    full = query if rope is None else torch.cat((query, rope), dim=-1)
+    out, top, total = listed_attention(given, full, partial(_read, given))
     _, *statistics = _outputs(query, given["return_softmax_lse"])
     if given["return_softmax_lse"]:
         statistics = [each.reshape(query.shape[:-1]).unsqueeze(-3) for each in (top, total)]
@@ -50,28 +51,29 @@ def _sparse_flash_attention(given: Given) -> tuple[Tensor, ...]:
 
 
 def listed_attention(given: Given, query: Tensor, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of queries [.., N, D + Dr], rotated lanes last, over the keys that the lists of a call name.
+    """Compute attention of `query` [.., N, D + Dr], rotated lanes last, over the keys that the lists of a call name.
 
-    The result [.., N, D]; largest score and sum of every row, flat.
+    Results are the output [.., N, D], and the largest score and the sum of each row, [R, N, 1] with the leading dims
+    flattened to R.
     """
     rows = rows_of(given, "kv")
     tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
     lists = [each.flatten(0, -2) for each in (used, *_places(given, rows, tokens))]
-    flat, size = query.flatten(0, -3), _part(tokens, given)
+    flat, size = query.flatten(0, -3), _rows_at_once(tokens, given)
     if known_true(flat.shape[0] <= size):
         out, top, total = _attended(given, read, flat, *lists)
     else:
         parts = zip(*(each.split(size) for each in (flat, *lists)), strict=True)
-        found = zip(*(_attended(given, read, *part) for part in parts), strict=True)
-        out, top, total = map(torch.cat, found)
+        out, top, total = map(torch.cat, zip(*(_attended(given, read, *part) for part in parts), strict=True))
     return out.reshape(*query.shape[:-1], out.shape[-1]), top, total
 
 
 def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The tokens that each row's list [*rows, K] of blocks of `size` tokens names, and which of them it uses.
+    """Expand the lists `indices` [*rows, K] of blocks of `size` tokens to tokens [*rows, K · size], with the mask of
+    those that a row uses.
 
-    The list ends before its first negative entry, and tokens that the row may not see are left out: token 0, which
-    every row that sees anything has, stands where they stood.
+    A list ends before its first negative entry. Tokens that the row does not see, or behind that end, are masked and
+    replaced by token 0, which exists for every row that sees any.
     """
     entry, tokens = torch.arange(indices.shape[-1], device=indices.device), indices.long()
     listed = entry < torch.where(indices < 0, entry, indices.shape[-1]).amin(-1, keepdim=True)
@@ -84,7 +86,7 @@ def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _places(given: Given, rows: Rows, tokens: Tensor) -> list[Tensor]:
-    """Where the tokens stand in the leading dims of the keys."""
+    """Return the indices of `tokens` into the leading dims of the keys, one tensor for each dim."""
     sequence, layout, key = rows.sequence[..., None], given["layout_kv"], given["key"]
     if layout == "TND":
         assert rows.first is not None
@@ -96,8 +98,9 @@ def _places(given: Given, rows: Rows, tokens: Tensor) -> list[Tensor]:
     return [blocks.clamp(0, key.shape[0] - 1), tokens % size]  # the table of an empty sequence may hold anything
 
 
-def _part(tokens: Tensor, given: Given) -> int:
-    """Rows that are computed at once: all of them where their number is a symbol."""
+def _rows_at_once(tokens: Tensor, given: Given) -> int:
+    """Return the number of rows to compute at once, so that gathered keys have at most `_PART` elements; all rows if a
+    size is symbolic."""
     count, width = math.prod(given["query"].shape[:-2]), given["key"].shape[-1]
     sizes = (count, tokens.shape[-1], width)
     if any(isinstance(size, torch.SymInt) for size in sizes):
@@ -106,7 +109,8 @@ def _part(tokens: Tensor, given: Given) -> int:
 
 
 def _attended(given: Given, read: Read, query: Tensor, used: Tensor, *places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [R, N, D], largest score and sum [R, N, 1] of some rows."""
+    """Compute the output [R, N, D], the largest score and the sum [R, N, 1] of R rows, with keys at `places` [R, K], of
+    which `used` [R, K] are visible."""
     rows = read(places)
     pair, visible = (query.to(rows.keys.dtype), rows.keys), Visible(used[:, None])
     out, top, total = rounded_softmax([pair], rows.values, visible, given["scale_value"], query.dtype)
@@ -115,15 +119,16 @@ def _attended(given: Given, read: Read, query: Tensor, used: Tensor, *places: Te
 
 def _read(given: Given, places: Sequence[Tensor]) -> KeyRows:
     key, value, rope = given["key"], given["value"], given["key_rope"]
-    wide, keys = compute_dtype(given["query"]), taken(key, places)
-    keys = (keys if rope is None else torch.cat((keys, taken(rope, places)), dim=-1)).to(wide)
+    wide, keys = compute_dtype(given["query"]), gather_rows(key, places)
+    keys = (keys if rope is None else torch.cat((keys, gather_rows(rope, places)), dim=-1)).to(wide)
     if value is None or value is key:
         return KeyRows(keys, keys[..., : key.shape[-1]])
-    return KeyRows(keys, taken(value, places).to(wide))
+    return KeyRows(keys, gather_rows(value, places).to(wide))
 
 
-def taken(cache: Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Rows [R, K, D] of a cache [.., 1, D]; a cache whose leading dims cannot be one is not copied for that."""
+def gather_rows(cache: Tensor, places: Sequence[Tensor]) -> Tensor:
+    """Gather the rows [R, K, D] at `places` of `cache` [.., 1, D]; two leading dims are flattened to one if that needs
+    no copy."""
     rows = cache.select(-2, 0)
     if len(places) == 2 and known_true(rows.stride(0) == rows.shape[1] * rows.stride(1)):
         first, second = places
@@ -135,7 +140,8 @@ def taken(cache: Tensor, places: Sequence[Tensor]) -> Tensor:
 
 
 def _outputs(query: Tensor, return_softmax_lse: bool) -> tuple[Tensor, ...]:
-    """The output, and largest score and sum of every row, [B, 1, S, N] or [1, T, N], empty unless asked for."""
+    """Return the empty output, and the empty largest score and sum of each row, [B, 1, S, N] or [1, T, N] each, or [0]
+    unless `return_softmax_lse`."""
     *batch, tokens, heads, _ = query.shape
     sizes = [*batch, 1, tokens, heads] if return_softmax_lse else [0]
     wide = torch.promote_types(query.dtype, torch.float32) if return_softmax_lse else torch.float32
@@ -143,15 +149,15 @@ def _outputs(query: Tensor, return_softmax_lse: bool) -> tuple[Tensor, ...]:
 
 
 def _flops(given: Given) -> float:
-    """Every listed key of every query."""
+    """Estimate the operations of each query over all entries of its list."""
     query, listed, rope = given["query"], given["sparse_indices"].shape[-1], given["query_rope"]
     keys = hint(listed) * hint(given["sparse_block_size"])
     width = 2 * query.shape[-1] + (0 if rope is None else rope.shape[-1])
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
-def _unread(given: Given) -> float:
-    """All rows that no list can name."""
+def _skipped_bytes(given: Given) -> float:
+    """Estimate how many bytes of keys, values and rotated keys no list can name."""
     named = count(given["sparse_indices"]) * hint(given["sparse_block_size"])
     return sum(unlisted(given[name], named) for name in ("key", "value", "key_rope"))
 
@@ -206,7 +212,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
     },
     flops=_flops,
-    unread=_unread,
+    unread=_skipped_bytes,
     older="custom::npu_sparse_flash_attention",
     older_means={"attention_mode": 2},
     source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",

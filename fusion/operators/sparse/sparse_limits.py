@@ -1,6 +1,6 @@
-"""What the operators of sparse attention take: layouts, lengths in tensors, and pages.
+"""Dims, dtypes and limits that the operators of sparse attention share: layouts, lengths in tensors, and pages.
 
-`keys` is "key" or "kv", as in the operator's `layout_key` or `layout_kv`.
+The argument `keys` is "key" or "kv", as in the operator's `layout_key` or `layout_kv`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ _KEYS = {"BSND": "B U 1", "TND": "U 1", _PAGED: "Blocks Size 1"}
 
 
 def by_layout(batched: str, packed: str) -> str:
-    """Dims of a tensor that lies like the query, for every pair of layouts."""
+    """Return the dims of a tensor in the layout of the query, with an alternative for each pair of layouts of query and
+    keys: `batched` for BSND, `packed` for TND."""
     kinds = {"BSND": batched, "TND": packed}
     return " / ".join(f"layout_query={query}:{kinds[query]}" for query, _ in _LAYOUTS)
 
 
 def dims(keys: str, widths: Mapping[str, str]) -> dict[str, str]:
-    """Dims of what lies like the keys, of so many lanes, of the table, and of both lengths."""
-    of_keys = {
+    """Return argument -> dims: of the tensors in the layout of the keys, whose lanes are `widths` (argument -> dim), of
+    the block table, and of the lengths."""
+    key_dims = {
         name: " / ".join(f"layout_{keys}={layout}:{_KEYS[layout]} {width}" for _, layout in _LAYOUTS)
         for name, width in widths.items()
     }
-    return of_keys | {"block_table": "B Pages", f"actual_seq_lengths_query actual_seq_lengths_{keys}": "B"}
+    return key_dims | {"block_table": "B Pages", f"actual_seq_lengths_query actual_seq_lengths_{keys}": "B"}
 
 
 def dtypes(keys: str) -> dict[str, frozenset[torch.dtype]]:
-    """The table and the lengths are int32."""
+    """Return argument -> dtypes of the block table and the lengths: int32."""
     return {f"block_table actual_seq_lengths_query actual_seq_lengths_{keys}": INT32}
 
 
 def host(keys: str) -> tuple[Limit, ...]:
-    """What every machine asks for."""
+    """Return the limits of every machine: no window, a block table exactly for paged keys, and lengths for packed
+    queries and for keys that are packed or paged."""
     layout = f"layout_{keys}"
     everything = "no window is decomposed, and no kernel has one"
     return (
@@ -52,15 +55,15 @@ def host(keys: str) -> tuple[Limit, ...]:
 
 
 def kernel(keys: str) -> tuple[Limit, ...]:
-    """What the kernels of every chip ask for."""
+    """Return the limits of the kernels of every chip: dtypes of keys and sizes of pages."""
     return Limit("dtype(key) == dtype(query)"), *pages(keys)
 
 
 def pages(keys: str) -> tuple[Limit, ...]:
-    """How large pages may be."""
+    """Return the limits of the kernels on the sizes of pages."""
     return (Limit("Size % 16 == 0 and Size <= 1024", when=f"layout_{keys} == '{_PAGED}'"),)
 
 
 def in_graphs(text: str, because: str) -> tuple[Limit, ...]:
-    """What is asked for wherever the operator is not launched by itself."""
+    """Return the limit `text` for every lowering but eager, which launches the operator by itself."""
     return tuple(Limit(text, lowering=lowering, because=because) for lowering in LOWERINGS if lowering != "eager")
