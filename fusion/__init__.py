@@ -1,4 +1,4 @@
-"""cann-fusion: plain PyTorch graphs in, fused CANN operators out."""
+"""cann-fusion: a graph pass that rewrites plain PyTorch graphs to fused CANN operators."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 
 class FusionError(Exception):
-    """What was being done, with what, what is wrong, and what to do about it."""
+    """Base of errors for the user: what was being done, with what, what is wrong, and what to do about it."""
 
 
 class OptionError(FusionError):
-    """An option has a value that it cannot have."""
+    """An option has a value that is not accepted."""
 
 
 class OperatorError(FusionError):
-    """An operator is unknown, or is called in a way that it does not accept."""
+    """An operator is unknown, or is called with arguments that it does not accept."""
 
 
 class RuleError(FusionError):
@@ -22,7 +22,7 @@ class RuleError(FusionError):
 
 
 class FormatError(FusionError):
-    """A rewritten graph reads a tensor in another storage format than it lies in."""
+    """A rewritten graph reads a tensor in a storage format other than the tensor's."""
 
 
 class NoRulesError(FusionError):
@@ -31,14 +31,14 @@ class NoRulesError(FusionError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that raised while a graph was fused, and where.
+    """An error in the pass, and its place.
 
     Attributes:
-        stage: which stage of the pipeline it was.
-        error: type and message of what was raised.
-        rule: name of the rule that was at work, "" where none was.
-        whole: whether the whole graph runs as it came; else it goes on without that rule.
-        node: name of the node that was worked on, "" where it is not known.
+        stage: the stage of the pipeline.
+        error: type and message of the error.
+        rule: name of the rule that was being applied, or "".
+        whole: True if the graph runs unchanged; else only the rule is dropped.
+        node: name of the node that was being processed, or "".
         where: `file:line` in the model's code.
         source: the text of that line.
         module: path of the module.
@@ -57,27 +57,26 @@ class Failure:
     def place(self) -> str:
         """Node, module, `file:line` and its text, as far as they are known."""
         line = ": ".join(part for part in (self.where, self.source) if part)
-        told = " at ".join(part for part in (self.module, line) if part)
-        return f"node {self.node}" + (f" ({told})" if told else "") if self.node else told
+        context = " at ".join(part for part in (self.module, line) if part)
+        return f"node {self.node}" + (f" ({context})" if context else "") if self.node else context
 
     @property
     def advice(self) -> str:
-        """What a user can do about it."""
+        """Advice to the user."""
         left_out = f"options={{'disable': {{{self.rule!r}}}}} leaves that rule out; " if self.rule else ""
         return f"{left_out}please report it, with the graph that options={{'dump_dir': folder}} writes"
 
     def __str__(self) -> str:
-        """One sentence: stage, place, error."""
-        of_rule = f", with the rule {self.rule!r}," if self.rule else ""
+        by_rule = f", with the rule {self.rule!r}," if self.rule else ""
         place = f" at {self.place}" if self.place else ""
-        return f"stage {self.stage}{of_rule} failed{place}: {self.error}"
+        return f"stage {self.stage}{by_rule} failed{place}: {self.error}"
 
 
 class VerificationError(FusionError):
-    """A rewritten graph is not what it has to be.
+    """A rewritten graph differs from the original in its interface or its numbers.
 
     Attributes:
-        culprit: the guilty rewrite: its rule and its place in the model; None where it is not known.
+        culprit: the rule and the place of the wrong rewrite; None where it is not known.
         script: path of a script that reproduces a difference in numbers; "" where there is none.
     """
 
@@ -87,7 +86,7 @@ class VerificationError(FusionError):
 
 
 class StageError(FusionError):
-    """A stage of the pipeline raised; the graph is left, or runs, as it came."""
+    """A stage of the pipeline raised an error; the graph is unchanged."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))

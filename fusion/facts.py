@@ -1,4 +1,4 @@
-"""Facts: what is known of a graph's inputs beyond what the graph itself shows."""
+"""Facts about the inputs of a graph that the graph itself does not have."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from torch.fx.immutable_collections import immutable_dict
 
 KINDS = ("causal", "padding", "window:n")
-"""What can be assumed of an attention mask; n is a positive number of keys."""
+"""Kinds of attention masks that can be assumed; n is a positive number of keys."""
 ONES = ":ones"
-"""Ends the kind of a float mask of 0 and 1: 1 where a key is seen, and not 0, as where the mask is added to scores."""
+"""Suffix of the kind of a float mask of 0 and 1: 1 where a key is visible, which an additive mask has as 0."""
 LOWERED = ":lowered"
-"""Ends the kind of a float mask of padding that may hide all keys of a query by finite numbers, not by -inf alone."""
+"""Suffix of the kind of a float padding mask that may mask all keys of a query by finite numbers, not only -inf."""
 FORMATS = ("ND", "FRACTAL_NZ")
 """Storage formats of a tensor, without and with blocks: see `fusion.inputs.nz_format`."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A matrix of two numbers.
+    """A matrix [R, C] of two numbers, one of them in a diagonal band low ≤ j − i ≤ high.
 
     Attributes:
-        low: the least j − i of what lies in the band; None where it reaches every corner below.
-        high: the largest; None where it reaches every corner above.
+        low: the least j − i in the band; None where the band includes the lower left corner.
+        high: the largest j - i in the band; None where the band includes the upper right corner.
         inside: the number in the band.
         outside: the number elsewhere.
     """
@@ -42,23 +42,23 @@ class Band:
 
 @dataclass(frozen=True)
 class Facts:
-    """Known by whoever hands the graph over; inputs are named as the graph's placeholders are.
+    """Facts from the caller of the pass; inputs have the names of the placeholders of the graph.
 
     Attributes:
-        parameters: inputs that hold Parameters of the model: what is computed from them alone is prepared once.
-        assumed: what the user says of an input, to be checked at every call, e.g. {"arg7_1": "causal"}; with `ONES`
-            or `LOWERED` behind it, e.g. {"arg7_1": "causal:ones"}, of floats that the graph uses as 0 and 1.
-        fractal: of each input that may lie in the storage format FRACTAL_NZ, whether it does; where nothing can tell,
-            it is supposed to, and to be checked at every call.
-        bands: the band in each buffer that holds one when the model is compiled (`fusion.inputs.mask_buffers`); checked
+        parameters: inputs that hold Parameters of the model: computations from them alone are prepared once.
+        assumed: kind of mask of an input that the user declares, to be checked at every call: {"arg7_1": "causal"};
+            with `ONES` or `LOWERED` appended, {"arg7_1": "causal:ones"}, for floats that the graph uses as 0 and 1.
+        fractal: for each input that may be in the storage format FRACTAL_NZ, True if it is; True as well where nothing
+            can tell. Checked at every call.
+        bands: the band in each buffer that was one when the model was compiled (`fusion.inputs.mask_buffers`); checked
             at every call.
-        arguments: where an input is found in the arguments of the compiled function, e.g. {"arg7_1":
-            "attention_mask.full_attention"}: the name by which something can be assumed of it.
-        strides: how each result of the graph lies when the model runs without a compiler, None where it is not known;
-            empty if it is known of none. A functional graph may say otherwise: what it computes from a cache that is
-            written in place lies like a copy of that cache.
-        extensible: whether the graph may be given further inputs even if none of its own holds a Parameter.
-        wrapped: where in the model the Parameters are that wrap other tensors: nothing is prepared from these.
+        arguments: path of an input in the arguments of the compiled function, {"arg7_1":
+            "attention_mask.full_attention"}: the name for the option `assume`.
+        strides: strides of each result in the uncompiled model, None where they are not known; empty if none is known.
+            A functional graph may have others: a result computed from a cache that is written in place has the strides
+            of a copy of that cache.
+        extensible: True if the graph may be given further inputs even if none of its own holds a Parameter.
+        wrapped: names of the Parameters that wrap other tensors: nothing is prepared from these.
     """
 
     parameters: frozenset[str] = frozenset()
@@ -72,21 +72,21 @@ class Facts:
 
     @property
     def prepares(self) -> bool:
-        """Whether what is prepared can be handed to the graph."""
+        """True if prepared tensors can be passed to the graph."""
         return self.extensible or bool(self.parameters)
 
     def assumption(self, name: str) -> tuple[str, str | Band]:
-        """Where an input is found in the arguments, and what is assumed of it."""
+        """Return the path of an input in the arguments, and its assumed kind of mask, band or storage format."""
         known = self.assumed.get(name) or self.bands.get(name) or FORMATS[self.fractal[name]]
         return self.arguments.get(name, name), known
 
 
 def plain(kind: str) -> str:
-    """Return a kind as the user gives it, without `ONES` and `LOWERED`."""
+    """Return `kind` as the user declares it, without `ONES` and `LOWERED`."""
     return kind.removesuffix(ONES).removesuffix(LOWERED)
 
 
 def window(kind: str) -> int | None:
-    """Return how many keys each query sees at most, its own among them: n of "window:n", None for any other kind."""
-    found = re.fullmatch(r"window:0*([1-9][0-9]*)", plain(kind))
-    return int(found[1]) if found else None
+    """Return the keys that each query sees at most, its own among them: n of "window:n", None for any other kind."""
+    match = re.fullmatch(r"window:0*([1-9][0-9]*)", plain(kind))
+    return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""Options: everything that a user can decide about the pass, frozen and checked."""
+"""Options of the pass, frozen and checked."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Options:
 
     Attributes:
         target: the chip that fusions are planned for: "auto", "ascend910b", "ascend910_93", "ascend950" or "host".
-        lower: who runs the fused graph here: "auto", "eager", "inductor", "torchair" or "npugraph_ex".
-        plan_lower: who would run it on the target; "" for torchair on an Ascend target, else for `lower`.
-        mode: how Inductor compiles the fused graph, as `torch.compile(mode=...)`; other compilers have no such modes.
+        lower: the compiler that runs the fused graph here: "auto", "eager", "inductor", "torchair" or "npugraph_ex".
+        plan_lower: the compiler that would run it on the target; "" for torchair on an Ascend target, else for `lower`.
+        mode: mode of Inductor, as in `torch.compile(mode=...)`; other compilers have no such modes.
         rules: names of the only rules to use; empty for all.
         disable: names of rules and of operators not to use, e.g. {"rope", "npu_swiglu"}.
-        opt_in: names of rules to use that are off otherwise: what they emit is no part of torch_npu, or is compiled for
-            one model. `cann-fusion rules` says which these are.
-        unsafe: names of rules whose guard is not asked (limits of operators still are).
-        assume: what the attention masks among the arguments are: {"attention_mask": "causal"}, "padding" or
-            "window:n" (n keys, the query's own among them). Checked at every call; where it does not hold, the
-            unfused graph runs. A mask inside an argument has a path: "attention_mask.full_attention", "masks[0]".
-        lengths: "host" allows eager launches to wait for the device, once a step, to read lengths as integers; "auto"
-            uses what needs none.
-        fuel: at most so many rewrites, to find the guilty one; None for all.
+        opt_in: names of rules to use that are off by default: their operators are no part of torch_npu, or are compiled
+            for one model. `cann-fusion rules` lists them.
+        unsafe: names of rules whose guard is skipped (limits of operators still apply).
+        assume: kinds of the attention masks among the arguments: {"attention_mask": "causal"}, "padding" or
+            "window:n" (n keys, the query's own among them). Checked at every call; a call with another mask runs the
+            unfused graph. A mask inside an argument has a path: "attention_mask.full_attention", "masks[0]".
+        lengths: "host" allows eager launches to synchronise the device, once a step, to read lengths as integers;
+            "auto" uses only operators that need no such read.
+        fuel: most rewrites to make, to find a wrong one by bisection; None for all.
         verify: compare the first call of every fused graph with the original graph, judged by float64, and name the
-            rewrite that is wrong. A guest (`FusionPass`) sees no calls and ignores it.
-        prepack: "share" makes Parameters that are joined views of the joined tensor, so that nothing is held twice;
-            "copy" keeps them beside it.
-        plan_cache: where plans, and what has come of whole graphs, are kept for later compilations: "disk" (the user's
-            cache folder, for later processes too), "memory" or "off"; $CANN_FUSION_PLAN_CACHE, where that is set.
+            rewrite that is wrong. A guest (`FusionPass`) observes no calls and ignores it.
+        prepack: "share" makes Parameters that are joined views of the joined tensor, so that no weight is stored twice;
+            "copy" stores both.
+        plan_cache: cache of plans, and of the rewrites of complete graphs, for later compilations: "disk" (the user's
+            cache folder, for later processes too), "memory" or "off"; by default $CANN_FUSION_PLAN_CACHE or "disk".
         progress: show a line on the terminal where compiling takes more than five seconds; never in CI.
         dump_dir: folder for the graph after each stage, as text; "" for none.
     """
@@ -78,7 +78,7 @@ class Options:
 
     @staticmethod
     def of(given: Any, **more: Any) -> Options:
-        """Make Options of `given` (Options, a mapping of names to values, or None), with `more` in place of its values.
+        """Make Options of `given` (Options, a mapping of names to values, or None), updated by `more`.
 
         Raises:
             OptionError: a name or a value is not known; the message names the nearest.
@@ -95,7 +95,7 @@ class Options:
         return Options(**{**(given or {}), **more})
 
     def key(self) -> tuple[Any, ...]:
-        """All values, hashable and in a fixed order."""
+        """Return all values, hashable and in a fixed order."""
         values = (getattr(self, each.name) for each in fields(self))
         return tuple(
             tuple(sorted(v.items())) if isinstance(v, Mapping) else tuple(sorted(v)) if isinstance(v, frozenset) else v
@@ -109,10 +109,10 @@ def check_names(
     """Raise `OptionError` for the first of `names` that is not `known`.
 
     Args:
-        what: the kind of name that is wanted.
-        names: what was given.
-        known: what may be given.
-        meant: what the first unknown name stands for; the nearest known names where that is not known.
+        what: the kind of name, for the message.
+        names: the given names.
+        known: the accepted names.
+        meant: hint in the message; "" for the nearest known names.
         listed: the known names that the message lists; None for all.
     """
     known = list(known)
@@ -121,8 +121,8 @@ def check_names(
         return
     near = difflib.get_close_matches(str(unknown), known, n=2, cutoff=0.5)
     hint = meant or (f"did you mean {' or '.join(map(repr, near))}? " if near else "")
-    all_of_them = ", ".join(filter(None, known if listed is None else listed))
-    raise OptionError(f"reading options: {unknown!r} is not a known {what}; {hint}known: {all_of_them}")
+    accepted = ", ".join(filter(None, known if listed is None else listed))
+    raise OptionError(f"reading options: {unknown!r} is not a known {what}; {hint}known: {accepted}")
 
 
 def _wrong(option: str, given: object, wanted: str) -> OptionError:
@@ -223,4 +223,4 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "progress": _flag,
     "dump_dir": _folder,
 }
-"""Function by option that checks a value, and gives it back normalised."""
+"""For each option, the function that checks a value and returns it normalised."""

@@ -1,4 +1,4 @@
-"""The pipeline: the one place that knows the order of the stages.
+"""The pipeline: the order of the stages.
 
 dead code → layers → canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify, and
 the same for the bodies of `cond`, `while_loop` and the like
@@ -31,8 +31,8 @@ from fusion.planning.fake_execution import Fakes
 from fusion.planning.target import Target
 from fusion.records import Candidate, Refusal, Repeats, Rewritten
 from fusion.report.failures import stage
-from fusion.report.outcome import Outcome, counted, live_calls, tally, together
-from fusion.report.refusals import useless, worth_telling
+from fusion.report.outcome import Outcome, add_tallies, counted, live_calls, tally
+from fusion.report.refusals import to_report, useless
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.dead_code import drop_dead_code
 from fusion.stages.host_reads import read_on_host
@@ -57,72 +57,78 @@ def fuse_graph(
     options: Options,
     facts: Facts = Facts(),
     original: fx.Graph | None = None,
-    told: bool = True,
+    with_refusals: bool = True,
     in_place: bool = True,
 ) -> Outcome:
     """Rewrite one functional aten graph in place, with the bodies that its calls run.
 
-    Every node outside the chosen matches stays the same object; a body becomes another module. `original` is a copy of
-    the graph, where the caller has one. Refusals are worked out only where they are `told`. Without `in_place` the
-    graph stays functional, for a compiler that chooses by itself what is written in place.
+    Every node outside the chosen matches stays the same object; a body is replaced by another module. A rule that
+    raises is refused there; the others go on.
 
-    A rule that raises is refused where it does so; the others go on.
+    Args:
+        source: the graph.
+        library: the rules and readers.
+        options: the options of the user.
+        facts: the facts about the inputs of the graph.
+        original: a copy of the graph, where the caller has one.
+        with_refusals: False to skip the work on refusals, which the outcome then lacks.
+        in_place: False to leave the graph functional, for a compiler that decides about in-place writes itself.
 
     Raises:
-        FusionError: the graph carries no shapes.
-        StageError: a stage failed; the graph is as it came.
+        FusionError: the graph has no shapes.
+        StageError: a stage failed; the graph is unchanged.
     """
     with stage("operators"):
         operators.ensure()
         target = Target.resolve(options.target)
-    kept = copied(source) if original is None else original
+    original = copied(source) if original is None else original
     try:
         with uncollected():
-            search = _Search(library, options, target, told, in_place)
-            outcome = roomy(partial(_stored, source, kept, search, facts))
+            search = _Search(library, options, target, with_refusals, in_place)
+            outcome = roomy(partial(_fused_for_formats, source, original, search, facts))
             with stage("bodies"):
-                return _entered(source, search, outcome)
+                return _with_bodies(source, search, outcome)
     except BaseException:
-        refill(source, kept)
+        refill(source, original)
         raise
 
 
-def _stored(source: fx.Graph, kept: fx.Graph, search: _Search, facts: Facts) -> Outcome:
-    """The graph fused by what is known of storage formats; without, where a write that stays makes another tensor."""
+def _fused_for_formats(source: fx.Graph, original: fx.Graph, search: _Search, facts: Facts) -> Outcome:
+    """Fuse `source` by the known storage formats, or without them if a rewritten call would read another one."""
     try:
-        return _fused(source, kept, search, facts)
+        return _fused(source, original, search, facts)
     except FormatError as error:
         log.debug("storage formats are not relied on: %s", error)
-        refill(source, kept)
-        return _fused(source, kept, search, replace(facts, fractal={}))
+        refill(source, original)
+        return _fused(source, original, search, replace(facts, fractal={}))
 
 
-def _fused(source: fx.Graph, kept: fx.Graph, search: _Search, facts: Facts) -> Outcome:
+def _fused(source: fx.Graph, original: fx.Graph, search: _Search, facts: Facts) -> Outcome:
     calls = live_calls(source)
     with stage("dead_code"):
         dropped = drop_dead_code(source)
     made = search.rewritten(source, facts)
     with stage("report"):
         before = tally(calls, made.chosen)
-    outcome = Outcome(facts, made.chosen, made.refusals, before, failures=_apart(made.failures))
+    outcome = Outcome(facts, made.chosen, made.refusals, before, failures=_distinct(made.failures))
     if made.chosen:
-        return _finished(source, kept, search, made, outcome)
+        return _finished(source, original, search, made, outcome)
     if dropped:
-        refill(source, kept)
+        refill(source, original)
     return outcome
 
 
 @dataclass(frozen=True)
 class _Made:
-    """What was rewritten in one graph, or refused there.
+    """Rewrites and refusals in one graph.
 
     Attributes:
         chosen: the rewrites that were made, in the order of the graph.
-        refusals: what was not done.
-        failures: what rules raised.
-        done: the rewrites, with what they added.
-        copies: the copies that give results the strides and memory that they had.
-        held: what the nodes held before.
+        refusals: the refused fusions.
+        failures: the errors of rules.
+        done: the rewrites, with the nodes that they added.
+        copies: the copies that give results their original strides and memory.
+        values: the canonical values of the original nodes.
     """
 
     chosen: tuple[Candidate, ...]
@@ -130,25 +136,25 @@ class _Made:
     failures: tuple[Failure, ...]
     done: tuple[Rewritten, ...]
     copies: tuple[fx.Node, ...]
-    held: Mapping[fx.Node, Held]
+    values: Mapping[fx.Node, Held]
 
 
 @dataclass(frozen=True)
 class _Search:
-    """How graphs are searched and rewritten.
+    """Parameters of the search and the rewriting of graphs.
 
     Attributes:
         library: the rules and readers.
         options: the options of the user.
         target: the chip.
-        told: whether refusals are worked out.
-        in_place: whether caches may be written in place.
+        with_refusals: True if refusals are reported.
+        in_place: True if caches may be written in place.
     """
 
     library: Library
     options: Options
     target: Target
-    told: bool
+    with_refusals: bool
     in_place: bool
 
     def rewritten(
@@ -158,10 +164,10 @@ class _Search:
         repeats: Repeats = Repeats(),
         walls: frozenset[fx.Node] = frozenset(),
     ) -> _Made:
-        """Rewrite one graph in place, of equal layers as few as tell what comes of all.
+        """Rewrite one graph in place, searching few layers for each set of equal ones.
 
-        `repeats` counts for how many nodes each stands; `walls` are nodes at which layers begin of which some were left
-        out.
+        `repeats` counts the nodes that each node stands for; `walls` are nodes at the beginning of layers some of which
+        were left out.
         """
         for folded in self._folded(source, facts, walls):
             try:
@@ -171,7 +177,7 @@ class _Search:
         return self._searched(source, facts, repeats)
 
     def _folded(self, source: fx.Graph, facts: Facts, walls: frozenset[fx.Node]) -> Iterator[Folded]:
-        """Yield the graph without the layers for which others stand, then with pairs of layers taken as one."""
+        """Yield the graph with one layer for all equal ones, then with one pair of layers for all equal pairs."""
         with stage("layers"):
             division = divide(source, facts, walls) if self.options.fuel is None else None
         if division is None:
@@ -191,38 +197,38 @@ class _Search:
         order = {node: place for place, node in enumerate(folded.source.nodes)}
         made = self.rewritten(folded.graph, folded.facts, origins.repeats(repeats), origins.walls(walls))
         with stage("layers"):
-            done, copies = unfold(origins, made.held, made.done, made.copies)
+            done, copies = unfold(origins, made.values, made.done, made.copies)
             chosen = sorted((each for one in made.chosen for each in origins.candidates(one)), key=_place_in(order))
             refusals = tuple(each for one in made.refusals for each in origins.refusals(one))
-            held = {folded.origin[node]: each for node, each in made.held.items()}
-        return _Made(tuple(chosen), refusals, made.failures, tuple(done), tuple(copies), held)
+            values = {folded.origin[node]: each for node, each in made.values.items()}
+        return _Made(tuple(chosen), refusals, made.failures, tuple(done), tuple(copies), values)
 
     def _searched(self, source: fx.Graph, facts: Facts, repeats: Repeats) -> _Made:
         elsewhere = [] if self.target.is_npu else [Target.named(REFERENCE)]
         with stage("canonicalise"):
             graph = canonicalise(source, facts)
         with stage("read"):
-            graph, unread = read(graph, self.library.readers)
+            graph, reader_failures = read(graph, self.library.readers)
         with stage("match"):
             on = [each for each in self.library.rules if not each.opt_in or each.name in self.options.opt_in]
-            found = match(graph, on, self.options.unsafe, self.told)
+            matched = match(graph, on, self.options.unsafe, self.with_refusals)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
             plans = text_cache("plans", self.library, self.options)
             planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, repeats, plans)
-            candidates = planner.candidates(found.matches)
+            candidates = planner.candidates(matched.matches)
             if plans is not None:
                 plans.save()
         with stage("select"):
             chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
         refusals: list[Refusal] = []
-        if self.told:
+        if self.with_refusals:
             with stage("report"):
-                refused = [*found.refusals, *planner.refusals, *useless(candidates, frozenset(chosen))]
-                refusals = worth_telling(refused, chosen, on)
+                refused = [*matched.refusals, *planner.refusals, *useless(candidates, frozenset(chosen))]
+                refusals = to_report(refused, chosen, on)
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
-        failures = (*unread, *found.failures, *planner.failures)
+        failures = (*reader_failures, *matched.failures, *planner.failures)
         return _Made(tuple(chosen), tuple(refusals), failures, tuple(done), tuple(copies), graph.held)
 
 
@@ -230,12 +236,12 @@ def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:
     return lambda candidate: order[candidate.match.node]
 
 
-def _finished(source: fx.Graph, kept: fx.Graph, search: _Search, made: _Made, outcome: Outcome) -> Outcome:
-    """Prepare what comes from Parameters, write in place, and check the graph against a copy of what it was."""
+def _finished(source: fx.Graph, original: fx.Graph, search: _Search, made: _Made, outcome: Outcome) -> Outcome:
+    """Prepare computations from Parameters, write in place, and verify the graph against `original`, its copy."""
     options, target = search.options, search.target
     lowering = plan_lower(options, target)
-    with stage("verify"):  # sizes that the search has found equal are, in the copy too
-        before = contract(kept, outcome.facts.strides)
+    with stage("verify"):  # after the search, whose guards on sizes hold for the copy as well
+        before = contract(original, outcome.facts.strides)
     with stage("prepare"):
         if options.prepack == "share":
             read_as_stored(source, outcome.facts, target.is_npu)
@@ -257,15 +263,15 @@ def _finished(source: fx.Graph, kept: fx.Graph, search: _Search, made: _Made, ou
     )
 
 
-def _apart(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """The first of those that differ in nothing but their place."""
+def _distinct(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Return the first of the failures that differ only in their place."""
     return tuple({(each.stage, each.rule, each.error): each for each in reversed(failures)}.values())[::-1]
 
 
-def _entered(source: fx.Graph, search: _Search, outcome: Outcome) -> Outcome:
-    """The outcome with that of the bodies that calls run: each is rewritten once, and counted at each call.
+def _with_bodies(source: fx.Graph, search: _Search, outcome: Outcome) -> Outcome:
+    """Add to `outcome` that of the bodies: each is rewritten once, and its calls count for each call of it.
 
-    The modules that came keep theirs; a body in which a stage fails stays as it came.
+    The old modules are not changed; a body in which a stage fails stays unchanged.
     """
     rewritten: dict[fx.GraphModule, tuple[fx.GraphModule, Outcome]] = {}
     names: dict[str, fx.GraphModule] = {}
@@ -274,25 +280,30 @@ def _entered(source: fx.Graph, search: _Search, outcome: Outcome) -> Outcome:
             continue
         if each.code not in rewritten:
             rewritten[each.code] = code, inner = _body(each.code, search, len(outcome.chosen))
-            outcome = _beside(outcome, inner)
+            outcome = _with_body(outcome, inner)
         code, inner = rewritten[each.code]
         names[each.name] = code
         waits = outcome.host_reads + inner.host_reads
-        outcome = replace(outcome, before=together(outcome.before, inner.before), host_reads=waits)
+        outcome = replace(outcome, before=add_tallies(outcome.before, inner.before), host_reads=waits)
     left_alone = dict.fromkeys(each.call for each in bodies(source) if not each.is_entered)
-    refused = [Refusal(higher_order(call.target), NOT_ENTERED, call) for call in left_alone if search.told]
+    refused = [Refusal(higher_order(call.target), NOT_ENTERED, call) for call in left_alone if search.with_refusals]
     for name, code in names.items():
         cast(fx.GraphModule, source.owning_module).add_submodule(name, code)
     return replace(outcome, refusals=(*outcome.refusals, *refused))
 
 
 def _body(code: fx.GraphModule, search: _Search, used: int) -> tuple[fx.GraphModule, Outcome]:
-    """A body rewritten, or as it came; `used` is how much fuel is gone."""
+    """Return `code` rewritten, or unchanged after an error, with the outcome; `used` is the fuel that is spent."""
     fresh, fuel = fx.GraphModule(code, copy.deepcopy(code.graph)), search.options.fuel
     options = search.options if fuel is None else replace(search.options, fuel=max(fuel - used, 0))
     try:
         outcome = fuse_graph(
-            fresh.graph, search.library, options, original=code.graph, told=search.told, in_place=search.in_place
+            fresh.graph,
+            search.library,
+            options,
+            original=code.graph,
+            with_refusals=search.with_refusals,
+            in_place=search.in_place,
         )
     except StageError as error:
         return code, Outcome(before=counted(code.graph), failures=(error.failure,))
@@ -300,8 +311,8 @@ def _body(code: fx.GraphModule, search: _Search, used: int) -> tuple[fx.GraphMod
     return fresh, outcome
 
 
-def _beside(outcome: Outcome, inner: Outcome) -> Outcome:
-    """What was done in a graph and in one of its bodies."""
+def _with_body(outcome: Outcome, inner: Outcome) -> Outcome:
+    """Add to the outcome of a graph that of one of its bodies."""
     both = {
         name: (*getattr(outcome, name), *getattr(inner, name))
         for name in ("chosen", "refusals", "in_place", "failures")
@@ -310,9 +321,9 @@ def _beside(outcome: Outcome, inner: Outcome) -> Outcome:
 
 
 def plan_lower(options: Options, target: Target) -> str:
-    """The compiler that fusions are planned for: torchair on an Ascend target unless the user says otherwise.
+    """Return the compiler that fusions are planned for: torchair on an Ascend target, unless options say otherwise.
 
-    Inductor launches the vendor's operators as an interpreter does.
+    Inductor launches the vendor's operators as an interpreter does: "eager".
     """
     if options.plan_lower and options.plan_lower != "auto":
         return "eager" if options.plan_lower == "inductor" and target.is_npu else options.plan_lower

@@ -1,4 +1,4 @@
-"""The frozen records that one stage hands to the next."""
+"""Frozen records that stages pass to each other."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fusion.language import Capture, Pattern, Refused, Rule, call
 
 @dataclass(frozen=True, eq=False)
 class Refusal:
-    """Why something did not happen, with the culprit in the user's own code.
+    """A fusion that was refused, with the reason and the place in the model.
 
     Attributes:
         rule: name of the rule that would have matched.
         cause: the reason; formatted when it is read.
-        node: the user's node at which it was decided.
-        target: the target whose limit refused, "" where it would be refused anywhere.
-        variant: the form that was refused, where forms of the rule vary.
-        benefit: predicted microseconds that it would have saved where a limit refused it, else -inf.
-        miss: what a reader said, if it was one.
-        about: the node that computes what it is said of, if another does.
-        blamed: the node whose line is to blame, if it is another.
-        words: the semantic ops of the look-alike that it is of, None where those of the rule speak.
-        covers: the nodes that this reason accounts for: reports drop the reasons of other rules about them.
+        node: the node of the model at which the refusal was decided.
+        target: the target whose limit refused; "" for a refusal on every target.
+        variant: the form that was refused, for a rule whose forms vary.
+        benefit: predicted microseconds that the fusion would have saved, if a limit refused it; else -inf.
+        miss: the miss of a reader, if that is the source of the refusal.
+        about: the node that computes the subject of the miss, if another node does.
+        blamed: the node whose line is to blame, if it is another node.
+        words: the semantic ops of the look-alike that refused; None for those of the rule.
+        covers: the nodes that this reason explains: reports drop the reasons of other rules about them.
     """
 
     rule: str
@@ -48,7 +48,7 @@ class Refusal:
     covers: frozenset[fx.Node] = field(default=frozenset(), repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the text and the place of a refusal, without the graph that its node is of."""
+        """Pickle the text and the place of a refusal, without the graph of its node."""
         place = fx.Graph().placeholder(self.node.name)
         place.meta = portable_metadata(self.blamed or self.node)
         place.meta.pop("val", None)
@@ -56,12 +56,12 @@ class Refusal:
 
     @property
     def reason(self) -> str:
-        """The reason, in words."""
+        """The reason, formatted."""
         return str(self.cause)
 
     @property
     def names(self) -> frozenset[str]:
-        """What was refused: the rule, and the form where forms of it vary."""
+        """The name of the rule, and that of the form, for rules whose forms vary."""
         return frozenset({self.rule, f"{self.rule}.{self.variant.partition('[')[0]}"})
 
     @property
@@ -71,7 +71,7 @@ class Refusal:
 
     @property
     def source(self) -> str:
-        """The text of that line."""
+        """Text of that line."""
         return source_text(self.blamed or self.node)
 
     @property
@@ -80,7 +80,6 @@ class Refusal:
         return module_path(self.blamed or self.node)
 
     def __str__(self) -> str:
-        """One line: rule, reason, place."""
         place = " at ".join(part for part in (self.module, self.where) if part) or self.node.name
         on = f" on {self.target}" if self.target else ""
         return f"{self.rule} refused{on}: {self.reason} [{place}]"
@@ -92,11 +91,11 @@ class Match:
 
     Attributes:
         rule: the rule.
-        pattern: the form in which it was found.
-        captures: what the pattern took, tensors as values.
-        results: the values that it replaces.
-        roots: for each result, the user's nodes that compute it; none for one that only other matches read.
-        relies: the inputs of which something was assumed.
+        pattern: the form that matched.
+        captures: the captures of the pattern by name, tensors as values.
+        results: the values that the match replaces.
+        roots: for each result, the nodes of the model that compute it; none for a result that only other matches read.
+        relies: the inputs that the match makes assumptions about.
     """
 
     rule: Rule
@@ -108,28 +107,28 @@ class Match:
 
     @property
     def form(self) -> str:
-        """The name of its form."""
+        """Name of the form."""
         return self.pattern.name
 
     @property
     def spare(self) -> frozenset[str]:
-        """Names of the captures that lowerings can do without."""
+        """Names of the captures that lowerings may omit."""
         captures = self.pattern.captures.items()
         return frozenset(name for name, each in captures if isinstance(each, Capture) and not each.needed)
 
     @property
     def within(self) -> frozenset[str]:
-        """Names of the larger fusions of which it is a part."""
+        """Names of the larger fusions that the match is a part of."""
         return call(self.rule.within, self.captures)
 
     @property
     def variant(self) -> str:
-        """The name of its form, where forms of the rule vary."""
+        """Name of the form, for a rule whose forms vary; else ""."""
         return self.form if self.pattern.varies else ""
 
     @property
     def node(self) -> fx.Node:
-        """The first root: the node by which this match is named."""
+        """The first root, by which the match is named."""
         return self.firsts[0]
 
     @property
@@ -144,27 +143,27 @@ class Match:
 
     @property
     def firsts(self) -> list[fx.Node]:
-        """For each result that nodes compute, the first of them."""
+        """The first node of each result that nodes compute."""
         return [makers[0] for makers in self.roots if makers]
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that a plan takes from outside."""
+    """A tensor that a plan takes from outside, by the name of the capture."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Output:
-    """Result number `item` of step number `step` (item None: its only result)."""
+    """Result number `item` of step number `step`; item None for its only result."""
 
     step: int
     item: int | None
 
 
 def outputs_of(step: int, result: Any) -> Iterator[tuple[Output, torch.Tensor]]:
-    """Yield the tensors among what step number `step` gives, each with its name."""
+    """Yield the tensors in the `result` of step number `step`, each with its `Output`."""
     several = isinstance(result, (tuple, list))
     for item, each in enumerate(cast(Sequence[Any], result) if several else (result,)):
         if isinstance(each, torch.Tensor):
@@ -177,10 +176,10 @@ class Step:
 
     Attributes:
         target: the operator.
-        args: its arguments, tensors as `Input` or `Output`.
-        kwargs: those that are passed by name.
+        args: the positional arguments, tensors as `Input` or `Output`.
+        kwargs: the keyword arguments.
         result: the fake result.
-        covered: True if the lowering states that float16 holds what the call rounds (`fusion.language.ranges`).
+        covered: True if the lowering declares that float16 has the range for the results (`fusion.language.ranges`).
     """
 
     target: OpOverload
@@ -192,15 +191,16 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a lowering runs on inputs of one signature, recorded once.
+    """The calls of a lowering on inputs of one signature, recorded once.
 
     Attributes:
         steps: the calls, in order.
-        results: where each result is found, or the input that is passed on.
+        results: the reference to each result, which may be an input.
         fakes: the fake results.
-        refusals: operator limits that forbid it, by target name.
-        costs: for each kernel among the steps, its predicted microseconds and the inputs that it depends on.
-        uses: names of the inputs that it reads.
+        refusals: reasons of operator limits that forbid the plan, by target name.
+        costs: for each kernel among the steps, its predicted microseconds and the names of the inputs that it depends
+            on.
+        uses: names of the inputs that the plan reads.
     """
 
     steps: tuple[Step, ...]
@@ -211,7 +211,7 @@ class Plan:
     uses: frozenset[str]
 
     def tensors(self, match: Match) -> dict[str, Value]:
-        """The values that it reads of a match."""
+        """Map the names of the inputs that the plan reads to their values in `match`."""
         return {name: each for name, each in match.captures.items() if isinstance(each, Value) and name in self.uses}
 
 
@@ -220,12 +220,12 @@ class Prepared:
     """A tensor that is computed from Parameters once and passed to a graph as a further input.
 
     Attributes:
-        name: the input that holds it.
-        sources: the inputs that hold the Parameters, in the order in which `module` takes them.
-        module: computes it from them.
-        key: equal for two of them exactly when they compute the same from Parameters of the same metadata.
-        size: bytes of what is copied into it, if Parameters are.
-        copied: why it holds a copy of Parameters; "" where they become views of it.
+        name: the name of the input.
+        sources: the inputs that hold the Parameters, in the order of the arguments of `module`.
+        module: the computation of the tensor from the Parameters.
+        key: equal for two tensors exactly when they are the same computation on Parameters of the same metadata.
+        size: bytes of the copied Parameters, if it has copies.
+        copied: the reason to copy the Parameters; "" where they become views of the tensor.
     """
 
     name: str
@@ -237,25 +237,29 @@ class Prepared:
 
     @property
     def joined(self) -> bool:
-        """True if the Parameters become views of it."""
+        """True if the Parameters become views of the tensor."""
         return not self.copied
 
     @property
     def bytes(self) -> int:
-        """Count the bytes that it holds beside the Parameters."""
+        """Additional bytes, beside the Parameters."""
         return self.size if self.copied else 0
 
 
 LEAST_BENEFIT = 1e-6
-"""Microseconds: less is the rounding of sums, and the pass would replace a node by its like for ever."""
+"""Least benefit in microseconds: a lesser one is the rounding of sums, and the pass would replace a node by an
+equal one for ever."""
 CLOSE = 0.01
-"""Microseconds below which two ways to run one match cost the same: the first that its rule declares is taken."""
+"""Microseconds below which two lowerings of one match cost the same: the first that its rule declares is taken."""
 TIE = 0.25
-"""Microseconds below which two covers cost the same: the cost model knows no better."""
+"""Microseconds below which two selections cost the same, within the precision of the cost model."""
 
 
 class Made(NamedTuple):
-    """Launches of a call, or of what builds a value; and how many of those for which a candidate stands share them."""
+    """Launches of a call, or of the steps that build a value; `alike` counts the candidates that share it.
+
+    Several of the candidates in equal layers that one candidate stands for may share a call.
+    """
 
     launches: int
     alike: int = 1
@@ -268,19 +272,19 @@ class Candidate:
     Attributes:
         match: the match.
         lowering: name of the rule's method.
-        plan: what it runs.
-        built: captured values that no node holds and that must be built first.
-        dying: the nodes that nothing needs once the match is rewritten (its roots among them).
+        plan: the plan of the lowering.
+        built: captured values that no node has and that must be built first.
+        dying: the nodes that become dead code once the match is rewritten, its roots among them.
         benefit: predicted microseconds saved on the target.
-        launches: launches saved, if it shares none of what it builds with other matches.
-        surplus: how much of `benefit` are launches of calls of the model each of which a machine may run as one kernel,
-            where more calls are to stand for them.
-        further: what the calls cost that are then made more.
-        made: what it calls and builds, which others may share.
-        needs: the one that reads what no node holds and only this one gives, or with which it leaves more needless than
-            either alone: both are chosen, or this one is not. Then `dying`, `benefit`, `launches` and `further` are
-            what comes on top of those of `needs`.
-        times: for how many candidates in equal layers it stands.
+        launches: launches saved, if nothing that is built is shared with other matches.
+        surplus: part of `benefit` that comes from calls which a machine may run as one kernel instead of the predicted
+            several, where the lowering takes more calls.
+        further: predicted microseconds of the launches by which the lowering exceeds the model.
+        made: launches of the calls and built values, which other candidates may share.
+        needs: the candidate that reads a result of this one that no node has, or with which more nodes become dead than
+            with either alone: both are selected, or this one is not. Then `dying`, `benefit`, `launches` and `further`
+            are the difference to those of `needs`.
+        times: number of candidates in equal layers that it stands for.
     """
 
     match: Match
@@ -299,21 +303,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often the nodes of a graph stand in the one from which layers were left out, once or several times.
+    """Multiplicity of the nodes of a graph from which equal layers were left out, once or several times.
 
     Attributes:
-        counts: for each node, of the outermost layers first, for how many its layer stands; None where the node is the
-            same for all of them.
+        counts: for each node, outermost layers first, the number of layers that its layer stands for; None where one
+            node serves all of them.
     """
 
     counts: Mapping[fx.Node, tuple[int | None, ...]] = field(default_factory=dict[fx.Node, tuple[int | None, ...]])
 
     def of(self, node: fx.Node) -> int:
-        """Count the nodes for which one stands."""
+        """Count the nodes that `node` stands for."""
         return prod(count or 1 for count in self.counts.get(node, ()))
 
     def alike(self, node: fx.Node, reads: Iterable[fx.Node]) -> int:
-        """Count the nodes for which `node` stands that read the same where it reads `reads`, itself among them."""
+        """Count the nodes that `node` stands for and that share the nodes `reads`; 1 if every layer has its own."""
         levels = zip(*(self.counts.get(each, ()) for each in reads), strict=True)
         own = [any(each is not None for each in level) for level in levels]
         counts = self.counts.get(node, ())
@@ -324,7 +328,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One rewrite that was made: the candidate and the nodes that it added, operators and views alike."""
+    """One rewrite: the candidate and the nodes that it added, operators and views alike."""
 
     candidate: Candidate
     added: tuple[fx.Node, ...] = field(repr=False)

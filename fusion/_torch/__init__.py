@@ -1,1 +1,1 @@
-"""The private APIs of torch that the project needs, but for Inductor's; all of them checked against torch 2.13.0."""
+"""The private interfaces of torch that the project needs, except Inductor's; checked against torch 2.13.0."""

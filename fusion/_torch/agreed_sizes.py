@@ -1,8 +1,8 @@
-"""Sizes that a call makes equal without torch asking for it, of which each is marked dynamic by itself.
+"""Guards for equal sizes that a call requires, but that torch does not guard: each size is marked dynamic on its own.
 
 cache[slots] = rows        rows [T, ..] and slots [U]: T = U, or an error
-sdpa(q, k, v, mask)        keys [.., T, D], values [.., U, E] and a mask [.., V]: T = U = V, or an error, or memory that
-                           nobody meant is read
+sdpa(q, k, v, mask)        keys [.., T, D], values [.., U, E] and a mask [.., V]: T = U = V, or an error, or reads
+                           beyond the end of a tensor
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _WRITES = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.de
 
 
 def agree_on_sizes(graph: fx.Graph) -> None:
-    """Let the sizes of a functional graph of aten say so, with a guard that no call fails which is meant like that.
+    """Guard that the symbolic sizes in writes and attention of a functional aten `graph` agree.
 
-    Torch broadcasts rows as they are written, and masks: only a size that is more than 1 must be the other.
+    Rows to write and masks may broadcast: a size is unified only where it is known to be more than 1. No valid call
+    fails such a guard.
     """
     for target in _WRITES:
         for node in graph.find_nodes(op="call_function", target=target):
@@ -37,7 +38,7 @@ def _is_symbolic(*nodes: fx.Node) -> bool:
 
 
 def _places(cache: fx.Node, indices: Any) -> torch.Size:
-    """The shape of what is written to."""
+    """Return the shape of the indexed part of `cache`."""
     x = cache.meta["val"]
     with x.fake_mode:
         return torch.ops.aten.index.Tensor(x, [each and each.meta["val"] for each in indices]).shape

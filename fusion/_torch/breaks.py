@@ -1,4 +1,4 @@
-"""Record where Python leaves the graphs of Dynamo: at graph breaks, and in functions that are not traced."""
+"""Records of graph breaks of Dynamo and of functions that it does not trace."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -16,7 +16,7 @@ from typing import Any
 _SKIPPED = re.compile(r"(?P<name>[^()]*) \((?P<file>.*):(?P<line>\d+)\): (?P<reason>.*)", re.DOTALL)
 UNRESUMED = "an error was suppressed during compilation"
 _LOST = (UNRESUMED, "Dynamo decided to skip the frame while tracing", "tracing is non-recursively disabled")
-"""Reasons to skip a function that depend on its code."""
+"""Beginnings of the reasons to skip a function that depend on its code."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ def listening() -> Generator[Departures]:
 
 
 def stack_of(error: BaseException) -> Sequence[FrameSummary]:
-    """List the frames at which `error` was raised, innermost last: those of the model where Dynamo was tracing.
+    """List the frames at which `error` was raised, innermost last; Dynamo's trace of the model is appended.
 
     Private: `torch._dynamo.exc.TorchDynamoException.real_stack`.
     """
@@ -68,11 +68,11 @@ def stack_of(error: BaseException) -> Sequence[FrameSummary]:
 
 
 _LOGGERS = ("torch._dynamo.variables.tensor", "torch._subclasses.fake_tensor")
-"""Loggers of graph breaks and of errors of the model, which a report lists."""
+"""Loggers of graph breaks and of errors of the model, both of which a report lists."""
 
 
 def _is_unlisted(record: logging.LogRecord) -> bool:
-    """True if a record is of something that no report lists."""
+    """True if a log `record` is neither of a graph break nor of an error of the model."""
     return not str(record.msg).lstrip().startswith(("Graph break from", "failed while attempting to run meta"))
 
 
@@ -93,11 +93,11 @@ def _traced_codes() -> frozenset[int]:
 
 
 def _forget(before: frozenset[int]) -> None:
-    """Reset Dynamo's cache of all code objects seen after `before`: Dynamo reports a skipped function once only."""
+    """Reset Dynamo's cache for code objects that are not in `before`: Dynamo reports a skipped function only once."""
     from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo.convert_frame import input_codes
 
-    seen = [(each, each()) for each in input_codes.seen]  # which hold the codes while they are forgotten
+    seen = [(each, each()) for each in input_codes.seen]  # strong references, until all are reset
     fresh = [code for _, code in seen if code is not None and id(code) not in before]
     input_codes.seen[:] = [each for each, code in seen if code is None or id(code) in before]
     seen.clear()

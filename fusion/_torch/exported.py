@@ -1,4 +1,4 @@
-"""Exported programs: their graphs with writes at the end, as graphs of AOT autograd have them, and back."""
+"""Exported programs: conversion to graphs that write at the end, as graphs of AOT autograd do, and back."""
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def is_exported(value: object) -> TypeGuard[ExportedProgram]:
-    """True if `value` is an ExportedProgram; without torch.export imported there is none."""
+    """True if `value` is an ExportedProgram; does not import torch.export."""
     module = sys.modules.get("torch.export")
     return module is not None and isinstance(value, module.ExportedProgram)
 
@@ -32,7 +32,7 @@ def is_exported(value: object) -> TypeGuard[ExportedProgram]:
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return a program that computes what `program` does, with a functional graph of its own.
 
-    What `torch.export.export` gives is made functional by `run_decompositions({})`, which keeps composite operators.
+    `run_decompositions({})` functionalises a program of `torch.export.export`, and keeps composite operators.
     Private: `ExportedProgram.dialect`.
     """
     targets = (node.target for node in program.graph.nodes if isinstance(node.target, OpOverload))
@@ -43,14 +43,14 @@ def functional(program: ExportedProgram) -> ExportedProgram:
 
 
 def parameters(signature: ExportGraphSignature) -> frozenset[str]:
-    """Return the names of the inputs that hold Parameters which the program does not write to."""
+    """Name the inputs that hold Parameters that the program does not write to."""
     written = set(signature.parameters_to_mutate.values())
-    held = signature.inputs_to_parameters.items()
-    return frozenset(name for name, target in held if target not in written)
+    targets = signature.inputs_to_parameters.items()
+    return frozenset(name for name, target in targets if target not in written)
 
 
 def write_at_end(gm: fx.GraphModule, signature: ExportGraphSignature) -> None:
-    """Copy each result that is the new content of an input over that input, at the end of `gm`, in place."""
+    """Replace each result that is the new content of an input by a `copy_` to that input, at the end of `gm`."""
     nodes = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     output = gm.graph.output_node()
     results: Any = output.args[0]
@@ -64,9 +64,9 @@ def write_at_end(gm: fx.GraphModule, signature: ExportGraphSignature) -> None:
 
 
 def return_writes(gm: fx.GraphModule, signature: ExportGraphSignature) -> None:
-    """Undo `write_at_end`, in place: return what the copies write, and erase them.
+    """Undo `write_at_end`, in place: return the sources of the copies to inputs, and erase the copies.
 
-    A value that is written to two inputs is copied, because a signature tells results by their names.
+    A value that is written to two inputs is cloned, because a signature refers to results by their names.
     """
     writes: dict[Any, Any] = {node.args[0]: node for node in gm.graph.nodes if node.target is aten.copy_.default}
     contents = {place.name: write.args[1] for place, write in writes.items()}
@@ -82,14 +82,14 @@ def return_writes(gm: fx.GraphModule, signature: ExportGraphSignature) -> None:
 
 
 def with_buffers(program: ExportedProgram, gm: fx.GraphModule, buffers: Mapping[str, Tensor]) -> ExportedProgram:
-    """Return `program` with the graph `gm`, whose further inputs become buffers, checked by its verifier.
+    """Return `program` with the graph `gm`, whose further inputs become buffers; the verifier of torch checks it.
 
-    Parameters that only `program` reads go: their place in the state dict would be one that nothing reads.
+    Parameters that only `program` reads are removed from the state dict.
 
     Args:
-        program: the program as it came, functional.
+        program: the original program, functional.
         gm: its new graph, which becomes part of the result.
-        buffers: the tensor that each further input is to hold.
+        buffers: the tensor for each further input.
     """
     from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
@@ -97,9 +97,9 @@ def with_buffers(program: ExportedProgram, gm: fx.GraphModule, buffers: Mapping[
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     for name in _dropped_parameters(program, gm):
         del tensors[str(specs.pop(name).target)]
-    numbered = (f"prepared_{number}" for number in count())
+    targets = (f"prepared_{number}" for number in count())
     for name, tensor in buffers.items():
-        target = next(each for each in numbered if each not in tensors)
+        target = next(each for each in targets if each not in tensors)
         tensors[target] = tensor
         specs[name] = InputSpec(InputKind.BUFFER, TensorArgument(name), target, persistent=True)
     signature.input_specs = _in_order(gm.graph, specs, InputKind.USER_INPUT)
@@ -107,7 +107,7 @@ def with_buffers(program: ExportedProgram, gm: fx.GraphModule, buffers: Mapping[
 
 
 def _dropped_parameters(program: ExportedProgram, gm: fx.GraphModule) -> list[str]:
-    """Return the inputs for Parameters that some call of `program` reads and none of `gm`."""
+    """Name the inputs for Parameters that a node of `program` reads and none of `gm`."""
     read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
     now = {node.name for node in gm.graph.find_nodes(op="placeholder") if node.users}
     return [name for name in parameters(program.graph_signature) if name in read - now]
@@ -116,8 +116,8 @@ def _dropped_parameters(program: ExportedProgram, gm: fx.GraphModule) -> list[st
 def _in_order(source: fx.Graph, specs: Mapping[str, InputSpec], last: Any) -> list[InputSpec]:
     """Erase the inputs without a spec, and move those of the kind `last` behind the others; return specs in order."""
     placeholders = source.find_nodes(op="placeholder")
-    kept = [node for node in placeholders if node.name in specs]
-    ordered = sorted(kept, key=lambda node: specs[node.name].kind == last)
+    remaining = [node for node in placeholders if node.name in specs]
+    ordered = sorted(remaining, key=lambda node: specs[node.name].kind == last)
     for node in reversed(ordered):
         next(iter(source.nodes)).prepend(node)
     for node in placeholders:
@@ -127,7 +127,7 @@ def _in_order(source: fx.Graph, specs: Mapping[str, InputSpec], last: Any) -> li
 
 
 def _written(signature: ExportGraphSignature) -> list[str]:
-    """Return, for each result, the input whose new content it is; "" for a result of the model."""
+    """Return for each result the input whose new content it is; "" for a result of the model."""
     from torch.export.graph_signature import OutputKind
 
     writes = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
@@ -145,5 +145,5 @@ def _clone(node: fx.Node) -> fx.Node:
 def _with_graph(
     program: ExportedProgram, gm: fx.GraphModule, signature: ExportGraphSignature, tensors: Mapping[str, Any]
 ) -> ExportedProgram:
-    """Private: `ExportedProgram._update`."""
+    """Update `program` to `gm`, `signature` and the state dict `tensors`. Private: `ExportedProgram._update`."""
     return program._update(gm, signature, state_dict=dict(tensors), constants=dict(program.constants))

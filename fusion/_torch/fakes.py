@@ -1,4 +1,4 @@
-"""Fake tensors and the modes in which they are made."""
+"""Fake tensors and fake modes."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion._torch.operators import is_composite
 from fusion._torch.tensors import leaves, map_only
 
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]  # of torch, used as they are
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]  # re-exported from torch
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ Mode = TypeVar("Mode", bound=FakeTensorMode)
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
-    """The fake mode in which `gm` was captured: that of the values that its placeholders carry.
+    """Return the fake mode in which `gm` was captured, that of the values of its placeholders; None without any.
 
     Private: `torch._guards.detect_fake_mode`.
     """
@@ -49,9 +49,9 @@ def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
 
 
 def in_fake_mode(op: Any, mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator that calls graphs gives in a fake mode, a mode of a derived type too.
+    """Run an operator that calls graphs, such as `cond`, in a fake `mode`, which may be of a derived type.
 
-    torch looks up by the type of the mode what it does not find among the functions for all fake modes.
+    torch registers some implementations for all fake modes, and others by the exact type of the mode.
     Private: `torch._higher_order_ops.utils.registered_hop_fake_fns`, `HigherOrderOperator.python_key_table`.
     """
     from torch._higher_order_ops.utils import registered_hop_fake_fns
@@ -62,24 +62,24 @@ def in_fake_mode(op: Any, mode: FakeTensorMode, args: Sequence[Any], kwargs: Map
 
 
 def without_fakes() -> AbstractContextManager[Any]:
-    """Where real tensors are computed although a fake mode is on. Private: `unset_fake_temporarily`."""
+    """Suspend the active fake mode, so that real tensors are computed. Private: `unset_fake_temporarily`."""
     return unset_fake_temporarily()
 
 
 def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:
-    """A fake mode of its own, in which real tensors that a function closes over may appear."""
+    """Make a fake mode with a shape environment of its own, which accepts real tensors that a function closes over."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return kind(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 class CopyMode(FakeCopyMode):
-    """Copy mode of explain: tensors become fake; a `CausalBias` stays itself, as its numbers mean nothing."""
+    """Copy mode of explain: tensors become fake; a `CausalBias` stays itself, as its contents are never read."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function; `Tensor.__deepcopy__` gives a fake copy."""
+        """Call `func`; `Tensor.__deepcopy__` returns a fake copy."""
         from torch.nn.attention.bias import CausalBias  # which loads Dynamo
 
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], CausalBias):
@@ -88,7 +88,7 @@ class CopyMode(FakeCopyMode):
 
 
 OUTSIDE = "a causal bias is made outside of fake mode"
-"""Reason for a graph break that is not one where the model runs."""
+"""Reason of a graph break that occurs only under `real_causal_biases`, not where the model runs."""
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def real_causal_biases() -> Generator[None]:
 
 
 def fake_like(fake: Any) -> torch.Tensor:
-    """A fresh fake tensor with the shape, strides, dtype and device of `fake`."""
+    """Make a fake tensor with the shape, strides, dtype and device of `fake`."""
     if not isinstance(fake, FakeTensor):
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return fake_tensor(fake.fake_mode, fake.shape, fake.stride(), fake.dtype, fake.device)
@@ -122,9 +122,9 @@ def fake_like(fake: Any) -> torch.Tensor:
 def fake_tensor(
     mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A fresh fake tensor.
+    """Make a fake tensor.
 
-    Built directly: running `empty_strided` under the fake mode costs twenty times as much.
+    Built directly: running `empty_strided` under the fake mode takes twenty times as long.
     """
     with unset_fake_temporarily():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -132,13 +132,14 @@ def fake_tensor(
 
 
 def _faked(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A meta tensor as a fake one of a device.
+    """Wrap a `meta` tensor as a fake one of `device`.
 
-    As FakeTensor makes it, most of whose time goes into checks of its arguments and into attributes set one by one.
-    Private: `torch.Tensor._make_subclass`, and what a FakeTensor remembers.
+    Equivalent to FakeTensor, most of whose time goes into checks of its arguments and attributes that are set one by
+    one.
+    Private: `torch.Tensor._make_subclass`, and the attributes of a FakeTensor.
     """
     if device.type != "cpu" and device == torch.device(device.type):
-        return FakeTensor(mode, meta, device)  # which makes it the current one of its kind
+        return FakeTensor(mode, meta, device)  # FakeTensor adds the index of the current device
     fake = torch.Tensor._make_subclass(
         FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
     )
@@ -146,13 +147,13 @@ def _faked(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> to
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(_remembered(device), fake_mode=mode)
+    vars(fake).update(_fresh_attributes(device), fake_mode=mode)
     return fake
 
 
 @cache
-def _remembered(device: torch.device) -> Mapping[str, Any]:
-    """What each fresh fake tensor of a device remembers beside its mode."""
+def _fresh_attributes(device: torch.device) -> Mapping[str, Any]:
+    """Return the attributes of a new fake tensor of `device`, except its mode."""
     with unset_fake_temporarily():
         mode = FakeTensorMode()
         mode.allow_meta = True
@@ -161,9 +162,10 @@ def _remembered(device: torch.device) -> Mapping[str, Any]:
 
 
 class FakesMode(TorchDispatchMode):
-    """A mode that sees what runs on fake tensors while a graph is compiled: Dynamo need not be kept from it.
+    """Base of dispatch modes that observe calls on fake tensors while a graph is compiled.
 
-    Private: `TorchDispatchMode._should_skip_dynamo`, whose wrapper costs as much as a call.
+    Such a mode needs no wrapper that disables Dynamo in it, which takes as long as a call.
+    Private: `TorchDispatchMode._should_skip_dynamo`.
     """
 
     @classmethod
@@ -172,7 +174,7 @@ class FakesMode(TorchDispatchMode):
 
 
 def without_view_tracking() -> AbstractContextManager[None]:
-    """Views do not remember what they are of, so that one tensor may be the result of several calls.
+    """Disable the tracking of view bases, so that one tensor may be the result of several calls.
 
     Private: `torch._C._ExcludeDispatchKeyGuard`.
     """
@@ -183,31 +185,31 @@ _GUARD = re.compile(r"Guard attempted while ShapeEnv guards are frozen: (.*)")
 
 
 class SizeAskedError(Exception):
-    """What runs asks of symbolic sizes what is not known; its text is what is asked."""
+    """Error of code that depends on a symbolic size; its text is the condition that was evaluated."""
 
 
 @contextmanager
 def _unwarned() -> Generator[None, None, None]:
-    """What is asked in vain is a refusal here, of which torch warns as of a failure."""
+    """Suppress torch's warning of a guard that fails under `without_guards`: a refusal, not a failure."""
 
-    def told(record: logging.LogRecord) -> bool:
+    def is_other(record: logging.LogRecord) -> bool:
         return not record.msg.startswith("failed during evaluate_expr")
 
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    logger.addFilter(told)
+    logger.addFilter(is_other)
     try:
         yield
     finally:
-        logger.removeFilter(told)
+        logger.removeFilter(is_other)
 
 
 @contextmanager
 def without_guards(mode: Any) -> Generator[None, None, None]:
-    """What is run in a fake mode decides nothing by the sizes of the call that is traced.
+    """Raise inside the context where code in the fake `mode` would add a guard on a symbolic size.
 
-    Else each lowering that takes one of them for a number would have the graph compiled anew for every other.
-    Private: the text of `torch.fx.experimental.symbolic_shapes._ShapeEnvGuardError`, which an operator whose argument
-    is to be a number repeats in an error of its own.
+    A lowering that reads a symbolic size as a number would have the graph recompiled for every other size.
+    Private: the text of `torch.fx.experimental.symbolic_shapes._ShapeEnvGuardError`, which is repeated in the error of
+    an operator that converts an argument to a number.
 
     Raises:
         SizeAskedError: something depends on a symbolic size.
@@ -224,9 +226,9 @@ def without_guards(mode: Any) -> Generator[None, None, None]:
 
 
 def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function gives on fake tensors.
+    """Call `func` on fake tensors and return its fake results.
 
-    A layer norm whose weights are wider than x gives its statistics in their dtype; its Meta kernel says that of x.
+    A layer norm with weights of a wider dtype than x has statistics of that dtype; its Meta kernel returns that of x.
     """
     result = _on_fakes(func, args, kwargs)
     if func is not aten.native_layer_norm.default:
@@ -236,9 +238,9 @@ def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 
 def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The same: an operator by its Meta kernel, if that is all that fake mode would run.
+    """Call `func`, an operator directly by its Meta kernel where fake mode would run nothing else.
 
-    Fake mode itself takes five times as long, the look into its cache included.
+    Fake mode takes five times as long, its cache included.
     Private: `torch._subclasses.fake_tensor`, `FakeTensor._find_common_device`.
     """
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -257,16 +259,16 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
             with in_kernel_invocation_manager(mode), torch._C._DisablePythonDispatcher():
                 result = func(*args, **kwargs)
             return map_only(torch.Tensor, lambda each: _faked(mode, each, device), result)
-    except Exception:  # fake mode says why
+    except Exception:  # fake mode raises the error that the model would see
         return _by_fake_mode(func, args, kwargs, given)
 
 
 def _by_fake_mode(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Any]
 ) -> Any:
-    """The same by fake mode, where sizes are symbolic by torch's decompositions in Python.
+    """Call `func` in fake mode, with torch's decompositions in Python where sizes are symbolic.
 
-    What C++ decomposes takes sizes for numbers: those of the call would be all that the graph is for.
+    Decompositions in C++ read sizes as numbers, which would specialise the graph to the sizes of the example.
     """
     symbolic = any(isinstance(size, torch.SymInt) for x in given if isinstance(x, torch.Tensor) for size in x.shape)
     with enable_python_dispatcher() if symbolic else nullcontext():
@@ -274,7 +276,7 @@ def _by_fake_mode(
 
 
 def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a call without tensors gives in the fake mode that is on: made on no device, and said to be on its own."""
+    """Call a factory `func` in the active fake mode: on the meta device, then labelled with its own device."""
     with unset_fake_temporarily() as mode:
         if isinstance(mode, FakeTensorMode):
             with in_kernel_invocation_manager(mode):
@@ -288,12 +290,12 @@ def _common_device(func: Any, given: Sequence[Any]) -> torch.device:
 
 
 _SPECIAL_FOR_SYMBOLS = (aten.view.default, aten._unsafe_view.default, aten.select.int, aten.slice.Tensor)
-"""Views whose Meta kernels do not know symbolic sizes: for them alone fake mode has its own ways."""
+"""Views whose Meta kernels do not support symbolic sizes: fake mode treats only such sizes specially."""
 
 
 @cache
 def _is_meta_enough(func: Callable[..., Any]) -> bool:
-    """Whether fake mode runs the Meta kernel of an operator and nothing else, where all sizes are known."""
+    """True if fake mode runs the Meta kernel of `func` and nothing else, where all sizes are ints."""
     from torch._decomp import decomposition_table, meta_table
 
     if not isinstance(func, OpOverload) or func.namespace in ("prim", "prims"):
@@ -314,12 +316,12 @@ _MADE = ("ones", "zeros", "full", "arange", "scalar_tensor")
 
 @cache
 def _makes(func: Callable[..., Any]) -> bool:
-    """Whether an operator makes a tensor of numbers, of none that it is given."""
+    """True if `func` is a factory, which makes a tensor without reading one."""
     return isinstance(func, OpOverload) and func.namespace == "aten" and func._schema.name.split("::")[-1] in _MADE
 
 
 def _is_known(argument: Any) -> bool:
-    """Whether an argument is no tensor but a fake one, and has no symbolic size."""
+    """True if `argument` is a fake tensor without symbolic sizes, or neither a tensor nor a symbol."""
     if isinstance(argument, torch.Tensor):
         return isinstance(argument, FakeTensor) and not argument._has_symbolic_sizes_strides
     return not isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,4 +1,4 @@
-"""Graphs without writes: what AOT autograd makes of one, by one trace."""
+"""Functionalisation of a graph by one trace, as in AOT autograd."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -17,10 +17,10 @@ from fusion._torch.tracing import trace
 
 
 def functional_graph(gm: fx.GraphModule, decompositions: Mapping[OpOverload, Callable[..., Any]]) -> fx.GraphModule:
-    """`gm` without writes but for `copy_` to its inputs at the end, and without what has a decomposition.
+    """Functionalise `gm`, but for `copy_` to its inputs at the end, and decompose by `decompositions`.
 
-    What AOT autograd makes of a graph without gradients whose inputs share no memory; `torch.func.functionalize` would
-    ask for the numbers behind symbolic sizes.
+    The result is that of AOT autograd for a graph without gradients whose inputs share no memory;
+    `torch.func.functionalize` would guard on the values of symbolic sizes.
     Private: `torch._subclasses.functional_tensor`, `torch._functionalize_has_data_mutation`, `torch._sync`,
     `torch._from_functional_tensor`, `torch._dispatch.python.enable_python_dispatcher`.
     """

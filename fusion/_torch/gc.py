@@ -1,4 +1,4 @@
-"""Garbage collection, which is of no use while a graph is rewritten."""
+"""Suspension of the garbage collector while a graph is rewritten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Without garbage collection, which looks through all of a traced model each time and frees next to nothing."""
+    """Disable the garbage collector inside the context: each run scans the traced model and frees next to nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The private APIs of Inductor that the project needs, checked against torch 2.13.0."""
+"""The private interfaces of Inductor that the project needs, checked against torch 2.13.0."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -18,14 +18,14 @@ from fusion._torch.functional import functional_graph
 from fusion._torch.tracing import Boxed, forget_output_strides
 
 Passes = tuple[Callable[[fx.Graph], None], Callable[[fx.Graph], None], Callable[[fx.Graph], None]]
-"""Changes of a graph before and behind Inductor's joint patterns, and behind all of its own passes."""
+"""Graph passes to run before and after Inductor's joint-graph patterns, and after all of its own passes."""
 
 
 def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Passes) -> Boxed:
     """Compile `gm` for inference by Inductor, with its own decompositions and with `passes`.
 
-    As part of the AOT autograd that traced `gm`, Inductor learns which inputs stay where they are, such as weights and
-    static caches: CUDA graphs need to know.
+    The tracing context of the AOT autograd that traced `gm` tells Inductor which inputs have static addresses, such as
+    weights and static caches, as CUDA graphs require.
     Private: `torch._inductor.compile_fx.compile_fx_forward`, which is the inner compiler of `compile_fx`.
     """
     from torch._inductor import config
@@ -55,7 +55,7 @@ def inductor_table() -> dict[Any, Callable[..., Any]]:
 
 
 def hosts_pass() -> bool:
-    """True if Inductor is compiling a graph in this thread, so that a pass that is called is its guest.
+    """True if Inductor is compiling in this thread, so that a pass that runs now is a custom pass of Inductor.
 
     Private: `torch._inductor.virtualized.V.fake_mode`, set from AOT autograd to the end of code generation.
     """
@@ -65,7 +65,7 @@ def hosts_pass() -> bool:
 
 
 def inductor_mode(mode: str) -> AbstractContextManager[Any]:
-    """Let Inductor compile inside this context as `torch.compile(mode=mode)` lets it: CUDA graphs, tuning.
+    """Configure Inductor inside the context as `torch.compile(mode=mode)` does: CUDA graphs, tuning.
 
     Raises:
         RuntimeError: Inductor has no such mode.
@@ -77,9 +77,9 @@ def inductor_mode(mode: str) -> AbstractContextManager[Any]:
 
 
 def _configuration(passes: Passes) -> dict[str, Any]:
-    """Return the configuration of one compilation by Inductor: the passes of the user, and within or behind them ours.
+    """Return the configuration of one compilation: `passes` added to those of the user.
 
-    Inductor's configuration is one of each thread.
+    Inductor's configuration is thread-local.
     Private: `torch._inductor.config.joint_custom_pre_pass`, `.joint_custom_post_pass`, `.post_grad_custom_post_pass`.
     """
     from torch._inductor import config
@@ -95,7 +95,7 @@ def _configuration(passes: Passes) -> dict[str, Any]:
 
 
 def _graph_pass(name: str, change: Callable[[fx.Graph], None]) -> Any:
-    """A pass of Inductor that changes a graph; its name is part of the key of Inductor's cache.
+    """Wrap `change` as a graph pass of Inductor; its `name` is part of the key of Inductor's cache.
 
     Private: `torch._inductor.custom_graph_pass.CustomGraphPass`.
     """
@@ -112,7 +112,7 @@ def _graph_pass(name: str, change: Callable[[fx.Graph], None]) -> Any:
 
 
 def inductor_can_build(device_type: str) -> bool:
-    """Whether Inductor finds the compiler that it needs for `device_type`: C++ for "cpu", Triton for the others.
+    """True if the compiler that Inductor needs is installed: C++ for `device_type` "cpu", Triton for others.
 
     Private: `torch._inductor.cpp_builder.get_cpp_compiler`, `torch.utils._triton.has_triton`.
     """

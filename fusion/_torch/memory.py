@@ -1,4 +1,4 @@
-"""Ask of the memory of tensors: versions, other readers, owner, samples; make a storage over a part of it."""
+"""Memory of tensors: versions, reference counts, owners, samples of the contents, storages over part of a tensor."""
 
 # pyright: reportPrivateUsage=false
 
@@ -16,18 +16,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusion._torch.tensors import WeakTensors, shares_memory, storage_of
 
 RUNS = 64
-_SAMPLES: WeakTensors = WeakTensors()  # tensor -> the view of its samples
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: NaN differs from itself
+_SAMPLES: WeakTensors = WeakTensors()  # tensor -> the view that `samples` returned
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size: NaN differs from itself
 _OURS: dict[int, StorageWeakRef] = {}
-"""By address the storages that `with_own_storage` made; no other has the address as long as the reference is kept."""
-_MAPPINGS = Path("/proc/self/maps")  # of Linux
-_SLICED = ("cpu", "cuda")  # devices of which DLPack gives a tensor that torch treats as its own
+"""Storages that `with_own_storage` made, by address; the weak reference keeps the address from being reused."""
+_MAPPINGS = Path("/proc/self/maps")  # Linux only
+_SLICED = ("cpu", "cuda")  # devices whose DLPack import is an ordinary tensor
 
 
 def stamps(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Return addresses and versions: one of them changes when a tensor is written to, except through `.data`.
+    """Return addresses and versions of `tensors`: one changes on each write to a tensor, except through `.data`.
 
-    Tensors made under `torch.inference_mode` count no versions. Private: `Tensor._version`.
+    Tensors made under `torch.inference_mode` count no versions: -1. Private: `Tensor._version`.
     """
     addresses = list(map(Tensor.data_ptr, tensors))
     if any(map(Tensor.is_inference, tensors)):
@@ -36,24 +36,24 @@ def stamps(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 
 def holders(tensor: Tensor, sampled: Tensor | None = None) -> int:
-    """Count what refers to the storage of `tensor`: tensors, itself among them, and storages.
+    """Count the references to the storage of `tensor`: tensors (itself too), storages, NumPy arrays, DLPack exports.
 
-    The `samples` of the tensor, or of `sampled`, do not count. NumPy arrays and DLPack exports of a tensor do, as each
-    of them keeps one. Private: `torch._C._storage_Use_Count`, `UntypedStorage._cdata`.
+    The view of `samples` of `tensor`, or of `sampled`, does not count.
+    Private: `torch._C._storage_Use_Count`, `UntypedStorage._cdata`.
     """
     storage = tensor.untyped_storage()
     view = _SAMPLES.get(tensor if sampled is None else sampled)
-    of_samples = view is not None and shares_memory(view, tensor)
-    return torch._C._storage_Use_Count(storage._cdata) - of_samples - 1  # without `storage`
+    is_sampled = view is not None and shares_memory(view, tensor)
+    return torch._C._storage_Use_Count(storage._cdata) - is_sampled - 1  # without `storage`
 
 
 def fills_its_storage(tensor: Tensor) -> bool:
-    """True if the storage of `tensor` holds no element but its own."""
+    """True if the storage of `tensor` has exactly as many bytes as its elements."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def copied(x: Tensor) -> Tensor:
-    """Copy `x` with the memory around it, so that the copy has the strides, the offset and the storage size of `x`."""
+    """Copy `x` with its storage, so that the copy has the strides, the offset and the storage size of `x`."""
     if x.is_contiguous() and fills_its_storage(x):
         return x.detach().clone()  # keeps the storage format, which a copy of the bytes does not
     memory = x.detach().untyped_storage().clone()
@@ -61,22 +61,21 @@ def copied(x: Tensor) -> Tensor:
 
 
 def is_between_processes(tensor: Tensor) -> bool:
-    """True if the memory of `tensor` is mapped: another process may write to it, or it is a file."""
+    """True if `tensor` is in shared or mapped CPU memory: another process may write to it, or it is a file."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
 
 def is_from_torch(tensor: Tensor) -> bool:
-    """True if nothing but storages of torch can refer to the memory of `tensor`.
+    """True if only storages of torch can refer to the memory of `tensor`.
 
-    An allocator of torch made it, `with_own_storage` did, or it is a checkpoint that was mapped for this process alone,
-    as `torch.load(mmap=True)` and safetensors do. NumPy's memory, that of other libraries and whatever cannot be told
-    from it is not.
+    The memory is from an allocator of torch, from `with_own_storage`, or a private mapping of a checkpoint, as made by
+    `torch.load(mmap=True)` and safetensors. False for memory of other libraries, such as NumPy, and without a proof.
     """
     return tensor.untyped_storage().resizable() or storage_of(tensor) in _OURS or _is_mapped_file(tensor)
 
 
 def _is_mapped_file(tensor: Tensor) -> bool:
-    """True if the memory of `tensor` is a private mapping of a file; False where no list of mappings is."""
+    """True if the memory of `tensor` is a private mapping of a file; False where /proc has no list of mappings."""
     if tensor.device.type != "cpu" or not _MAPPINGS.exists():
         return False
     mappings = _MAPPINGS.read_text().splitlines()  # by address
@@ -90,9 +89,9 @@ def _is_mapped_file(tensor: Tensor) -> bool:
 def with_own_storage(part: Tensor) -> Tensor:
     """Return a tensor over the memory of `part`, contiguous [N], whose storage ends where `part` does.
 
-    `torch.save`, `pickle`, `copy.deepcopy` and safetensors write and compare storages: one that holds more than its
-    tensor is written whole for each of its tensors, or refused. The memory lives as long as the result. On devices
-    whose DLPack import is not known to give an ordinary tensor the result is a view with the storage of `part`.
+    `torch.save`, `pickle`, `copy.deepcopy` and safetensors write and compare storages: a storage larger than its tensor
+    is written in full for each of its tensors, or refused. The memory lives as long as the result. On devices whose
+    DLPack import is not known to be an ordinary tensor the result is a view with the storage of `part`.
 
     Private: `UntypedStorage._cdata`.
     """
@@ -105,16 +104,16 @@ def with_own_storage(part: Tensor) -> Tensor:
 
 
 def forget_freed() -> None:
-    """Forget the storages of `with_own_storage` that have been freed."""
+    """Drop the records of storages of `with_own_storage` that have been freed."""
     for key, storage in list(_OURS.items()):
         if storage.expired():
             del _OURS[key]
 
 
 def samples(tensor: Tensor) -> Tensor:
-    """View elements of `tensor` as integers [n]: evenly spread, one in each run of 1/64 of its memory.
+    """View evenly spread elements of `tensor` as integers [n], one in each 1/64 of its memory, or all of few.
 
-    All elements where they are few. There is one such view for each tensor, so that `holders` can leave it out.
+    The view is memoised for each tensor, so that `holders` can leave it out of its count.
     """
     sampled = _SAMPLES.get(tensor)
     if sampled is None or sampled.data_ptr() != tensor.data_ptr():
@@ -127,6 +126,6 @@ def _sampled(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     apart = span // RUNS
-    step = max(1, apart if apart % 2 else apart - 1)  # odd: rows of an even length are not sampled in one column
+    step = max(1, apart if apart % 2 else apart - 1)  # an odd step does not sample rows of an even length in one column
     count = -(-span // step) if tensor.numel() else 0
-    return tensor.detach().view(_INTEGERS[tensor.element_size()]).as_strided((count,), (step,)).data  # without base
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]).as_strided((count,), (step,)).data  # no base

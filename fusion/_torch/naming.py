@@ -1,4 +1,4 @@
-"""Names that a model's own code has for the inputs and the results of its graphs."""
+"""Names of the inputs and results of graphs in the model's own code."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -27,7 +27,7 @@ def input_name(node: fx.Node) -> str:
 
 
 def _source_name(source: Any) -> str:
-    """Name the value that a source of Dynamo reads."""
+    """Return the model's expression for the value of a Dynamo `source`."""
     name = _MEMBER.sub(r".\1", str(source.name))
     return _WRAPPER.sub(r"\1", _ROOT.sub(r"\1", name))
 
@@ -52,9 +52,9 @@ def is_buffer(node: fx.Node) -> bool:
 
 
 def result_names(gm: fx.GraphModule) -> list[str]:
-    """Name each result of a Dynamo graph by its place in the value that the function returns: "output.logits".
+    """Name each result of a Dynamo graph by its path in the return value of the function: "output.logits".
 
-    A result that becomes an attribute of an argument has the name of that: "past_key_values.layers[0].keys". Any other,
+    A result that becomes an attribute of an argument is named by that: "past_key_values.layers[0].keys". Any other,
     such as one that the code behind a graph break reads, has the name of its node. To be called while Dynamo compiles
     the graph.
     Private: `torch._dynamo.symbolic_convert.InstructionTranslator`, its stack, and the variables on it.
@@ -64,7 +64,7 @@ def result_names(gm: fx.GraphModule) -> list[str]:
     results: Sequence[Any] = gm.graph.output_node().args[0]  # pyright: ignore[reportAssignmentType]
     try:
         translator = InstructionTranslator.current_tx()
-    except AttributeError:  # nobody is compiling: the graph was handed over
+    except AttributeError:  # the caller passed a graph outside of a compilation by Dynamo
         translator = None
     paths: dict[str, str] = {}
     if translator is not None:
@@ -75,7 +75,7 @@ def result_names(gm: fx.GraphModule) -> list[str]:
 
 
 def _stored(attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """List the attributes that are set of objects which are there before the call, each with the code that reads it."""
+    """List the attributes that the code sets on objects that exist before the call: expression and variable of each."""
     from torch._dynamo.variables.base import AttributeMutationExisting
 
     return [
@@ -87,7 +87,10 @@ def _stored(attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]
 
 
 def _tensors(named: Sequence[tuple[str, Any]], attributes: Mapping[Any, Mapping[str, Any]]) -> dict[str, str]:
-    """Map the node of each tensor that variables of Dynamo hold to the code that reads it; the last variables first."""
+    """Map the node name of each tensor reachable from the variables of Dynamo in `named` to its expression.
+
+    The last entries of `named` come first: a tensor keeps its first expression.
+    """
     paths: dict[str, str] = {}
     waiting, seen = list(named), set[int]()
     while waiting:
@@ -103,7 +106,7 @@ def _tensors(named: Sequence[tuple[str, Any]], attributes: Mapping[Any, Mapping[
 
 
 def _items(variable: Any, attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """List what a variable of Dynamo holds, with the code that reads it; its `vars`, so that no lazy one is made."""
+    """List the items of a variable of Dynamo, each with its subscript or attribute, without realising a lazy one."""
     named = attributes.get(variable, {})
     if named:
         return [(f".{name}", item) for name, item in named.items()]
@@ -117,10 +120,10 @@ def _items(variable: Any, attributes: Mapping[Any, Mapping[str, Any]]) -> list[t
 def captured_names(
     source: fx.Graph, inputs: Sequence[str], results: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Name the inputs and the results of a graph of AOT autograd, given those of the Dynamo graph that it came from.
+    """Name the inputs and the results of a graph of AOT autograd by those of the Dynamo graph.
 
-    AOT autograd reorders and joins inputs, and returns some that are written to. A name that it does not account for is
-    that of the node.
+    AOT autograd reorders and merges inputs, and returns some that are mutated. Inputs and results without a counterpart
+    have the name of their node.
     Private: `torch._functorch._aot_autograd.descriptors` in the meta of nodes.
     """
     output = source.output_node()
@@ -134,7 +137,7 @@ def captured_names(
 
 
 def _described(descriptor: Any, inputs: Sequence[str], results: Sequence[str]) -> str:
-    """Name what a descriptor of AOT autograd stands for; "" where it stands for neither an input nor a result."""
+    """Name the input or result that a `descriptor` of AOT autograd refers to; "" where it refers to neither."""
     from torch._functorch._aot_autograd import descriptors as aot
 
     match descriptor:

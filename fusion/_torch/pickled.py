@@ -1,4 +1,4 @@
-"""Graphs as bytes, with fake tensors and symbolic sizes, and back."""
+"""Serialisation of graphs, with fake tensors and symbolic sizes."""
 
 # pyright: reportPrivateUsage=false
 
@@ -16,7 +16,7 @@ _METADATA = ("val", "stack_trace", "nn_module_stack", "fusion")
 
 
 def pack(gm: fx.GraphModule) -> bytes:
-    """Return `gm` as bytes, its nodes with their fake tensors and their provenance; other metadata is dropped.
+    """Pickle `gm`: its nodes with their fake tensors and their provenance; other metadata is dropped.
 
     Private: `torch.fx._graph_pickler.GraphPickler`, which AOT precompilation uses.
     """
@@ -26,14 +26,14 @@ def pack(gm: fx.GraphModule) -> bytes:
 
 
 def unpack(packed: bytes) -> fx.GraphModule:
-    """Return the graph that `pack` has written, with fake tensors of a mode of its own."""
+    """Unpickle a graph of `pack`, with fake tensors of a new fake mode."""
     from torch.fx._graph_pickler import GraphPickler
 
     return cast(fx.GraphModule, GraphPickler.loads(packed, fresh_fake_mode()))
 
 
 def _portable(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of `gm`, bodies included, whose metadata any process can read."""
+    """Copy `gm` and its bodies, with metadata that any process can read."""
     portable = fx.GraphModule(gm, copied(gm.graph))
     for name, each in portable.named_children():
         if isinstance(each, fx.GraphModule):
@@ -44,6 +44,6 @@ def _portable(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def portable_metadata(node: fx.Node) -> dict[str, Any]:
-    """Return the metadata of `node` that does not depend on classes of the model: their names stand for them."""
-    kept = {name: node.meta[name] for name in _METADATA if name in node.meta}
-    return {name: map_only(type, lambda kind: kind.__qualname__, each) for name, each in kept.items()}
+    """Return the metadata of `node`, with the names of classes of the model instead of the classes."""
+    metadata = {name: node.meta[name] for name in _METADATA if name in node.meta}
+    return {name: map_only(type, lambda kind: kind.__qualname__, each) for name, each in metadata.items()}

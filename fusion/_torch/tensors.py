@@ -1,4 +1,4 @@
-"""What torch knows of tensors and sizes and does not say; arguments and results of calls as trees."""
+"""Tensors, sizes and attributes of graphs: properties that torch records, and maps over nested arguments of calls."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -23,26 +23,26 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
-]  # of torch, as is
+]  # re-exported from torch
 
 aten = torch.ops.aten
 
 
 def leaves(*arguments: Any) -> list[Any]:
-    """What stands in arguments or results of calls, in lists, tuples and mappings: quicker than torch's trees."""
-    found: list[Any] = []
+    """Flatten `arguments`, nested in lists, tuples and dicts; faster than torch's pytrees."""
+    result: list[Any] = []
     for each in arguments:
         if isinstance(each, (list, tuple)):
-            found.extend(leaves(*each))
+            result.extend(leaves(*each))
         elif isinstance(each, dict):
-            found.extend(leaves(*each.values()))
+            result.extend(leaves(*each.values()))
         else:
-            found.append(each)
-    return found
+            result.append(each)
+    return result
 
 
 def map_only(kinds: type | tuple[type, ...], change: Callable[[Any], Any], argument: Any) -> Any:
-    """Arguments or results of calls with those of their `leaves` changed that are of some kinds."""
+    """Map the leaves of `argument` that are instances of `kinds` by `change`, in nested lists, tuples and dicts."""
     if isinstance(argument, tuple):
         return tuple([map_only(kinds, change, each) for each in argument])
     if isinstance(argument, list):
@@ -53,12 +53,12 @@ def map_only(kinds: type | tuple[type, ...], change: Callable[[Any], Any], argum
 
 
 def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, fake ones too, are views of one storage."""
+    """True if `x` and `y`, fake or real, are views of one storage."""
     return storage_of(x) == storage_of(y)
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """Which storage a tensor, a fake one too, is a view of. Private: `torch.UntypedStorage._cdata`."""
+    """Return the address of the storage object of `x`, fake or real. Private: `torch.UntypedStorage._cdata`."""
     return x.untyped_storage()._cdata
 
 
@@ -69,35 +69,35 @@ _NUMBERS = frozenset({torch.int32, torch.int64, torch.float32})
 
 
 def held_by(node: fx.Node) -> Any:
-    """What a `get_attr` node reads; None where the graph has no module, or the module no such attribute."""
-    found: Any = node.graph.owning_module
+    """Return the attribute that a `get_attr` node reads; None where its graph has no module, or no such attribute."""
+    attribute: Any = node.graph.owning_module
     for part in str(node.target).split("."):
-        found = getattr(found, part, None)
-    return found
+        attribute = getattr(attribute, part, None)
+    return attribute
 
 
 def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
-    """The numbers of a small tensor that the code itself writes down; else None.
+    """Return the numbers of a small constant tensor that `node` reads, written in the model's code; else None.
 
-    A graph holds it as an attribute and copies it wherever it is read; Parameters and buffers, which others may change,
-    are read as they are.
-    Private: `torch._subclasses.fake_tensor.FakeTensor.constant`, which keeps the numbers of a constant under fakes.
+    A constant is an attribute of the graph that every user copies; Parameters and buffers, which may change, are read
+    without a copy.
+    Private: `torch._subclasses.fake_tensor.FakeTensor.constant`, the numbers of a constant under a fake mode.
     """
     if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
         return None
-    found = held_by(node)
-    if isinstance(found, FakeTensor):
-        found = found.constant
-    if not isinstance(found, torch.Tensor) or found.is_complex():
+    constant = held_by(node)
+    if isinstance(constant, FakeTensor):
+        constant = constant.constant
+    if not isinstance(constant, torch.Tensor) or constant.is_complex():
         return None
-    if found.numel() > (_MOST_NUMBERS if found.dtype in _NUMBERS else 1):
+    if constant.numel() > (_MOST_NUMBERS if constant.dtype in _NUMBERS else 1):
         return None
     with unset_fake_temporarily():
-        return tuple(found.detach().reshape(-1).tolist())
+        return tuple(constant.detach().reshape(-1).tolist())
 
 
 def memory_order(x: torch.Tensor) -> list[int]:
-    """Dims of `x` from the outermost in memory to the innermost, as elementwise results keep them.
+    """Return the dims of `x` from the outermost in memory to the innermost, as elementwise results keep them.
 
     Private: `torch._prims_common.compute_elementwise_output_logical_to_physical_perm`.
     """
@@ -105,7 +105,7 @@ def memory_order(x: torch.Tensor) -> list[int]:
 
 
 def known_true(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on symbolic sizes holds for all of them.
+    """True if `condition` is proven for all values of symbolic sizes.
 
     Private: `torch.fx.experimental.symbolic_shapes.statically_known_true`.
     """
@@ -115,7 +115,7 @@ def known_true(condition: bool | torch.SymBool) -> bool:
 
 
 def hint(size: Any) -> int:
-    """A size, of the example where it is symbolic."""
+    """Return `size` as an int, that of the example inputs where it is symbolic; 1 where there is none."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     known: Any = size.node.hint
@@ -123,15 +123,15 @@ def hint(size: Any) -> int:
 
 
 def count(x: torch.Tensor) -> int:
-    """How many elements a tensor has, for the sizes of the example where they are symbolic."""
-    found: Any = x.numel()
-    return found if type(found) is int else math.prod(map(hint, x.shape))
+    """Count the elements of `x`, by the sizes of the example inputs where they are symbolic."""
+    elements: Any = x.numel()
+    return elements if type(elements) is int else math.prod(map(hint, x.shape))
 
 
-def told_apart(values: Iterable[Any]) -> list[Any]:
-    """The values, those that are there already as tensors of their own, for what knows a tensor by its identity."""
-    seen, found = set[int](), list[Any]()
+def as_distinct(values: Iterable[Any]) -> list[Any]:
+    """Return `values` with every repeated tensor detached, so that no two tensors are the same object."""
+    seen, result = set[int](), list[Any]()
     for value in values:
-        found.append(value.detach() if isinstance(value, torch.Tensor) and id(value) in seen else value)
+        result.append(value.detach() if isinstance(value, torch.Tensor) and id(value) in seen else value)
         seen.add(id(value))
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Tracing and compiling: Dynamo, AOT autograd, and the graphs that they give."""
+"""Tracing and compiling by Dynamo and AOT autograd, and copies of their graphs."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusion._torch.agreed_sizes import agree_on_sizes
 from fusion._torch.fakes import fake_mode_of
 from fusion._torch.operators import COMPOSITES
-from fusion._torch.tensors import told_apart
+from fusion._torch.tensors import as_distinct
 
 Boxed = Callable[[list[Any]], Any]
-"""A compiled graph as AOT autograd calls it: with one list of inputs, which the callee empties."""
+"""A compiled graph in the calling convention of AOT autograd: one list of inputs, which the callee empties."""
 
 
 def extended(run: Boxed, more: Callable[[Sequence[Any]], Iterable[Any]]) -> Boxed:
-    """`run` with further inputs behind the caller's own; they are got from these at every call."""
+    """Return `run` with further inputs, computed by `more` from the caller's inputs at every call."""
 
     def call(values: list[Any]) -> Any:
         values.extend(list(more(values)))
@@ -40,7 +40,7 @@ def extended(run: Boxed, more: Callable[[Sequence[Any]], Iterable[Any]]) -> Boxe
 
 
 def preserve_composites() -> AbstractContextManager[None]:
-    """Tracing inside this context records the `COMPOSITES` whole instead of decomposing them.
+    """Preserve the `COMPOSITES` in graphs that are traced inside the context, instead of decomposing them.
 
     For AOT autograd and `run_decompositions` only: a bare make_fx in it recurses without end. Leave the context before
     anything else is traced, a vendor's second AOT included: it would preserve the composites as well.
@@ -53,7 +53,7 @@ def preserve_composites() -> AbstractContextManager[None]:
 
 
 def tracing_apart(gm: fx.GraphModule) -> AbstractContextManager[Any]:
-    """A tracing context of its own in the mode of `gm`, so that a nested compilation leaves the outer one's alone.
+    """Return a new tracing context with the fake mode of `gm`, so that a nested compilation leaves the outer one.
 
     Private: `torch._guards.TracingContext`, used the same way by `torch._inductor.standalone_compile`.
     """
@@ -61,19 +61,18 @@ def tracing_apart(gm: fx.GraphModule) -> AbstractContextManager[Any]:
 
 
 outside_modes = _disable_current_modes
-"""Inside, no dispatch mode is active: for compiling while a compiled graph is called.
+"""Context without active dispatch modes, for compiling while a compiled graph is called.
 
-AOT autograd has a mode of its own around the first call of a graph, in which nothing can be traced.
-Private: `torch.utils._python_dispatch._disable_current_modes`.
-"""
+AOT autograd runs the first call of a graph under a mode of its own, in which nothing can be traced.
+Private: `torch.utils._python_dispatch._disable_current_modes`."""
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
-    """Put what `torch.compiler.nested_compile_region` keeps apart where it is called, to be fused: in a Dynamo graph.
+    """Inline the regions of `torch.compiler.nested_compile_region` in a Dynamo graph, so that they can be fused.
 
-        y = invoke_subgraph(body, name, x)   →   the nodes of body, with x for its input, regions inside it as well
+        y = invoke_subgraph(body, name, x)   →   the nodes of body, with x for its input, nested regions inlined as well
 
-    Nodes keep their stack traces and modules: those of the call that Dynamo has traced.
+    Nodes keep the stack traces and modules of the call that Dynamo has traced.
     Private: `torch._higher_order_ops.passes.inline_invoke_subgraph`.
     """
     from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
@@ -85,9 +84,9 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 
 def boxed(call: Callable[..., Any]) -> Boxed:
-    """`call(*values)` as a boxed callable.
+    """Return `call(*values)` as a boxed callable.
 
-    Also for what `aot_module_simplified` returns: it says `_boxed_call = True`, but takes its inputs one by one.
+    `aot_module_simplified` needs it: its result has `_boxed_call = True`, but takes its inputs one by one.
     """
 
     def run(values: list[Any]) -> Any:
@@ -105,9 +104,9 @@ def trace(
     mode: FakeTensorMode,
     decompositions: Mapping[OpOverload, Callable[..., Any]],
 ) -> fx.GraphModule:
-    """The aten graph of `run(*values)` under `mode`; symbolic sizes, mutating nodes and node meta survive.
+    """Trace `run(*values)` to an aten graph under `mode`; symbolic sizes, mutating nodes and node meta are kept.
 
-    Inputs are told apart even where one tensor stands for several, as it may for values that look the same.
+    A tensor that is passed for several inputs gives a placeholder for each.
     Private: `torch.fx.experimental.proxy_tensor.make_fx` with `torch.fx.traceback.preserve_node_meta`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -115,14 +114,14 @@ def trace(
 
     with mode, preserve_node_meta(), torch.no_grad():
         traced = make_fx(run, decomposition_table=dict(decompositions), tracing_mode="real")
-        return traced(*told_apart(values))
+        return traced(*as_distinct(values))
 
 
 def compile_apart(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:
-    """`function` compiled as if nothing had been compiled before, and without traces for what is compiled later.
+    """Compile `function` independently of everything compiled before and after.
 
-    Dynamo keeps its cache, its limit of recompilations and what it learns about sizes per code object: a fresh caller
-    has its own. The limits are lifted for functions that graph breaks lead into.
+    Dynamo's cache, its limit of recompilations and its record of dynamic sizes are per code object: a new caller has
+    its own. The limits are lifted for functions that graph breaks lead into.
     Private: the names of `torch._dynamo.config`.
     """
     from torch._dynamo import config
@@ -142,9 +141,9 @@ def compile_apart(function: Callable[..., Any], backend: Any, dynamic: bool | No
 
 
 def keep_marks(tensors: Iterable[Any], copies: Mapping[int, Any]) -> None:
-    """Give the copies (by the id of their original) what `mark_dynamic` and its like have said of the originals.
+    """Copy the marks of `mark_dynamic` and the like from `tensors` to their `copies`, by the id of the original.
 
-    Private: the names of the attributes in which `torch._dynamo` keeps these marks.
+    Private: the names of the attributes in which `torch._dynamo` stores these marks.
     """
     for each in tensors:
         if isinstance(each, torch.Tensor) and id(each) in copies:
@@ -182,7 +181,7 @@ def aot_inference(
 
 
 def results_before() -> int:
-    """How many inputs that it changes the graph that AOT autograd is compiling returns before its own results.
+    """Count the results that the graph being compiled returns for mutated inputs, before its own results.
 
     Private: `torch._guards.TracingContext.fw_metadata`.
     """
@@ -192,7 +191,7 @@ def results_before() -> int:
 
 
 def forget_output_strides() -> None:
-    """Let a graph be compiled in the place of one of which AOT autograd was told the strides of the results.
+    """Clear the output strides of the tracing context, so that another graph is compiled in its place.
 
     Private: `torch._guards.TracingContext.output_strides`.
     """
@@ -202,17 +201,17 @@ def forget_output_strides() -> None:
 
 
 def aot_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`gm` as the backend "aot_eager" compiles it, for graphs that are not fused."""
+    """Compile `gm` by the backend "aot_eager", for graphs that are not fused."""
     from torch._dynamo.backends.debugging import aot_eager
 
     return aot_eager(gm, list(example_inputs))
 
 
 def specialise_floats(gm: fx.GraphModule) -> None:
-    """Make Dynamo start again with the floats of a model (an eps, a scale) as constants of the graph.
+    """Restart Dynamo with the floats of a model (an eps, a scale) as constants of the graph.
 
-    With dynamic shapes Dynamo turns Python floats into inputs; no operator takes a tensor as eps. Asking for another
-    start is what torch's own pass does for floats that cannot stay tensors; a float argument of the call stays dynamic.
+    With dynamic shapes Dynamo turns Python floats into inputs; no operator takes a tensor as eps. torch's own pass
+    restarts the same way for floats that cannot stay tensors; a float argument of the call stays dynamic.
     Private: `torch._dynamo.symbolic_convert.TensorifyState`, `torch._dynamo.exc.TensorifyScalarRestartAnalysis`.
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
@@ -231,7 +230,7 @@ def specialise_floats(gm: fx.GraphModule) -> None:
 
 
 def _is_argument(node: fx.Node) -> bool:
-    """Whether an input of a Dynamo graph is an argument of the compiled function itself, not reached from one."""
+    """True if a float input of a Dynamo graph is an argument of the compiled function, not a part of one."""
     from torch._dynamo.source import LocalSource
 
     source: Any = getattr(node, "_dynamo_source", None)
@@ -239,10 +238,10 @@ def _is_argument(node: fx.Node) -> bool:
 
 
 def argument_path(node: fx.Node) -> tuple[str, ...]:
-    """Where a tensor input of a Dynamo graph is found in the arguments of the compiled function.
+    """Return the path of a tensor input of a Dynamo graph in the arguments of the compiled function.
 
-    ("attention_mask", "full_attention") is the item "full_attention" of the argument `attention_mask`; empty for what
-    is reached in another way, such as parameters and buffers.
+    ("attention_mask", "full_attention") is the item "full_attention" of the argument `attention_mask`; empty for inputs
+    that are reached in another way, such as parameters and buffers.
     Private: `torch._dynamo.source` and the attribute `_dynamo_source` of placeholders.
     """
     from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, LocalSource
@@ -261,10 +260,11 @@ def argument_path(node: fx.Node) -> tuple[str, ...]:
 
 
 def dynamo_position(node: fx.Node) -> int | None:
-    """Which input of the Dynamo graph an input of the graph of AOT autograd is; None where it is not just that.
+    """Return the position in the inputs of the Dynamo graph of an input of the graph of AOT autograd.
 
-    It often has the same position, but not where inputs that share memory are written to: AOT autograd passes their
-    common memory first. Private: `torch._functorch._aot_autograd.descriptors.PlainAOTInput` in the meta of nodes.
+    None where the input is no plain one: AOT autograd passes the common base of mutated inputs that share memory,
+    before all others.
+    Private: `torch._functorch._aot_autograd.descriptors.PlainAOTInput` in the meta of nodes.
     """
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
@@ -273,14 +273,14 @@ def dynamo_position(node: fx.Node) -> int | None:
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph, node for node and name for name."""
+    """Copy `graph`, node for node and name for name."""
     fresh = copy.deepcopy(graph)
     keep_names(graph, fresh)
     return fresh
 
 
 def keep_names(graph: fx.Graph, fresh: fx.Graph) -> None:
-    """Give the nodes of `fresh`, a copy of `graph`, their names: fx renames those that are named like a builtin.
+    """Rename the nodes of `fresh`, a copy of `graph`, to those of `graph`: fx renames nodes named like a builtin.
 
     torch.export names inputs like the arguments of a model, `input` for one.
     """
@@ -288,24 +288,24 @@ def keep_names(graph: fx.Graph, fresh: fx.Graph) -> None:
         _give(other, node.name)
 
 
-def refill(graph: fx.Graph, kept: fx.Graph) -> None:
-    """Make a graph what a copy of it still is, node for node and name for name.
+def refill(graph: fx.Graph, original: fx.Graph) -> None:
+    """Replace the nodes of `graph` by those of `original`, an earlier copy of it, name for name.
 
-    Private: `torch.fx.Graph._graph_namespace`, which else would not give the names again.
+    Private: `torch.fx.Graph._graph_namespace`, which would not give out the same names again.
     """
-    for node in graph.nodes:  # in whatever order they stand
+    for node in graph.nodes:  # so that nodes can be erased in any order
         node.args, node.kwargs = (), {}
     for node in list(graph.nodes):
         graph.erase_node(node)
     graph._graph_namespace = type(graph._graph_namespace)()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in kept.nodes:
+    for node in original.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    keep_names(kept, graph)
+    keep_names(original, graph)
 
 
 def rename(node: fx.Node, name: str) -> None:
-    """Give `node` a name; another node of the graph that has it gets a fresh one.
+    """Rename `node`; another node of the graph with that name gets a new one.
 
     Private: `torch.fx.Node._rename`, which does nothing where it is given the name that a node has.
     """
@@ -325,7 +325,7 @@ def _give(node: fx.Node, name: str) -> None:
 
 
 def unwrapped(error: Exception) -> Exception:
-    """What a backend raised, out of the exception that Dynamo wraps around it.
+    """Return the error that a backend raised, without the exception that Dynamo wraps around it.
 
     Private: `torch._dynamo.exc.BackendCompilerFailed.inner_exception`.
     """

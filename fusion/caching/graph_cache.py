@@ -1,7 +1,8 @@
-"""Graphs that are kept: what came of a graph is made again where an equal one comes, node by node and without a search.
+"""Cache of rewrites: an equal graph is rewritten node by node as the first one was, without a search.
 
-Graphs are equal whose nodes are, in their order: name, call, and how its result looks; with all that is known of their
-inputs, the options, the target and each line of the code. Symbolic sizes belong to one graph: such are never kept.
+Graphs are equal if their nodes are, in order, by name, call and metadata of the result, along with all facts about
+their inputs, the options, the target and every line of the code. Symbolic sizes belong to one graph: graphs with them
+are never cached.
 """
 
 from __future__ import annotations
@@ -36,16 +37,24 @@ from fusion.report.outcome import Outcome
 log = logging.getLogger("fusion")
 
 MOST = 128
-"""How many graphs a file keeps, the latest ones."""
+"""Most graphs in a file, the latest ones."""
 SMALL = 64
-"""Entries of a constant that is told by its numbers; a graph with a larger one is not kept."""
+"""Most entries of a constant, which is part of the key; a graph with a larger one is not cached."""
 
 Numbers = dict[fx.Node, int]
 
 
 @dataclass(frozen=True)
 class Before:
-    """A node as it came."""
+    """A node before the rewrite.
+
+    Attributes:
+        number: its position in the graph.
+        target: the called operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        val: its fake result.
+    """
 
     number: int
     target: Any
@@ -54,7 +63,7 @@ class Before:
     val: Any
 
     def is_still(self, node: fx.Node) -> bool:
-        """Whether it is what it was."""
+        """True if `node` is unchanged."""
         return (node.target, node.args, node.kwargs) == (self.target, self.args, self.kwargs) and (
             node.meta.get("val") is self.val
         )
@@ -62,15 +71,15 @@ class Before:
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one graph among those that are kept.
+    """A graph and its key in the cache.
 
     Attributes:
-        digest: what tells it from others.
+        digest: the key.
         source: the graph.
-        facts: what is known of its inputs.
-        before: its nodes as they came.
-        make: gives fresh fakes of its mode.
-        graphs: where it is kept.
+        facts: the facts about its inputs.
+        before: its nodes before the rewrite.
+        make: makes fake tensors of its mode.
+        graphs: the cache.
     """
 
     digest: str
@@ -91,7 +100,7 @@ class Entry:
         try:
             outcome = self._made_again(json.loads(text))
             check(outcome)
-        except Exception as error:  # a file that others have written to
+        except Exception as error:  # another process may have written anything to the file
             log.debug("a graph that was kept is of no use: %r", error)
             refill(self.source, original)
             self.before.clear()
@@ -99,24 +108,24 @@ class Entry:
             return None
         return outcome
 
-    def _made_again(self, told: Mapping[str, Any]) -> Outcome:
+    def _made_again(self, recorded: Mapping[str, Any]) -> Outcome:
         given = {each.number: node for node, each in self.before.items()}
         at: fx.Node | None = None
-        for row in told["nodes"]:
+        for row in recorded["nodes"]:
             node = given[row] if isinstance(row, int) else self._placed(row, given, at)
             if at is not None and node.prev is not at:
                 at.append(node)
             at = node
-        left = {row if isinstance(row, int) else row[0] for row in told["nodes"]}
+        left = {row if isinstance(row, int) else row[0] for row in recorded["nodes"]}
         for node, each in reversed(list(self.before.items())):
             if each.number not in left:
                 self.source.erase_node(node)
         modules: dict[str, fx.GraphModule] = {}
-        prepared = tuple(_prepared(each, modules) for each in told["prepared"])
-        return Outcome(self.facts, assumed=frozenset(told["assumed"]), prepared=prepared)
+        prepared = tuple(_prepared(each, modules) for each in recorded["prepared"])
+        return Outcome(self.facts, assumed=frozenset(recorded["assumed"]), prepared=prepared)
 
     def _placed(self, row: Sequence[Any], given: dict[int, fx.Node], at: fx.Node | None) -> fx.Node:
-        """A node that is new, behind `at` or the first, or that reads something else than it did."""
+        """Insert a new node behind `at`, or first, or update the operands of an existing one, as `row` describes it."""
         number, op, target, args, kwargs, name, val, parent, fused = row
         args, kwargs = _argument(args, given, self.make), _argument(kwargs, given, self.make)
         if number in given:
@@ -133,17 +142,17 @@ class Entry:
         return node
 
     def keep(self, outcome: Outcome) -> None:
-        """Keep what has come of the graph; not where something failed, or is of one process alone."""
+        """Store the rewritten graph; not after a failure, nor if a node has no lossless JSON."""
         if outcome.failures:
             return
         try:
-            text = json.dumps(self._told(outcome))
+            text = json.dumps(self._recorded(outcome))
         except UnwrittenError:
             return
         self.graphs.put(self.digest, text)
         self.graphs.save()
 
-    def _told(self, outcome: Outcome) -> dict[str, Any]:
+    def _recorded(self, outcome: Outcome) -> dict[str, Any]:
         numbers: Numbers = {node: each.number for node, each in self.before.items()}
         parents: dict[Any, int] = {}
         for node, each in self.before.items():
@@ -166,16 +175,16 @@ class Entry:
 
 
 def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) -> Entry | None:
-    """Find the cache entry of a graph; None where it can have none.
+    """Find the cache entry of a graph; None where it cannot be cached.
 
-    Graphs that are dumped are searched, so that there is something to see.
+    A graph that is to be dumped is searched anew, so that every stage can be dumped.
     """
     graphs = text_cache("graphs", library, options, MOST)
     mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
     if graphs is None or mode is None or options.dump_dir or (keys := keys_of(library)) is None:
         return None
     try:
-        told = [_told_of(node) for node in source.nodes]
+        recorded = [_key(node) for node in source.nodes]
     except UnwrittenError:
         return None
     known = [
@@ -187,7 +196,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
         facts.strides,
         facts.prepares,
     ]
-    parts = [*told, keys, Target.resolve(options.target).name, repr(options.key()), repr(known)]
+    parts = [*recorded, keys, Target.resolve(options.target).name, repr(options.key()), repr(known)]
     digest = sha256("\n".join(parts).encode()).hexdigest()
     return Entry(digest, source, facts, _nodes(source), partial(fake_tensor, mode), graphs)
 
@@ -199,13 +208,17 @@ def _nodes(source: fx.Graph) -> dict[fx.Node, Before]:
     }
 
 
-def _told_of(node: fx.Node) -> str:
-    """All of a node that the search looks at."""
+def _key(node: fx.Node) -> str:
+    """Format all properties of a node that the search reads.
+
+    Raises:
+        UnwrittenError: a property cannot be part of a key, such as a symbolic size.
+    """
     if node.op == "get_attr":
-        held = held_by(node)
-        if not isinstance(held, torch.Tensor) or held.numel() > SMALL or isinstance(held, FakeTensor):
+        constant = held_by(node)
+        if not isinstance(constant, torch.Tensor) or constant.numel() > SMALL or isinstance(constant, FakeTensor):
             raise UnwrittenError
-        return f"{node.name} {_look(held)} {held.tolist()}"
+        return f"{node.name} {_look(constant)} {constant.tolist()}"
     return f"{node.name} {node.op} {_name(node)} {node.args} {node.kwargs} {_look(node.meta.get('val'))}"
 
 
@@ -235,12 +248,12 @@ def _look(val: Any) -> str:
 
 
 def _provenance(node: fx.Node) -> tuple[int, int]:
-    """What new nodes have from the node that they stand for."""
+    """Return ids of the stack trace and module stack, which new nodes inherit from the node that they replace."""
     return id(node.meta.get("stack_trace")), id(node.meta.get("nn_module_stack"))
 
 
 def _call(node: fx.Node, numbers: Numbers) -> list[Any]:
-    """What a node calls, nodes as `Output` by their numbers."""
+    """Encode the call of a node as JSON; operands that are nodes become `Output` by `numbers`."""
     if node.op not in ("call_function", "placeholder", "output"):
         raise UnwrittenError
     target = written(node.target) if isinstance(node.target, OpOverload) else _name(node)
@@ -267,8 +280,8 @@ def _recipe(prepared: Prepared) -> list[Any]:
     return [prepared.name, list(prepared.sources), prepared.key, prepared.size, prepared.copied, rows]
 
 
-def _prepared(told: Sequence[Any], modules: dict[str, fx.GraphModule]) -> Prepared:
-    name, sources, key, size, copied, rows = told
+def _prepared(recorded: Sequence[Any], modules: dict[str, fx.GraphModule]) -> Prepared:
+    name, sources, key, size, copied, rows = recorded
     if key not in modules:
         graph = fx.Graph()
         given: dict[int, fx.Node] = {}

@@ -1,6 +1,6 @@
-"""Texts that are kept by their digests, for later graphs of this process and in a file for later processes.
+"""Cache of texts by digest, in memory and in a SQLite file for later processes.
 
-What is kept depends on each line of the engine and the library: one file holds what one state of the code has made.
+The contents depend on every line of the engine and the library: each state of the code has files of its own.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from fusion.options import Options
 log = logging.getLogger("fusion")
 
 MONTH = 30 * 24 * 3600
-"""Seconds."""
+"""Seconds after which an unused file is deleted."""
 
 
 def folder() -> Path:
-    """Where texts are kept for later processes: `cann-fusion` in the user's cache folder."""
+    """Return the folder for files: `cann-fusion` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cann-fusion"
 
 
 @dataclass
 class TextCache:
-    """Texts by their digests, in memory and in a file; any number of processes may use one file.
+    """Texts by digest, in memory and in a file that any number of processes may share.
 
-    A file that cannot be read or written is done without.
+    Without a usable file, texts are cached in memory alone.
 
     Attributes:
-        file: None to keep texts in memory alone.
-        most: of how many texts the file keeps the latest; such texts are read one by one. 0 to keep all, read at once.
-        texts: what is in memory.
-        fresh: what is to be written.
+        file: the file; None for memory alone.
+        most: most texts in the file, the latest ones, which are read one by one. 0 for no limit: all are read at once.
+        texts: the texts in memory.
+        fresh: the texts that are not written yet.
     """
 
     file: Path | None
@@ -53,7 +53,7 @@ class TextCache:
     fresh: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Read what earlier processes have kept; files that none has read for a month, of other versions, go."""
+        """Read the texts of earlier processes; delete files that no process has read for a month."""
         if not self.most:
             self._on_file(lambda rows: self.texts.update(rows.execute("SELECT digest, text FROM kept")))
         with suppress(OSError):
@@ -62,18 +62,18 @@ class TextCache:
                 _clear(self.file.parent)
 
     def get(self, digest: str) -> str | None:
-        """The text of this digest, None where there is none."""
+        """Return the text of `digest`, None where there is none."""
         if self.most and digest not in self.texts:
             query = "SELECT digest, text FROM kept WHERE digest = ?"
             self._on_file(lambda rows: self.texts.update(rows.execute(query, (digest,))))
         return self.texts.get(digest)
 
     def put(self, digest: str, text: str) -> None:
-        """Keep a text, in the file from the next `save` on."""
+        """Store `text` in memory, and in the file at the next `save`."""
         self.texts[digest] = self.fresh[digest] = text
 
     def save(self) -> None:
-        """Write what is new; while others write for longer than we wait, it stays new until the next time."""
+        """Write the new texts; a file that others lock for too long is written at the next `save`."""
         if self.fresh and self._on_file(lambda rows: self._add(rows, [*self.fresh.items()])):
             self.fresh = {}
 
@@ -84,7 +84,7 @@ class TextCache:
             rows.execute(f"DELETE FROM kept WHERE rowid NOT IN ({latest})", (self.most,))
 
     def _on_file(self, work: Callable[[Any], Any]) -> bool:
-        """Whether the work was done, as far as there is a file."""
+        """Run `work` on the rows of the file; True if it succeeded, or there is no file."""
         if self.file is None:
             return True
         import sqlite3
@@ -107,7 +107,7 @@ def _clear(where: Path) -> None:
 
 
 def text_cache(kind: str, library: Library, options: Options, most: int = 0) -> TextCache | None:
-    """What of this kind is kept for this state of the code; None where nothing is to be."""
+    """Return the cache of this `kind` for the current state of the code; None if the options turn caching off."""
     if options.plan_cache == "off":
         return None
     versions = sha256(f"{torch.__version__} {operators.ensure()} {loaded(library)}".encode()).hexdigest()[:16]

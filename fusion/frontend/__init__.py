@@ -1,1 +1,1 @@
-"""The doors: the backend of `torch.compile`, guests of other compilers, exported programs, `explain`, the command."""
+"""Entry points: the backend of `torch.compile`, guests of other compilers, exported programs, `explain`, the CLI."""

@@ -1,4 +1,4 @@
-"""The `torch.compile` backend "cann_fusion": capture, fuse, lower; and `fuse`, which compiles with it."""
+"""The `torch.compile` backend "cann_fusion": capture, fuse, lower; and `fuse`, a decorator that compiles with it."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def cann_fusion(
 def _compile_by(
     make: Callable[[], FusionBackend], gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Compile one graph by the backend that `make` gives.
+    """Compile one graph by the backend that `make` returns.
 
-    Where an option or a rule is wrong, the returned function raises the `FusionError`, so that the caller sees it even
-    if Dynamo suppresses errors.
+    Where an option or a rule is wrong, the returned function raises the `FusionError`, so that the caller sees the
+    error even if Dynamo suppresses errors.
     """
     try:
         backend = make()
@@ -96,7 +96,7 @@ def fuse(
     fullgraph: bool = False,
     **fields: Any,
 ) -> Any:
-    """Compile what is decorated with the fusion backend, at its first call.
+    """Compile the decorated function, method or module with the fusion backend, at its first call.
 
     Works bare (`@fuse`) or with options (`@fuse(target="ascend910_93")`, `@fuse(options={...})`), on a function, on
     `forward` inside a class body (all instances share the compiled code, each with its own weights), and on a module
@@ -120,12 +120,12 @@ class FusionBackend:
     """Backend of `torch.compile` with its options and, if they are not the installed ones, its rules.
 
     Attributes:
-        options: how models are fused; a mapping of names to values as well.
+        options: the options, or a mapping of names to values.
         rules: the rules to choose from: a library, as `fusion.installed() + [MyRule()]`, or rules and readers, to which
             the installed readers are added; None for the installed ones.
 
     Raises:
-        OptionError: an option has a value that it cannot have, or names a rule that does not exist.
+        OptionError: an option has a value that is not accepted, or names a rule that does not exist.
         RuleError: a rule is declared wrongly.
     """
 
@@ -150,7 +150,9 @@ class FusionBackend:
         return _compile_by(lambda: self.changed(options, mode), gm, example_inputs)
 
     def changed(self, options: Options | Mapping[str, Any] | None, mode: str | None) -> FusionBackend:
-        """Copy this backend with the values of `options` and with `mode`, each if not None, in place of its own.
+        """Copy this backend with other options and another `mode`, each if not None.
+
+        `options` replaces all options if an `Options`, and those that are named if a mapping.
 
         Raises:
             OptionError: one of them is wrong.
@@ -176,7 +178,7 @@ class FusionBackend:
             )
             return aot_plain(gm, example_inputs)
         inline_regions(gm)
-        return capture(gm, example_inputs, partial(self._compile, Known.of(gm, example_inputs)))
+        return capture(gm, example_inputs, partial(self._compile, Known.from_dynamo(gm, example_inputs)))
 
     def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         with watched("capture", self.options.progress):
@@ -187,8 +189,8 @@ class FusionBackend:
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.options.assume)
-        except FusionError as error:  # whatever fails, the model runs as it came
-            return self._as_it_came(original, example_inputs, error)
+        except FusionError as error:  # the model must run whatever fails
+            return self._without_fusion(original, example_inputs, error)
         return self._fused(known, facts, gm, original, example_inputs)
 
     def _fused(
@@ -199,18 +201,18 @@ class FusionBackend:
         original: fx.GraphModule,
         example_inputs: Sequence[Any],
     ) -> Boxed:
-        """Fuse and lower `gm`, a copy of `original`, and check at each call what `facts` assume."""
+        """Fuse and lower `gm`, a copy of `original`, and check the assumptions in `facts` at each call."""
         try:
             outcome = self.outcome(gm, facts, original.graph)
         except FusionError as error:
-            return self._as_it_came(original, example_inputs, error)
+            return self._without_fusion(original, example_inputs, error)
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         subject = self._subject(known, facts, original, gm, outcome) if self.options.verify else None
         try:
             with stage("lower"):
                 run = self._lowered(gm, [*example_inputs, *prepared])
         except StageError as error:
-            return self._as_it_came(original, example_inputs, error)
+            return self._without_fusion(original, example_inputs, error)
         warn(outcome.failures)
         run = supply(run, gm.graph, outcome.prepared, known.names_in(gm.graph))
         if subject is not None:
@@ -227,7 +229,7 @@ class FusionBackend:
     def _fused_again(
         self, known: Known, facts: Facts, original: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Boxed:
-        """Fuse a graph once more, of which something else is assumed, after Dynamo has set its guards."""
+        """Fuse a graph once more under other assumptions, after Dynamo has set its guards."""
         fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
         with outside_modes():
             return self._fused(known, facts, fresh, original, example_inputs)
@@ -235,12 +237,12 @@ class FusionBackend:
     def _subject(
         self, known: Known, facts: Facts, original: fx.GraphModule, gm: fx.GraphModule, outcome: Outcome
     ) -> Subject:
-        """Describe a fused graph to its verification; compilers may change `gm`."""
+        """Describe a fused graph for its verification; the graph is copied, as compilers may change `gm`."""
 
         def again(fuel: int | None) -> tuple[fx.GraphModule, Outcome]:
             fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
             options = self.options if fuel is None else replace(self.options, fuel=fuel)
-            made = fuse_graph(fresh.graph, library_for(options, self.rules), options, facts, told=False)
+            made = fuse_graph(fresh.graph, library_for(options, self.rules), options, facts, with_refusals=False)
             fresh.recompile()
             return fresh, made
 
@@ -249,8 +251,8 @@ class FusionBackend:
         names = known.named(original.graph)
         return Subject(original, fused, outcome.prepared, names, is_compiled, again, self.options.dump_dir)
 
-    def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
-        """Compile the plain graph and warn once; raises where the compiler is at fault, not the fused graph."""
+    def _without_fusion(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
+        """Compile the plain graph and warn once; an error of the compiler is passed on."""
         log.debug("fusing a graph failed", exc_info=error)
         run = self._lowered(original, example_inputs)
         if isinstance(error, StageError):
@@ -260,8 +262,10 @@ class FusionBackend:
         return run
 
     def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        """Compile the plain graph after Dynamo has set its guards; graphs of symbolic sizes run node by node, as a
-        compiler may ask for another guard, which nothing would check."""
+        """Compile the plain graph after Dynamo has set its guards.
+
+        Graphs of symbolic sizes are interpreted: a compiler may add a guard, which nothing would check.
+        """
         with outside_modes():
             return self._lowered(original, example_inputs, "eager" if _is_symbolic(original.graph) else None)
 
@@ -272,7 +276,7 @@ class FusionBackend:
             return lower(gm, example_inputs, by)
 
     def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
-        """As `fuse` does; where an equal graph was fused before, what has come of it is made again.
+        """Fuse `gm` in place, replaying the rewrites of an equal graph where the cache has one.
 
         Raises:
             FusionError: the options or a rule cannot be used.
@@ -284,7 +288,7 @@ class FusionBackend:
         if known is not None:
             log.info("fused as an equal graph was")
             return known
-        outcome = self.fuse(gm, facts, original, told=False)
+        outcome = self.fuse(gm, facts, original, with_refusals=False)
         if entry is not None:
             with stage("graph_cache"), uncollected():
                 entry.keep(outcome)
@@ -295,13 +299,17 @@ class FusionBackend:
         gm: fx.GraphModule,
         facts: Facts = Facts(),
         original: fx.Graph | None = None,
-        told: bool = True,
+        with_refusals: bool = True,
         in_place: bool = True,
     ) -> GraphReport:
-        """Rewrite one functional aten graph in place and report; its code is not made again.
+        """Rewrite one functional aten graph in place and report; the module is not recompiled.
 
-        `original` is a copy of the graph, where there is one. Refusals are worked out only where they are `told`: a
-        compilation tells none. Without `in_place` the graph stays functional.
+        Args:
+            gm: the graph.
+            facts: the facts about its inputs.
+            original: a copy of the graph, where the caller has one.
+            with_refusals: False to skip the work on refusals, which compilations do not report.
+            in_place: False to leave the graph functional.
 
         Raises:
             FusionError: the options or a rule cannot be used.
@@ -310,7 +318,7 @@ class FusionBackend:
         number = next(_numbers)
         dumped = _dump(self.options.dump_dir, f"graph{number}_captured.txt", gm.graph)
         library = library_for(self.options, self.rules)
-        outcome = fuse_graph(gm.graph, library, self.options, facts, original, told, in_place)
+        outcome = fuse_graph(gm.graph, library, self.options, facts, original, with_refusals, in_place)
         if dumped:
             _dump(self.options.dump_dir, f"graph{number}_fused.txt", gm.graph)
         machine = Target.resolve(self.options.target)
@@ -319,25 +327,25 @@ class FusionBackend:
         return report
 
     def failed(self, gm: fx.GraphModule, error: StageError) -> GraphReport:
-        """Return the report of a graph that stays as it came, because a stage failed."""
+        """Return the report of a graph that is unchanged, because a stage failed."""
         outcome = Outcome(facts=Facts(extensible=True), before=counted(gm.graph), failures=(error.failure,))
         machine = Target.resolve(self.options.target)
         return GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
 
     def hand_on(self) -> Callable[[fx.GraphModule], fx.GraphModule]:
-        """Return what makes of a graph the one that is handed to the compiler that runs it."""
+        """Return the function that converts a graph to that for the compiler that runs it."""
         return partial(handed_on, by=route(self.options.lower))
 
 
 @dataclass(frozen=True)
 class Explainer:
-    """A backend that fuses and reports, and whose graphs give fake results instead of running.
+    """A backend that fuses and reports, and whose graphs return fake results instead of running.
 
     Attributes:
-        backend: what fuses.
-        parts: where the reports go.
-        positional: names of the positional arguments of what is explained.
-        originals: by the id of a fake tensor, what it is a copy of.
+        backend: the backend that fuses.
+        parts: list to which the reports are appended.
+        positional: names of the positional arguments of the explained function.
+        originals: by the id of a fake tensor, the tensor that it is a copy of.
     """
 
     backend: FusionBackend
@@ -346,10 +354,10 @@ class Explainer:
     originals: Mapping[int, torch.Tensor] = immutable_dict()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph to its report."""
+        """Append the report of one graph, and return an interpreter of the graph."""
         specialise_floats(gm)
         inline_regions(gm)
-        known = Known.of(gm, example_inputs, self.positional, self.originals)
+        known = Known.from_dynamo(gm, example_inputs, self.positional, self.originals)
         real = [self.originals.get(id(each), each) for each in example_inputs]
         return capture(gm, example_inputs, partial(self._compile, known, obstacles(real)))
 
@@ -368,7 +376,7 @@ class Explainer:
 
 
 def _is_symbolic(graph: fx.Graph) -> bool:
-    """True if a size in `graph` is symbolic."""
+    """True if a node of `graph` is a symbolic size."""
     return any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes)
 
 
@@ -395,7 +403,7 @@ def _warn_of_mode(options: Options) -> None:
 def _dump(folder: str, name: str, source: fx.Graph) -> bool:
     """Write a graph as text into a folder, if one is named; True if it was written.
 
-    Where it cannot be written, a warning says so, and the graph is fused all the same.
+    Where it cannot be written, a warning names the error, and the graph is fused all the same.
     """
     if not folder:
         return False

@@ -20,17 +20,17 @@ class OperatorEntry:
     Attributes:
         name: qualified name, `npu::npu_rms_norm`.
         summary: its formula.
-        schema: as torch_npu prints it.
+        schema: its schema, as torch_npu prints it.
         targets: the chips that have it.
-        lowerings: the compilers that take it.
-        dims: argument -> named dims.
-        dtypes: argument -> accepted dtypes.
-        limits: target -> what a call must keep to.
+        lowerings: the compilers that support it.
+        dims: named dims by argument.
+        dtypes: accepted dtypes by argument.
+        limits: limits of a call by target.
         computed: the arguments that the decomposition computes.
-        uncomputed: argument -> why a call that does not leave it at its default is refused.
+        uncomputed: by argument, the reason why a call is refused unless the argument has its default.
         without_effect: the arguments that change no result.
-        source: where all this was read.
-        older: the name by which an older package has it, "" for none.
+        source: sources of these facts.
+        older: the name of the operator in an older package, "" for none.
     """
 
     name: str
@@ -53,15 +53,15 @@ class RuleEntry:
     """One installed rule.
 
     Attributes:
-        name: the semantic op that its matches read as.
+        name: the semantic op of its matches.
         meaning: its docstring.
         formula: the first line of its module.
-        patterns: written form -> what is particular about it.
-        refuses: lookalike -> why it is refused.
-        lowerings: way to run it -> what it does.
+        patterns: description of each form by its name.
+        refuses: reason of refusal by lookalike.
+        lowerings: description of each lowering by its name.
         uses: the semantic ops that its patterns are made of.
         package: the distribution that provides it.
-        opt_in: whether it is off unless the option `opt_in` names it.
+        opt_in: True if it is off unless the option `opt_in` names it.
     """
 
     name: str
@@ -76,17 +76,17 @@ class RuleEntry:
 
 
 def operator_entries() -> tuple[OperatorEntry, ...]:
-    """Every operator, in the order of their names."""
+    """List all operators, sorted by name."""
     return tuple(_operator(each) for _, each in sorted(OPERATORS.items()))
 
 
 def rule_entries() -> tuple[RuleEntry, ...]:
-    """Every installed rule, in the order in which the packages provide them."""
+    """List all installed rules, in the order in which the packages provide them."""
     return tuple(_rule(each) for each in installed().rules)
 
 
 def operator_entry(name: str) -> OperatorEntry:
-    """The operator of this name, with or without its namespace.
+    """Return the entry of the operator `name`, with or without its namespace.
 
     Raises:
         OptionError: there is none; the message names the nearest.
@@ -98,7 +98,7 @@ def operator_entry(name: str) -> OperatorEntry:
 
 
 def rule_entry(name: str) -> RuleEntry:
-    """Find the installed rule of this name.
+    """Return the entry of the installed rule `name`.
 
     Raises:
         OptionError: there is none; the message names the nearest.
@@ -155,9 +155,9 @@ def _first_line(described: object) -> str:
 
 @cache
 def _packages() -> dict[str, str]:
-    """Rule -> the distribution whose entry point provides it."""
-    found: dict[str, str] = {}
+    """Map each rule to the distribution whose entry point provides it."""
+    packages: dict[str, str] = {}
     for entry in entry_points(group=GROUP):
         name = entry.dist.name if entry.dist else entry.value
-        found |= {rule.name: name for rule in provided_by(entry.load()).rules}
-    return found
+        packages |= {rule.name: name for rule in provided_by(entry.load()).rules}
+    return packages

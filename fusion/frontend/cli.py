@@ -53,7 +53,7 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """See which parts of a PyTorch model become fused CANN operators, and why the others do not.
+    """Show which parts of a PyTorch model become fused CANN operators, and why the others do not.
 
     [b]Nothing runs:[/b] models are traced under fake tensors, so a laptop can explain a model of any size.
 
@@ -94,12 +94,12 @@ def explain(
     cache: Annotated[str, typer.Option(help="static, dynamic or none.", rich_help_panel=_HUB)] = "static",
     tiny: Annotated[bool, typer.Option("--tiny", help="Small real weights.", rich_help_panel=_HUB)] = False,
 ) -> None:
-    """Report what fuses in a model, what it saves, and what was refused for which reason.
+    """Report the fusions in a model, their savings, and refusals with their reasons.
 
     A factory is called without arguments and returns a module or function, with its arguments if it takes any:
     `model`, `(model, args)` or `(model, args, kwargs)`.
 
-    Exit code 0: all of the call is explained. 1: the model raised, and the report is of what was traced before. 2: an
+    Exit code 0: all of the call is explained. 1: the model raised; the report covers the graphs traced before. 2: an
     argument is wrong.
 
     [dim]cann-fusion explain hf:gpt_oss --mode decode --context 1024[/dim]
@@ -130,14 +130,14 @@ def ops(
 ) -> None:
     """List the fused operators that can be emitted: schema, targets, limits, lowerings, source."""
     with _reported("listing operators"):
-        found = [catalogue.operator_entry(name)] if name else list(catalogue.operator_entries())
+        entries = [catalogue.operator_entry(name)] if name else list(catalogue.operator_entries())
         origin = operators.ensure()
     if as_json:
-        content = {"schemas": asdict(origin), "operators": [asdict(each) for each in found]}
+        content = {"schemas": asdict(origin), "operators": [asdict(each) for each in entries]}
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     console = _console()
-    console.print(_operator(found[0]) if name else _operators(found))
+    console.print(_operator(entries[0]) if name else _operators(entries))
     owner = f"torch_npu {origin.version}" if origin.source == "torch_npu" else "cann-fusion itself"
     console.print(f"schemas of {owner} are in use: {escape(origin.reason)}")
 
@@ -149,16 +149,16 @@ def rules(
 ) -> None:
     """List the installed rules: what each means, how it may be written, what it becomes."""
     with _reported("listing rules"):
-        found = [catalogue.rule_entry(name)] if name else list(catalogue.rule_entries())
+        entries = [catalogue.rule_entry(name)] if name else list(catalogue.rule_entries())
     if as_json:
-        typer.echo(json.dumps([asdict(each) for each in found], indent=2, ensure_ascii=False))
+        typer.echo(json.dumps([asdict(each) for each in entries], indent=2, ensure_ascii=False))
         return
-    _console().print(_rule(found[0]) if name else _rules(found))
+    _console().print(_rule(entries[0]) if name else _rules(entries))
 
 
 @contextmanager
 def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
-    """Print errors in words on stderr and exit: with 2 for what the user can mend, with 1 for a model that fails."""
+    """Print errors on stderr and exit: with 2 for wrong input of the user, with 1 for a model that fails."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="torch")
@@ -171,7 +171,7 @@ def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
 
 
 def _fail(doing: str, error: str, shown: str) -> NoReturn:
-    """Say that a model failed, with the traceback that is to be shown, and exit."""
+    """Report that a model failed, with a traceback to show or "", and exit."""
     if shown:
         typer.echo(shown, err=True)
     _complain(
@@ -189,12 +189,12 @@ def _tell(text: str) -> None:
 
 
 def _console() -> Console:
-    """A terminal as it is; a file or a pipe with room for tables."""
+    """Return a console of the width of the terminal, or of a fixed width for a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH, emoji=False)
 
 
 def _explained(calls: Iterable[hf.Call], failures: list[str], options: Options) -> Report:
-    """Explain `calls` up to the first that is traced to its end; if none is, give the report of the first."""
+    """Explain `calls` up to the first that is traced to its end; if none is, return the report of the first."""
     reports: list[Report] = []
     for call in calls:
         for notice in call.notices:
@@ -274,12 +274,12 @@ def _rule(entry: catalogue.RuleEntry) -> Table:
 
 
 def _meaning(entry: catalogue.RuleEntry) -> str:
-    """What a rule means, and whether it is off."""
+    """Format the meaning of a rule, with a note if it is opt-in."""
     return f"{entry.meaning} Opt-in: off unless the option opt_in names it." if entry.opt_in else entry.meaning
 
 
 def _listed(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """One row for each of several, by columns, the first with its name."""
+    """Build a table with a row for each entry; the first column has the names."""
     table = Table(title=title, title_justify="left", show_lines=True)
     for number, column in enumerate(columns):
         table.add_column(column, no_wrap=number == 0)
@@ -289,7 +289,7 @@ def _listed(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 
 def _described(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Everything of one, by name."""
+    """Build a table of one entry, with a row for each of its properties."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

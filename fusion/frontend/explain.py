@@ -1,4 +1,4 @@
-"""explain: what would fuse in a model, and why the rest would not, without running anything."""
+"""explain: a report of what would fuse in a model, without running anything."""
 
 from __future__ import annotations
 
@@ -42,12 +42,19 @@ def explain(
     """Trace a function or module under fake tensors and report what fuses.
 
     Nothing is run and no input, parameter or cache is changed: the model and its inputs are copied as fake tensors,
-    which have no memory. Takes the arguments that the call would take; `options` as for the backend. Where Python reads
-    a number or a size that follows from the whole numbers of the call alone, it gets that; what other data decides is
-    read from a sample, and the report says where. An ExportedProgram, which has its inputs, is given alone: its report
-    is what `fuse_exported` makes of it.
+    which have no memory. Where Python reads a number or a size that follows from the integers of the call alone, the
+    number is computed; numbers that depend on other data come from a sample, and the report lists where. An
+    ExportedProgram, which has its inputs, is passed alone: the report is that of `fuse_exported`.
 
     Where the model raises, the report is of the graphs before, with the error in `interruption`.
+
+    Args:
+        fn_or_module: the function, module or program.
+        args: the arguments of the call.
+        options: the options, as for the backend.
+        dynamic: as in `torch.compile`.
+        rules: the rules, as for the backend.
+        kwargs: the keyword arguments of the call.
 
     Returns:
         The report over all graphs of the call.
@@ -84,7 +91,7 @@ class _Trace:
         self.mode = fresh_fake_mode(Guesses)
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Trace the call of a copy, with copies of its arguments."""
+        """Trace the call of a copy of `function`, with copies of its arguments."""
         with CopyMode(self.mode):
             (model, fake_args, fake_kwargs), copied = _copied((function, args, kwargs))
         pairs = _copies(copied)
@@ -103,7 +110,7 @@ class _Trace:
 
 
 def _copied(given: Any) -> tuple[Any, dict[int, Any]]:
-    """Copy `given` deeply, and give the memo beside the copy; a lock and other objects without tensors are shared."""
+    """Copy `given` deeply, sharing objects without tensors that cannot be copied (locks); return copy and memo."""
     shared: dict[int, Any] = {}
     while True:
         memo = dict(shared)
@@ -144,7 +151,7 @@ _ADVICE = {
 
 
 def _breaks(departures: Departures) -> tuple[Break, ...]:
-    """List graph breaks and functions that were not traced, each once, where they stand in the model's code."""
+    """List graph breaks and functions that were not traced, each once, with their place in the model's code."""
     between = [
         Break(innermost(stack), _first_lines(reason)) for stack, reason in departures.breaks if OUTSIDE not in reason
     ]
@@ -160,7 +167,7 @@ _UNRESUMED = "it holds a graph break that Dynamo cannot resume behind, as in a l
 
 
 def _first_lines(reason: str) -> str:
-    """Shorten the reason for a graph break to one line: its first, with the explanation of Dynamo."""
+    """Shorten the reason for a graph break to its first line and Dynamo's explanation, without addresses."""
     first, _, rest = reason.strip().partition("\n")
     explained = re.search(r"Explanation: ([^\n]*)", rest)
     text = f"{first}: {explained[1]}" if explained else first
@@ -172,9 +179,9 @@ _LONGEST = 200  # characters
 
 
 def _copies(copied: dict[int, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each fake tensor with what it is a copy of; `copied`: the memo of `copy.deepcopy`, which keeps what it copies."""
-    kept = [each for each in copied.get(id(copied), ()) if isinstance(each, torch.Tensor)]
-    return [(copied[id(each)], each) for each in kept if id(each) in copied]
+    """Pair each fake tensor with the tensor that it is a copy of, from the memo of `copy.deepcopy`."""
+    originals = [each for each in copied.get(id(copied), ()) if isinstance(each, torch.Tensor)]
+    return [(copied[id(each)], each) for each in originals if id(each) in copied]
 
 
 def _positional(called: Callable[..., Any]) -> tuple[str, ...]:
@@ -182,6 +189,6 @@ def _positional(called: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # implemented in C
         return ()
     return tuple(each.name for each in parameters if each.kind in kinds)

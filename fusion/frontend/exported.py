@@ -1,4 +1,4 @@
-"""Exported programs: `fuse_exported` gives one that calls fused operators, `explain` says what fused in it."""
+"""Exported programs: `fuse_exported` returns one that calls fused operators, `explain_exported` reports on it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def fuse_exported(
     options: Options | Mapping[str, Any] | None = None,
     rules: Library | Iterable[Rule | Reader] | None = None,
 ) -> ExportedProgram:
-    """Return a functional program that computes what `program` does by fused operators; `program` is not changed.
+    """Return a functional program that computes the results of `program` by fused operators.
 
-    The result runs, saves, loads, is a program for AOTInductor, and keeps dynamic shapes, range constraints and writes
-    to buffers and inputs. What is computed from Parameters alone is computed now and becomes a buffer `prepared_<n>`;
-    a Parameter that then nothing reads leaves the state dict, so that weights which are loaded later cannot be missed
-    silently. A process that loads the result calls `fusion.operators.ensure()` before; with `options["lower"]`
-    "inductor" the fused operators are replaced by their decompositions, and nothing of this package is needed.
+    `program` is not changed. The result runs, saves, loads, is a program for AOTInductor, and keeps dynamic shapes,
+    range constraints and writes to buffers and inputs. Tensors that depend on Parameters alone are computed now and
+    become buffers `prepared_<n>`; a Parameter that no call reads any more is removed from the state dict, so that
+    loading weights later fails instead of having no effect. A process that loads the result calls
+    `fusion.operators.ensure()` before; with `options["lower"]` "inductor" the fused operators are replaced by their
+    decompositions, and nothing of this package is needed.
 
     Where the pass fails, the result is `program` in functional form, with a warning.
 
@@ -108,8 +109,8 @@ def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:
 
 
 def _as_buffer(prepared: Prepared, dropped: Set[str]) -> Prepared:
-    """Return the record of a buffer, which costs nothing if all Parameters that it is computed from are `dropped`."""
-    leave = prepared.sources and dropped >= set(prepared.sources)  # a constant has none
+    """Return the record of a buffer, which has no cost if all Parameters that it is computed from are `dropped`."""
+    leave = prepared.sources and dropped >= set(prepared.sources)  # a tensor computed from constants has no sources
     return replace(prepared, copied="" if leave else prepared.copied or STAY)
 
 

@@ -1,6 +1,6 @@
-"""A call of a Hugging Face model, from nothing but the name of its type: default config, no download, no memory.
+"""Calls of Hugging Face models by the name of their type: default config, no download, no memory.
 
-The model keeps its real sizes and is built of fake tensors; only its layers become fewer, and dense where they can.
+The model keeps its real sizes and is built of fake tensors; it has fewer layers, and dense ones where possible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TINY = {
 
 @dataclass(frozen=True)
 class Request:
-    """Which call of which model.
+    """A call of a Hugging Face model.
 
     Attributes:
         model_type: name of a type in transformers, e.g. "qwen3".
@@ -46,7 +46,7 @@ class Request:
         seq: S, the tokens of a prefill.
         context: length of the cache in tokens.
         cache: "static", "dynamic" or "none".
-        tiny: small real weights instead of fake tensors of real sizes.
+        tiny: True for small real weights instead of fake tensors of real sizes.
     """
 
     model_type: str
@@ -61,7 +61,7 @@ class Request:
     tiny: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
+        """Refuse wrong values."""
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(
@@ -76,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Call:
-    """A model with the arguments of one call, and what a reader should know about them."""
+    """A model with the arguments of one call, and notices for the user."""
 
     model: Callable[..., Any]
     kwargs: Mapping[str, Any]
@@ -95,10 +95,10 @@ def build(request: Request) -> Call:
 
 
 def calls(request: Request, failures: list[str]) -> Iterator[Call]:
-    """Build the calls that `request` describes, nearest first: a model may run and yet not be traced with one cache.
+    """Yield calls for `request`, closest first: a model may run and yet not be traced with one kind of cache.
 
-    A model whose own code fails is built in other sizes, and given another cache; `notices` say so, with the first of
-    `failures`, to which those of the model are added, and whoever traces the calls adds what failed there.
+    A model whose own code fails is built in other sizes, and given another cache. Then `notices` name the difference,
+    and the first of `failures`, a list to which errors of the model are appended; the caller appends errors in tracing.
 
     Raises:
         OptionError: there is no such model type, or it is no causal language model.
@@ -113,7 +113,7 @@ def calls(request: Request, failures: list[str]) -> Iterator[Call]:
             continue
         try:
             call = _call(transformers, request, size, cache)
-        except Exception as error:  # of a model's own code, in any way
+        except Exception as error:  # the model's own code may raise anything
             first = first or error
             failures.append(_why(error))
             continue
@@ -130,10 +130,10 @@ class Size:
     """Size in which a model is built.
 
     Attributes:
-        fake: of fake tensors, else with real weights.
-        shrunk: with sizes that a laptop holds; "head" keeps the size of a head, "hidden" that of all heads.
-        layers: "few", as many as the request asks for; "kinds", at least one of every kind; or "all".
-        dtype: other than that of the request, "" for that.
+        fake: True for fake tensors, else real weights.
+        shrunk: "head" for small sizes that keep the size of a head, "hidden" that of all heads; "" for real sizes.
+        layers: "few", the requested number; "kinds", at least one of every kind; or "all".
+        dtype: a dtype other than the requested one, or "".
     """
 
     fake: bool
@@ -142,7 +142,6 @@ class Size:
     dtype: str = ""
 
     def __str__(self) -> str:
-        """Name it in a notice."""
         layers = {"few": "", "kinds": ", one layer of every kind", "all": ", all layers"}[self.layers]
         dtype = f", {self.dtype}" if self.dtype else ""
         small = "real tensors of small sizes" + " and small heads" * (self.shrunk == "hidden")
@@ -173,7 +172,7 @@ _CACHES = {
 
 
 def _changed(request: Request, size: Size, cache: str, failures: Sequence[str]) -> tuple[str, ...]:
-    """Note which size and cache differ from `request`, with the first of `failures` as the reason."""
+    """Format a notice of the size and cache that differ from `request`, with the first of `failures` as the reason."""
     wanted = _ways(request)[0]
     if not failures or (size, cache) == wanted:
         return ()
@@ -217,25 +216,28 @@ def _default(transformers: Any, model_type: str) -> Any:
 
 
 _LEFT_OUT = {"num_key_value_heads": "num_attention_heads", "decoder_vocab_size": "vocab_size"}
-"""Sizes that a default config may lack, and what they are then."""
+"""Sizes that a default config may lack, with the attribute that has the value."""
 
 
 def _read(config: Any, name: str, default: Any = None) -> Any:
-    """Read an attribute of a config; `default` where there is none, or one for each layer."""
+    """Read an attribute of a config; `default` if the config has none, or raises."""
     try:
         return getattr(config, name, default)
-    except Exception:  # configs compute attributes, and raise what they like
+    except Exception:  # configs compute attributes, and may raise anything
         return default
 
 
 def _set(config: Any, name: str, value: Any) -> None:
-    """Set an attribute of a config, if it has one that can be set."""
+    """Set an attribute of a config, unless it is read-only."""
     with suppress(AttributeError):
         setattr(config, name, value)
 
 
-def _fewer_layers(config: Any, layers: int, of_every_kind: bool) -> tuple[str, ...]:
-    """Keep `layers` layers, the first of every kind before others of the same kind, with dense feed-forwards."""
+def _fewer_layers(config: Any, layers: int, covers_kinds: bool) -> tuple[str, ...]:
+    """Reduce `config` to `layers` layers, the first of every kind before others, with dense feed-forwards.
+
+    With `covers_kinds`, at least one layer of every kind is kept. Returns notices of the reductions.
+    """
     total = int(_read(config, "num_hidden_layers", 0))
     per_layer = {
         name: value for name, value in config.to_dict().items() if isinstance(value, list) and len(value) == total > 3
@@ -243,7 +245,7 @@ def _fewer_layers(config: Any, layers: int, of_every_kind: bool) -> tuple[str, .
     sparse = per_layer.pop("mlp_layer_types", None) is not None
     kinds = [tuple(str(each[index]) for each in per_layer.values()) for index in range(total)]
     by_kind = sorted(range(total), key=lambda index: kinds.index(kinds[index]) != index)
-    least = max(len(set(kinds)), _until_every_kind(config, total)) if of_every_kind else 0
+    least = max(len(set(kinds)), _until_every_kind(config, total)) if covers_kinds else 0
     chosen = sorted(by_kind[: max(layers, least)])
     for name in ("num_hidden_layers", "decoder_layers", "encoder_layers"):
         if isinstance(_read(config, name), int):
@@ -271,7 +273,7 @@ def _until_every_kind(config: Any, total: int) -> int:
 
 
 def _shrink(config: Any, what: str) -> None:
-    """Make sizes small enough for a laptop; the size of a head stays, or that of all its heads."""
+    """Reduce sizes to fit a laptop's memory; the size of a head stays for `what` "head", else that of all heads."""
     hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
     if hidden is None:
         raise FusionError("its config has no hidden_size that could be made small")
@@ -294,13 +296,13 @@ def _call(transformers: Any, request: Request, size: Size, cache: str) -> Call:
     dtype = DTYPES[size.dtype or request.dtype]
     with fresh_fake_mode(Guesses) if size.fake else nullcontext(), torch.no_grad():
         with importlib.import_module("transformers.initialization").no_init_weights() if size.fake else nullcontext():
-            model, told = _model(transformers, config, dtype, request)  # initial numbers of fake tensors are nothing
+            model, fallback = _model(transformers, config, dtype, request)  # fake tensors need no initial values
         model.tie_weights()
         given = _cache(transformers, model, request, cache)
         tokens = request.seq if request.mode == "prefill" else 1
         ids = torch.zeros(request.batch, tokens, dtype=torch.long)
     kwargs = {"input_ids": ids, "use_cache": cache != "none"}
-    return Call(model, kwargs | ({} if given is None else {"past_key_values": given}), (*notices, *told))
+    return Call(model, kwargs | ({} if given is None else {"past_key_values": given}), (*notices, *fallback))
 
 
 def _model(transformers: Any, config: Any, dtype: torch.dtype, request: Request) -> tuple[Any, tuple[str, ...]]:
@@ -310,12 +312,12 @@ def _model(transformers: Any, config: Any, dtype: torch.dtype, request: Request)
     except ValueError as error:
         if request.attention == "eager" or "attention" not in str(error):
             raise
-    told = (f"{request.model_type} has no {request.attention} attention: its eager attention",)
-    return make(config, dtype=dtype, attn_implementation="eager").eval(), told
+    notices = (f"{request.model_type} has no {request.attention} attention: its eager attention",)
+    return make(config, dtype=dtype, attn_implementation="eager").eval(), notices
 
 
 def _cache(transformers: Any, model: Any, request: Request, kind: str) -> Any:
-    """Make a cache of the shapes of `model`: filled by a prefill, and empty for a prefill.
+    """Make a cache of the shapes of `model`: filled for a decode, and empty for a prefill.
 
     None where the call passes none, as in a prefill for which the model makes its own. A short prefill is run in any
     case, so that a model that raises does so here.

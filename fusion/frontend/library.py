@@ -1,4 +1,4 @@
-"""The library of rules: what the entry points of group `fusion.patterns` provide, filtered by the options."""
+"""The library of rules: those of the entry points of group `fusion.patterns`, filtered by the options."""
 
 from __future__ import annotations
 
@@ -21,57 +21,57 @@ EXAMPLES = "fusion.examples"
 
 @cache
 def installed() -> Library:
-    """Every rule and every reader that installed packages provide, each under a name of its own.
+    """Return the rules and readers of all installed packages; names are unique.
 
     Raises:
         NoRulesError: no package provides any.
-        RuleError: two packages provide one name, or one uses a word that nothing gives.
+        RuleError: two packages provide one name, or one uses a word that no reader gives.
     """
-    found = Library(())
+    library = Library(())
     for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
-        found += provided_by(entry.load())
-    if not found.rules:
+        library += provided_by(entry.load())
+    if not library.rules:
         raise NoRulesError(
             f"loading rules: no installed package provides the entry-point group {GROUP!r}, so nothing could ever be "
             "fused; install the package instead of only importing its folder (pip install -e .)"
         )
-    check_library(found)
-    return found
+    check_library(library)
+    return library
 
 
 @cache
 def examples() -> Mapping[str, tuple[Example, ...]]:
-    """By the name of its rule, what an installed package says how a rule is tried.
+    """Return the examples and rejects of installed packages by the name of their rule.
 
     Raises:
-        RuleError: two packages try one rule.
+        RuleError: two packages have examples of one rule.
     """
-    found: dict[str, tuple[Example, ...]] = {}
+    by_rule: dict[str, tuple[Example, ...]] = {}
     for entry in sorted(entry_points(group=EXAMPLES), key=lambda each: each.name):
         for name, tried in entry.load()().items():
-            if name in found:
+            if name in by_rule:
                 raise RuleError(f"loading examples from {entry.value}: {name!r} is already tried; rename the rule")
-            found[name] = tuple(tried)
-    return found
+            by_rule[name] = tuple(tried)
+    return by_rule
 
 
 def provided_by(provider: object) -> Library:
-    """Make a library of the object of an entry point: a library, rules alone, or a function of either."""
+    """Make a library from the object of an entry point: a library, rules alone, or a function that returns either."""
     return Library.of(provider() if callable(provider) else provider)
 
 
 def library_for(options: Options, given: object = None) -> Library:
-    """Select the rules that `options` leave of the library `given`, with all its readers.
+    """Return the library `given` with all its readers, and the rules that `options` select.
 
     Args:
-        options: which rules and operators are used.
+        options: the options.
         given: a library, a rule, or a collection of rules and readers, to which the installed readers are added; None
             for the installed library.
 
     Raises:
         OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator; `opt_in`:
-            none that is off otherwise), or `rules` one that is off.
-        RuleError: what is given is declared wrongly.
+            no rule that is off by default), or `rules` one that is off.
+        RuleError: `given` is declared wrongly.
     """
     library = installed() if given is None else _checked(completed(given))
     rules = {rule.name: rule for rule in library.rules}
@@ -89,7 +89,7 @@ def library_for(options: Options, given: object = None) -> Library:
 
 
 def completed(given: object) -> Library:
-    """Make a library of rules and readers that are handed over, with the installed readers; of a library, itself."""
+    """Return `given` if it is a library, else a library of its rules and readers and the installed readers."""
     return given if isinstance(given, Library) else Library((), installed().readers) + given
 
 
@@ -109,14 +109,14 @@ def _installed_names() -> frozenset[str]:
 
 
 def _check_rules(what: str, names: Collection[str], library: Library, known: Collection[str]) -> None:
-    """Raise an OptionError for the first of `names` that is not `known`, with the rule that it may stand for."""
+    """Raise an OptionError for the first of `names` that is not `known`, with the rule that it may refer to."""
     for name in sorted(set(names) - set(known)):
         listed = [rule.name for rule in library.rules if rule.name in known]
         check_names(what, [name], known, rule_called(name, library.rules), listed)
 
 
 def rule_called(name: str, rules: Iterable[Rule]) -> str:
-    """Say which of some rules `name` stands for: an alias, one of its forms, or an operator that it emits; else ""."""
+    """Return a hint for `name` if it is an alias of a rule, one of its forms, or an operator that it emits; else ""."""
     for names_of, verb in ((_aliases, "is"), (_parts_of, "is part of"), (_operators_of, "is emitted by")):
         named = [rule.name for rule in rules if _plain(name) in map(_plain, names_of(rule))]
         if 0 < len(named) <= _MOST_RULES:
@@ -125,11 +125,11 @@ def rule_called(name: str, rules: Iterable[Rule]) -> str:
 
 
 _MOST_RULES = 6
-"""Rules that one name may stand for: one that stands for more, such as "written", says nothing."""
+"""Most rules in a hint: a name that is part of more rules, such as "written", is too general."""
 
 
 def _plain(name: str) -> str:
-    """Strip a name of case, hyphens, underscores and namespace."""
+    """Strip `name` of case, hyphens, underscores and namespace."""
     return re.sub(r"[^a-z0-9.]", "", name.lower().rpartition("::")[2])
 
 
@@ -144,7 +144,7 @@ def _parts_of(rule: Rule) -> Iterable[str]:
 
 @cache
 def _operators_of(rule: Rule) -> Iterable[str]:
-    """List the operators that the code of a rule names, with their forms that write in place."""
+    """List the operators that the code of `rule` refers to, with their in-place forms."""
     read = names_read(type(rule))
     emitted = [each for each in OPERATORS.values() if each.short.partition(".")[0] in read]
     return [each.partition("::")[2].partition(".")[0] for one in emitted for each in (one.name, one.in_place)]

@@ -1,4 +1,4 @@
-"""FusionPass: the same pass as a guest in another compiler's pipeline."""
+"""FusionPass: the pass as a guest in another compiler's pipeline."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from fusion.routes.inductor import copy_results, guest_table
 
 
 class FusionPass(CustomGraphPass):
-    """A callable over a functional aten graph, which it rewrites in place; nodes carry fake tensors in `meta["val"]`.
+    """Graph pass that rewrites a functional aten graph in place; nodes have fake tensors in `meta["val"]`.
 
     Works as every custom pass of Inductor after tracing (`post_grad_custom_pre_pass`, `joint_custom_post_pass`, ...),
-    whose cache of graphs it keeps on, and as torchair's and npugraph_ex's `post_grad_custom_pre_pass` (which pass
+    whose cache of graphs stays in use, and as torchair's and npugraph_ex's `post_grad_custom_pre_pass` (which pass
     further arguments). In a graph of Inductor on a CPU or GPU, fused operators are replaced by their decompositions, so
     that Inductor generates code for them. Passes pickle, and copies of one have equal keys.
 
     Attributes:
-        options: how graphs are fused.
-        rules: the rules to choose from, as they were given; None for the installed ones.
+        options: the options.
+        rules: the given rules to choose from; None for the installed ones.
         library: the rules and readers in use.
     """
 
@@ -51,16 +51,16 @@ class FusionPass(CustomGraphPass):
         self.library = library_for(self.options, self.rules)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild the pass from what it was given: the installed library is that of the process that unpickles."""
+        """Rebuild the pass from its arguments: the installed library is that of the process that unpickles."""
         return type(self), (self.options, self.rules)
 
     def __call__(self, graph: fx.GraphModule | fx.Graph, *context: Any) -> None:
-        """Fuse in place; a graph without any match stays node for node as it is.
+        """Fuse in place; a graph without any match is not changed.
 
-        Where the pass fails, the graph is left as it came, with a warning.
+        Where the pass fails, the graph is not changed, with a warning.
 
         Raises:
-            FusionError: the graph carries no shapes.
+            FusionError: the graph has no shapes.
         """
         source = graph.graph if isinstance(graph, fx.GraphModule) else graph
         try:
@@ -78,34 +78,36 @@ class FusionPass(CustomGraphPass):
     def _fuse(self, source: fx.Graph) -> Outcome:
         """Rewrite `source` in place, in calls that its host lowers.
 
-        Inductor chooses by itself what it writes in place, but for operators of an NPU, which it launches one by one.
-        Results keep their names, by which the signature of an exported program finds them.
+        Inductor itself decides about in-place writes, except for operators of an NPU, which it launches one by one.
+        Results keep their names, to which the signature of an exported program refers.
 
         Raises:
-            FusionError: the graph carries no shapes.
-            StageError: a stage failed; the graph is as it came.
+            FusionError: the graph has no shapes.
+            StageError: a stage failed; the graph is unchanged.
         """
-        kept, options, inductor = copied(source), self.options, hosts_pass()
+        original, options, inductor = copied(source), self.options, hosts_pass()
         on_npu = inductor and is_on_npu(source)
         if on_npu and not options.plan_lower:
             options = replace(options, plan_lower="inductor")
-        outcome = fuse_graph(source, self.library, options, original=kept, told=False, in_place=on_npu or not inductor)
+        outcome = fuse_graph(
+            source, self.library, options, original=original, with_refusals=False, in_place=on_npu or not inductor
+        )
         if inductor and outcome.chosen:
             try:
                 with stage("lower"):
                     decompose_added(source, guest_table())
                     copy_results(source)
             except StageError:
-                refill(source, kept)
+                refill(source, original)
                 raise
-        name_results(source, [node.name for node in outputs(kept)])
+        name_results(source, [node.name for node in outputs(original)])
         return outcome
 
     def uuid(self) -> str | None:
-        """Key compiled graphs by all code that decides, target, options and versions.
+        """Return a key of compiled graphs: a digest of the code of engine and library, target, options and versions.
 
         Returns:
-            The key; None, for which Inductor keeps no graph, where a rule reads what is of this process alone.
+            The key; None, for which Inductor caches no graph, where a rule reads state of this process alone.
         """
         keys = keys_of(self.library)
         if keys is None:

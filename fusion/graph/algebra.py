@@ -1,4 +1,4 @@
-"""The canonical algebra: smart constructors that bring every ordinary spelling of an expression to one value.
+"""The canonical algebra: smart constructors that normalise every ordinary spelling of an expression to one value.
 
     x·x, x**2, square(x)        → power(x, 2)            x / sqrt(v), x · rsqrt(v)   → mul(x, power(v, -½))
     sum(x) / D, sum(x) · D⁻¹    → mean(x)                1 / (1 + exp(-x))           → sigmoid(x)
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from fusion.graph import identities, reshapes
-from fusion.graph.dims import Dim, alike_behind, broadcast, but_ones
+from fusion.graph.dims import Dim, broadcast, but_ones, equal_trailing
 from fusion.graph.signs import is_nonnegative
 from fusion.graph.value import Value
 
-LARGE = 700.0  # the logarithm of a number that a float still holds
+LARGE = 700.0  # log of a number within the range of float64
 MAX_STOP = 2**62  # aten writes "to the end" as a stop beyond any size
-LONGEST = 2**53  # whole numbers below it are exact as floats
+LONGEST = 2**53  # integers below it are exact as float64
 _LOSSLESS = {
     torch.bfloat16: {torch.float32, torch.float64},
     torch.float16: {torch.float32, torch.float64},
@@ -32,16 +32,16 @@ _LOSSLESS = {
 
 
 _LARGEST = frozenset({"largest", "largest_index", "stable_largest", "stable_largest_index"})
-"""Ops of which the first entries are those of the same op with a smaller count."""
+"""Ops whose first entries equal those of the same op with a smaller count, as of top-k."""
 
 
 def widens(source: torch.dtype | None, target: torch.dtype | None) -> bool:
-    """Whether a cast from `source` to `target` keeps every value exactly."""
+    """True if a cast from `source` to `target` represents every value exactly."""
     return source == target or (source is not None and target in _LOSSLESS.get(source, ()))
 
 
 class Algebra:
-    """Builds and interns the values of one graph."""
+    """Constructor of the values of one graph, which hash-conses them."""
 
     def __init__(self) -> None:
         self._interned: dict[tuple[Any, ...], Value] = {}
@@ -49,21 +49,21 @@ class Algebra:
     def make(
         self, op: str, args: Sequence[Value], attrs: Sequence[Any], shape: Sequence[Dim], dtype: torch.dtype | None
     ) -> Value:
-        """Return the one value of this definition, without any simplification."""
+        """Intern the value of this definition, without any simplification."""
         key = (op, tuple(args), tuple(attrs), tuple(shape), dtype)
-        found = self._interned.get(key)
-        if found is None:
-            found = self._interned[key] = Value(len(self._interned), op, *key[1:])
-        return found
+        value = self._interned.get(key)
+        if value is None:
+            value = self._interned[key] = Value(len(self._interned), op, *key[1:])
+        return value
 
     # shape -----------------------------------------------------------------------------------------------------
 
     def opened(self, x: Value, place: int) -> Value:
-        """Return `x` with one more dim, of size 1, at `place`."""
+        """Insert a dim of size 1 into `x` at `place`."""
         return self.reshape(x, (*x.shape[:place], 1, *x.shape[place:]))
 
     def reshape(self, x: Value, shape: Sequence[Dim]) -> Value:
-        """Same elements in the same order, other dims; sinks below functions of single elements and row means."""
+        """View `x` as `shape`, in row-major order; moved below elementwise ops, slices, cats and means of rows."""
         shape = tuple(shape)
         if x.shape == shape:
             return x
@@ -81,7 +81,7 @@ class Algebra:
         return reshapes.below_parts(self, x, shape) or self.make("reshape", (x,), (), shape, x.dtype)
 
     def seen_as(self, x: Value, view: Value) -> Value:
-        """`x` as `view`, which is a reshape, a permute, a slice or an expand, sees its own argument."""
+        """Apply `view`, a reshape, permute, slice or expand of another value, to `x`."""
         if view.op == "permute":
             return self.permute(x, view.attrs)
         if view.op == "slice":
@@ -89,26 +89,26 @@ class Algebra:
         return self.expand(x, view.shape) if view.op == "expand" else self.reshape(x, view.shape)
 
     def permute(self, x: Value, order: Sequence[int]) -> Value:
-        """Reorder dims; moving only dims of size 1 is a reshape."""
+        """Permute the dims of `x`; where only dims of size 1 move, reshape."""
         order = tuple(axis % x.rank for axis in order)
         if x.op == "permute":
             order, x = tuple(x.attrs[axis] for axis in order), x.arg
         shape = tuple(x.shape[axis] for axis in order)
         if x.op == "expand":
             return self.expand(self.permute(x.arg, order), shape)
-        kept = [axis for axis in order if x.shape[axis] != 1]
-        if kept == sorted(kept):
+        axes = [axis for axis in order if x.shape[axis] != 1]
+        if axes == sorted(axes):
             return self.reshape(x, shape)
         if x.op == "reshape" and but_ones(x.shape) == but_ones(x.arg.shape):
-            moved = reshapes.permute_below(self, x, kept)
+            moved = reshapes.permute_below(self, x, axes)
             return self.reshape(moved, shape)
         if any(shape[place] == 1 != x.shape[place] for place in range(x.rank)):
             squeezed = self.reshape(x, but_ones(x.shape))
-            return self.reshape(self.permute(squeezed, [sorted(kept).index(axis) for axis in kept]), shape)
+            return self.reshape(self.permute(squeezed, [sorted(axes).index(axis) for axis in axes]), shape)
         if x.op == "slice":
             cut, *bounds = x.attrs
             return self.cut(self.permute(x.arg, order), order.index(cut), *bounds)
-        same = alike_behind(x.shape, x.arg.shape) if x.op == "reshape" else 0
+        same = equal_trailing(x.shape, x.arg.shape) if x.op == "reshape" else 0
         if order[: x.rank - same] == tuple(range(x.rank - same)):
             more = x.arg.rank - x.rank
             below = (*range(x.arg.rank - same), *(axis + more for axis in order[x.rank - same :]))
@@ -116,7 +116,7 @@ class Algebra:
         return self.make("permute", (x,), order, shape, x.dtype)
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value | None:
-        """Every `step`-th entry of [start, stop) along `axis`; None where a symbolic size leaves the bounds open."""
+        """Slice `x` along `axis` as aten does; None where a symbolic size leaves the bounds open."""
         size = x.shape[axis]
         if isinstance(size, int):
             return self.cut(x, axis, start, stop, step)
@@ -125,13 +125,13 @@ class Algebra:
         return x if (start == 0 and stop >= MAX_STOP and step == 1) else None
 
     def narrow(self, x: Value, axis: int, start: Dim, length: Dim) -> Value:
-        """So many neighbours, all of which are there, along an axis where sizes are symbolic."""
+        """Slice [start, start + length) along `axis`, where sizes are symbolic; all entries must exist."""
         axis %= x.rank
         shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
         return x if length == x.shape[axis] else self.make("narrow", (x,), (axis, start, length), shape, x.dtype)
 
     def cut(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
-        """The same along an axis whose size is a number."""
+        """Slice `x` along `axis`, whose size is an int."""
         axis %= x.rank
         size = int(x.shape[axis])
         start, stop, step = slice(start, stop, step).indices(size)
@@ -158,14 +158,14 @@ class Algebra:
         return self.make("slice", (x,), (axis, start, stop, step), shape, x.dtype)
 
     def expand(self, x: Value, shape: Sequence[Dim]) -> Value:
-        """Repeat dims of size 1 (and new leading dims) to `shape`."""
+        """Broadcast `x` to `shape`."""
         if x.op == "expand":
             x = x.arg
         x = self.reshape(x, (1,) * (len(shape) - x.rank) + x.shape)
         return x if x.shape == tuple(shape) else self.make("expand", (x,), (), shape, x.dtype)
 
     def cat(self, pieces: Sequence[Value], axis: int) -> Value:
-        """Join along `axis`; empty pieces vanish beside others, neighbours cut from one source are one again."""
+        """Concatenate `pieces` along `axis`, without empty ones; adjacent slices of one value merge."""
         rank = max(piece.rank for piece in pieces)
         axis %= rank
         flat: list[Value] = []
@@ -173,11 +173,11 @@ class Algebra:
             flat.extend(piece.args if piece.op == "cat" and piece.attrs[0] == axis else (piece,))
         joined: list[Value] = []
         for piece in flat:
-            whole = reshapes.rejoined(self, joined[-1], piece, axis) if joined else None
-            if whole is None:
+            merged = reshapes.rejoined(self, joined[-1], piece, axis) if joined else None
+            if merged is None:
                 joined.append(piece)
             else:
-                joined[-1] = whole
+                joined[-1] = merged
         if len(joined) <= 1:
             return joined[0] if joined else pieces[0]
         size = sum((piece.shape[axis] for piece in joined), start=0)
@@ -187,7 +187,7 @@ class Algebra:
     # elements --------------------------------------------------------------------------------------------------
 
     def cast(self, x: Value, dtype: torch.dtype | None) -> Value:
-        """Convert elements; widening before another cast loses nothing, nor do truths in between: both are dropped."""
+        """Convert `x` to `dtype`, without exact widenings before another cast, or a cast to bool and back."""
         while x.op == "cast" and (widens(x.arg.dtype, x.dtype) or {x.arg.dtype, dtype} == {torch.bool}):
             x = x.arg
         if x.op == "expand":
@@ -195,7 +195,7 @@ class Algebra:
         return x if x.dtype == dtype else self.make("cast", (x,), (), x.shape, dtype)
 
     def scale(self, x: Value, factor: float) -> Value:
-        """x · factor."""
+        """Build `x` · `factor`."""
         if x.op == "expand":
             return self.expand(self.scale(x.arg, factor), x.shape)
         if x.op == "scale" and _joins(x, factor * x.attrs[0]):
@@ -203,11 +203,11 @@ class Algebra:
         nearest = round(factor) if math.isfinite(factor) else 0
         factor = float(nearest) if nearest and math.isclose(factor, nearest, rel_tol=1e-12) else float(factor)
         if x.op == "full" and x.attrs[0] == 1 and x.dtype is not None and x.dtype.is_floating_point:
-            return self.make("full", (), (factor,), x.shape, x.dtype)  # rounded once, as it is filled in
+            return self.make("full", (), (factor,), x.shape, x.dtype)  # the factor is rounded once, to the dtype
         return x if factor == 1 else self.make("scale", (x,), (factor,), x.shape, x.dtype)
 
     def shift(self, x: Value, offset: float) -> Value:
-        """x + offset."""
+        """Build `x` + `offset`."""
         if x.op == "expand":
             return self.expand(self.shift(x.arg, offset), x.shape)
         if x.op == "shift" and _joins(x, offset + x.attrs[0]):
@@ -215,7 +215,7 @@ class Algebra:
         return x if offset == 0 else self.make("shift", (x,), (float(offset),), x.shape, x.dtype)
 
     def mul(self, x: Value, y: Value) -> Value | None:
-        """x · y, in either order; None where the shapes do not broadcast."""
+        """Build `x` · `y`, in either order; None where the shapes do not broadcast."""
         if x is y:
             return self.power(x, 2)
         x, y = _unexpanded(x, y)
@@ -230,7 +230,7 @@ class Algebra:
         return None if shape is None else self.make(op, (x, y), (), shape, x.dtype)
 
     def add(self, x: Value, y: Value) -> Value | None:
-        """x + y, in either order; x + x·w with one weight per channel becomes x · (1 + w)."""
+        """Build `x` + `y`, in either order; x + x·w with w per channel becomes x · (1 + w); None as for `mul`."""
         if x is y:
             return self.scale(x, 2)
         x, y = _unexpanded(x, y)
@@ -238,13 +238,13 @@ class Algebra:
         if gain is not None:
             return self.mul(*gain)
         orders = ((x, y), (y, x))
-        found = (
+        simplified = (
             identity(self, *each) for identity in (identities.variance, identities.second_moment) for each in orders
         )
-        return next(filter(None, found), None) or self._commuted("add", x, y)
+        return next(filter(None, simplified), None) or self._commuted("add", x, y)
 
     def power(self, x: Value, exponent: float) -> Value:
-        """x ** exponent, for real exponents; nested powers join where the sign of x cannot matter."""
+        """Build `x` ** `exponent`; nested powers merge where the sign of x cannot matter."""
         if x.op == "expand":
             return self.expand(self.power(x.arg, exponent), x.shape)
         if x.op == "power" and (x.attrs[0] in (0.5, -0.5, -1.0) or float(exponent).is_integer()):
@@ -263,43 +263,43 @@ class Algebra:
         return self.make("power", (x,), (float(exponent),), x.shape, x.dtype)
 
     def softmax(self, x: Value, axis: int, empty: str, less: str = "greatest") -> Value:
-        """Build exp(x - r) / Σ exp(x - r) along `axis`, r being one number of each row.
+        """Build exp(x - r) / Σ exp(x - r) along `axis`, where r is one number for each row.
 
-        Attributes of the value: the axis counted from the end, `empty` and `less`. They say what a row gives in which a
-        mask hides every key, which differs from spelling to spelling.
+        Attributes of the value: the axis counted from the end, `empty` and `less`, which describe the result of fully
+        masked rows: spellings differ in it.
 
         Args:
             x: the scores.
             axis: the dim of the keys.
             empty: the result of a row of -inf, "nan" or "zero".
-            less: r, which decides about rows of one number that is low, but finite: "greatest" entry of the row,
-                "nothing" (each exp(x) is 0), "log_sum" (log Σ exp x, in which the dtype of `x` may lose the logarithm
-                of the number of keys), "log_of_sum" (the same by exponentials of `x` itself, which are 0) or "unknown".
+            less: r, which decides about rows of one low, but finite number: the "greatest" entry of the row,
+                "nothing" (each exp(x) is 0), "log_sum" (log Σ exp x, where the dtype of `x` may lose log of the number
+                of keys), "log_of_sum" (the same by exponentials of `x` itself, which are 0) or "unknown".
         """
-        if (found := identities.below_greatest(x, axis % x.rank - x.rank)) is not None:
-            x, less = found, "greatest"
+        if (scores := identities.below_greatest(x, axis % x.rank - x.rank)) is not None:
+            x, less = scores, "greatest"
         return self.make("softmax", (x,), (axis % x.rank - x.rank, empty, less), x.shape, x.dtype)
 
     def unary(self, op: str, x: Value) -> Value:
-        """Any other function of one value, element by element; |x| of what is not negative is x."""
+        """Build an elementwise function `op` of `x` that has no constructor of its own; |x| of x >= 0 is x."""
         return x if op == "abs" and is_nonnegative(x) else self.make(op, (x,), (), x.shape, x.dtype)
 
     # reductions ------------------------------------------------------------------------------------------------
 
     def reduce(self, op: str, x: Value, axes: Sequence[int]) -> Value:
-        """A reduction over `axes`, which stay as dims of size 1. Attributes: the axes, counted from the end."""
+        """Reduce `x` over `axes`, which stay as dims of size 1. Attributes: the axes, counted from the end."""
         axes = tuple(sorted(axis % x.rank - x.rank for axis in axes))
         shape = tuple(1 if position - x.rank in axes else size for position, size in enumerate(x.shape))
         return self.make(op, (x,), axes, shape, x.dtype)
 
     def mean(self, x: Value, axes: Sequence[int]) -> Value:
-        """Average over `axes`; a factor of powers stands outside, as they put it outside themselves."""
+        """Average `x` over `axes`; the factor of a scaled power moves outside, as `power` moves factors."""
         if x.op == "scale" and x.arg.op == "power" and not of_constants(x):
             return self.scale(self.mean(x.arg, axes), *x.attrs)
         return self.reduce("mean", x, axes)
 
     def sum(self, x: Value, axes: Sequence[int]) -> Value | None:
-        """Total over `axes` as a scaled mean; None where a size is symbolic."""
+        """Sum `x` over `axes`, as a scaled mean; None where a size is symbolic."""
         sizes = [x.shape[axis % x.rank] for axis in axes]
         if not all(isinstance(size, int) for size in sizes):
             return None
@@ -307,19 +307,19 @@ class Algebra:
 
 
 def of_constants(x: Value) -> bool:
-    """Whether `x` may depend on no input, as positions do, so that what a dtype rounds decides what it is."""
+    """True if `x` may depend on no input, as positions do: then rounding to its dtype is part of its value."""
     return all(each.args or each.op in ("arange", "constant", "full", "number") for each in x.sources())
 
 
 def _joins(step: Value, number: float) -> bool:
-    """Whether a step and one of its kind after it are one with this number, but for the rounding of data."""
+    """True if `step` and the next step of its op merge into one with `number`, up to the rounding of data."""
     if step.dtype is None or step.dtype.is_floating_point:
         return not of_constants(step)
     return abs(number) < LONGEST
 
 
 def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
-    """Two operands without the repetition that broadcasting does as well."""
+    """Strip expands of `x` and `y` that broadcasting between them repeats anyway."""
     shape = broadcast(x.shape, y.shape)
     if x.op == "expand" and broadcast(x.arg.shape, y.shape) == shape:
         x = x.arg

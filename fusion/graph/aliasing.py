@@ -1,4 +1,4 @@
-"""Memory: which calls of an FX graph write to memory that others may read, to whose, and which tensors share it."""
+"""Memory: the writes and aliases of an FX graph, by the schemas of its operators."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema doe
 
 
 def reserves(target: Any) -> bool:
-    """Whether each call of an operator gives memory of its own, with nothing defined in it."""
+    """True if `target` returns new memory without defined contents, as `empty` does."""
     return short_name(target) in _RESERVING
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether a call changes memory that others may read."""
+    """True if `node` calls an operator that mutates an argument, by its schema."""
     return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory a call writes to, in the order of its schema."""
+    """List the arguments that `node` mutates, in the order of the schema."""
     if not is_write(node):
         return []
     target: Any = node.target
@@ -42,22 +42,22 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def closing_writes(source: fx.Graph) -> set[fx.Node]:
-    """The writes with which a graph ends, as functional graphs do: nothing is computed after them."""
+    """Return the writes at the end of the graph, in which functional graphs put all of them."""
     nodes = (node for node in reversed(source.nodes) if node.op != "output")
     return set(takewhile(is_write, nodes))
 
 
 def shown(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory the result of a call is: what a view is of, what a write returns; None for its own."""
+    """Return the argument whose memory the result of `node` has: the base of a view, the target of a write; or None."""
     call, number = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
     if not isinstance(call, fx.Node) or not isinstance(number, int):
         return None
-    found = aliased(call.target, call.args, call.kwargs, number)
-    return found if isinstance(found, fx.Node) else None
+    source = aliased(call.target, call.args, call.kwargs, number)
+    return source if isinstance(source, fx.Node) else None
 
 
 def aliased(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Any:
-    """The argument of a call whose memory result `number` is, by the operator's schema; None for memory of its own."""
+    """Return the argument of a call whose memory result `number` has, by the schema; None for memory of its own."""
     if not isinstance(target, OpOverload):
         return None
     for place, name in _may_alias(target, number):
@@ -69,14 +69,16 @@ def aliased(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number:
 
 @cache
 def _may_alias(target: OpOverload, number: int) -> list[tuple[int, str]]:
-    """The arguments whose memory result `number` may be, by place and name."""
+    """List the position and name of each argument whose memory result `number` of `target` may have."""
     schema = schema_of(target)
     if not schema.returns:
         return []
     every = [*enumerate(schema.arguments)]
     if schema.name in _UNDECLARED:
         return [(place, each.name) for place, each in every[:1]]
-    returned = schema.returns[number if number < len(schema.returns) else 0].alias_info  # a list is one entry
+    returned = schema.returns[
+        number if number < len(schema.returns) else 0
+    ].alias_info  # the schema has one entry for a list
     if returned is None:
         return []
     declared = ((place, each.name, each.alias_info) for place, each in every if each.alias_info is not None)
@@ -85,7 +87,7 @@ def _may_alias(target: OpOverload, number: int) -> list[tuple[int, str]]:
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a tensor is seen in: itself where it is no view."""
+    """Return the node that owns the memory of `node`: the base of a view, or `node` itself."""
     source = shown(node)
     while source is not None:
         node, source = source, shown(source)
@@ -93,12 +95,12 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether some call of the graph writes to a tensor, itself or through views of it."""
+    """True if a call of the graph mutates `node` or a view of it."""
     return any(node in written_by(user) for user in node.users) or any(map(is_written, _views(node)))
 
 
 def is_returned(node: fx.Node) -> bool:
-    """Whether the graph returns a tensor, itself or through views of it."""
+    """True if the graph returns `node` or a view of it."""
     return any(user.op == "output" for user in node.users) or any(map(is_returned, _views(node)))
 
 
@@ -107,7 +109,7 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 
 def is_copy_unseen(copy: fx.Node, source: fx.Node) -> bool:
-    """Whether `source` may stand for its copy: nobody writes to either, and no caller gets memory of others."""
+    """True if `source` may replace its `copy`: neither is mutated, and no caller gets memory of anything else."""
     memory = memory_of(source)
     if is_written(copy) or is_written(memory):
         return False
@@ -118,30 +120,30 @@ def is_copy_unseen(copy: fx.Node, source: fx.Node) -> bool:
 
 
 def outputs(source: fx.Graph) -> list[fx.Node]:
-    """The results of a graph that nodes give, in order, each as often as it is returned."""
+    """List the results of the graph that are nodes, in order; a node returned twice is there twice."""
     return [each for each in leaves(source.output_node().args) if isinstance(each, fx.Node)]
 
 
 def name_results(source: fx.Graph, names: Sequence[str]) -> None:
-    """Give the `outputs` that calls compute these names, by which the signature of an exported program finds them."""
+    """Rename the `outputs` that calls compute to `names`, which the signature of an exported program refers to."""
     for node, name in zip(outputs(source), names, strict=True):
         if node.op == "call_function" and node.name != name:
             rename(node, name)
 
 
 def sharing(source: fx.Graph) -> tuple[str, ...]:
-    """For each of `outputs`, whose memory it is: the name of an input, or the first result that has it."""
+    """Return for each of `outputs` the owner of its memory: the name of an input, or `result` of the first with it."""
     first = {node: node.name for node in source.find_nodes(op="placeholder")}
     return tuple(first.setdefault(memory_of(node), result(number)) for number, node in enumerate(outputs(source)))
 
 
 def result(number: int) -> str:
-    """What `sharing` calls memory that is first seen in result `number`."""
+    """Return the name that `sharing` has for memory that result `number` is the first to return."""
     return f"result {number}"
 
 
 def _is_sorted(source: fx.Graph) -> bool:
-    """Whether each node stands behind what it reads."""
+    """True if `source` is in topological order."""
     passed: set[fx.Node] = set()
     for node in source.nodes:
         if not passed.issuperset(node.all_input_nodes):
@@ -151,7 +153,7 @@ def _is_sorted(source: fx.Graph) -> bool:
 
 
 def sort(source: fx.Graph) -> None:
-    """Move nodes behind what they read, as little as possible; writes to memory keep their order."""
+    """Sort the nodes topologically, moving as few as needed; memory writes keep their order among themselves."""
     if _is_sorted(source):
         return
     import networkx as nx  # half a second to import: only where a model is fused

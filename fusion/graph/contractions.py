@@ -1,4 +1,4 @@
-"""Products that sum over a dim: matmul(x [.., M, K], y [.., K, N]), with its factors outside."""
+"""Matrix products x [.., M, K] · y [.., K, N], with scale factors moved out of the operands."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from fusion.graph.proof import must, proof, proven
 
 @proof
 def matmul(a: Algebra, x: Value, y: Value) -> Value:
-    """x [*A, M, K] · y [*B, K, N], batch dims broadcast; None where the shapes do not fit."""
+    """Build x [*A, M, K] · y [*B, K, N], A and B broadcast and scales outside; None where the shapes do not fit."""
     x, left = _unscaled(a, x)
     y, right = _unscaled(a, y)
-    product = _of_rows(a, x, y) if y.rank == 2 else _of_batches(a, x, y)
+    product = _by_one_matrix(a, x, y) if y.rank == 2 else _batched(a, x, y)
     return a.scale(product, left * right)
 
 
 def swapped(a: Algebra, x: Value) -> Value:
-    """The last two dims exchanged."""
+    """Transpose the last two dims of `x`."""
     return a.permute(x, (*range(x.rank - 2), x.rank - 1, x.rank - 2))
 
 
 def _unscaled(a: Algebra, x: Value) -> tuple[Value, float]:
+    """Return `x` without the scale below its views, and the factor of that scale."""
     if x.op == "scale":
         inner, factor = _unscaled(a, x.arg)
         return inner, factor * x.attrs[0]
@@ -36,35 +37,35 @@ def _unscaled(a: Algebra, x: Value) -> tuple[Value, float]:
     return a.seen_as(inner, x), factor
 
 
-def _of_rows(a: Algebra, x: Value, y: Value) -> Value:
-    """One matrix for all rows: rows that were flattened for it keep their dims."""
+def _by_one_matrix(a: Algebra, x: Value, y: Value) -> Value:
+    """Multiply `x` [.., K] by one matrix `y` [K, N], restoring the dims of rows that were flattened for the product."""
     if x.op == "reshape" and x.arg.rank and x.arg.shape[-1] == x.shape[-1]:
         return a.reshape(_product(a, x.arg, y), (*x.shape[:-1], y.shape[-1]))
     return _product(a, x, y)
 
 
-def _of_batches(a: Algebra, x: Value, y: Value) -> Value:
-    """Batch dims that were flattened for it come back."""
+def _batched(a: Algebra, x: Value, y: Value) -> Value:
+    """Multiply with batch dims: unflatten those that were flattened for the product, and batch single rows by head."""
     for flat in (x, y):
-        kept = flat.op == "reshape" and flat.arg.rank > flat.rank and flat.arg.shape[-2:] == flat.shape[-2:]
-        if kept and x.shape[:-2] == y.shape[:-2]:
+        is_flattened = flat.op == "reshape" and flat.arg.rank > flat.rank and flat.arg.shape[-2:] == flat.shape[-2:]
+        if is_flattened and x.shape[:-2] == y.shape[:-2]:
             batch = flat.arg.shape[:-2]
-            whole = proven(matmul(a, *(a.reshape(each, (*batch, *each.shape[-2:])) for each in (x, y))))
-            return a.reshape(whole, (*x.shape[:-2], *whole.shape[-2:]))
+            unflattened = proven(matmul(a, *(a.reshape(each, (*batch, *each.shape[-2:])) for each in (x, y))))
+            return a.reshape(unflattened, (*x.shape[:-2], *unflattened.shape[-2:]))
     lead = x.rank - len(_batch(y)) - 2
     if x.shape[-2] == 1 and len(_batch(y)) == 1 and lead > 0 and prod(x.shape[:lead]) != 1:
-        return _of_heads(a, x, y, lead)
+        return _by_head(a, x, y, lead)
     return _product(a, x, y)
 
 
 def _batch(y: Value) -> tuple[Any, ...]:
-    """The batch dims of a matrix from the first that is not of size 1."""
+    """Return the batch dims of `y`, without leading ones of size 1."""
     own = next((place for place, size in enumerate(y.shape[:-2]) if size != 1), y.rank - 2)
     return y.shape[own:-2]
 
 
-def _of_heads(a: Algebra, x: Value, y: Value, lead: int) -> Value:
-    """A matrix for each head, of single rows [*lead, N, 1, K]: the rows of a head together."""
+def _by_head(a: Algebra, x: Value, y: Value, lead: int) -> Value:
+    """Multiply single rows `x` [*lead, N, 1, K] by `y` [.., N, K, P] as one product [N, prod(lead), K] · [N, K, P]."""
     heads, width = x.shape[lead], x.shape[-1]
     rows = a.permute(a.reshape(x, (prod(x.shape[:lead]), heads, width)), (1, 0, 2))
     product = _product(a, rows, a.reshape(y, y.shape[-3:]))
@@ -79,6 +80,6 @@ def _product(a: Algebra, x: Value, y: Value) -> Value:
 
 
 def _once(x: Value, other: Sequence[Any], batch: Sequence[Any]) -> Value:
-    """An operand without the repetition of batch dims that a product does as well."""
+    """Return the argument of an expand `x` of batch dims, where the product broadcasts them to `batch` anyway."""
     plain = x.op == "expand" and x.arg.rank == x.rank and x.arg.shape[-2:] == x.shape[-2:]
     return x.arg if plain and broadcast(x.arg.shape[:-2], other) == batch else x

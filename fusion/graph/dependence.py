@@ -1,7 +1,7 @@
-"""Dependence: which nodes of a graph are computed from which, answered by a few long paths through the graph.
+"""Dependence: reachability between the nodes of a graph, answered by tables of a few long paths through the graph.
 
 A model is a long path of residuals with short branches. `node` is computed from `on` if the last node of the path from
-which `node` is computed is no earlier than the first one that is computed from `on`. Only branches are followed node by
+which `node` is computed is no earlier than the first one that is computed from `on`. Only branches are searched node by
 node.
 """
 
@@ -14,7 +14,7 @@ import torch.fx as fx
 
 _PATHS = 3
 _SHORTEST = 32
-"""Nodes from which on a path is worth its table."""
+"""Number of nodes from which on a path is worth its table."""
 _NEVER = 1 << 60
 
 
@@ -23,11 +23,10 @@ class Path:
     """One path through a graph, where each node is read by the next.
 
     Attributes:
-        nodes: its nodes.
-        last: for each node of the graph the place of the last one of the path from which it is computed, or which it
-            is; -1 if there is none.
-        first: for each node the place of the first one of the path that is computed from it, or which it is; beyond
-            the end if there is none.
+        nodes: the nodes of the path.
+        last: for each node of the graph the position of the last node of the path that it depends on or is; else -1.
+        first: for each node of the graph the position of the first node of the path that depends on it or is it; beyond
+            the end for none.
     """
 
     nodes: Set[fx.Node]
@@ -40,7 +39,7 @@ class Path:
 
 
 class Dependence:
-    """Which nodes of `source` are computed from which."""
+    """Reachability between the nodes of `source`, whose positions are `order`."""
 
     def __init__(self, source: fx.Graph, order: Mapping[fx.Node, int]) -> None:
         self._order = order
@@ -55,7 +54,7 @@ class Dependence:
         self._taken = taken
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """True if `node` is computed, directly or not, from `on`, or is it."""
+        """True if `node` is `on`, or is computed from `on` directly or indirectly."""
         start = self._order[on]
         if self._order[node] <= start:
             return node is on
@@ -72,12 +71,12 @@ class Dependence:
         return False
 
     def position(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
-        """For each path the place of the last node from which any of `nodes` is computed."""
+        """Return for each path the position of the last node that any of `nodes` depends on; -1 for none."""
         return tuple(max((path.last[node] for node in nodes), default=-1) for path in self.paths)
 
 
 def _longest(source: fx.Graph, without: Set[fx.Node]) -> list[fx.Node]:
-    """Find the longest path of calls, none of them among `without`."""
+    """Find the longest path of calls that avoids the nodes `without`."""
     length: dict[fx.Node, int] = {}
     before: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:

@@ -1,4 +1,4 @@
-"""A dim is one size of a tensor: an int, or the sympy expression of a symbolic size, so that shapes are hashable."""
+"""Dims: sizes of tensors, either an int or the sympy expression of a symbolic size, so that shapes are hashable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INTS = frozenset((int,))
 
 
 def dim_of(size: int | torch.SymInt) -> Dim:
-    """Return the hashable form of one size."""
+    """Convert one size to its hashable form, the expression without exact floor divisions."""
     if isinstance(size, int):
         return size
     expr: Any = size.node.expr
@@ -30,18 +30,18 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether a number is the expression of a symbolic size."""
+    """True if `size` is the expression of a symbolic size."""
     return hasattr(size, "free_symbols")
 
 
 def plain(size: Any) -> Any:
-    """A size that is no longer symbolic, as of (s + 8) - s, as an int; others as they are."""
+    """Convert `size` to an int where its symbols cancelled, as in (s + 8) - s; return others unchanged."""
     return size if isinstance(size, (int, float)) or not size.is_Integer else int(size)
 
 
 @lru_cache(maxsize=4096)
 def is_nonnegative(size: Dim) -> bool:
-    """Whether a difference of sizes is proven not to be negative, of symbolic ones whatever they are."""
+    """True if `size`, such as a difference of sizes, is proven to be at least 0 for all values of its symbols."""
     if isinstance(size, (int, float)):
         return size >= 0
     import sympy
@@ -51,52 +51,52 @@ def is_nonnegative(size: Dim) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def quotient(whole: Dim, part: Dim) -> Dim | None:
-    """How often one size is in another, of symbolic ones whatever they are; None where it is not known to be whole."""
-    if whole == part:
+def quotient(dividend: Dim, divisor: Dim) -> Dim | None:
+    """Divide `dividend` by `divisor`; None unless the quotient is proven an integer for all values of the symbols."""
+    if dividend == divisor:
         return 1
-    if isinstance(whole, int) and isinstance(part, int):
-        return whole // part if part and whole % part == 0 else None
+    if isinstance(dividend, int) and isinstance(divisor, int):
+        return dividend // divisor if divisor and dividend % divisor == 0 else None
     import sympy
 
-    found: Any = sympy.cancel(sympy.sympify(whole) / part) if part != 0 else sympy.nan
-    if sympy.denom(found) != 1 or not found.is_integer:
+    ratio: Any = sympy.cancel(sympy.sympify(dividend) / divisor) if divisor != 0 else sympy.nan
+    if sympy.denom(ratio) != 1 or not ratio.is_integer:
         return None
-    return int(found) if found.is_number else found
+    return int(ratio) if ratio.is_number else ratio
 
 
 @lru_cache(maxsize=4096)
 def without_divisions(expr: Any) -> Any:
-    """A size without the divisions that leave nothing over whatever the sizes are: (n·s²) // s is n·s."""
+    """Simplify each floor division in `expr` that is proven to be exact: (n·s²) // s is n·s."""
     import sympy
 
     simpler: dict[Any, Any] = {}
     for each in expr.atoms(sympy.Function):
-        if each.func.__name__ == "FloorDiv":  # torch's, which it keeps to itself
-            found = quotient(*each.args)
-            simpler |= {} if found is None else {each: sympy.sympify(found)}
+        if each.func.__name__ == "FloorDiv":  # a private class of torch
+            exact = quotient(*each.args)
+            simpler |= {} if exact is None else {each: sympy.sympify(exact)}
     return expr.xreplace(simpler)
 
 
 def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:
-    """Return the hashable form of a shape."""
-    found: Any = tuple(sizes)
-    return found if _INTS.issuperset(map(type, found)) else tuple(map(dim_of, found))
+    """Convert a shape to its hashable form."""
+    shape: Any = tuple(sizes)
+    return shape if _INTS.issuperset(map(type, shape)) else tuple(map(dim_of, shape))
 
 
 def but_ones(shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Return a shape without its dims of size 1."""
+    """Return `shape` without its dims of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
-def alike_behind(shape: Sequence[Dim], other: Sequence[Dim]) -> int:
-    """How many dims are the same, counted from the last one."""
+def equal_trailing(shape: Sequence[Dim], other: Sequence[Dim]) -> int:
+    """Count the equal trailing dims of `shape` and `other`."""
     pairs = zip(reversed(shape), reversed(other), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def joined_from(dims: tuple[Dim, ...], shape: tuple[Dim, ...]) -> list[range] | None:
-    """Which dims beside each other each dim of `shape` is joined from; None where one is made otherwise."""
+    """Return for each dim of `shape` the adjacent `dims` that it merges; None where `shape` is not made by merging."""
     groups: list[range] = []
     for size in shape:
         start = groups[-1].stop if groups else 0
@@ -109,7 +109,7 @@ def joined_from(dims: tuple[Dim, ...], shape: tuple[Dim, ...]) -> list[range] | 
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is proven to lie in row-major order without gaps; symbolic sizes get no guard by this."""
+    """True if `tensor` is proven to be contiguous in row-major order; adds no guards on symbolic sizes."""
     expected: Any = 1
     for size, stride in zip(reversed(dims_of(tensor.shape)), reversed(dims_of(tensor.stride())), strict=True):
         if size != 1 and stride != expected:
@@ -119,7 +119,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...] | None:
-    """Return the shape that all `shapes` broadcast to, None where they do not (or cannot be proven to)."""
+    """Return the shape that all `shapes` broadcast to; None where they do not, or symbolic sizes leave it open."""
     rank = max((len(shape) for shape in shapes), default=0)
     result: list[Dim] = []
     for position in range(-rank, 0):
@@ -131,10 +131,10 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...] | None:
 
 
 def lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether tensors of one shape are proven to lie alike in memory; the strides of dims of size 1 say nothing."""
+    """True if `x` and `y`, of one shape, are proven to have equal strides in all dims of a size other than 1."""
     sizes, strides = dims_of(x.shape), zip(dims_of(x.stride()), dims_of(y.stride()), strict=True)
     return 0 in sizes or all(size == 1 or one == other for size, (one, other) in zip(sizes, strides, strict=True))
 
 
 INDEX_DTYPES = frozenset({torch.int32, torch.int64})
-"""Dtypes of positions."""
+"""Dtypes of positions, for which scaling and shifting is exact."""

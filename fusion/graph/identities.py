@@ -1,4 +1,4 @@
-"""Identities: products and sums that are written as something else than what they mean, with operands in one order."""
+"""Identities: products and sums that equal a simpler expression. Operands are matched in the order of the arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def softmax(a: Algebra, numerator: Value, inverse: Value) -> Value | None:
-    """Build the softmax that exp(x) / Σ exp(x) over one dim is, in which nothing is subtracted before exp."""
+    """Return the softmax that exp(x) / Σ exp(x) over one dim is, which subtracts nothing before exp."""
     total = inverse.arg if inverse.op == "scale" else inverse
     if numerator.op != "exp" or total.op != "power" or total.arg.op != "mean" or total.arg.arg is not numerator:
         return None
@@ -24,7 +24,7 @@ def softmax(a: Algebra, numerator: Value, inverse: Value) -> Value | None:
 
 
 def below_greatest(x: Value, axis: int) -> Value | None:
-    """Return the z of x = z - max(z) along `axis`, which is counted from the end; None for any other `x`."""
+    """Return the z of x = z - max(z) along `axis`, a negative axis; None for any other `x`."""
     for z, minus in (x.args, x.args[::-1]) if x.op == "add" else ():
         greatest = minus.arg if (minus.op, minus.attrs) == ("scale", (-1.0,)) else minus
         if (greatest.op, greatest.attrs, greatest.args) == ("greatest", (axis,), (z,)):
@@ -33,7 +33,7 @@ def below_greatest(x: Value, axis: int) -> Value | None:
 
 
 def normalised(a: Algebra, x: Value, root: Value) -> tuple[Value, Value] | None:
-    """x = z · s beside (mean(z²) · s² + eps)^e, which is (mean(x²) + eps)^e: the factor stays inside."""
+    """Return `x` and (mean(x²) + eps)^e for x = s·z and `root` = (mean(z²)·s² + eps)^e; None for other operands."""
     if x.op != "scale" or root.op != "power" or root.arg.op != "shift" or root.arg.arg.op != "scale":
         return None
     average, factor = root.arg.arg.arg, root.arg.arg.attrs[0]
@@ -41,12 +41,12 @@ def normalised(a: Algebra, x: Value, root: Value) -> tuple[Value, Value] | None:
         return None
     if average.arg.arg is not x.arg or not math.isclose(factor, x.attrs[0] ** 2, rel_tol=1e-12):
         return None
-    whole = a.make("power", (x,), (2.0,), x.shape, x.dtype)
-    return x, a.power(a.shift(a.mean(whole, average.attrs), *root.arg.attrs), *root.attrs)
+    square = a.make("power", (x,), (2.0,), x.shape, x.dtype)
+    return x, a.power(a.shift(a.mean(square, average.attrs), *root.arg.attrs), *root.attrs)
 
 
 def variance(a: Algebra, squares: Value, other: Value) -> Value | None:
-    """mean(x²) - mean(x)² is the mean of (x - mean(x))²."""
+    """Return mean((x - mean(x))²) for `squares` = mean(x²) and `other` = -mean(x)²; None for other operands."""
     if other.op != "scale" or other.attrs != (-1.0,) or other.arg.op != "power" or other.arg.attrs != (2.0,):
         return None
     average = other.arg.arg
@@ -56,7 +56,7 @@ def variance(a: Algebra, squares: Value, other: Value) -> Value | None:
 
 
 def second_moment(a: Algebra, spread: Value, other: Value) -> Value | None:
-    """mean((x - mean(x))²) + mean(x)² is mean(x²)."""
+    """Return mean(x²) for `spread` = mean((x - mean(x))²) and `other` = mean(x)²; None for other operands."""
     if (other.op, other.attrs) != ("power", (2.0,)) or other.arg.op != "mean" or spread.op != "mean":
         return None
     average = other.arg
@@ -64,13 +64,13 @@ def second_moment(a: Algebra, spread: Value, other: Value) -> Value | None:
 
 
 def _about(a: Algebra, average: Value) -> Value | None:
-    """mean((x - average)²) of the x that it is the average of."""
+    """Return mean((x - average)²), where `average` is mean(x)."""
     centred = a.add(average.arg, a.scale(average, -1))
     return centred and a.mean(a.power(centred, 2), average.attrs)
 
 
 def gain(a: Algebra, x: Value, product: Value) -> tuple[Value, Value] | None:
-    """x + x·w with one weight for each channel is x · (1 + w)."""
+    """Return the factors x and 1 + w of the sum x + x·w, where w has one entry per channel; None for other operands."""
     if product.op != "mul" or x not in product.args:
         return None
     weight = product.args[1] if product.args[0] is x else product.args[0]

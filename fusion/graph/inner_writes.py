@@ -1,4 +1,4 @@
-"""Writes into a part of a cache that is put back: writes into the cache itself, of which the part stays a slice.
+"""Writes into a part of a cache that is put back, as writes into the cache itself, of which the part stays a slice.
 
 cache[i][slots] = rows                 rows of all parts, one part behind the other: at slots + i · (rows of a part)
 cache[:, i][block, place] = rows       pages of all parts in turn: at block · (number of parts) + i
@@ -22,14 +22,17 @@ _CACHES = ("reshape", "slice", "slice_scatter", *_WRITES)
 
 @proof
 def within(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value | None:
-    """`x` with `source` at [start, stop) along `axis`, if that is this part of `x` after a write."""
+    """Return the input `x` after a write into its slice x[start:stop] along `axis`, as one write into `x` itself.
+
+    `source` is the slice after the write; None where it is anything else, or where the write has no such form.
+    """
     written = source.below("reshape")
     must(written.op in (*_WRITES, "slice_scatter") and x.below(*_CACHES).op == "input")
     must(all(isinstance(size, int) for size in (*x.shape, *written.shape)))
     must(a.reshape(a.cut(x, axis, start, stop), written.shape) is written.arg)
     to_rows = written.attrs[0] == 0
     shape: Any = x.shape
-    if axis == 0:  # parts that lie one behind the other
+    if axis == 0:  # the parts are contiguous, one behind the other
         row: Any = math.prod(written.shape[1:])
         elements = math.prod(shape[1:])
         must(start * elements % row == shape[0] * elements % row == 0)
@@ -37,24 +40,24 @@ def within(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     else:
         must(stop - start == 1 and shape[:axis] == written.shape[:1] and to_rows)
         first, step, count = start, shape[axis], math.prod(shape[: axis + 1])
-    whole = a.reshape(x, (count, *written.shape[1:]))
-    made = _of_rows(a, whole, written, step, first) if to_rows else _of_sequences(a, whole, written, first)
+    cache = a.reshape(x, (count, *written.shape[1:]))
+    made = _write_rows(a, cache, written, step, first) if to_rows else _write_sequences(a, cache, written, first)
     return a.reshape(made, x.shape) if made is not None else None
 
 
 @proof
-def _of_rows(a: Algebra, whole: Value, written: Value, step: int, first: int) -> Value | None:
-    """Rows (or pages) `first`, `first` + `step`, … of the whole are 0, 1, … of the part."""
+def _write_rows(a: Algebra, cache: Value, written: Value, step: int, first: int) -> Value | None:
+    """Write rows (or pages) n of a part as rows `first` + n·`step` of `cache` [count, ..]."""
     must(written.op == "write_rows" or (written.op == "write" and step == 1))
     _, rows, index, *inner = written.args
-    index = index if int(whole.shape[0]) < 2**31 else a.cast(index, torch.int64)
+    index = index if int(cache.shape[0]) < 2**31 else a.cast(index, torch.int64)
     index = a.shift(a.scale(index, step), first)
-    return a.make(written.op, (whole, rows, index, *inner), (0,), whole.shape, whole.dtype)
+    return a.make(written.op, (cache, rows, index, *inner), (0,), cache.shape, cache.dtype)
 
 
 @proof
-def _of_sequences(a: Algebra, whole: Value, written: Value, first: int) -> Value | None:
-    """Sequences `first`, `first` + 1, … of the whole are 0, 1, … of the part."""
+def _write_sequences(a: Algebra, cache: Value, written: Value, first: int) -> Value | None:
+    """Write sequences n of a part as sequences `first` + n of `cache` [count, ..]."""
     _, rows, *index = written.args
     if written.op == "slice_scatter":
         axis, start, _, step = written.attrs
@@ -65,4 +68,4 @@ def _of_sequences(a: Algebra, whole: Value, written: Value, first: int) -> Value
         how = (axis, first + before, *place)
     else:
         how = (*written.attrs, first, "start" if written.op == "write" else "index")
-    return a.make("write_within", (whole, rows, *index), how, whole.shape, whole.dtype)
+    return a.make("write_within", (cache, rows, *index), how, cache.shape, cache.dtype)

@@ -1,4 +1,4 @@
-"""Constants, positions, comparisons and choices, as values."""
+"""Constants, positions, comparisons and choices as values."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ i64 = torch.int64
 
 
 def constant(a: Algebra, number: float, shape: Sequence[Any] = (), dtype: torch.dtype | None = i64) -> Value:
-    """The same number everywhere."""
+    """Build a tensor of `shape` filled with `number`."""
     return a.make("full", (), (number,), tuple(shape), dtype)
 
 
 def positions(a: Algebra, size: Any, rank: int = 1, axis: int = -1) -> Value:
-    """0, 1, … along one axis of `rank`, the other dims of size 1."""
+    """Build arange(`size`) of int64 along `axis` of a tensor of `rank` dims; the others have size 1."""
     line = a.make("arange", (), (0, 1), (size,), i64)
     shape: list[Any] = [1] * rank
     shape[axis] = size
     return a.reshape(line, tuple(shape))
 
 
-def number(a: Algebra, size: Any, beside: Value) -> Value:
-    """A size, symbolic or not, as a tensor [] of int64 on the device of another."""
-    return a.make("number", (beside,), (size,), (), i64)
+def number(a: Algebra, size: Any, like: Value) -> Value:
+    """Build an int64 tensor [] of `size`, which may be symbolic, on the device of `like`."""
+    return a.make("number", (like,), (size,), (), i64)
 
 
 def moved(a: Algebra, x: Value, size: Any) -> Value | None:
-    """Whole numbers of int64, plus a size."""
+    """Build `x` + `size` for an int64 `x`."""
     return a.add(x, number(a, size, x)) if is_symbolic(size) else a.shift(x, size)
 
 
 def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
-    """x op y, for op in "le", "lt", "eq", "ne"."""
+    """Build the boolean x `op` y, for `op` in "le", "lt", "eq", "ne"."""
     return pointwise(a, "compare", (x, y), (op,), torch.bool)
 
 
 def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
-    """Build x where `condition` holds, else y.
+    """Build where(condition, x, y), simplified.
 
-    A softmax with rows of -inf replaced by 0 is one that gives 0 there; a choice that the same condition, or its
-    contrary, has decided before is its result.
+    A choice in `x` or `y` by the same condition or its negation is resolved. A softmax with fully masked rows replaced
+    by 0 becomes a softmax that gives 0 in such rows.
     """
     shape = broadcast(*(each.shape for each in (condition, x, y)))
     x, y = _decided(a, condition, x, True), _decided(a, condition, y, False)
@@ -61,7 +61,7 @@ def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype |
 
 
 def _decided(a: Algebra, condition: Value, x: Value, holds: bool) -> Value:
-    """Return what `x` is where `condition` is known to hold, or not to hold."""
+    """Resolve choices in `x` by `condition` or its negation, given that `condition` is `holds`."""
     choice = x.below("expand")
     if choice.op != "where" or choice.dtype != x.dtype:
         return x
@@ -72,26 +72,26 @@ def _decided(a: Algebra, condition: Value, x: Value, holds: bool) -> Value:
 
 
 def _is_never(condition: Value) -> bool:
-    """Whether it asks where a softmax is infinite."""
+    """True if `condition` is `softmax == ±inf`, which never holds."""
     if condition.op != "compare" or condition.attrs != ("eq",) or condition.arg.op != "softmax":
         return False
     return condition.args[1].op == "full" and math.isinf(condition.args[1].attrs[0])
 
 
 def either(a: Algebra, x: Value, y: Value) -> Value | None:
-    """Where x or y holds."""
+    """Build the logical or of `x` and `y`."""
     return pointwise(a, "or", (x, y), (), torch.bool)
 
 
 def negated(a: Algebra, x: Value) -> Value:
-    """Where booleans are not true."""
+    """Build the logical not of `x`."""
     return x.arg if x.op == "not" else proven(pointwise(a, "not", (x,), (), torch.bool))
 
 
 def pointwise(
     a: Algebra, op: str, args: Sequence[Value], attrs: tuple[Any, ...], dtype: torch.dtype | None
 ) -> Value | None:
-    """What is repeated in all of them is repeated behind it."""
+    """Build an elementwise `op` of `args`, below the expands of the arguments; None if the shapes do not broadcast."""
     shape = broadcast(*(each.shape for each in args))
     plain = [each.arg if each.op == "expand" else each for each in args]
     once = broadcast(*(each.shape for each in plain))
@@ -101,7 +101,7 @@ def pointwise(
 
 
 def _sees_nothing(condition: Value, scores: Value) -> bool:
-    """Whether a condition says of each row that all its scores are -inf."""
+    """True if `condition` is `~any(scores != -inf, -1)`: the row is fully masked."""
     if condition.op != "not" or condition.arg.op != "any" or condition.arg.attrs != (-1,):
         return False
     seen = condition.arg.arg
@@ -115,13 +115,12 @@ def _sees_nothing(condition: Value, scores: Value) -> bool:
 
 
 def _is_nan(condition: Value, x: Value) -> bool:
-    """Whether a condition holds where `x` is NaN."""
     unequal = condition.op == "compare" and condition.attrs == ("ne",) and condition.args == (x, x)
     return unequal or (condition.op == "isnan" and condition.arg is x)
 
 
 def hides(a: Algebra, condition: Value, scores: Value, least: float = -math.inf) -> bool:
-    """True if `condition` holds where `scores` have been replaced by `least` or a lower number, or in rows of these."""
+    """True if `condition` holds only at `scores` replaced by a number <= `least`, or in rows of such scores alone."""
     scores = scores.below("cast")
     if scores.op != "where":
         return False
@@ -140,7 +139,7 @@ def hides(a: Algebra, condition: Value, scores: Value, least: float = -math.inf)
 
 
 def are_contrary(a: Algebra, x: Value, y: Value) -> bool:
-    """True if one of two conditions holds exactly where the other does not, perhaps with other dims."""
+    """True if one of the conditions `x` and `y` is the negation of the other, up to reshapes."""
     below = [each.below("reshape") for each in (x, y)]
     return any(
         math.prod(one.shape) == math.prod(other.shape) and _is_negated(a, one, other)
@@ -149,7 +148,7 @@ def are_contrary(a: Algebra, x: Value, y: Value) -> bool:
 
 
 def _is_negated(a: Algebra, x: Value, y: Value) -> bool:
-    """True if `x` is written as what `y` is not: not y, y == False, or the contrary comparison."""
+    """True if `x` has the form of the negation of `y`: not y, y == False, or the contrary comparison."""
     if x.op == "not":
         return a.reshape(x.arg, y.shape) is y
     if x.op != "compare":
@@ -159,7 +158,7 @@ def _is_negated(a: Algebra, x: Value, y: Value) -> bool:
     other = y.below("reshape")
     if other.op != "compare":
         return False
-    kinds, whole = {x.attrs[0], other.attrs[0]}, all(each.dtype in INDEX_DTYPES for each in x.args)
+    kinds, are_ints = {x.attrs[0], other.attrs[0]}, all(each.dtype in INDEX_DTYPES for each in x.args)
     return (kinds == {"eq", "ne"} and x.args == other.args) or (
-        kinds == {"lt", "le"} and whole and x.args == other.args[::-1]
+        kinds == {"lt", "le"} and are_ints and x.args == other.args[::-1]
     )

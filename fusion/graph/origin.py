@@ -1,4 +1,4 @@
-"""Where a node comes from: the user's own file and line, its module, and a graph as text that says so of each node."""
+"""Provenance of nodes: file, line and module of the model, and the text of a graph that is annotated with them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_ate
 
 
 def frames(node: fx.Node) -> list[re.Match[str]]:
-    """The Python frames of the model's code that made this node, outermost first."""
-    found = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    own = [frame for frame in found if not any(part in frame["file"] for part in _LIBRARY)]
-    return own or found
+    """Return the Python frames in which `node` was made, outermost first, without those of torch unless all are."""
+    stack = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in stack if not any(part in frame["file"] for part in _LIBRARY)]
+    return own or stack
 
 
 def location(node: fx.Node) -> str:
-    """`file:line` of the innermost line of the model's code, "" where the graph does not tell."""
-    found = frames(node)
-    return f"{found[-1]['file']}:{found[-1]['line']}" if found else ""
+    """Return `file:line` of the innermost frame of `node`, "" without a stack trace."""
+    stack = frames(node)
+    return f"{stack[-1]['file']}:{stack[-1]['line']}" if stack else ""
 
 
 def source_text(node: fx.Node) -> str:
-    """The text of that line."""
-    found = frames(node)
-    return (found[-1]["text"] or "").strip() if found else ""
+    """Return the source line of the innermost frame of `node`, "" without a stack trace."""
+    stack = frames(node)
+    return (stack[-1]["text"] or "").strip() if stack else ""
 
 
 def module_path(node: fx.Node) -> str:
-    """Dotted path of the module whose forward made this node, "" for functional code."""
+    """Return the dotted path of the module whose forward made `node`, "" for functional code."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
@@ -42,29 +42,29 @@ def module_path(node: fx.Node) -> str:
 
 
 def place_of(node: fx.Node) -> str:
-    """Say where a node was made: "in layers.1.attn at model.py:12", as far as that is known, else by its name."""
+    """Describe where `node` was made, as "in layers.1.attn at model.py:12", or by its name if nothing is recorded."""
     parts = ("in", module_path(node)), ("at", location(node))
     return " ".join(f"{word} {part}" for word, part in parts if part) or f"at node {node.name}"
 
 
 @cache
 def _dotted(path: str) -> str:
-    """What Dynamo calls a module, as the model's own `named_modules` does."""
+    """Convert the name that Dynamo gives a module to that of `named_modules` of the model."""
     path = re.sub(r"^L\['(self|fn|args|kwargs)'\]\.?", "", path)
     keys = r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]"
-    path = re.sub(keys, lambda found: "." + next(filter(None, found.groups())), path)
+    path = re.sub(keys, lambda match: "." + next(filter(None, match.groups())), path)
     return path.strip(".")
 
 
 def inherit(node: fx.Node, parent: fx.Node) -> None:
-    """Give a new node the provenance of the node that it replaces."""
+    """Copy the provenance of `parent` to `node`, keeping entries that `node` has."""
     for key in PROVENANCE:
         if key in parent.meta and key not in node.meta:
             node.meta[key] = parent.meta[key]
 
 
 def render(source: fx.Graph) -> str:
-    """A graph as text: one line per node with its result, its rule and the model's own line, a heading per module."""
+    """Format a graph: one line per node with its result, rule and line of the model, and a heading per module."""
     lines: list[str] = []
     module = None
     for node in source.nodes:
@@ -91,7 +91,7 @@ def _line(node: fx.Node) -> str:
 
 
 def look(val: Any) -> str:
-    """Show dtype and shape of tensors, the type of anything else."""
+    """Format the dtype and shape of a tensor, of each item of a tuple or list, or the type of anything else."""
     if isinstance(val, torch.Tensor):
         return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
     return f"({', '.join(look(each) for each in val)})" if isinstance(val, (tuple, list)) else type(val).__name__

@@ -1,4 +1,4 @@
-"""The overlay: which canonical value each node of a user's FX graph holds, and where each value can be read."""
+"""The overlay: the canonical value of each node of a user's FX graph, and the nodes from which a value can be read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Made = TypeVar("Made")
 
 
 _VIEWS = ("reshape", "permute")
-_SEEN = ("permute", "slice", "expand")  # built from what they see, without computing anything
+_SEEN = ("permute", "slice", "expand")  # views: rebuilt from their argument without a kernel
 _RESHAPED_INSIDE = ("cat", "cast", "scale")
 
 
@@ -32,7 +32,7 @@ def _size(value: Value) -> Hashable:
 
 
 def unviewed(value: Value) -> Value:
-    """What `value` is seen from through reshapes and permutes."""
+    """Return the value below the reshapes and permutes of `value`."""
     return value.below(*_VIEWS)
 
 
@@ -43,13 +43,13 @@ class Graph:
     Attributes:
         source: the user's graph; nothing here changes it.
         algebra: the values of this graph.
-        held: the value (or tuple of values) of each node that computes tensors.
-        places: every node that holds a value, in order; a value that no node holds must be built by its recipe.
+        held: the value of each node that computes a tensor, or the tuple of values for several.
+        places: for each value, every node with that value, in order; other values must be built by their recipes.
         fixed: the nodes that are computed from Parameters alone.
-        facts: what is known of the inputs.
-        written: the inputs that the closing writes of the graph change.
-        regions: how many writes to memory stand before each node, the closing ones not counted.
-        readings: what values mean, as far as it was read.
+        facts: known facts about the inputs.
+        written: the inputs that the closing writes of the graph mutate.
+        regions: for each node the number of memory writes before it, not counting the closing writes.
+        readings: the meanings of values that readers have added.
     """
 
     source: fx.Graph
@@ -65,30 +65,30 @@ class Graph:
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, make: Callable[[], Made]) -> Made:
-        """What `make` gives, made once for this graph: what several readers remember together."""
+        """Memoise the result of `make` for this graph, so that several readers share it."""
         if make not in self._shared:
             self._shared[make] = make()
         return self._shared[make]
 
     def is_fixed(self, *values: Value | None) -> bool:
-        """Whether values are, or are built from, Parameters alone."""
+        """True if `values` are read or built from nodes that are computed from Parameters alone."""
         nodes = [node for each in values if each is not None for node in self.reads(each)]
         return bool(nodes) and all(node in self.fixed for node in nodes)
 
     def node(self, value: Value) -> fx.Node | None:
-        """The first node that holds `value`, None where only a recipe can build it."""
+        """Return the first node with `value`, None where only a recipe can build it."""
         places = self.places.get(value)
         return places[0] if places else None
 
     def operand(self, node: fx.Node, argument: fx.Node) -> Value | None:
-        """The value of a tensor that `node` is given; None where memory was written to since it was computed."""
+        """Return the value of the `argument` of `node`; None for a tuple, or where memory was written in between."""
         held = self.held.get(argument)
         return held if isinstance(held, Value) and self.regions[argument] == self.regions[node] else None
 
     def makers(self, value: Value) -> tuple[fx.Node, ...]:
-        """The nodes that compute `value` from something else (not those that only pass it on, like a no-op view).
+        """Return the nodes that compute `value`, without those that only pass it on, such as a no-op view.
 
-        `copy(x, value)` passes nothing on: it moves every element.
+        `copy(x, value)` is a maker: it moves every element.
         """
         places = self.places.get(value, ())
         return tuple(
@@ -98,53 +98,55 @@ class Graph:
         )
 
     def _is_passed_on(self, value: Value, node: fx.Node, places: int) -> bool:
-        """Whether `node` reads a node that holds `value` already, or does through steps that undo each other."""
+        """True if an input of `node` has `value` already, directly or through views that undo each other."""
         sources = node.all_input_nodes
         while places > 1 and len(sources) == 1 and self.held.get(sources[0]) is not value:
             sources = sources[0].all_input_nodes
         return any(self.held.get(source) is value for source in sources)
 
     def reads(self, value: Value) -> tuple[fx.Node, ...]:
-        """The nodes from which `value` is read or built."""
+        """Return the nodes from whose results `value` is read or built."""
         node = self.node(value)
         return (node,) if node else tuple(each for arg in self.recipe(value).args for each in self.reads(arg))
 
     def recipe(self, value: Value) -> Value:
-        """What builds `value`, which no node holds: an equal value, whose args are held or have a recipe.
+        """Return an equal value whose op builds `value`, which no node has; its arguments are read or built in turn.
 
-        Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
-        there too, so that what makes that reshape can be replaced. A reshape of what is joined, cast or scaled is made
-        of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed, where a
-        node holds it in another shape or order. Where none does, it is made without dims of size 1, so that rows with
-        and without heads share a table, unless that can be made only later. A choice between numbers, or a number and
-        something else, fills the number in. Which of two numbers was chosen is told by the condition that a node holds.
+        - A value that a node computes in another shape or order is viewed from there, and not computed again.
+        - A reshape of x is viewed from x; where all users of x read it through one reshape, from that, so that the
+          producer of that reshape can be replaced.
+        - A cat, cast or scale, which the algebra builds of reshaped arguments, is read from an equal value of another
+          shape. If no node has one, it is built without dims of size 1, so that rows with and without heads share a
+          table, unless its operands are available later.
+        - A choice between numbers, or a number and a tensor, fills the number in.
+        - A comparison of a choice between two numbers is built from its condition.
         """
         if value.op == "below":
             return self._by_condition(value) or value
         if value.op == "where":
             return _filled(self.algebra, value)
         if value.op in _RESHAPED_INSIDE:
-            alike = (*self._made_of_reshapes.get(_size(value), ()), self.algebra.reshape(value, but_ones(value.shape)))
-            found = (each for each in alike if each is not value and self.algebra.reshape(each, value.shape) is value)
-            read = next((each for each in found if self.node(each) or self._is_made_before(each, value)), None)
+            alike = (*self._by_size.get(_size(value), ()), self.algebra.reshape(value, but_ones(value.shape)))
+            equal = (each for each in alike if each is not value and self.algebra.reshape(each, value.shape) is value)
+            read = next((each for each in equal if self.node(each) or self._is_available_before(each, value)), None)
         elif value.op == "reshape":
-            read = self._passed_on(value.arg)
-        elif value in self._turned:
-            return self._turned[value]
+            read = self._read_through_reshape(value.arg)
+        elif value in self._from_permuted:
+            return self._from_permuted[value]
         else:
-            read = None if value.op in _SEEN else self._reshaped.get(value)
+            read = None if value.op in _SEEN else self._first_reshape.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
 
     def _by_condition(self, value: Value, *dtypes: torch.dtype | None) -> Value | None:
-        """Where a number chosen of two is below a bound, made of the condition; None where no node holds that.
+        """Build `value`, where(c, n, m) < bound, from c: as c or as not c; None unless a node has c.
 
-        `dtypes` are those to which it is rounded before it is compared.
+        `dtypes` are those that the numbers are rounded to, one after the other, before the comparison.
         """
         a, x = self.algebra, value.arg
         if x.op in ("reshape", "permute", "cast"):
             within = a.make("below", (x.arg,), value.attrs, x.arg.shape, value.dtype)
-            found = self._by_condition(within, *((x.dtype,) if x.op == "cast" else ()), *dtypes)
-            return found if found is None or x.op == "cast" else a.seen_as(found, x)
+            condition = self._by_condition(within, *((x.dtype,) if x.op == "cast" else ()), *dtypes)
+            return condition if condition is None or x.op == "cast" else a.seen_as(condition, x)
         if x.op != "where" or any(each.op != "full" for each in x.args[1:]) or not self.node(x.arg):
             return None
         below = [_rounded(each.attrs[0], x.dtype, *dtypes) < value.attrs[0] for each in x.args[1:]]
@@ -152,47 +154,48 @@ class Graph:
             return None
         return a.make("reshape" if below[0] else "not", (x.arg,), (), x.shape, torch.bool)
 
-    def _is_made_before(self, one: Value, other: Value) -> bool:
-        """Whether one value can be made no later than another, and not of it."""
+    def _is_available_before(self, one: Value, other: Value) -> bool:
+        """True if `one` is not built from `other`, and its operands are available no later."""
         return other not in one.args and self._last_read(one) <= self._last_read(other)
 
     def _last_read(self, value: Value) -> int:
-        """Position of the last node from which `value` is made of its own args."""
+        """Return the position of the last node among those that the arguments of `value` are read from; 0 for none."""
         return max((self.order[node] for arg in value.args for node in self.reads(arg)), default=0)
 
     @cached_property
-    def _made_of_reshapes(self) -> Mapping[Hashable, Sequence[Value]]:
-        """Held values that a reshape changes inside, by op, dtype and number of elements."""
-        found: dict[Hashable, list[Value]] = {}
+    def _by_size(self) -> Mapping[Hashable, Sequence[Value]]:
+        """Values of nodes that the algebra builds of reshaped arguments, by op, dtype and number of elements."""
+        result: dict[Hashable, list[Value]] = {}
         for value in self.places:
             if value.op in _RESHAPED_INSIDE:
-                found.setdefault(_size(value), []).append(value)
-        return found
+                result.setdefault(_size(value), []).append(value)
+        return result
 
     @cached_property
-    def _reshaped(self) -> Mapping[Value, Value]:
-        """What nodes hold in another shape only, and the first that does."""
-        found: dict[Value, Value] = {}
+    def _first_reshape(self) -> Mapping[Value, Value]:
+        """For each value, the first reshape of it that a node has."""
+        result: dict[Value, Value] = {}
         for value in self.places:
             if value.op == "reshape":
-                found.setdefault(value.arg, value)
-        return found
+                result.setdefault(value.arg, value)
+        return result
 
     @cached_property
-    def _turned(self) -> Mapping[Value, Value]:
-        """What must be computed, and nodes hold in another order only, as it is seen from the first that does."""
-        found: dict[Value, Value] = {}
+    def _from_permuted(self) -> Mapping[Value, Value]:
+        """For each computed value that no node has in its own order, the view of its first permute that a node has."""
+        result: dict[Value, Value] = {}
         for value in self.places:
             if value.op == "permute" and value.arg.op not in _SEEN and value.arg not in self.places:
                 back = tuple(value.attrs.index(axis) for axis in range(value.rank))
-                of = value.arg
-                found.setdefault(of, self.algebra.make("permute", (value,), back, of.shape, of.dtype))
-        return found
+                computed = value.arg
+                permuted_back = self.algebra.make("permute", (value,), back, computed.shape, computed.dtype)
+                result.setdefault(computed, permuted_back)
+        return result
 
-    def _passed_on(self, value: Value) -> Value | None:
-        """The reshape through which all read `value` where it is made; None where there is none, or it copies.
+    def _read_through_reshape(self, value: Value) -> Value | None:
+        """Return the reshape that is the only user of `value`; None if there is none, or if it copies.
 
-        It may be reshaped back behind that, by nodes that hold it too.
+        Other nodes with `value`, such as a reshape back, do not count as users.
         """
         places = self.places.get(value, ())
         if not places or not is_dense(places[0].meta["val"]):
@@ -204,7 +207,7 @@ class Graph:
 
     @property
     def owners(self) -> Mapping[Value, fx.Node]:
-        """For every value that a node holds or is built from, the first such node: where to point a user to."""
+        """For every value that a node has or is built from, the first such node: the line to report for it."""
         for value, nodes in self.places.items() if not self._owners else ():
             waiting = [value]
             while waiting:
@@ -215,24 +218,24 @@ class Graph:
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
-        """Those of all values that nodes hold or are built from: what needs another is nowhere."""
+        """Dtypes of all values that nodes have or are built from: a rule that needs another one cannot match."""
         return frozenset(each.dtype for each in self.owners)
 
     @cached_property
     def overwritten(self) -> Mapping[Value, Value]:
-        """For every write that a `copy_` brings back over the input it was written to: what it writes over.
+        """For each write that a `copy_` puts back into the input it was written to: the value before the write.
 
-        A write is there by the value it makes and by the views of that value; a cache written twice is there twice.
+        The keys are the value after the write and the views of it; a cache that is written twice has an entry for each.
         """
-        found: dict[Value, Value] = {}
+        result: dict[Value, Value] = {}
         for node in self.source.nodes:
             if node.target is torch.ops.aten.copy_.default and not self._is_cloned(node.args[1]):
                 place, made = (self.held.get(each) for each in node.args[:2])
-                found.update(self._writes_between(place, made))
-        return found
+                result.update(self._writes_between(place, made))
+        return result
 
     def _is_cloned(self, node: Any) -> bool:
-        """Whether a node passes on a copy of what was computed: then a write below it cannot be in place."""
+        """True if `node` views a clone of a computed tensor, below which a write cannot be in place."""
         while isinstance(node, fx.Node) and node.target is not torch.ops.aten.clone.default:
             value, source = self.held.get(node), node.args[0] if node.args else None
             below = self.held.get(source) if isinstance(source, fx.Node) else None
@@ -242,39 +245,42 @@ class Graph:
         return isinstance(node, fx.Node)
 
     def _writes_between(self, place: Held | None, made: Held | None) -> Mapping[Value, Value]:
-        """The writes by which `made` came from `place`; none where anything else did it."""
-        found: dict[Value, Value] = {}
+        """Map each write, and its views, between `place` and `made` to the cache it overwrites.
+
+        Empty unless `made` comes from `place` by writes and views alone.
+        """
+        result: dict[Value, Value] = {}
         while isinstance(made, Value) and unviewed(made) is not place:
             over = next((each.over for each in self.readings.of(unviewed(made)) if each.over is not None), None)
             if over is None:
                 return {}
             cache = unviewed(over)
             while made.op in _VIEWS:
-                found[made] = cache
+                result[made] = cache
                 made = made.arg
-            found[made] = cache
+            result[made] = cache
             made = cache
-        return found if isinstance(made, Value) else {}
+        return result if isinstance(made, Value) else {}
 
     @cached_property
     def order(self) -> Mapping[fx.Node, int]:
-        """Position of each node."""
+        """Position of each node in the graph."""
         return {node: position for position, node in enumerate(self.source.nodes)}
 
     @property
     def dependence(self) -> Dependence:
-        """Which nodes are computed from which; made once, however many readings are added."""
+        """Reachability between nodes, computed once for all graphs that share the source."""
         if Dependence not in self._shared:
             self._shared[Dependence] = Dependence(self.source, self.order)
         return self._shared[Dependence]
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """True if `node` is computed, directly or not, from `on`, or is it."""
+        """True if `node` is `on`, or is computed from `on` directly or indirectly."""
         return self.dependence.depends(node, on)
 
 
 def _rounded(number: float, *dtypes: torch.dtype | None) -> float:
-    """A number in one dtype after the other."""
+    """Round `number` to each of `dtypes` in turn."""
     x = torch.tensor(number, dtype=torch.float64)
     for dtype in dtypes:
         x = x if dtype is None else x.to(dtype)
@@ -282,7 +288,7 @@ def _rounded(number: float, *dtypes: torch.dtype | None) -> float:
 
 
 def _filled(a: Algebra, choice: Value) -> Value:
-    """A choice in which one side is a number as that number filled in; itself where neither is one."""
+    """Return a `choice` with numbers on one or both sides as op "filled"; `choice` itself where neither is a number."""
     condition, yes, no = choice.args
     if yes.op != "full":
         condition, yes, no = a.make("not", (condition,), (), condition.shape, torch.bool), no, yes

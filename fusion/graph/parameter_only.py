@@ -1,4 +1,4 @@
-"""Find what a graph computes from Parameters alone: equal at every call, so that it can be prepared once."""
+"""Nodes that are computed from Parameters alone: equal at every call, so that they can be prepared once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fusion.graph.aliasing import is_write, is_written
 from fusion.graph.launches import is_view
 
 Mark = tuple[tuple[Any, ...], torch.dtype]
-_PURE = ("aten", "prims")  # a call of the user's to another library may talk to other processes
+_PURE = ("aten", "prims")  # operators of other libraries may communicate between processes
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """True if a Parameter wraps other tensors, as DTensor does: AOT autograd passes on those inside."""
+    """True if `tensor` is a Parameter that wraps other tensors, as DTensor does: AOT autograd unwraps it."""
     return isinstance(tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
 def marks(inputs: Sequence[Any]) -> tuple[Mark | None, ...]:
-    """Return shape and dtype of each input of Dynamo's graph that is a Parameter, None for wrappers and all others."""
+    """Return shape and dtype of each of Dynamo's `inputs` that is a Parameter; None for wrappers and all others."""
     parameters = [isinstance(each, torch.nn.Parameter) and not is_wrapper(each) for each in inputs]
     return tuple(_mark(each) if is_one else None for each, is_one in zip(inputs, parameters, strict=True))
 
@@ -34,29 +34,30 @@ def marks(inputs: Sequence[Any]) -> tuple[Mark | None, ...]:
 def parameter_inputs(source: fx.Graph, marked: Sequence[Mark | None]) -> frozenset[str]:
     """Name the inputs that hold Parameters and that the graph does not write to.
 
-    AOT autograd says of each input which of Dynamo's it is; of the common memory of several that share it, nothing.
+    `marked` has the `marks` of Dynamo's inputs. AOT autograd records the position in Dynamo's inputs of each input,
+    but not of the common base of several aliased inputs: shape and dtype must match as well.
     """
     positions = {node: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
-    found = {node: marked[at] for node, at in positions.items() if at is not None and at < len(marked)}
-    pairs = [(node, mark) for node, mark in found.items() if mark is not None]
+    at_position = {node: marked[at] for node, at in positions.items() if at is not None and at < len(marked)}
+    pairs = [(node, mark) for node, mark in at_position.items() if mark is not None]
     return frozenset(node.name for node, mark in pairs if mark == _mark(node.meta["val"]) and not is_written(node))
 
 
 def derived(source: fx.Graph, parameters: Collection[str], constants: bool = False) -> set[fx.Node]:
-    """Return the `parameters`, and every node that pure and deterministic calls compute from them and constants alone.
+    """Return the `parameters`, and every node that pure, deterministic calls compute from them and constants alone.
 
-    With `constants` also the nodes that are computed from no input.
+    With `constants`, nodes that are computed from constants alone are returned as well.
     """
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     constant: set[fx.Node] = set()
     for node in source.nodes:
         if node.op == "placeholder" and node.name in parameters and not is_written(node):
-            found.add(node)
+            result.add(node)
         read = node.all_input_nodes
-        known = node.op == "call_function" and all(each in found or each in constant for each in read)
+        known = node.op == "call_function" and all(each in result or each in constant for each in read)
         if known and _is_repeatable(node):
-            (constant if found.isdisjoint(read) else found).add(node)
-    return found | constant if constants else found
+            (constant if result.isdisjoint(read) else result).add(node)
+    return result | constant if constants else result
 
 
 def _mark(tensor: torch.Tensor) -> Mark:
@@ -64,7 +65,7 @@ def _mark(tensor: torch.Tensor) -> Mark:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """True if a call gives equal tensors, of fixed shapes, each time that its inputs are equal."""
+    """True if `node` is a pure, deterministic call whose results are tensors of fixed shapes."""
     results = leaves(node.meta.get("val"))
     if not results or not all(isinstance(each, torch.Tensor) and _is_fixed(each) for each in results):
         return False
@@ -73,7 +74,7 @@ def _is_repeatable(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or is_write(node):
         return False
     if is_random(node.target) or (is_view(node.target) and not node.all_input_nodes):
-        return False  # random, or memory that nobody has written yet
+        return False  # random numbers, or memory without defined contents
     return node.target.namespace in _PURE or "fusion" in node.meta
 
 

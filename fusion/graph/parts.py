@@ -1,9 +1,9 @@
-"""A part of computed numbers that something is added to, or chosen in: the same of all of them.
+"""An update of a slice of a computed tensor, as an update of all of it with a neutral element outside the slice.
 
 x[.., a:b] += y               →  x + cat(0, y, 0)
 x[.., a:b] = where(c, v, x[.., a:b])   →  where(cat(false, c, false), v, x)
 
-Numbers that the caller holds stay as they are written: what is put into a cache are rows.
+Updates of an input, a buffer or a cache stay as they are: rows of a cache are written, not computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WRITTEN = ("input", "full", "write", "write_rows", "slice_scatter", "cat")
 
 @proof
 def whole(a: Algebra, x: Value, part: Value, source: Value, axis: int, start: Dim) -> Value | None:
-    """`x` with `source` in the place of its `part`, which begins at `start` along `axis`."""
+    """Return `x` after its slice `part` [start:..] along `axis` was replaced by `source`, computed from that slice."""
     if source is part:
         return x
     must(unviewed(x).op not in _WRITTEN and proven(x.dtype).is_floating_point and _stems(source, part))
@@ -34,7 +34,7 @@ def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int,
     if source is part:
         return x
     match source.op:
-        case "cast":  # of what is not changed every number is kept
+        case "cast":  # elements outside the slice must keep their values
             must(widens(x.dtype, source.dtype))
             return a.cast(proven(_changed(a, x, part, source.arg, place)), source.dtype)
         case "add" | "shift":
@@ -45,24 +45,24 @@ def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int,
             return a.add(proven(_changed(a, x, part, below, place)), padded)
         case "where":
             condition, yes, no = source.args
-            kept, fill = (no, yes) if _stems(no, part) else (yes, no)
+            stem, fill = (no, yes) if _stems(no, part) else (yes, no)
             must(fill.op == "full")
             number = constant(a, fill.attrs[0], (), fill.dtype)
-            padded = _padded(a, condition, x, constant(a, kept is yes, (), torch.bool), place, source.shape)
-            changed = proven(_changed(a, x, part, kept, place))
-            sides = (changed, number) if kept is yes else (number, changed)
+            padded = _padded(a, condition, x, constant(a, stem is yes, (), torch.bool), place, source.shape)
+            changed = proven(_changed(a, x, part, stem, place))
+            sides = (changed, number) if stem is yes else (number, changed)
             return where(a, padded, *sides, source.dtype)
         case _:
             return None
 
 
 def _stems(x: Value, part: Value) -> bool:
-    """Whether `x` is a part that was changed in the ways that are followed."""
+    """True if `x` is `part`, or is computed from it by casts, sums and choices."""
     return x is part or (x.op in ("cast", "add", "shift", "where") and any(_stems(each, part) for each in x.args[-2:]))
 
 
 def _padded(a: Algebra, other: Value, x: Value, fill: Value, place: tuple[int, Dim], shape: tuple[Any, ...]) -> Value:
-    """What a part is changed by, with numbers that change nothing beside it; `shape` is that of the part."""
+    """Expand `other` to `shape`, that of the part at `place`, and pad it by `fill` to the size of `x` on the axis."""
     axis, start = place
     other = a.reshape(other, ((1,) * (len(shape) - other.rank)) + other.shape)
     stop = start + shape[axis]

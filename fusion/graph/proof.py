@@ -1,4 +1,4 @@
-"""Proofs in steps: each goes on from what the step before it found, and the first that finds nothing ends all of them.
+"""Proofs in steps: each step builds on the result of the one before; the first step without a result ends the proof.
 
 @proof
 def variance(a, x, axes):                              None where a step is not proven
@@ -18,24 +18,24 @@ T = TypeVar("T")
 
 
 class Unproven(Exception):  # noqa: N818 - a decision, not an error
-    """A step of a proof found nothing."""
+    """Signal of `proven` and `must` that a step of a proof has no result."""
 
 
-def proven(found: T | None) -> T:
-    """What a step found, on which the next one builds."""
-    if found is None:
+def proven(result: T | None) -> T:
+    """Return `result`; stop the surrounding `proof` where it is None."""
+    if result is None:
         raise Unproven
-    return found
+    return result
 
 
 def must(condition: object) -> None:
-    """End the proof unless `condition` holds."""
+    """Stop the surrounding `proof` unless `condition` is truthy."""
     if not condition:
         raise Unproven
 
 
 def proof(function: Callable[P, T | None]) -> Callable[P, T | None]:
-    """The function, which gives None where a step of it is not proven."""
+    """Wrap `function` so that it returns None where one of its steps is not proven."""
 
     @wraps(function)
     def attempt(*args: P.args, **kwargs: P.kwargs) -> T | None:

@@ -1,4 +1,4 @@
-"""Readings: what values mean. A typed multimap, as a value may mean several things: a write of rows, and of a page."""
+"""Readings: the meanings of values, a typed multimap. A value may have several: a write of rows, and one of a page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fusion.graph.value import Value
 
 @dataclass(frozen=True)
 class Reading:
-    """One thing that a value means.
+    """One meaning of a value.
 
     Attributes:
         op: the semantic op, a word that forms may use.
-        captures: what it is applied to, by name.
-        relies: the inputs that are assumed to be what is said of them.
-        over: what it writes over: a value that is elsewhere as this one is; None for what is no write.
+        captures: the operands of the op, by name.
+        relies: the inputs whose assumed contents (option `assume`) the meaning depends on.
+        over: for a write, the value before the write: equal to this value wherever nothing was written; else None.
     """
 
     op: str
@@ -29,16 +29,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a value that looks like something is nothing of the kind; `rule` is named in the report.
+    """Reason why a value that looks like an op is not one; `rule` is named in the report.
 
     Attributes:
-        rule: what it looks like.
-        reason: why it is none.
-        at: values to blame for it, the likeliest first: the line of the first that a node computes is told.
-        of: what it is said of, where several values look like one thing: it is told once.
-        limited: the value does read so, and this is why a limit of an operator refuses it.
-        useless: the value does read so, and this is why a rewrite of it may save nothing.
-        covers: values that this reason accounts for: reports drop the reasons of other rules about them.
+        rule: the rule whose op the value looks like.
+        reason: the requirement that is not met.
+        at: values to blame, the likeliest first: the report names the line of the first that a node computes.
+        of: the subject, where several values look like one op: the report has one reason for each subject.
+        limited: True if the value does mean the op, and `reason` is the limit of an operator that refuses it.
+        useless: True if the value does mean the op, and `reason` is why a rewrite may save nothing.
+        covers: values that this reason explains: the report drops the reasons of other rules about them.
     """
 
     rule: str
@@ -55,37 +55,37 @@ Found = tuple[Value, Reading | Miss]
 
 @dataclass(frozen=True)
 class Readings:
-    """What is known of the values of one graph."""
+    """Meanings and misses of the values of one graph."""
 
-    _of: Mapping[Value, tuple[Reading, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    _readings: Mapping[Value, tuple[Reading, ...]] = field(default_factory=lambda: MappingProxyType({}))
     _misses: tuple[tuple[Value, Miss], ...] = ()
 
     def __iter__(self) -> Iterator[tuple[Value, Reading]]:
-        """Every value with each thing that it means."""
-        return ((value, each) for value, several in self._of.items() for each in several)
+        """Iterate over the pairs of a value and one of its meanings."""
+        return ((value, each) for value, several in self._readings.items() for each in several)
 
     def of(self, value: Value, *ops: str) -> tuple[Reading, ...]:
-        """What a value means, of some ops or of all."""
-        return tuple(each for each in self._of.get(value, ()) if not ops or each.op in ops)
+        """Return the meanings of `value` with one of `ops`, or all of them."""
+        return tuple(each for each in self._readings.get(value, ()) if not ops or each.op in ops)
 
     def one(self, value: Value, *ops: str) -> Reading | None:
-        """The first of these."""
+        """Return the first meaning of `value` with one of `ops`, or with any op; None where there is none."""
         return next(iter(self.of(value, *ops)), None)
 
     def all(self, *ops: str) -> list[tuple[Value, Reading]]:
-        """The values that mean one of these ops."""
+        """List the pairs of a value and a meaning with one of `ops`."""
         return [(value, each) for value, each in self if each.op in ops]
 
     def missed(self, *rules: str) -> list[tuple[Value, Miss]]:
-        """What looks like something and is not, of some rules or of all."""
+        """List the pairs of a value and a miss with one of `rules`, or all of them."""
         return [(value, each) for value, each in self._misses if not rules or each.rule in rules]
 
-    def joined(self, found: Iterable[Found]) -> Readings:
-        """These and more; what is known already is not said twice."""
-        of, misses = dict(self._of), dict.fromkeys(self._misses)
-        for value, each in found:
+    def joined(self, new: Iterable[Found]) -> Readings:
+        """Return these readings and the `new` ones, each once."""
+        readings, misses = dict(self._readings), dict.fromkeys(self._misses)
+        for value, each in new:
             if isinstance(each, Miss):
                 misses[value, each] = None
-            elif each not in of.get(value, ()):
-                of[value] = (*of.get(value, ()), each)
-        return Readings(MappingProxyType(of), tuple(misses))
+            elif each not in readings.get(value, ()):
+                readings[value] = (*readings.get(value, ()), each)
+        return Readings(MappingProxyType(readings), tuple(misses))

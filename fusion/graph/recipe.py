@@ -1,4 +1,4 @@
-"""A recipe builds a value that no node holds, in plain torch, from the tensors of its arguments."""
+"""Recipes: plain torch that computes a value, which no node holds, from the tensors of its arguments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
 def _matmul(value: Value, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
     if (x.dim(), y.dim()) != (4, 3):
         return torch.matmul(x, y)
-    rows = x.transpose(0, 1).flatten(1, 2)  # of a head, for all of the batch: the matrices need not be repeated
+    rows = x.transpose(0, 1).flatten(1, 2)  # [N, B·S, K], the rows of each head: no copy of the matrices for each batch
     return torch.bmm(rows, y).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
 
 
@@ -83,7 +83,7 @@ def _index(value: Value, sizes: Sizes, x: Tensor, *places: Tensor) -> Tensor:
 
 
 def _number(value: Value) -> float:
-    """The attribute of a scaled or shifted value, whole for whole numbers: they must not become floats."""
+    """Return the factor or offset of `value`, an int for integer dtypes, which a float would promote."""
     number = value.attrs[0]
     return number if value.dtype is None or value.dtype.is_floating_point else int(number)
 
@@ -131,9 +131,9 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def buildable(value: Value) -> bool:
-    """Whether this op has a recipe: torch has no mean of whole numbers, of which a sum is one that is scaled.
+    """True if a recipe computes `value`.
 
-    Indices of dims that are no neighbours have theirs in front.
+    Not a mean of integers, which torch lacks, nor an index of non-adjacent dims, whose result torch moves to the front.
     """
     match value.op:
         case "mean":
@@ -145,5 +145,5 @@ def buildable(value: Value) -> bool:
 
 
 def build(value: Value, sizes: Sizes, *args: Any) -> Tensor:
-    """Compute `value` from the tensors of its arguments; `sizes` turns a symbolic dim into a size."""
+    """Compute `value` from the tensors of its arguments `args`; `sizes` converts a symbolic dim to a size."""
     return RECIPES[value.op](value, sizes, *args)

@@ -1,4 +1,4 @@
-"""Reshapes and permutes, as those of what a value is cut, joined or opened from; pieces of what is joined."""
+"""Reshapes and permutes moved below slices, concatenations and other reshapes; pieces of concatenations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 
 def below_parts(a: Algebra, x: Value, shape: tuple[Dim, ...]) -> Value | None:
-    """A reshape of what is cut or joined, as that of what it is cut or joined from."""
+    """Build the reshape of `x`, a slice or cat, to `shape` as a slice or cat of reshapes; None where it is none."""
     forms = {"slice": (_below_cut, _rejoined_split, _without_last), "cat": (_below_cat,)}.get(x.op, ())
     return next(filter(None, (form(a, x, shape) for form in forms)), None)
 
 
 def _below_cut(a: Algebra, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
-    """Dims of size 1 come or go before others are cut; None where more changes, or one of size 1 is cut."""
+    """Slice the reshaped argument of `cut`, where `shape` only adds or removes dims of size 1.
+
+    None where more changes, or where the sliced dim has size 1 and so no place in `shape`.
+    """
     axis, *bounds = cut.attrs
     if cut.shape[axis] == 1 or but_ones(shape) != but_ones(cut.shape):
         return None
@@ -29,7 +32,7 @@ def _below_cut(a: Algebra, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
 
 
 def _without_last(a: Algebra, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
-    """Of what was cut before a last dim of size 1, which goes first; None where it stays."""
+    """Remove a trailing dim of size 1 below the slice `cut`, then reshape to `shape`; None where `shape` keeps it."""
     if cut.shape[-1:] != (1,) or shape[-1:] == (1,):
         return None
     squeezed = _below_cut(a, cut, cut.shape[:-1])
@@ -37,7 +40,10 @@ def _without_last(a: Algebra, cut: Value, shape: tuple[Dim, ...]) -> Value | Non
 
 
 def _below_cat(a: Algebra, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
-    """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""
+    """Concatenate reshaped pieces, where `shape` adds or removes dims of size 1 before the axis.
+
+    A change of later dims stays a reshape of the result. None where no piece changes.
+    """
     axis = joined.attrs[0]
     before = but_ones(joined.shape[:axis])
     place = next((p for p in range(len(shape) + 1) if but_ones(shape[:p]) == before), None)
@@ -52,31 +58,31 @@ def _below_cat(a: Algebra, joined: Value, shape: tuple[Dim, ...]) -> Value | Non
 
 
 def _rejoined_split(a: Algebra, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
-    """Entries of the outer part of a dim that was split in two, joined again: a slice of that dim itself."""
+    """Slice x [.., O·I, ..] where `cut` takes one entry of O of its reshape [.., O, I, ..] and `shape` drops O."""
     axis, start, stop, _ = cut.attrs
     if cut.arg.op != "reshape":
         return None
-    whole, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
-    split = (*whole.shape[:axis], cut.arg.shape[axis], *inner, *whole.shape[axis + 1 :])
+    source, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
+    split = (*source.shape[:axis], cut.arg.shape[axis], *inner, *source.shape[axis + 1 :])
     if stop - start != 1 or cut.arg.shape != split or not inner or not isinstance(inner[0], int):
         return None
-    return a.reshape(a.cut(whole, axis, start * inner[0], stop * inner[0]), shape)
+    return a.reshape(a.cut(source, axis, start * inner[0], stop * inner[0]), shape)
 
 
-def permute_below(a: Algebra, opened: Value, kept: Sequence[int]) -> Value:
-    """The dims other than 1 in the order `kept`, in the value to which `opened` has given dims of size 1."""
+def permute_below(a: Algebra, opened: Value, axes: Sequence[int]) -> Value:
+    """Permute the argument of `opened`, a reshape by dims of size 1, so that its other dims have the order `axes`."""
     places = [axis for axis, size in enumerate(opened.shape) if size != 1]
     below = [axis for axis, size in enumerate(opened.arg.shape) if size != 1]
-    wanted = iter(below[places.index(axis)] for axis in kept)
+    wanted = iter(below[places.index(axis)] for axis in axes)
     order = [next(wanted) if size != 1 else axis for axis, size in enumerate(opened.arg.shape)]
     return a.permute(opened.arg, order)
 
 
 def opened_order(turned: Value, shape: tuple[Dim, ...]) -> list[int] | None:
-    """The order in which dims stand that are joined, turned, and opened again to `shape`; None where they stay joined.
+    """Return the `order` for which reshape(`turned`, `shape`) is reshape(permute(x, order), shape).
 
-    Some of the dims of `shape` may be joined from several that stand beside each other. Dims of one entry or none are
-    in no order.
+    `turned` is a permute of a reshape of x that merges adjacent dims. None unless the reshape to `shape` splits some of
+    them again; it may merge others. None as well for dims of size 0 or 1, whose order is ambiguous.
     """
     below = turned.arg.arg.shape
     groups = None if 0 in below or 1 in below else joined_from(below, turned.arg.shape)
@@ -88,19 +94,19 @@ def opened_order(turned: Value, shape: tuple[Dim, ...]) -> list[int] | None:
 
 
 def pieces_within(cat: Value, axis: int, start: int, stop: int) -> list[tuple[Value, int]]:
-    """What of a joined value lies in [start, stop), each piece with its place."""
-    found: list[tuple[Value, int]] = []
+    """List the pieces of `cat` that overlap [start, stop) along `axis`, each with its offset."""
+    overlapping: list[tuple[Value, int]] = []
     offset = 0
     for piece in cat.args:
         size = int(piece.shape[axis])
         if offset < stop and start < offset + size:
-            found.append((piece, offset))
+            overlapping.append((piece, offset))
         offset += size
-    return found
+    return overlapping
 
 
 def rejoined(a: Algebra, left: Value, right: Value, axis: int) -> Value | None:
-    """Neighbours that were cut from one source, as one."""
+    """Merge `left` and `right` into one slice, if they are adjacent slices of one value along `axis`; else None."""
     if not (left.op == right.op == "slice" and left.arg is right.arg and left.attrs[0] == right.attrs[0] == axis):
         return None
     _, start, stop, step = left.attrs

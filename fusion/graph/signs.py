@@ -1,4 +1,4 @@
-"""Signs: values of floats of which no number is below 0, NaN apart, by how they were computed."""
+"""Signs: float values whose elements are at least 0 (or NaN), proven from how they are computed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fusion.graph.value import Value
 
 
 def is_nonnegative(x: Value) -> bool:
-    """Whether every element is known to be at least 0: magnitudes, even powers, shares, and what is made of them.
+    """True if every element of the float value `x` is proven to be at least 0 or NaN.
 
-    Whole numbers may wrap round, and are never known to be.
+    False for every integer, because integers wrap around.
     """
     if x.dtype is None or not x.dtype.is_floating_point:
         return False

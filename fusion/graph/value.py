@@ -45,21 +45,21 @@ class Value:
         return self.args[0]
 
     def below(self, *ops: str) -> Value:
-        """What it is computed from through steps of these ops alone; itself where its own op is another."""
+        """Follow first arguments from `self` while the op is one of `ops`, and return the value reached."""
         value = self
         while value.op in ops:
             value = value.arg
         return value
 
     def sources(self, into: Callable[[Value], Iterable[Value]] = lambda value: value.args) -> Iterator[Value]:
-        """Itself, and all that it is computed from by way of what `into` gives of a value, each once."""
+        """Yield `self` and every value reachable from it through `into` (by default its arguments), each once."""
         waiting, seen = list[Value]([self]), set[Value]((self,))
         while waiting:
             value = waiting.pop()
             yield value
-            found = [each for each in dict.fromkeys(into(value)) if each not in seen]
-            waiting.extend(reversed(found))
-            seen.update(found)
+            fresh = [each for each in dict.fromkeys(into(value)) if each not in seen]
+            waiting.extend(reversed(fresh))
+            seen.update(fresh)
 
     def __str__(self) -> str:
         """Render as `v12:mul f32[2,3,64]`."""

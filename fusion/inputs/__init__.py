@@ -1,1 +1,1 @@
-"""Facts about inputs of a graph that the graph itself does not show: read, measured or assumed before fusing."""
+"""Facts about the inputs of a graph that the graph itself does not have: read, measured or assumed before fusing."""

@@ -1,15 +1,15 @@
-"""Assumptions about inputs, which the graph cannot show: found among them, and checked at every call.
+"""Assumptions about inputs, which the graph cannot show: assigned to its inputs, and checked at every call.
 
-Of attention masks, as the user says:
+Attention masks, as the user declares them:
 
-visible(b, n, i, j)   query i of sequence b sees key j;   i < S queries, j < T keys, the queries being the last
-                      S of the first L_b keys: query i stands at position i + L_b − S
+visible(b, n, i, j)   query i of sequence b attends to key j;   i < S queries, j < T keys, the queries being the last
+                      S of the first L_b keys: query i is at position i + L_b − S
 causal                visible = j ≤ i + L_b − S
 window:n              visible = i + L_b − S − n < j ≤ i + L_b − S
 padding               visible = j ≤ i + L_b − S and valid(b, j)
 
-Of buffers: that they hold the mask that they held when the model was compiled, `fusion.inputs.mask_buffers`.
-Of pages: that they lie in a storage format, `fusion.inputs.nz_format`, where no device can tell at compile time.
+Buffers: the same mask as when the model was compiled, `fusion.inputs.mask_buffers`.
+Pages: a storage format, `fusion.inputs.nz_format`, where no device can report it at compile time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fusion.inputs.nz_format import is_fractal
 
 ArgumentPath = tuple[str, ...]
 _SWALLOWS = -1e30
-"""A number that no score changes to which it is added."""
+"""A number so low that adding any score to it changes nothing."""
 
 _UNKNOWN = (
     "a graph has no such tensor among its arguments ({}): nothing is assumed in this graph. Correct the name if no "
@@ -60,24 +60,23 @@ _ELSEWHERE = (
 
 
 def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[str, str]) -> Facts:
-    """What is known of the inputs of a graph of AOT autograd.
+    """Map the inputs of a graph of AOT autograd to the assumed masks.
 
-    A name of `assume` stands for every mask whose path starts with it; of two names, the longer one counts. What a
-    wrapper collects in `**kwargs` goes by its own name. Warns of a name that no input has and of inputs that cannot be
-    such a mask.
+    A name of `assume` stands for every mask whose path starts with it; of two names, the longer one counts. Items of
+    `**kwargs` of a wrapper go by their own names. Warns of a name without input, and of inputs that cannot be a mask.
 
     Args:
         source: the graph.
-        paths: for each input of the graph of Dynamo, where it is found in the arguments of the compiled function.
+        paths: for each input of the graph of Dynamo, its path in the arguments of the compiled function.
         assume: the option of that name.
     """
-    found: dict[fx.Node, ArgumentPath] = {}
+    path_of: dict[fx.Node, ArgumentPath] = {}
     for node in source.find_nodes(op="placeholder"):
         position = dynamo_position(node)
         if position is not None and paths[position] and isinstance(node.meta.get("val"), Tensor):
-            found[node] = paths[position]
-    names = {node: max((n for n in assume if _starts(path, n)), key=len, default="") for node, path in found.items()}
-    arguments = {node.name: _shown(path) for node, path in found.items()}
+            path_of[node] = paths[position]
+    names = {node: max((n for n in assume if _starts(path, n)), key=len, default="") for node, path in path_of.items()}
+    arguments = {node.name: _shown(path) for node, path in path_of.items()}
     for name in sorted(set(assume) - set(names.values())):
         near = difflib.get_close_matches(name, list(arguments.values()), n=3, cutoff=0)
         known = f"the nearest are {', '.join(map(repr, near))}" if near else "it has none"
@@ -90,9 +89,9 @@ def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[st
 
 
 def _encoded(mask: fx.Node, kind: str) -> str:
-    """Return `kind`, with `ONES` behind it of floats that are subtracted from 1, as those that are added never are."""
+    """Append `ONES` to `kind` for a float `mask` that the graph subtracts from 1: additive masks never are."""
     val = mask.meta["val"]
-    if not val.is_floating_point() or _of_keys(val, kind):
+    if not val.is_floating_point() or _is_per_key(val, kind):
         return kind
     waiting, seen = list(mask.users), set(mask.users)
     while waiting:
@@ -109,8 +108,8 @@ def _encoded(mask: fx.Node, kind: str) -> str:
 _VIEWS = ("view", "reshape", "unsqueeze", "expand", "slice", "select", "_to_copy", "clone", "alias", "permute", "index")
 
 
-def _of_keys(mask: Tensor, kind: str) -> bool:
-    """True if a mask is [B, T], which holds 1 for each key that is no padding."""
+def _is_per_key(mask: Tensor, kind: str) -> bool:
+    """True if `mask` is a padding mask [B, T], which has 1 for each key that is no padding."""
     return mask.dim() == 2 and kind == "padding"
 
 
@@ -137,54 +136,55 @@ def _shown(path: ArgumentPath) -> str:
 
 
 def can_be(mask: Tensor) -> bool:
-    """Whether a tensor has a rank and dtype with which `holds` can be true."""
+    """True if the rank and dtype of `mask` are those of a mask."""
     return mask.dim() in (2, 3, 4) and not mask.is_complex()
 
 
 def holds(mask: Tensor, kind: str) -> bool:
-    """Whether a real mask is what was assumed, for any lengths L_b in [S, T]. Waits for the device once.
+    """True if a real `mask` has the assumed contents, for any lengths L_b in [S, T]. Synchronises the device once.
 
     Bool masks: True is visible. Integer masks, float masks [B, T] of "padding", and those of a kind that ends in
     `ONES`: 1 is visible, 0 is masked. Other float masks are added to scores: 0 is visible, at most half of the least
-    finite number (−inf too) is masked. Any other content does not hold.
+    finite number (−inf too) is masked. Any other content is False.
 
-    "padding" asks for one validity per key and sequence, the same for all queries and heads, and for nothing about
-    where the invalid keys lie (left, right or between): a rewrite may take the masked keys from the mask, not count
-    them. So a [B, T] mask may hold any zeros and ones.
+    "padding" requires one validity per key and sequence, the same for all queries and heads, at any positions (left,
+    right or between): a rewrite may read the masked keys from the mask, not count them. So a [B, T] mask may have any
+    zeros and ones.
 
-    A query that sees nothing occurs in padding masks only, where keys are missing on the left. It holds in a bool or
-    integer mask and with −inf, of which attention gives zero or NaN. With finite numbers plain attention gives the mean
-    over the keys that are lowered least: that holds for a kind that ends in `LOWERED`, if no score changes the numbers.
+    A fully masked query occurs in padding masks only, where keys are missing on the left. It is accepted in a bool or
+    integer mask and with −inf, for which attention returns zero or NaN. With finite numbers plain attention returns the
+    mean over the keys that are lowered least: accepted for a kind that ends in `LOWERED`, if no score changes the
+    numbers.
 
     Args:
         mask: [B | 1, N | 1, S, T], [B | 1, S, T], [S, T] (L the same for all), or for "padding" [B, T] instead.
-        kind: "causal", "window:n" or "padding", perhaps with `ONES` or `LOWERED` behind it.
+        kind: "causal", "window:n" or "padding", optionally with `ONES` or `LOWERED` appended.
     """
-    of_ones, lowered, kind = kind.endswith(ONES), kind.endswith(LOWERED), plain(kind)
-    of_keys = _of_keys(mask, kind)
-    if not can_be(mask) or (not of_keys and mask.shape[-2] > mask.shape[-1]):
+    is_ones, lowered, kind = kind.endswith(ONES), kind.endswith(LOWERED), plain(kind)
+    is_per_key = _is_per_key(mask, kind)
+    if not can_be(mask) or (not is_per_key and mask.shape[-2] > mask.shape[-1]):
         return False
     if not mask.numel():
         return True
-    visible, legal = _read(mask, of_keys or of_ones, lowered)
-    if of_keys:
+    visible, legal = _read(mask, is_per_key or is_ones, lowered)
+    if is_per_key:
         return bool(legal)
     visible = visible.reshape(mask.shape[0] if mask.dim() > 2 else 1, -1, *mask.shape[-2:])
     shape = _padding(visible) if kind == "padding" else _window(visible, window(kind))
     return bool(legal & (visible == shape).all())
 
 
-def _read(mask: Tensor, of_ones: bool, lowered: bool) -> tuple[Tensor, Tensor]:
-    """Return which entries are visible, and whether all of them mean anything.
+def _read(mask: Tensor, is_ones: bool, lowered: bool) -> tuple[Tensor, Tensor]:
+    """Return the visible entries as bools like `mask`, and a bool [] that is true if every entry is legal.
 
     Args:
         mask: the mask.
-        of_ones: whether 1 is visible, 0 is not.
-        lowered: whether finite numbers may hide all keys of a query.
+        is_ones: True if 1 is visible and 0 is masked.
+        lowered: True if finite numbers may mask all keys of a query.
     """
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
-    if of_ones or not mask.is_floating_point():
+    if is_ones or not mask.is_floating_point():
         return mask == 1, ((mask == 0) | (mask == 1)).all()
     least = torch.finfo(mask.dtype).min / 2
     visible, masked = mask == 0, mask <= least
@@ -195,7 +195,10 @@ def _read(mask: Tensor, of_ones: bool, lowered: bool) -> tuple[Tensor, Tensor]:
 
 
 def _window(visible: Tensor, keys: int | None) -> Tensor:
-    """What is visible in a window of so many keys (None: all), its end read off the first query."""
+    """Return the causal mask of a window of `keys` keys (None: all) for `visible` [B, N, S, T].
+
+    The offset of each sequence is read off the last key that the first query sees.
+    """
     key, query = _positions(visible)
     last = torch.where(visible[:, 0, 0], key, 0).amax(-1)[:, None, None, None]
     shape = (key <= query + last) & (last <= key.numel() - query.numel())
@@ -203,9 +206,10 @@ def _window(visible: Tensor, keys: int | None) -> Tensor:
 
 
 def _padding(visible: Tensor) -> Tensor:
-    """What is visible where keys are missing, the lengths read off how many queries see each key.
+    """Return the causal mask with padded keys for `visible` [B, N, S, T].
 
-    The least length that lets every visible entry be visible serves if any does: a longer one would only ask for more.
+    A key is padding if no query sees it. The offset of each sequence is the least with which every visible entry is
+    causal: a longer one would only require more visible entries.
     """
     key, query = _positions(visible)
     seen = visible.sum(2).amax(1)  # [B, T]
@@ -220,10 +224,10 @@ def _positions(visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def remembering(kind: str | Band) -> Callable[[Tensor], bool]:
-    """Return a check that a tensor is what was assumed, asked again only for another one, or one written to since.
+    """Return a check that a tensor has the assumed contents, memoised for each tensor until a write to it.
 
-    Masks are kept weakly. A tensor made in inference mode is asked every time: torch does not count writes to it.
-    A storage format is asked every time, which waits for nothing.
+    Tensors are referred to weakly. A tensor made in inference mode is checked every time: torch does not count writes
+    to it. A storage format is checked every time, which does not synchronise.
     """
     if kind in FORMATS:
         return lambda x: is_fractal(x) in (None, kind == "FRACTAL_NZ")
@@ -236,17 +240,17 @@ def remembering(kind: str | Band) -> Callable[[Tensor], bool]:
         if mask.is_inference():
             return as_expected(mask)
         now = stamps([mask]), mask.shape, mask.stride()
-        before, held = known.get(mask, (None, False))
+        before, is_expected = known.get(mask, (None, False))
         if before != now:
-            held = as_expected(mask)
-            known[mask] = now, held
-        return held
+            is_expected = as_expected(mask)
+            known[mask] = now, is_expected
+        return is_expected
 
     return check
 
 
 def checks_of(source: fx.Graph, facts: Facts, relied: Collection[str]) -> dict[int, tuple[str, str | Band]]:
-    """By position of the input: the name and the kind of what must be checked, of the inputs in `relied`."""
+    """Map the position of each input in `relied` to the name and the kind to be checked."""
     placeholders = enumerate(source.find_nodes(op="placeholder"))
     return {position: facts.assumption(node.name) for position, node in placeholders if node.name in relied}
 
@@ -257,10 +261,10 @@ def assumed(
     checks: Mapping[int, tuple[str, str | Band]],
     looser: Callable[[], Boxed] | None = None,
 ) -> Boxed:
-    """Run `run` while every checked input is what was assumed, else what `fallback` gives, with one warning.
+    """Return a callable of `run` that falls back, with one warning, where a checked input is not as assumed.
 
-    Checked before anything runs, so that the fallback sees inputs that nothing has written to. A new mask costs one
-    wait for the device.
+    Inputs are checked before anything runs, so that the fallback reads inputs that nothing has written to. A new mask
+    costs one synchronisation of the device.
 
     Args:
         run: the graph that relies on the assumptions.
@@ -287,7 +291,7 @@ def assumed(
 
 
 def loosened(source: fx.Graph, facts: Facts) -> Facts:
-    """Return `facts` of float masks of padding [.., S, T] that may hide every key of a query by finite numbers."""
+    """Return `facts` with `LOWERED` for float padding masks [.., S, T]: finite numbers may mask all keys of a query."""
     masks = {node.name: node.meta["val"] for node in source.find_nodes(op="placeholder")}
     added = {name for name, kind in facts.assumed.items() if kind == "padding" and masks[name].is_floating_point()}
     low = {name: "padding" + LOWERED for name in added if masks[name].dim() > 2}

@@ -1,6 +1,6 @@
-"""Guesses: what Python reads from tensors where nothing is run, so that the code behind it is traced as well.
+"""Guesses: values of numbers that Python reads from tensors while nothing is run, so that later code is traced as well.
 
-What follows from the whole numbers that the call is given is no guess (`given_numbers`).
+Numbers that follow from the integers given to the call are computed, not guessed (`known_ints`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from fusion.errors import FusionError
 from fusion.inputs.known_ints import GivenNumbers, Numbers
 
 MOST = 2**16
+"""Number of guesses after which tracing ends with an error."""
 _PYTHON = f"{sysconfig.get_path('stdlib')}/"
-_LIBRARIES = tuple(f"{Path(str(module)).parent}/" for module in (torch.__file__, numpy.__file__, __file__))
+_LIBRARIES = tuple(
+    f"{each}/" for each in (*(Path(str(m.__file__)).parent for m in (torch, numpy)), Path(__file__).parents[1])
+)
 
 
 class Guesses(FakeTensorMode):
-    """Fake mode in which sizes and numbers that data decides come from a sample: mostly 1, and True.
+    """Fake mode in which sizes and numbers that depend on data are guessed: mostly 1, and True.
 
     Attributes:
-        places: how often a guess was made, by `file:line` of the model's code.
-        given: the numbers that are known, and the sample of others.
+        places: the number of guesses by `file:line` of the model's code.
+        given: the known numbers, and a sample of others.
 
     Raises:
-        FusionError: more than `MOST` guesses were made, as where a loop waits for another number.
+        FusionError: more than `MOST` guesses were made, as in a loop that waits for another number.
     """
 
     supports_higher_order_operators = True
@@ -48,8 +51,8 @@ class Guesses(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator; no symbol is left in what it gives."""
-        if higher_order(func):  # its body is traced in this mode, too
+        """Run `func` on fake tensors; no result has a symbol."""
+        if higher_order(func):  # its body is traced in this mode as well
             return in_fake_mode(func, self, args, kwargs or {})
         known = self.given.result(func, args, kwargs or {})
         if known is not None and isinstance(known.values, (bool, int, float)):
@@ -59,7 +62,7 @@ class Guesses(FakeTensorMode):
             self._note()
             return True
         if known is not None:
-            return self._of_numbers(known, func, types, args, kwargs or {})
+            return self._shaped_by_numbers(known, func, types, args, kwargs or {})
         func, args = self._by_positions(func, args)
         if func is torch.ops.aten.bincount.default:
             result: Any = self._counts(*args, **(kwargs or {}))
@@ -69,19 +72,22 @@ class Guesses(FakeTensorMode):
         self.given.sample(func, args, kwargs or {}, settled)
         return settled
 
-    def _of_numbers(
+    def _shaped_by_numbers(
         self, known: Numbers, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Give a call whose numbers are known fake results of the shapes of these numbers."""
+        """Run `func` and return fake results with the shapes of the numbers in `known`."""
         places = self.places.copy()
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.places = places  # what a size within the call was taken for is no matter
+        self.places = places  # guesses within the call have no effect on its result
         sized = map_only(FakeTensor, partial(self._sized, iter(leaves(known.values)), known.sampled), result)
         self.given.keep(sized, known)
         return sized
 
     def _by_positions(self, func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Replace selection by a mask whose numbers are known by a gather at the places where it is true."""
+        """Replace an index by a mask with known numbers by a gather at the positions where the mask is true.
+
+        `masked_select` becomes an index first; other operators are returned unchanged.
+        """
         if func is torch.ops.aten.masked_select.default:
             x, mask = torch.ops.aten.broadcast_tensors(args[:2])
             func, args = torch.ops.aten.index.Tensor, (x, [mask])
@@ -97,7 +103,7 @@ class Guesses(FakeTensorMode):
         return func, (args[0], selected)
 
     def _counts(self, x: FakeTensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
-        """Make counts of numbers that are not known, as many as there are at least."""
+        """Return a fake result of `bincount` of unknown numbers, of the least possible length."""
         self._note()
         return self._fake((max(minlength, 1),), torch.int64 if weights is None else weights.dtype, x)
 
@@ -106,7 +112,7 @@ class Guesses(FakeTensorMode):
             return torch.empty(shape, dtype=dtype, device=like.device)
 
     def _sized(self, numbers: Iterator[Any], sampled: bool, result: FakeTensor) -> torch.Tensor:
-        """Give a fake result the shape of its numbers."""
+        """Return `result`, or a fake tensor of the shape of the next of `numbers` where that differs."""
         known = next(numbers)
         if result.shape == known.shape:
             return result
@@ -114,7 +120,7 @@ class Guesses(FakeTensorMode):
         return self._fake(known.shape, result.dtype, result)
 
     def _settled(self, result: Any) -> Any:
-        """Set each unbacked symbol of a result to 1."""
+        """Replace each unbacked symbol of `result` by 1, or by True."""
         if isinstance(result, FakeTensor):
             if not any(isinstance(each, torch.SymInt) for each in (*result.shape, result.storage_offset())):
                 return result
@@ -124,7 +130,7 @@ class Guesses(FakeTensorMode):
         return True if isinstance(result, torch.SymBool) else 1.0 if isinstance(result, torch.SymFloat) else 1
 
     def _note(self, guessed: bool = True) -> None:
-        """Count one more guess at the place of the model that reads it."""
+        """Count a guess at the innermost line of the model."""
         if not guessed:
             return
         self.places[_place()] += 1
@@ -136,7 +142,7 @@ class Guesses(FakeTensorMode):
 
 
 def _size(size: int | torch.SymInt) -> int:
-    """A size with 1 for every number that depends on data."""
+    """Return `size` with 1 for each symbol."""
     if isinstance(size, int):
         return size
     expression: Any = size.node.expr
@@ -144,13 +150,13 @@ def _size(size: int | torch.SymInt) -> int:
 
 
 def innermost(stack: Iterable[traceback.FrameSummary]) -> str:
-    """Find the last frame in the code of the model, as `file:line`; "" where there is none."""
+    """Return `file:line` of the innermost frame in the model's code; "" where there is none."""
     places = [f"{each.filename}:{each.lineno}" for each in stack if is_of_model(each.filename)]
     return places[-1] if places else ""
 
 
 def is_of_model(file: str) -> bool:
-    """True if a file of code is neither of torch, numpy or Python itself nor of this package."""
+    """True if `file` belongs neither to torch, numpy or Python itself nor to this package."""
     return not file.startswith(_LIBRARIES) and not (file.startswith(_PYTHON) and "-packages" not in file)
 
 

@@ -1,4 +1,4 @@
-"""What is known of a captured graph: what Dynamo's graph, its inputs and the user tell of it."""
+"""Facts about a captured graph: from the graph of Dynamo, its inputs and the options of the user."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fusion.inputs.nz_format import may_be_fractal, supposed_fractal
 
 @dataclass(frozen=True)
 class Known:
-    """What a graph of Dynamo tells of the functional graph that is captured from it.
+    """Facts about a graph of Dynamo that its functional graph, captured by AOT autograd, does not have.
 
     Attributes:
-        paths: for each input, where it is found in the arguments of the compiled function; empty if not there.
-        names: what the model calls each input, as "layers.1.attn.bias" or "past_key_values.layers[0].keys".
-        fractal: whether each input, where it may, lies in FRACTAL_NZ as far as can be told.
-        bands: which band each input holds that is a buffer, None for the others.
-        marked: which inputs are Parameters.
-        wrapped: where in the model the Parameters are that wrap other tensors.
-        results: what the graph returns: fake tensors as the model gives them when it runs without a compiler.
-        result_names: where each of them is in the value that the function returns, as "output.logits".
+        paths: for each input the path in the arguments of the compiled function; empty if it is not reached from them.
+        names: for each input its name in the model, as "layers.1.attn.bias" or "past_key_values.layers[0].keys".
+        fractal: for each input True if it is taken to be in FRACTAL_NZ.
+        bands: for each input the band that it has, if it is a buffer; None for the others.
+        marked: for each input its shape and dtype if it is a Parameter; None for the others.
+        wrapped: the names of the Parameters that wrap other tensors.
+        results: the results as fake tensors, with the strides of an uncompiled model.
+        result_names: for each result its path in the value that the function returns, as "output.logits".
     """
 
     paths: Sequence[ArgumentPath]
@@ -47,15 +47,19 @@ class Known:
     result_names: Sequence[str]
 
     @staticmethod
-    def of(
+    def from_dynamo(
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         positional: Sequence[str] = (),
         originals: Mapping[int, torch.Tensor] = immutable_dict(),
     ) -> Known:
-        """What this graph tells; items of the argument `args` go by their names in `positional`.
+        """Collect the facts about `gm`.
 
-        `originals`: by the id of an input that is a fake copy, what it is a copy of.
+        Args:
+            gm: a graph of Dynamo.
+            example_inputs: its inputs.
+            positional: names for the items of the argument `args`.
+            originals: by the id of an input that is a fake copy, the tensor that it is a copy of.
         """
         inputs = gm.graph.find_nodes(op="placeholder")
         paths = [_named(argument_path(node), positional) for node in inputs]
@@ -71,30 +75,30 @@ class Known:
         return captured_names(source, self.names, self.result_names)
 
     def facts(self, source: fx.Graph, assume: Mapping[str, str]) -> Facts:
-        """What is known of the captured graph, with what the user says of its inputs."""
+        """Return the facts about the captured graph `source`, with the masks that the option `assume` declares."""
         return self.completed(facts_of(source, self.paths, assume), source)
 
-    def completed(self, told: Facts, source: fx.Graph) -> Facts:
-        """What the user says of a graph, which inputs hold Parameters, how they and the results lie."""
-        lie = strides_of(self.results, source)
+    def completed(self, assumed: Facts, source: fx.Graph) -> Facts:
+        """Add Parameters, storage formats, bands and result strides of `source` to `assumed`, the facts about masks."""
+        strides = strides_of(self.results, source)
         parameters = parameter_inputs(source, self.marked)
-        known = self._held(told, source)
-        return replace(known, parameters=parameters, wrapped=self.wrapped, strides=lie, extensible=True)
+        known = self._with_contents(assumed, source)
+        return replace(known, parameters=parameters, wrapped=self.wrapped, strides=strides, extensible=True)
 
     def names_in(self, source: fx.Graph) -> dict[str, str]:
-        """Name the inputs of the captured graph as the model does."""
+        """Map the names of the inputs of the captured graph to their names in the model."""
         positions = {node.name: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
         return {name: self.names[at] for name, at in positions.items() if at is not None}
 
-    def _held(self, told: Facts, source: fx.Graph) -> Facts:
-        """What is known, which inputs lie in FRACTAL_NZ, and which hold a band; of an assumed mask nobody asks."""
+    def _with_contents(self, assumed: Facts, source: fx.Graph) -> Facts:
+        """Add to `assumed` the inputs in FRACTAL_NZ and those that are bands, but for inputs with an assumed mask."""
         positions = {node: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
-        asked = {node: at for node, at in positions.items() if at is not None and node.name not in told.assumed}
+        asked = {node: at for node, at in positions.items() if at is not None and node.name not in assumed.assumed}
         fractal = {node.name: self.fractal[at] for node, at in asked.items() if may_be_fractal(node.meta["val"])}
-        found = {node: self.bands[at] for node, at in asked.items()}
-        bands = {node.name: band for node, band in found.items() if band is not None and not is_written(node)}
+        candidates = {node: self.bands[at] for node, at in asked.items()}
+        bands = {node.name: band for node, band in candidates.items() if band is not None and not is_written(node)}
         names = {node.name: self.names[at] for node, at in asked.items() if node.name in fractal or node.name in bands}
-        return replace(told, fractal=fractal, bands=bands, arguments=names | dict(told.arguments))
+        return replace(assumed, fractal=fractal, bands=bands, arguments=names | dict(assumed.arguments))
 
 
 def _named(path: ArgumentPath, positional: Sequence[str]) -> ArgumentPath:
@@ -104,14 +108,17 @@ def _named(path: ArgumentPath, positional: Sequence[str]) -> ArgumentPath:
 
 
 def returned(gm: fx.GraphModule) -> list[Any]:
-    """What a graph of Dynamo returns: fake tensors as the model gives them when it runs without a compiler."""
+    """Return the results of a graph of Dynamo as fake tensors, with the strides of an uncompiled model."""
     return [node.meta.get("example_value") for node in outputs(gm.graph)]
 
 
 def strides_of(results: Sequence[Any], source: fx.Graph) -> tuple[tuple[Any, ...] | None, ...]:
-    """For each result of the captured graph, the strides that it has in `results`; it may return more around them."""
-    told = [*[None] * results_before(), *results]
-    return tuple(starmap(_strides, zip_longest(outputs(source), told[: len(outputs(source))])))
+    """Return for each result of the captured graph its strides in `results`; None where none is known.
+
+    The graph may return more: mutated inputs before the results, and intermediates after them.
+    """
+    expected = [*[None] * results_before(), *results]
+    return tuple(starmap(_strides, zip_longest(outputs(source), expected[: len(outputs(source))])))
 
 
 def _strides(node: fx.Node, eager: Any) -> tuple[Any, ...] | None:

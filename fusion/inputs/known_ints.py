@@ -1,9 +1,9 @@
-"""Numbers beside fake tensors: those that follow from the whole numbers of a call, and samples of what data decides.
+"""Numbers of fake tensors: those that follow from the integers given to a call, and samples of those that data decides.
 
-They are computed on copies, so that what Python reads of them is what it would read: tokens, masks, sizes of images,
-lengths of caches. Whole numbers and truth values that depend on other data are a sample which is consistent in itself:
-the choices of a top-k are chosen by every row alike, comparisons hold, other numbers are 1. So the counts of what was
-chosen add up, and rows that were split by them are as many as there are.
+They are computed on copies of the given tensors, so that Python reads their true values: tokens, masks, sizes of
+images, lengths of caches. Integers and booleans that depend on other data are sampled consistently: every row of a
+top-k chooses alike, comparisons hold, other numbers are 1. So the counts of choices add up, and rows that are split by
+such counts are as many as there are.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fusion._torch.operators import OpOverload, arguments_of, is_random, schema_
 from fusion._torch.tensors import WeakTensors, leaves, map_only, storage_of
 
 MOST = 2**16
-"""Elements of a tensor whose numbers are followed."""
+"""Most elements of a tensor whose numbers are computed."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Result of a call on numbers.
+    """Result of a call on known numbers.
 
     Attributes:
-        values: its results: real tensors, or numbers of Python.
-        sampled: whether they follow from a sample.
+        values: the results: real tensors, or Python numbers.
+        sampled: True if they depend on a sample.
     """
 
     values: Any
@@ -37,31 +37,31 @@ class Numbers:
 
 
 class GivenNumbers:
-    """Numbers of fake tensors, where they are known; views of one share memory, so that writes reach all of them."""
+    """Known numbers of fake tensors; those of views share memory as the views do, so that writes reach all."""
 
     def __init__(self) -> None:
         self._known = WeakTensors()
         self._sampled = WeakTensors()
 
     def give(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Take over the whole numbers of tensors: of each fake copy with what it is a copy of."""
+        """Add the numbers of integer tensors, from pairs of a fake copy and the original."""
         for fake, real in copies:
-            known = isinstance(fake, FakeTensor) and not isinstance(real, FakeTensor) and _is_whole(real)
+            known = isinstance(fake, FakeTensor) and not isinstance(real, FakeTensor) and _is_integral(real)
             if known and real.numel() <= MOST:
                 self._known[fake] = real.detach().cpu().clone()
 
-    def of(self, x: Any) -> torch.Tensor | None:
-        """The numbers of a tensor; None where they are not known."""
+    def values_of(self, x: Any) -> torch.Tensor | None:
+        """Return the numbers of `x` as a real tensor; None where they are not known."""
         if not isinstance(x, FakeTensor):
-            return x if (_is_whole(x) or x.numel() <= 1) and x.numel() <= MOST else None
+            return x if (_is_integral(x) or x.numel() <= 1) and x.numel() <= MOST else None
         return self._known.get(x)
 
     def is_sampled(self, x: Any) -> bool:
-        """True if the numbers of a tensor follow from a sample."""
+        """True if the numbers of `x` depend on a sample."""
         return isinstance(x, FakeTensor) and x in self._sampled
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Numbers | None:
-        """Compute a call on numbers, writes included; None where the numbers of an argument are not known."""
+        """Compute a call on known numbers, writes included; None where the numbers of an argument are not known."""
         if not isinstance(func, OpOverload):
             return None
         written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
@@ -86,21 +86,27 @@ class GivenNumbers:
             return None
         if any(isinstance(each, _SYMBOLS) for each in leaves(args, kwargs)):
             return None
-        if any(self.of(each) is None for each in tensors) or not (tensors or _makes_few(func, args)):
+        if any(self.values_of(each) is None for each in tensors) or not (tensors or _makes_few(func, args)):
             return None
-        if not all(isinstance(each, FakeTensor) for each in written):  # of the caller, and not to be written to
+        if not all(isinstance(each, FakeTensor) for each in written):  # real tensors are the caller's
             return None
         on_host = {
             name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in kwargs.items()
         }
         try:
             with without_fakes():
-                return func(*map_only(torch.Tensor, self.of, tuple(args)), **map_only(torch.Tensor, self.of, on_host))
-        except Exception:  # the model's own call says why
+                return func(
+                    *map_only(torch.Tensor, self.values_of, tuple(args)),
+                    **map_only(torch.Tensor, self.values_of, on_host),
+                )
+        except Exception:  # the call on fake tensors raises the error that the model would see
             return None
 
     def _note_writes(self, written: Sequence[torch.Tensor], sampled: bool) -> None:
-        """Forget aliases of `written` whose numbers are another copy; mark the others as sampled if `written` is."""
+        """Mark the numbers of aliases of `written` as sampled if `sampled`, and drop those a write has missed.
+
+        A write reaches the numbers of an alias only if they share the memory of the numbers of `written`.
+        """
         memory = {storage_of(each): storage_of(self._known[each]) for each in written}
         for each in [each for each in self._known if storage_of(each) in memory]:
             if storage_of(self._known[each]) != memory[storage_of(each)]:
@@ -109,13 +115,13 @@ class GivenNumbers:
                 self._sampled[each] = True
 
     def _forget(self, written: Sequence[torch.Tensor]) -> None:
-        """Forget the numbers of all tensors that share memory with those in `written`."""
+        """Drop the numbers of all tensors that share memory with `written`."""
         places = {storage_of(each) for each in written}
         for each in [each for each in self._known if storage_of(each) in places] if places else ():
             del self._known[each]
 
     def keep(self, result: Any, numbers: Numbers) -> None:
-        """Remember the numbers of what a call gave."""
+        """Record the `numbers` of the fake `result` of a call."""
         for fake, real in zip(leaves(result), leaves(numbers.values), strict=False):
             few = isinstance(real, torch.Tensor) and real.numel() <= MOST
             if few and isinstance(fake, FakeTensor) and fake.shape == real.shape:
@@ -125,19 +131,22 @@ class GivenNumbers:
                     self._sampled[fake] = True
 
     def sample(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Take a sample for the whole numbers and truth values of a result that depend on data."""
+        """Sample the integers and booleans of the fake `result` of a call that depend on data."""
         if not isinstance(func, OpOverload) or schema_of(func).is_mutable or _makes_none(func):
             return
         for fake in leaves(result):
-            if isinstance(fake, FakeTensor) and _is_whole(fake) and fake.numel() <= MOST and fake not in self._known:
+            if isinstance(fake, FakeTensor) and _is_integral(fake) and fake.numel() <= MOST and fake not in self._known:
                 with without_fakes():
                     sampled = _sample(func, arguments_of(func, args, kwargs), tuple(fake.shape))
                     self._known[fake] = sampled.to(fake.dtype)
                 self._sampled[fake] = True
 
     def positions(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
-        """Find the places at which a mask is true, as one index tensor for each dim; None where they are not known."""
-        numbers = self.of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool else None
+        """Return the positions of true entries of a boolean `mask`, an index tensor for each dim.
+
+        None where the numbers are not known.
+        """
+        numbers = self.values_of(mask) if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool else None
         with without_fakes():
             return None if numbers is None else numbers.nonzero(as_tuple=True)
 
@@ -145,7 +154,7 @@ class GivenNumbers:
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _is_whole(x: torch.Tensor) -> bool:
+def _is_integral(x: torch.Tensor) -> bool:
     return x.layout is torch.strided and not (x.is_floating_point() or x.is_complex() or x.is_quantized or x.is_meta)
 
 
@@ -158,12 +167,12 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _makes_none(func: OpOverload) -> bool:
-    """True if a call gives memory without numbers, as fake mode itself asks for."""
+    """True if `func` returns memory without defined contents; fake mode calls such operators itself."""
     return "empty" in schema_of(func).name
 
 
 def _makes_few(func: OpOverload, args: Sequence[Any]) -> bool:
-    """True if a call without tensors makes numbers, and few enough, by the size or the numbers that it is given."""
+    """True if a call without tensor arguments makes at most `MOST` numbers."""
     if _makes_none(func):
         return False
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else ()
@@ -172,7 +181,7 @@ def _makes_few(func: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def _sample(func: OpOverload, given: Mapping[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """Take numbers for a result of this shape: places in an order along a dim, counts that add up, or ones."""
+    """Sample the result of a call: positions in order along a dim, counts that add up, or ones."""
     name, ones = short_name(func), torch.ones(shape, dtype=torch.int64)
     if name == "bincount":
         return _shares(given["self"].numel(), shape[0])
@@ -185,9 +194,9 @@ def _sample(func: OpOverload, given: Mapping[str, Any], shape: tuple[int, ...]) 
 
 
 _ORDERS = ("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "median", "mode")
-"""Operators that give places in an order along a dim."""
+"""Operators that return positions in an order along a dim."""
 
 
 def _shares(total: int, count: int) -> torch.Tensor:
-    """Split `total` into `count` whole numbers, as even as possible."""
+    """Split `total` into `count` integers, as evenly as possible."""
     return (torch.arange(count) < total % count) + torch.full((count,), total // count)

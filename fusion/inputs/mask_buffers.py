@@ -1,8 +1,8 @@
-"""Bands: what a buffer holds where it is a mask that a model made once, a matrix of two numbers.
+"""Bands: the contents of a mask that a model stores in a buffer, a matrix of two numbers.
 
 Element [.., i, j] of a band is one number where low ≤ j − i ≤ high, and another elsewhere: `torch.tril` of ones, minus
-infinity above the diagonal, a window. A buffer is read when the model is compiled, and at every call that passes
-another tensor, or one that was written to since.
+infinity above the diagonal, a window. A buffer is read when the model is compiled, and again at a call that passes
+another tensor, or the same one after a write.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _READ = {
 
 
 def band_of(x: Any) -> Band | None:
-    """Which band a tensor [*ones, R, C] holds; None of any other, of one number throughout, and of what is not read.
+    """Return the band that the tensor `x` [*ones, R, C] is; None for other contents, one number, and tensors not read.
 
-    Not read is what has no numbers (fake, meta), what wraps other tensors, and what was made in inference mode: torch
-    counts no writes to it. Waits for the device once, a few times more of what looks like a band.
+    Not read are tensors without data (fake, meta), wrappers of other tensors, and tensors made in inference mode, whose
+    writes torch does not count. Synchronises the device once, and a few times more for a matrix like a band.
     """
     if type(x) is not Tensor or x.dtype not in _READ or x.is_meta or x.is_inference():
         return None
@@ -41,20 +41,23 @@ def _read(x: Tensor) -> Band | None:
     if len(numbers) != 2:
         return None
     for outside, inside in (numbers, numbers[::-1]):
-        held = x == inside
-        found = _diagonals(held)
-        if found is None or not torch.equal(held, torch.ones_like(held).tril(found[1]).triu(found[0])):
+        is_inside = x == inside
+        bounds = _diagonals(is_inside)
+        if bounds is None or not torch.equal(is_inside, torch.ones_like(is_inside).tril(bounds[1]).triu(bounds[0])):
             continue
-        if not bool((held | (x == outside)).all()):
+        if not bool((is_inside | (x == outside)).all()):
             return None
-        (low, high), (rows, columns) = found, x.shape
+        (low, high), (rows, columns) = bounds, x.shape
         return Band(None if low == 1 - rows else low, None if high == columns - 1 else high, inside, outside)
     return None
 
 
-def _diagonals(held: Tensor) -> tuple[int, int] | None:
-    """The least and the largest j - i of what is true in the first row and column: each diagonal begins in one."""
-    row, column = held[0].nonzero(), held[:, 0].nonzero()
+def _diagonals(is_inside: Tensor) -> tuple[int, int] | None:
+    """Return the least and largest j - i of the true entries in the first row and column of `is_inside` [R, C].
+
+    Every diagonal begins there. None where both have no true entry.
+    """
+    row, column = is_inside[0].nonzero(), is_inside[:, 0].nonzero()
     if not len(row) and not len(column):
         return None
     low = -int(column.max()) if len(column) else int(row.min())

@@ -1,8 +1,8 @@
-"""Storage formats, which no shape shows: whether a tensor lies in FRACTAL_NZ, as only an NPU can tell.
+"""Storage formats: whether a tensor is in FRACTAL_NZ, which no shape shows and only an NPU can report.
 
-A matrix [R, C] in FRACTAL_NZ lies in blocks [C / L, R, L], a line of L elements being 32 bytes. Where C is L it lies so
-anyway: pages that a model keeps in lines of NZ, [.., R, L], hold the same bytes in either format, and
-`npu_format_cast(pages, 29)` changes none. An operator may tell lines from rows by the format alone all the same
+A matrix [R, C] in FRACTAL_NZ is stored in blocks [C / L, R, L], where L elements are 32 bytes. Where C is L, both
+formats have the same layout: pages that a model stores in lines of NZ, [.., R, L], have the same bytes in either, and
+`npu_format_cast(pages, 29)` changes none. All the same, an operator may distinguish lines from rows by the format alone
 (op-plugin: GatherPaKvCacheKernelNpuOpApi.cpp); `npu_scatter_pa_kv_cache` documents its caches in FRACTAL_NZ.
 """
 
@@ -20,7 +20,7 @@ _NUMBER, _LINE, _ROWS = 29, 32, 16
 
 
 def holds_lines(shape: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """Whether [Block, .., R, L] holds the same bytes in FRACTAL_NZ: lines of 32 bytes, R a multiple of 16."""
+    """True if pages [Block, .., R, L] have the same bytes in FRACTAL_NZ: L elements are 32 bytes, 16 divides R."""
     if len(shape) < 4 or dtype is None:
         return False
     rows, line = shape[-2:]
@@ -29,17 +29,17 @@ def holds_lines(shape: Sequence[Any], dtype: torch.dtype | None) -> bool:
 
 
 def may_be_fractal(x: Any) -> bool:
-    """Whether x is a tensor that holds such lines."""
+    """True if `x` is a tensor whose bytes are the same in FRACTAL_NZ, as `holds_lines` tests."""
     return isinstance(x, Tensor) and holds_lines(x.shape, x.dtype)
 
 
 def supposed_fractal(x: Any) -> bool:
-    """Whether such a tensor is taken to lie in FRACTAL_NZ: unless an NPU says that it does not."""
+    """True if `x` is taken to be in FRACTAL_NZ: unless an NPU reports another format."""
     return is_fractal(x) is not False
 
 
 def is_fractal(x: Any) -> bool | None:
-    """Whether a tensor lies in FRACTAL_NZ; None where that cannot be asked: of a fake one, elsewhere than on an NPU."""
+    """True if `x` is in FRACTAL_NZ; None where no NPU can report it: for fake tensors and other devices."""
     npu = sys.modules.get("torch_npu")
     if npu is None or not isinstance(x, Tensor) or isinstance(x, FakeTensor) or x.device.type != "npu":
         return None

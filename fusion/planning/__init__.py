@@ -1,1 +1,1 @@
-"""Targets, costs, and lowerings run on fake tensors: how much each way to run a match would cost."""
+"""Targets, costs, and lowerings run on fake tensors: the cost of each way to run a match."""

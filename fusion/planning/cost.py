@@ -16,22 +16,27 @@ from fusion._torch.tensors import count, hint, leaves
 from fusion.graph.launches import is_data_dtype, is_reshaping_copy, is_view
 from fusion.planning.target import Target
 
-# A composite operator is no kernel: what its decomposition launches on an NPU.
+# Kernels that the decomposition of a composite operator launches on an NPU.
 _COMPOSITES = {
     "aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1,
     "aten::scaled_dot_product_attention": 5, "aten::_scaled_dot_product_flash_attention_for_cpu": 5,
 }  # fmt: skip
-_BEHIND = 1e-3  # of two calls that move as much the one that computes less is cheaper, by less than any figure is sure
-_COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two sums
+_BEHIND = 1e-3  # tie-break: of two calls that move equal bytes, the one with fewer flops is cheaper
+_COMPLEX = 6  # kernels of a complex product: the vector unit needs four products and two sums
 
 
 def call_cost(
     target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0, between: float = 0
 ) -> float:
-    """Predicted microseconds of one call.
+    """Predict the microseconds of one call on `machine`.
 
-    `flops` are its multiplications and additions; `between` the bytes that it moves between its kernels, or, negative,
-    those of its inputs that it does not read.
+    Args:
+        target: the operator.
+        inputs: the tensors that it reads.
+        result: its result.
+        machine: the target.
+        flops: its multiplications and additions.
+        between: bytes that it moves between its kernels; negative for bytes of its inputs that it does not read.
     """
     if is_view(target):
         return 0.0
@@ -42,15 +47,15 @@ def call_cost(
 
 
 def _kernels(target: Any, result: Any) -> int:
-    """How many kernels a call is predicted to launch on an NPU."""
+    """Predict the number of kernels that a call launches on an NPU."""
     kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
     return kernels * _COMPLEX if isinstance(result, torch.Tensor) and result.is_complex() else kernels
 
 
 def node_surplus(node: fx.Node, machine: Target) -> float:
-    """How much of the predicted microseconds of a call are launches that a machine which runs it as one does not need.
+    """Predict the microseconds of launches in a call that a machine saves if it runs the call as one kernel.
 
-    Products, attention, and arithmetic of complex numbers; not norms, which fused are one call as well.
+    Greater than 0 for products, attention and complex arithmetic; 0 for norms, which stay one call when fused.
     """
     target, result = node.target, node.meta.get("val")
     if not _computes(target) and not (isinstance(result, torch.Tensor) and result.is_complex()):
@@ -59,7 +64,7 @@ def node_surplus(node: fx.Node, machine: Target) -> float:
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:
-    """Predicted microseconds of one launch of a user's graph."""
+    """Predict the microseconds of one launch of a user's graph."""
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     result = node.meta.get("val")
     if not _computes(node.target):
@@ -71,18 +76,18 @@ def node_cost(node: fx.Node, machine: Target) -> float:
 
 
 _LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}
-"""Products -> which argument is their left operand, whose last dim is summed over."""
+"""Products, with the position of the left operand, over whose last dim they sum."""
 
 
 @cache
 def _computes(target: Any) -> bool:
-    """Whether a call is a product or an attention of PyTorch's own, whose arithmetic counts."""
+    """True if `target` is a product or an attention of PyTorch, whose flops count."""
     name = short_name(target)
     return name in _LEFT or name == "einsum" or "scaled_dot_product" in name
 
 
 def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
-    """Multiplications and additions of a product or an attention of PyTorch's own; 0 for all other calls."""
+    """Count the multiplications and additions of a product or attention of PyTorch; 0 for all other calls."""
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not _computes(target) or not isinstance(result, torch.Tensor):
         return 0.0
@@ -90,7 +95,7 @@ def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
     if name in _LEFT:
         left = args[_LEFT[name]]
         work = 2.0 * count(result) * hint(left.shape[-1])
-        return work / 2 if left.dtype == torch.int8 else work  # which is multiplied twice as fast
+        return work / 2 if left.dtype == torch.int8 else work  # int8 products run at twice the rate
     if name == "einsum" and len(args[1]) == 2:
         return 2.0 * _labelled(args[0], args[1])
     if "scaled_dot_product" in name:
@@ -100,7 +105,7 @@ def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
 
 
 def _scores_moved(target: Any, args: Sequence[Any]) -> int:
-    """Bytes of the scores of PyTorch's own attention: two products, a mask and a softmax hand them on in memory."""
+    """Count the bytes of scores that PyTorch's attention moves: two products, a mask and a softmax in memory."""
     if "scaled_dot_product" not in short_name(target):
         return 0
     query, key = args[:2]
@@ -108,7 +113,7 @@ def _scores_moved(target: Any, args: Sequence[Any]) -> int:
 
 
 def _labelled(equation: str, operands: Sequence[torch.Tensor]) -> int:
-    """The product of the sizes of all labels; without those that "..." stands for."""
+    """Multiply the sizes of all labels of an einsum `equation`, without the dims of "..."."""
     terms = equation.replace(" ", "").split("->")[0].split(",")
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):

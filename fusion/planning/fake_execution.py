@@ -1,4 +1,4 @@
-"""Recording: run plain torch once on fake tensors and keep the operators that it called, to be replayed as nodes."""
+"""Recording: run plain torch once on fake tensors and record the operators that it called, to be replayed as nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusion._torch.fakes import (
     without_view_tracking,
 )
 from fusion._torch.operators import OpOverload, schema_of
-from fusion._torch.tensors import leaves, map_only, told_apart
+from fusion._torch.tensors import as_distinct, leaves, map_only
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
@@ -33,9 +33,9 @@ from fusion.records import Input, Output, Step, outputs_of
 
 
 class Recorder(FakesMode):
-    """Records every operator that runs inside it, with tensors as references.
+    """Dispatch mode that records every operator called inside, with tensors as references.
 
-    `ran` is what calls gave to earlier recordings, which ask the same of the same fakes again.
+    `ran` memoises results of calls for all recordings, which repeat calls on the same fakes.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], ran: Ran) -> None:
@@ -43,18 +43,17 @@ class Recorder(FakesMode):
         self.steps: list[Step] = []
         self._ran = ran
         self._names: dict[int, Input | Output] = {id(tensor): Input(name) for name, tensor in inputs.items()}
-        self._kept: list[Any] = list(inputs.values())  # an identity is unique only while its tensor lives
+        self._alive: list[Any] = list(inputs.values())  # `id` is unique only while its tensor lives
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operator and record it."""
         named = dict(kwargs or {})
         result = self._result(func, args, named)
         if not any(isinstance(each, torch.Tensor) for each in leaves(result)):
-            return result  # a size or a device: known, nothing to replay
+            return result  # a size or a device is a constant: nothing to replay
         number = len(self.steps)
-        self._kept.append(result)
+        self._alive.append(result)
         for output, tensor in outputs_of(number, result):
             self._names.setdefault(id(tensor), output)
         given, named = map_only(torch.Tensor, self.name, (_completed(func, args), named))
@@ -62,8 +61,8 @@ class Recorder(FakesMode):
         return result
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives; of two equal ones in this recording each its own."""
-        call = func, _told(args), _told(kwargs)
+        """Run a call, or return a memoised result, unless that is one of this recording already."""
+        call = func, _call_key(args), _call_key(kwargs)
         if call in self._ran and not any(id(each) in self._names for each in leaves(self._ran[call][1])):
             return self._ran[call][1]
         result = run_on_fakes(func, args, kwargs)
@@ -72,10 +71,10 @@ class Recorder(FakesMode):
         return result
 
     def name(self, tensor: torch.Tensor) -> Input | Output:
-        """The reference of a tensor that went in or came out.
+        """Return the reference of a tensor: an input of the recording, or the output of a step.
 
         Raises:
-            Refused: the tensor comes from elsewhere.
+            Refused: the tensor is neither.
         """
         if id(tensor) not in self._names:
             raise Refused("its lowering uses a tensor that is not one of its captures", {})
@@ -83,35 +82,36 @@ class Recorder(FakesMode):
 
 
 Ran = dict[Hashable, tuple[Any, Any]]
-"""Calls on fakes by operator and arguments: the arguments, whose identities are unique only while they live; result."""
+"""Memoised calls on fakes, by operator and arguments: the arguments, kept alive so that ids stay unique, and the
+result."""
 
 
-def _told(argument: Any) -> Hashable:
-    """An argument as one of the same call: tensors are themselves, and no others that look like them."""
+def _call_key(argument: Any) -> Hashable:
+    """Return a hashable key of an argument, in which a tensor is itself: equal metadata does not suffice."""
     match argument:
         case torch.Tensor():
             return id(argument)
         case list() | tuple():
-            return tuple(map(_told, argument))
+            return tuple(map(_call_key, argument))
         case dict():
-            return tuple((name, _told(each)) for name, each in argument.items())
+            return tuple((name, _call_key(each)) for name, each in argument.items())
         case _:
             return frozen(argument)
 
 
 def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Fill in what the dispatcher left out: defaults of fused operators differ between operators and versions."""
+    """Append the defaults that the dispatcher left out: those of fused operators differ between versions."""
     return args if func.namespace in ("aten", "prims") else (*args, *_defaults(func, len(args)))
 
 
 @cache
 def _defaults(func: OpOverload, given: int) -> tuple[Any, ...]:
-    """The default values of the arguments behind so many."""
+    """Return the default values of the positional arguments of `func` from number `given` on."""
     return tuple(each.default_value for each in schema_of(func).arguments[given:] if not each.kwarg_only)
 
 
 class Recipe(NamedTuple):
-    """The calls that build a value from its arguments, the inputs, by number: a reshape may have to copy."""
+    """Calls that build a value from its arguments, which are inputs named by number; a reshape may have to copy."""
 
     steps: Sequence[Step]
     result: Input | Output
@@ -136,7 +136,7 @@ class Fakes:
         }
 
     def size(self, dim: Dim) -> int | torch.SymInt:
-        """The size that a dim stands for.
+        """Return the size for `dim`, a SymInt where it is symbolic.
 
         Raises:
             Refused: it cannot be computed from the sizes in the graph.
@@ -153,10 +153,10 @@ class Fakes:
         return sympy.lambdify(symbols, dim)(*(self._symbols[symbol] for symbol in symbols))
 
     def of(self, value: Value) -> torch.Tensor:
-        """A fake tensor with the metadata that `value` has, or will have once its recipe has built it.
+        """Return a fake tensor with the metadata of `value`, or those that its recipe will give it.
 
         Raises:
-            Refused: neither a node nor a recipe gives the value.
+            Refused: no node has the value, and no recipe can build it.
         """
         if value not in self._known:
             node = self._graph.node(value)
@@ -176,10 +176,10 @@ class Fakes:
         return Recipe(recorder.steps, recorder.name(fake), inputs, fake)
 
     def recipe(self, value: Value, args: Sequence[torch.Tensor] | None = None) -> Recipe:
-        """The calls that build `value`, which no node holds, from its arguments, or from `args` that lie otherwise.
+        """Return the calls that build `value`, which no node has, from its arguments, or from `args` of other strides.
 
         Raises:
-            Refused: neither a node nor a recipe gives the value.
+            Refused: no recipe can build the value.
         """
         self.of(value)
         known = self._recipes[value]
@@ -190,16 +190,16 @@ class Fakes:
     def record(
         self, function: Callable[[Mapping[str, torch.Tensor]], Any], inputs: Mapping[str, torch.Tensor]
     ) -> tuple[Recorder, Any]:
-        """Run `function` of `inputs` on fakes; return what it called and its result.
+        """Run `function` of `inputs` on fakes; return the recorder of its calls and its result.
 
         Raises:
-            Refused: a call takes a symbolic size that no node of the graph holds, nor can; or it depends on one what
-                is called.
+            Refused: a call takes a symbolic size that no node of the graph has and none can compute, or the calls
+                depend on the value of a symbolic size.
         """
-        apart = dict(zip(inputs, told_apart(inputs.values()), strict=True))
+        apart = dict(zip(inputs, as_distinct(inputs.values()), strict=True))
         recorder = Recorder(apart, self._ran)
         try:
-            # Unchecked: limits are asked for each target once the calls are known.
+            # Unchecked: limits are tested for each target once the calls are known.
             with (
                 without_guards(self._mode),
                 self._mode,
@@ -217,7 +217,7 @@ class Fakes:
         return recorder, result
 
     def _computed_sizes(self, steps: Sequence[Step]) -> Iterator[Dim]:
-        """The symbolic sizes that calls take."""
+        """Yield the symbolic sizes that calls take as arguments."""
         for step in steps if self._symbols else ():
             yield from (dim_of(each) for each in leaves(step.args, step.kwargs) if isinstance(each, torch.SymInt))
 
@@ -226,7 +226,7 @@ class Fakes:
         return SizeNodes(self._graph.source)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
-        """The fake result of one call, or what the error says that it raises: the same for equal calls."""
+        """Return the fake result of one call, or the text of its error; memoised for equal calls."""
         key = (target, frozen(args), frozen(kwargs))
         if key not in self._runs:
             try:
@@ -239,13 +239,13 @@ class Fakes:
     def made(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A fresh fake with this metadata."""
+        """Make a fake tensor of the mode of the graph."""
         if isinstance(self._mode, FakeTensorMode):
             return fake_tensor(self._mode, shape, stride, dtype, device)
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     def like(self, val: Any) -> Any:
-        """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""
+        """Make fakes with the metadata of `val`, so that no two nodes share a fake: they would look like aliases."""
         return map_only(torch.Tensor, fake_like, val)
 
 

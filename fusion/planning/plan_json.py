@@ -1,4 +1,4 @@
-"""Calls, plans and fake tensors as JSON, and made again from it; calls as what may be compared."""
+"""Serialisation of calls, plans and fake tensors as JSON; hashable keys of calls."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from fusion.language import Refused
 from fusion.records import Input, Output, Plan, Step
 
 Maker = Callable[..., torch.Tensor]
-"""Gives a fresh fake tensor of a shape, strides, a dtype and a device."""
+"""Function of shape, strides, dtype and device that makes a fake tensor."""
 
 
 class UnwrittenError(Exception):
-    """A value has no text that says all of it."""
+    """A value has no lossless JSON."""
 
 
 def written(value: Any) -> Any:
-    """A value as JSON: what JSON has as it is, else a list of its kind and what it is made of."""
+    """Encode `value` as JSON: values of JSON as they are, others as a list of their kind and parts.
+
+    Raises:
+        UnwrittenError: `value` has no lossless JSON, as a tensor of symbolic sizes has none.
+    """
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -66,20 +70,20 @@ def _sizes(sizes: Any) -> list[int]:
 
 
 def read(value: Any, make: Maker) -> Any:
-    """What `written` has told, with tensors from `make`."""
+    """Decode JSON of `written`; `make` makes its tensors."""
     if not isinstance(value, list):
         return value
     kind, *rest = value
     if kind == "tensor":
         shape, stride, dtype, device = rest
-        return make(shape, stride, _of_torch(dtype), torch.device(device))
+        return make(shape, stride, _torch_constant(dtype), torch.device(device))
     if kind == "dict":
         return {read(name, make): read(each, make) for name, each in rest}
     parts = [read(each, make) for each in rest]
     return _KINDS[kind](*parts)
 
 
-def _of_torch(name: str) -> Any:
+def _torch_constant(name: str) -> Any:
     return getattr(torch, name.removeprefix("torch."))
 
 
@@ -95,23 +99,23 @@ _KINDS: Mapping[str, Any] = {
     "plan": Plan,
     "refused": lambda text: Refused("{reason}", {"reason": text}),
     "operator": _operator,
-    "torch": _of_torch,
+    "torch": _torch_constant,
     "device": torch.device,
     "set": lambda *names: frozenset(names),
     "list": lambda *parts: list(parts),
     "tuple": lambda *parts: parts,
 }
-"""How what `written` gives is made again; what is only told apart (types, records) never is."""
+"""Decoders of the kinds of `written`; types and records only serve as keys, and have none."""
 
 
 _THEMSELVES = frozenset(
     {int, bool, str, type(None), fx.Node, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-"""Types that are told apart by their values, most of what calls are given: asked first, as all others cost more."""
+"""Types whose values are their own keys: most arguments of calls, tested first because all others cost more."""
 
 
 def frozen(argument: Any) -> Hashable:
-    """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type and sign too."""
+    """Return a hashable key of an argument: metadata of a tensor; type and value of a number, -0.0 apart from 0.0."""
     kind: Any = type(argument)
     if kind in _THEMSELVES:
         return kind, argument

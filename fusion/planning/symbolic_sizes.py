@@ -1,4 +1,4 @@
-"""Nodes that hold symbolic sizes."""
+"""Nodes of a graph that compute symbolic sizes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fusion.language import Refused
 
 
 class SizeNodes:
-    """Nodes that hold symbolic sizes, found or made in a graph.
+    """Nodes of `source` that compute symbolic sizes, existing or inserted.
 
-    What the inputs give is made before everything else: a size that the graph computes itself may stand behind where it
-    is needed, and is used for what the inputs do not give.
+    Sizes that follow from the inputs are computed before all other nodes: a node of the graph that computes the same
+    size may be too late for a reader, and is used only for sizes that the inputs do not determine.
     """
 
     def __init__(self, source: fx.Graph) -> None:
@@ -27,7 +27,7 @@ class SizeNodes:
         self._nodes: dict[Any, fx.Node] = {}
         self._computed: dict[Any, fx.Node] = {}
         self._tensors: dict[Any, tuple[fx.Node, int]] = {}
-        self._last: fx.Node | None = None  # of the inputs and of what is made from them
+        self._last: fx.Node | None = None  # the last of the inputs and of the nodes inserted behind them
         for node in source.nodes:
             val = node.meta.get("val")
             if isinstance(val, torch.SymInt):
@@ -40,7 +40,7 @@ class SizeNodes:
         self._given = frozenset((*self._nodes, *self._tensors))
 
     def node(self, size: torch.SymInt) -> fx.Node | int:
-        """The node that holds this size, made where there is none."""
+        """Return the node that computes `size`, inserted where there is none, or the int that it is."""
         dim = dim_of(size)
         if isinstance(dim, int):
             return dim
@@ -49,13 +49,13 @@ class SizeNodes:
         return self._nodes[dim]
 
     def can_make(self, dim: Any) -> bool:
-        """Whether `node` finds or makes a size."""
+        """True if `node` has or can build the size `dim`."""
         known = isinstance(dim, int) or dim.is_Integer or dim in self._computed or self._is_given(dim)
         joined = None if known else _joined(dim)
         return known or (joined is not None and all(map(self.can_make, joined[1])))
 
     def _is_given(self, dim: Any) -> bool:
-        """Whether the inputs give a size, or sizes whose sum or product it is."""
+        """True if `dim` is a size of an input, an int, or a sum or product of such sizes."""
         if dim in self._given or getattr(dim, "is_Integer", False):
             return True
         joined = _joined(dim)
@@ -70,12 +70,12 @@ class SizeNodes:
         joined = _joined(dim)
         if joined is None:
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
-        join, of = joined
-        parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in of]
-        return reduce(lambda whole, part: self._call(join, (whole, part), given), parts)
+        join, sizes = joined
+        parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in sizes]
+        return reduce(lambda left, right: self._call(join, (left, right), given), parts)
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], given: bool) -> fx.Node:
-        """Add a call, with its size: behind the inputs where they give it, else at the graph's insertion point."""
+        """Insert a call with its size: behind the inputs if `given`, else at the insertion point of the graph."""
         if not given or self._last is None:
             made = self._source.call_function(target, args)
         else:
@@ -86,7 +86,7 @@ class SizeNodes:
 
 
 def _joined(dim: Any) -> tuple[Callable[..., Any], Sequence[Any]] | None:
-    """The sum or product that a size is, and of which sizes; None for another function."""
+    """Split `dim` into the operator and the operands of a sum, a product or an integer power; None for others."""
     import sympy
 
     if dim.func is sympy.Pow and dim.exp.is_Integer and dim.exp > 0:

@@ -1,4 +1,4 @@
-"""A target is where the fused graph is to run: its chip decides which calls are legal, its costs which are worth it."""
+"""Targets: kinds of machines, whose chip decides which calls are legal and whose figures decide which pay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Target:
 
     Attributes:
         name: "ascend910b", "ascend910_93", "ascend950" or "host".
-        launch: microseconds that one kernel launch costs, whatever it does.
+        launch: fixed microseconds of one kernel launch.
         bandwidth: bytes per microsecond that a memory-bound kernel moves.
-        compute: multiplications and additions per microsecond that a compute-bound product does.
-        sources: where the figures come from.
+        compute: multiplications and additions per microsecond of a compute-bound product.
+        sources: sources of the figures.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Target:
 
     @property
     def is_npu(self) -> bool:
-        """Whether this is an Ascend chip, with limits of size and dtype."""
+        """True for an Ascend chip, with limits of size and dtype."""
         return self.name != "host"
 
     @staticmethod
     def named(name: str) -> Target:
-        """Return the target of this name.
+        """Return the target called `name`.
 
         Raises:
             OptionError: there is no such target; the message names the nearest.
@@ -48,13 +48,13 @@ class Target:
 
     @staticmethod
     def detect() -> Target:
-        """Return the target of this machine: its NPU's chip where torch_npu finds one, else the host."""
+        """Return the target of this machine: its NPU's chip where torch_npu reports one, else the host."""
         soc = _soc_name()
         return next((each for each in TARGETS.values() if soc.lower().startswith(each.name)), TARGETS["host"])
 
     @staticmethod
     def resolve(name: str) -> Target:
-        """As `named`, with "auto" for what `detect` finds."""
+        """Return the target called `name`, that of this machine for "auto"."""
         return Target.detect() if name == "auto" else Target.named(name)
 
 
@@ -69,7 +69,7 @@ TARGETS = {
 
 
 def _soc_name() -> str:
-    """The chip's own name, "" without an NPU."""
+    """Return the name of the NPU's chip, "" without an NPU."""
     if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
         return ""
     try:

@@ -1,1 +1,1 @@
-"""Records of what was done in each graph: rewrites, refusals, failures; and the writers that print them."""
+"""Records of rewrites, refusals and failures in each graph, and their text and JSON."""

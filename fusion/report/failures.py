@@ -1,4 +1,4 @@
-"""Failures: what a stage or a rule raises becomes a record of where it was, and costs no more than it must."""
+"""Failures: errors in a stage or a rule, recorded with their place, and contained as far as possible."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fusion.language import Refused
 from fusion.records import Candidate, Match
 from fusion.report.progress import at
 
-_LONGEST = 300  # characters of a message; those of torch hold whole stacks
+_LONGEST = 300  # characters of a message; messages of torch may include stacks
 
 
 @contextmanager
 def stage(name: str) -> Generator[None, None, None]:
-    """What is raised inside becomes a `StageError` that says where; errors that are meant for the user stay.
+    """Convert errors inside the context to a `StageError` of stage `name` with their place.
 
     Raises:
         StageError: something was raised.
-        FusionError: the graph, the options or a rule cannot be used.
+        FusionError: the graph, the options or a rule cannot be used; passed on as raised.
     """
     at(name)
     try:
@@ -39,50 +39,50 @@ def stage(name: str) -> Generator[None, None, None]:
 
 
 def failure(name: str, error: Exception, rule: str = "", node: fx.Node | None = None) -> Failure:
-    """The record of what was raised in a stage; with a `rule`, only that one is lost."""
+    """Record `error` in stage `name`; with a `rule`, only that rule is dropped."""
     node = node or culprit(error)
     place = {} if node is None else place_in_report(node)
     return Failure(name, worded(error), rule or _maker(node) or _working(error), not rule, **place)
 
 
 def place_in_report(node: fx.Node) -> dict[str, str]:
-    """Name a node, with the line of the model that it is of, for a report."""
+    """Describe `node` for a report: its name, line of the model, source text and module."""
     return {"node": node.name, "where": location(node), "source": source_text(node), "module": module_path(node)}
 
 
 def raised(part: str, error: Exception) -> Refused:
-    """The reason why a rule is refused a part of which raised."""
+    """Return the reason to refuse a rule whose `part` raised `error`."""
     return Refused("its {part} raised {error}", {"part": part, "error": worded(error)})
 
 
 def worded(error: Exception) -> str:
-    """Type and message, in one line."""
-    told = " ".join(str(error).split())
-    short = shortened(told, _LONGEST)
+    """Format type and message of `error` in one line."""
+    message = " ".join(str(error).split())
+    short = shortened(message, _LONGEST)
     return f"{type(error).__name__}: {short}" if short else type(error).__name__
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut a text behind so many characters."""
+    """Cut `text` after `most` characters."""
     return text if len(text) <= most else f"{text[:most]} …"
 
 
 def culprit(error: Exception) -> fx.Node | None:
-    """The node that was worked on: what the innermost call that has one names so, or else a value that a node holds."""
+    """Find the node that was being processed: the innermost local variable `node`, or else a value with a node."""
     calls = _calls(error)
     named = (each for names in calls if isinstance(each := names.get("node"), fx.Node))
-    places: list[Mapping[Any, Any]] = [found for names in calls for each in names.values() if (found := _places(each))]
+    places: list[Mapping[Any, Any]] = [nodes for names in calls for each in names.values() if (nodes := _places(each))]
     worked_on = (each for names in calls for each in (names.get("node"), names.get("value"), *names.values()))
     return next(chain(named, filter(None, (_node_of(each, places) for each in worked_on))), None)
 
 
 def _calls(error: Exception) -> list[dict[str, Any]]:
-    """The names of the calls that an error has left, innermost first."""
+    """Return the local variables of the frames of `error`, innermost first."""
     return [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
 
 
 def _places(holder: Any) -> Mapping[Any, Any]:
-    """The nodes that hold each value, where an object of ours knows them."""
+    """Return the nodes of each value if `holder` is a graph or an object of a stage; else an empty mapping."""
     if not isinstance(holder, Graph) and not type(holder).__module__.startswith("fusion.stages."):
         return {}
     known = getattr(holder, "places", None)
@@ -98,26 +98,26 @@ def _node_of(each: Any, places: list[Mapping[Any, Any]]) -> fx.Node | None:
         case Candidate():
             return each.match.node
         case Value():
-            return next((held[each][0] for held in places if held.get(each)), None)
+            return next((nodes[each][0] for nodes in places if nodes.get(each)), None)
         case _:
             return None
 
 
 def _maker(node: fx.Node | None) -> str:
-    """The rule that has put a node into the graph, "" for one of the model."""
+    """Return the rule that inserted `node` into the graph, "" for a node of the model."""
     made = {} if node is None else node.meta.get("fusion", {})
     return str(made.get("rule", ""))
 
 
 def _working(error: Exception) -> str:
-    """The rule of the match that was worked on, "" where there is none."""
-    held = (each for names in _calls(error) for each in names.values() if isinstance(each, Candidate | Match))
-    matches = (each.match if isinstance(each, Candidate) else each for each in held)
+    """Return the rule of the innermost match in the frames of `error`, "" where there is none."""
+    active = (each for names in _calls(error) for each in names.values() if isinstance(each, Candidate | Match))
+    matches = (each.match if isinstance(each, Candidate) else each for each in active)
     return next((each.rule.name for each in matches), "")
 
 
 def warn(failures: Iterable[Failure]) -> None:
-    """Tell a user whose model runs all the same, with what helps."""
+    """Warn of each failure, with advice; the model runs all the same."""
     for each in failures:
         lost = "a graph and runs it as it came" if each.whole else f"by the rule {each.rule!r} and goes on without it"
         warnings.warn(f"cann-fusion could not fuse {lost}: {each}; {each.advice}.", stacklevel=3)

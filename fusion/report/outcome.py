@@ -1,4 +1,4 @@
-"""What was done in one graph, and what it counts: launches by module, rewrites, refusals."""
+"""Outcome of the pass for one graph, and its counts: launches by module, rewrites, refusals."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ _FUSED_IN_ATEN = frozenset({"aten::native_layer_norm"})  # aten's own fused kern
 
 @dataclass(frozen=True)
 class Tally:
-    """Live calls of one module: on data, and on integers alone."""
+    """Live calls of one module: `launches` on data, `bookkeeping` on positions, masks and counts alone."""
 
     launches: int = 0
     bookkeeping: int = 0
 
     def __add__(self, other: Tally) -> Tally:
-        """Both together."""
         return Tally(self.launches + other.launches, self.bookkeeping + other.bookkeeping)
 
 
 @dataclass(frozen=True)
 class MatchReport:
-    """One rewrite that was made.
+    """One rewrite.
 
     Attributes:
         rule: name of the rule.
-        lowering: which of its lowerings.
-        module: path of the module that it stands in.
+        lowering: name of the lowering that was chosen.
+        module: path of the module of the first result.
         where: `file:line` in the model's code.
         saved: launches saved.
         benefit: predicted microseconds saved on the target.
-        remark: what the rule says of the choice, "" where it says nothing.
+        remark: the rule's remark on the choice, or "".
     """
 
     rule: str
@@ -62,7 +61,7 @@ class MatchReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One module path before and after."""
+    """Counts of one module path before and after the rewrites."""
 
     before: Tally = field(default_factory=Tally)
     after: Tally = field(default_factory=Tally)
@@ -70,19 +69,19 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the pass did to one graph.
+    """Outcome of the pass for one graph.
 
     Attributes:
-        facts: what was known of its inputs.
-        chosen: the rewrites that were made, in the order of the graph.
-        refusals: what was not done, and why; none where nobody is told.
-        before: live calls per module before, with what was rewritten counted where its result belongs.
-        assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
-        in_place: names of the `copy_` nodes that in-place writes have made needless.
+        facts: the facts about its inputs.
+        chosen: the rewrites, in the order of the graph.
+        refusals: fusions that were refused, with the reasons; empty where no report was requested.
+        before: live calls per module before; calls that a rewrite replaces count for the module of its first result.
+        assumed: inputs whose assumption a rewrite relies on: the graph may run only behind a check at each call.
+        in_place: names of the `copy_` nodes that in-place writes have replaced.
         prepared: the further inputs of the rewritten graph, computed from Parameters once.
-        host_reads: how often a call waits for the device, to read lengths on the host (option `lengths`).
-        result_copies: how many copies a call makes so that its results lie in memory as those of the model do.
-        failures: what raised: a stage, for which the graph is as it came, or rules, which were left out, each once.
+        host_reads: number of times that a call synchronises the device to read lengths on the host (option `lengths`).
+        result_copies: number of copies per call that give results the strides that they have in the model.
+        failures: errors: of a stage, after which the graph is unchanged, or of rules, each dropped once.
     """
 
     facts: Facts = field(default_factory=Facts)
@@ -98,7 +97,7 @@ class Outcome:
 
     @property
     def unprepared(self) -> str:
-        """Say what is not prepared although it comes from Parameters, and why; "" where all is."""
+        """Tensors computed from Parameters that are not prepared, and the reason; "" where all are."""
         if not self.facts.prepares:
             return (
                 "anything: FusionPass is a guest of a compiler that passes it no further inputs. Weights are joined, "
@@ -113,14 +112,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GraphReport(Outcome):
-    """The outcome for one graph, with that graph; what is told of it is worked out when it is read.
+    """Outcome for one graph, with that graph; derived attributes are computed when they are read.
 
-    Reports pickle, but for `chosen`, whose candidates are of the search: `matches` has what is told of them.
+    Reports pickle, but for `chosen`, whose candidates refer to the search: `matches` has their reports.
 
     Attributes:
         graph: the rewritten graph, with real operator names, before lowering.
         machine: the target.
-        hand_on: gives the graph as it is handed to the compiler that runs it.
+        hand_on: converts the graph to that for the compiler that runs it.
     """
 
     graph: fx.GraphModule
@@ -128,12 +127,12 @@ class GraphReport(Outcome):
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
 
     def __repr__(self) -> str:
-        """Name the target and count what the report holds: matches and reasons hold the graph many times over."""
+        """Name the target and count the entries: a full representation would print the graph many times."""
         return f"GraphReport({self.machine.name}: {len(self.chosen)} rewrites, {len(self.refusals)} refusals)"
 
     def __getstate__(self) -> dict[str, Any]:
-        told = {"matches": self.matches, "after": self.after}
-        return {**vars(self), **told, "chosen": (), "graph": pack(self.graph)}
+        computed = {"matches": self.matches, "after": self.after}
+        return {**vars(self), **computed, "chosen": (), "graph": pack(self.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ensure()  # the graph calls operators by their names
@@ -141,40 +140,40 @@ class GraphReport(Outcome):
 
     @cached_property
     def matches(self) -> tuple[MatchReport, ...]:
-        """The rewrites, as they are told."""
+        """Reports of the rewrites."""
         return tuple(match_report(each, self.machine) for each in self.chosen)
 
     @cached_property
     def after(self) -> Mapping[str, Tally]:
-        """Live calls per module after."""
+        """Live calls per module after the rewrites."""
         return counted(self.graph.graph)
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """Return what the rewrites rely on: the kind of mask, or a storage format, by the path of the argument."""
+        """Kind of mask, or storage format, that the rewrites rely on, by the path of the argument."""
         return {name: plain(str(kind)) for name, kind in map(self.facts.assumption, sorted(self.assumed))}
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes that the prepared weights hold beside the Parameters, for one set of Parameters."""
+        """Additional bytes of the prepared weights, for one set of Parameters."""
         return sum(each.bytes for each in self.prepared)
 
     @property
     def parameter_bytes(self) -> int:
-        """Count the bytes of the Parameters that the graph reads."""
+        """Bytes of the Parameters that the graph reads."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         vals = [each.meta["val"] for each in inputs if each.name in self.facts.parameters]
         return sum(each.numel() * each.element_size() for each in vals)
 
 
 def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:
-    """Each call of a graph that counts."""
+    """Map each live kernel call to its tally."""
     launches = {node: is_launch(node) for node in source.nodes}
     return {node: Tally(1) if each else Tally(0, 1) for node, each in launches.items() if each or is_bookkeeping(node)}
 
 
 def tally(calls: Mapping[fx.Node, Tally], chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
-    """Count live calls per module path; what a rewrite replaces belongs to the module of its first result."""
+    """Count live calls per module path; calls that a rewrite replaces count for the module of its first result."""
     owner = {node: module_path(each.match.node) for each in chosen for node in each.dying}
     counts: dict[str, Tally] = {}
     for node, each in calls.items():
@@ -184,33 +183,33 @@ def tally(calls: Mapping[fx.Node, Tally], chosen: Sequence[Candidate] = ()) -> d
 
 
 def counted(source: fx.Graph) -> dict[str, Tally]:
-    """Live calls per module path, with those of the bodies that are entered, once for each call that runs them."""
+    """Count live calls per module path; calls of rewritable bodies count once for each call that runs the body."""
     inside = (counted(each.code.graph) for each in bodies(source) if each.code is not None and each.is_entered)
-    return reduce(together, inside, tally(live_calls(source)))
+    return reduce(add_tallies, inside, tally(live_calls(source)))
 
 
-def together(some: Mapping[str, Tally], more: Mapping[str, Tally]) -> dict[str, Tally]:
-    """What both count, per module path."""
+def add_tallies(some: Mapping[str, Tally], more: Mapping[str, Tally]) -> dict[str, Tally]:
+    """Add two mappings of module paths to tallies."""
     return {path: some.get(path, Tally()) + more.get(path, Tally()) for path in (*some, *more)}
 
 
 def match_report(candidate: Candidate, machine: Target) -> MatchReport:
-    """What is told of a candidate that was rewritten."""
+    """Build the report of a candidate that was rewritten."""
     node, rule = candidate.match.node, candidate.match.rule
-    told = {**candidate.match.captures, "lowering": candidate.lowering, "machine": machine}
-    where, benefit, remark = location(node), round(candidate.benefit, 3), _remark(rule, told)
+    context = {**candidate.match.captures, "lowering": candidate.lowering, "machine": machine}
+    where, benefit, remark = location(node), round(candidate.benefit, 3), _remark(rule, context)
     return MatchReport(rule.name, candidate.lowering, module_path(node), where, candidate.launches, benefit, remark)
 
 
-def _remark(rule: Rule, told: Mapping[str, Any]) -> str:
+def _remark(rule: Rule, context: Mapping[str, Any]) -> str:
     try:
-        return call(rule.remark, told)
+        return call(rule.remark, context)
     except Exception as error:
         return str(raised("remark", error))
 
 
 def emitted(node: fx.Node) -> str:
-    """The name of a fused operator that the pass put into a graph, without its overload; "" for any other node."""
+    """Return the name, without overload, of a fused operator that the pass inserted; "" for any other node."""
     if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
         return ""
     name = schema_of(node.target).name

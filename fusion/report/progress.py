@@ -1,4 +1,4 @@
-"""A line on the terminal that says what a long compilation is at; none where nobody looks."""
+"""A progress line on the terminal for a long compilation; none where stderr is no terminal, or in CI."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 AFTER = 5.0
-"""Seconds after which a compilation is long."""
+"""Seconds after which the line is shown."""
 
 
 class _Line:
-    """The line of one compilation: its stage and the seconds since it is shown; cleared at the end."""
+    """The line of one compilation: its stage and the seconds since the line is shown; cleared at the end."""
 
     def __init__(self, doing: str) -> None:
         self._doing, self._lock = doing, Lock()
@@ -38,26 +38,26 @@ class _Line:
                 self._shown.start()
 
     def say(self, doing: str) -> None:
-        """What is done now."""
+        """Replace the name of the stage by `doing`."""
         with self._lock:
             self._doing = doing
             if self._shown is not None:
                 self._shown.update(self._shown.task_ids[0], description=doing)
 
     def close(self) -> None:
-        """Take the line away, or never show it."""
+        """Remove the line, or cancel it before it is shown."""
         with self._lock:
             self._timer.cancel()
             if self._shown is not None:
                 self._shown.stop()
 
 
-_lines: list[_Line] = []  # the open one, if any: what is compiled inside has no line of its own
+_lines: list[_Line] = []  # at most one: nested compilations share the line
 
 
 @contextmanager
 def watched(doing: str, wanted: bool = True) -> Generator[None]:
-    """Show a line while what is done inside takes long, if stderr is a terminal, and not in CI."""
+    """Show the line `doing` while the context takes long, if `wanted`, stderr is a terminal, and not in CI."""
     if not wanted or _lines or os.environ.get("CI") or not sys.stderr.isatty():
         yield
         return
@@ -69,6 +69,6 @@ def watched(doing: str, wanted: bool = True) -> Generator[None]:
 
 
 def at(doing: str) -> None:
-    """Say what is done now."""
+    """Show `doing` as the current stage."""
     for line in _lines:
         line.say(doing)

@@ -1,4 +1,4 @@
-"""Choose the refusals to report: none inside of what was fused after all, and of several the one that says most."""
+"""Selection of the refusals to report: none inside a fused match, and the most informative of several for one node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MORE = "{operators} would take {calls} more, for which what it saves may not mak
 
 
 def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Refusal]:
-    """Report the matches that would run slower than the model, or no faster, if by more than another call."""
+    """Return refusals of the matches that would run slower than the model, or no faster because of a further call."""
     refused: list[Refusal] = []
     made = {each.match for each in chosen}
     gone = {node for each in chosen for node in each.dying}
@@ -44,12 +44,12 @@ def _operators(candidate: Candidate) -> str:
     return f"{', '.join(names)} and {last}" if names else last
 
 
-def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
-    """Without those inside something that was fused after all, unless a better fusion was refused there, or a larger
-    one of which that is a part.
+def to_report(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
+    """Return the `refusals` to report: without those at nodes that were fused, and the best of each node.
 
-    What a rule takes in one of its variants may be less than it would have taken in another. Of several fusions of one
-    node that a limit has refused, the best is told.
+    A refusal at a fused node stays if it is of a larger fusion, or of a better one: another variant of the same rule
+    may have fused more. Of several fusions of one node that a limit refused, the one with the greatest benefit is
+    reported.
     """
     refusals = _uncovered(refusals)
     gone = {node for candidate in chosen for node in candidate.dying}
@@ -66,17 +66,19 @@ def worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rule
         if by.match.rule.name == each.rule and _is_alternative(by.match.rule, each) == by.match.pattern.alternative:
             return each.variant not in ("", by.match.variant) or bool(each.target)
         words = uses.get(each.rule, frozenset[str]()) if each.words is None else each.words
-        whole = by.match.rule.name in words or not each.names.isdisjoint(by.match.within)
-        return each.benefit > by.benefit or whole
+        is_larger = by.match.rule.name in words or not each.names.isdisjoint(by.match.within)
+        return each.benefit > by.benefit or is_larger
 
-    told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
-    told = [each for each in told if each.miss or each.benefit == best[each.node] or each.node in made]
-    unique = {(each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in told}
+    reported = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
+    reported = [each for each in reported if each.miss or each.benefit == best[each.node] or each.node in made]
+    unique = {
+        (each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in reported
+    }
     return list(unique.values())
 
 
 def _uncovered(refusals: Sequence[Refusal]) -> list[Refusal]:
-    """Drop what other rules say of nodes that a refusal accounts for."""
+    """Drop refusals by other rules of nodes that a refusal in `refusals` covers."""
     rules = {(node, each.rule) for each in refusals for node in each.covers}
     covered = {node for node, _ in rules}
 
@@ -88,18 +90,21 @@ def _uncovered(refusals: Sequence[Refusal]) -> list[Refusal]:
 
 
 def _is_alternative(rule: Rule, refused: Refusal) -> bool:
-    """Whether the form that was refused is one beside the others of its rule: then it is told of as another rule is."""
+    """True if the refused form is an `@alternative` of `rule`: then it is compared like another rule."""
     return any(form.alternative and form.name == refused.variant for form in rule.patterns())
 
 
 def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:
-    """Without what limits say of nodes of which a reader says more, or in its words."""
+    """Merge refusals by limits with the misses of readers for the same node.
+
+    A limited miss supplies the reason of the refusal; any other miss replaces the refusal.
+    """
     misses = {node: each for each in refusals if each.miss for node in (each.about, each.node) if node}
-    told: list[Refusal] = []
+    reported: list[Refusal] = []
     for each in refusals:
-        said = misses.get(each.node) if each.target else each
-        if said is None or (said is each and not (each.miss and each.miss.limited)):
-            told.append(each)
-        elif each.target and said.miss and said.miss.limited:
-            told.append(replace(each, cause=said.cause, blamed=said.blamed))
-    return told
+        miss = misses.get(each.node) if each.target else each
+        if miss is None or (miss is each and not (each.miss and each.miss.limited)):
+            reported.append(each)
+        elif each.target and miss.miss and miss.miss.limited:
+            reported.append(replace(each, cause=miss.cause, blamed=miss.blamed))
+    return reported

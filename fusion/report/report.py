@@ -1,4 +1,4 @@
-"""The report: what fused, what it saved, and why the rest did not, for every graph of a model."""
+"""The report: rewrites, savings, and reasons of refusals, for every graph of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.fx as fx
 from fusion.errors import Failure
 from fusion.graph.subgraphs import bodies
 from fusion.records import Prepared, Refusal
-from fusion.report.outcome import GraphReport, LayerReport, MatchReport, Tally, emitted, together
+from fusion.report.outcome import GraphReport, LayerReport, MatchReport, Tally, add_tallies, emitted
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Break:
     """Place at which Python leaves the graphs: its code is in none of them.
 
     Attributes:
-        where: `file:line` in the model's code; of a function that is not traced, its first line.
-        reason: why, in one line.
-        function: the name of a function that is not traced itself, only what it calls; "" for a break between graphs.
+        where: `file:line` in the model's code; the first line of a function that is not traced.
+        reason: the reason, in one line.
+        function: the name of a function that is not traced, although its callees are; "" for a break between graphs.
     """
 
     where: str
@@ -35,13 +35,13 @@ class Break:
 
 @dataclass(frozen=True)
 class Interruption:
-    """Error of the model, or of tracing it, behind which nothing was traced.
+    """Error of the model, or of tracing it, which ended the tracing.
 
     Attributes:
         error: type and message, in one line.
         where: `file:line` in the model's code.
-        advice: what a user can do about it, "" where that is not known.
-        traceback: all of it, as Python prints it.
+        advice: advice to the user, or "".
+        traceback: the traceback as Python prints it.
     """
 
     error: str
@@ -50,7 +50,6 @@ class Interruption:
     traceback: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        """Format error, place and advice as one sentence."""
         parts = self.error, f"at {self.where}" * bool(self.where), f"({self.advice})" * bool(self.advice)
         return " ".join(filter(None, parts))
 
@@ -60,13 +59,12 @@ class Report:
     """Report over all graphs of a model.
 
     Attributes:
-        target: name of the target that it was planned for.
+        target: name of the target that the fusions were planned for.
         parts: one report per graph.
-        guesses: how often Python read a number that data decides, by `file:line`; it was read from a sample, as nothing
-            was run.
-        breaks: where Python leaves the graphs.
-        interruption: the error that ended the call before all of it was traced; None where none did.
-        notes: what a reader should know of the call that was traced.
+        guesses: number of values that Python read from data, by `file:line`; they are sampled, as nothing was run.
+        breaks: places at which Python leaves the graphs.
+        interruption: the error that ended the call before all of it was traced; None without one.
+        notes: remarks on the call that was traced.
     """
 
     target: str
@@ -77,7 +75,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Name the target and count what the report holds; `str` is the report itself."""
+        """Name the target and count the entries; `str` is the report itself."""
         counts = f"{len(self.parts)} graphs, {len(self.matches)} matches, {len(self.refusals)} refusals"
         return f"Report({self.target}: {counts})"
 
@@ -88,59 +86,59 @@ class Report:
 
     @property
     def lowered(self) -> list[fx.GraphModule]:
-        """The graphs as they are handed to the compiler that runs them here."""
+        """The graphs for the compiler that runs them here."""
         return [part.hand_on(part.graph) for part in self.parts]
 
     @property
     def matches(self) -> list[MatchReport]:
-        """Every rewrite."""
+        """The rewrites of all graphs."""
         return [match for part in self.parts for match in part.matches]
 
     @property
     def refusals(self) -> list[Refusal]:
-        """Everything that was refused, with its reason."""
+        """The refusals of all graphs, with their reasons."""
         return [refusal for part in self.parts for refusal in part.refusals]
 
     @property
     def failures(self) -> list[Failure]:
-        """What raised in the pass: a whole graph runs as it came for it, or a rule was left out."""
+        """Errors in the pass: each left a graph unchanged, or dropped a rule."""
         return [failure for part in self.parts for failure in part.failures]
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """What rewrites rely on and every call is checked for: the kind of mask by the path of the argument."""
+        """Kind of mask that rewrites rely on and every call is checked for, by the path of the argument."""
         return {name: kind for part in self.parts for name, kind in part.assumptions.items()}
 
     @property
     def ops(self) -> Counter[str]:
-        """Emitted operators by qualified name, as the NPU would run them."""
+        """Number of emitted operators by qualified name, as the NPU would run them."""
         return sum((_emitted(graph.graph) for graph in self.graphs), Counter[str]())
 
     @property
     def launches(self) -> tuple[int, int]:
-        """Live calls that make or read floating-point or quantised data, before and after."""
+        """Live calls that read or return floating-point or quantised data, before and after."""
         before = sum(each.launches for part in self.parts for each in part.before.values())
         after = sum(each.launches for part in self.parts for each in part.after.values())
         return before, after
 
     @property
     def prepared(self) -> list[Prepared]:
-        """Every tensor that is computed from Parameters once and passed to a graph."""
+        """Tensors that are computed from Parameters once and passed to the graphs."""
         return [each for part in self.parts for each in part.prepared]
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes that they hold beside the Parameters, for one set of Parameters."""
+        """Additional bytes of the prepared tensors, for one set of Parameters."""
         return sum(part.prepared_bytes for part in self.parts)
 
     @property
     def parameter_bytes(self) -> int:
-        """Count the bytes of the Parameters that the graphs read."""
+        """Bytes of the Parameters that the graphs read."""
         return sum(part.parameter_bytes for part in self.parts)
 
     @property
     def copies(self) -> dict[str, tuple[int, int]]:
-        """Count the prepared tensors that are copies, and their bytes, by the reason."""
+        """Number of prepared tensors that are copies, and their bytes, by the reason."""
         kinds: dict[str, tuple[int, int]] = {}
         for each in self.prepared:
             if each.copied:
@@ -150,19 +148,19 @@ class Report:
 
     @property
     def unprepared(self) -> list[str]:
-        """Say what is not prepared although it comes from Parameters, and why."""
+        """Tensors computed from Parameters that are not prepared, and the reasons."""
         return list(dict.fromkeys(part.unprepared for part in self.parts if part.unprepared))
 
     @property
     def layers(self) -> dict[str, LayerReport]:
-        """The same per module path, with calls on integers alone counted apart."""
-        before = reduce(together, (part.before for part in self.parts), dict[str, Tally]())
-        after = reduce(together, (part.after for part in self.parts), dict[str, Tally]())
+        """Launches and bookkeeping calls before and after, per module path."""
+        before = reduce(add_tallies, (part.before for part in self.parts), dict[str, Tally]())
+        after = reduce(add_tallies, (part.after for part in self.parts), dict[str, Tally]())
         return {path: LayerReport(before.get(path, Tally()), after.get(path, Tally())) for path in (*before, *after)}
 
     def to_json(self) -> str:
-        """Everything but the graphs, as JSON."""
-        told = ("rule", "reason", "where", "source", "module", "target")
+        """Write everything but the graphs as JSON."""
+        names = ("rule", "reason", "where", "source", "module", "target")
         content: dict[str, Any] = {
             "target": self.target,
             "graphs": len(self.parts),
@@ -184,13 +182,12 @@ class Report:
             "interruption": None if self.interruption is None else asdict(self.interruption),
             "notes": list(self.notes),
             "matches": [asdict(each) for each in self.matches],
-            "refusals": [{name: getattr(each, name) for name in told} for each in self.refusals],
-            "failures": [{"graph": number, **asdict(each)} for number, each in self._numbered_failures()],
+            "refusals": [{name: getattr(each, name) for name in names} for each in self.refusals],
+            "failures": [{"graph": number, **asdict(each)} for number, each in self._failures_by_graph()],
         }
         return json.dumps(content, indent=2)
 
     def __str__(self) -> str:
-        """A readable table, as plain text."""
         from rich.console import Console
 
         text = StringIO()
@@ -198,7 +195,7 @@ class Report:
         return text.getvalue()
 
     def tables(self) -> list[Any]:
-        """Render the report for `rich`, for a terminal with colours."""
+        """Build the tables of the report for `rich`, for a terminal with colours."""
         always = [self._operators(), self._modules()]
         first = (self._noted(), self._interrupted(), self._failed(), self._broken())
         others = (self._remarks(), self._assumed(), self._guessed(), self._prepared(), self._refused())
@@ -209,11 +206,11 @@ class Report:
         graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
         waits = sum(part.host_reads for part in self.parts)
         times = f"{waits} times" if waits > 1 else "once"
-        told = [f"each step waits {times} for the device, to read lengths (lengths='host')"] if waits else []
+        notes = [f"each step waits {times} for the device, to read lengths (lengths='host')"] if waits else []
         copies = sum(part.result_copies for part in self.parts)
-        told += [f"copies so that results lie in memory as those of the model do: {copies}"] if copies else []
+        notes += [f"copies so that results lie in memory as those of the model do: {copies}"] if copies else []
         title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
-        return _table(title, ("operator", "calls:"), sorted(self.ops.items()), told)
+        return _table(title, ("operator", "calls:"), sorted(self.ops.items()), notes)
 
     def _modules(self) -> Any:
         rows = [
@@ -223,13 +220,13 @@ class Report:
         columns = ("module", "of them:", "before:", "after:", "integer calls:")
         return _table("launches per module (layers alike are counted together)", columns, rows)
 
-    def _numbered_failures(self) -> list[tuple[int, Failure]]:
+    def _failures_by_graph(self) -> list[tuple[int, Failure]]:
         return [(number, each) for number, part in enumerate(self.parts) for each in part.failures]
 
     def _failed(self) -> Any:
         rows = [
             (number, each.stage, "as it came" if each.whole else f"without {each.rule}", each.error, each.place)
-            for number, each in self._numbered_failures()
+            for number, each in self._failures_by_graph()
         ]
         title = "failed in the pass: please report it, with the graph that options={'dump_dir': folder} writes"
         return _table(title, ("graph", "stage", "runs", "error", "at"), rows)
@@ -275,7 +272,7 @@ class Report:
         return _table(title, ("held as", "tensors:", "MiB:", "of the Parameters:"), rows, notes)
 
     def _size(self, size: int) -> tuple[str, str]:
-        """Write bytes in MiB, and in per cent of the Parameters."""
+        """Format `size` bytes in MiB, and in per cent of the Parameters."""
         return f"{size / 2**20:,.2f}", f"{100 * size / self.parameter_bytes:.2f} %" if self.parameter_bytes else "-"
 
     def _refused(self) -> Any:
@@ -289,14 +286,14 @@ class Report:
         return _table("not fused, and why", ("rule", "times:", "reason", "first at"), rows)
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], told: Sequence[str] = ()) -> Any:
-    """A `rich` table, whose columns that end in a colon hold numbers, with what is told below it."""
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], notes: Sequence[str] = ()) -> Any:
+    """Build a `rich` table with `notes` as its caption; columns whose names end in a colon are right-aligned."""
     from rich.markup import escape
     from rich.table import Table
 
-    width = max(map(len, (title, *told)))
+    width = max(map(len, (title, *notes)))
     table = Table(title=title, title_justify="left", min_width=width)
-    table.caption, table.caption_justify = "\n".join(told) or None, "left"
+    table.caption, table.caption_justify = "\n".join(notes) or None, "left"
     for name in columns:
         table.add_column(name.rstrip(":"), justify="right" if name.endswith(":") else "left", overflow="fold")
     for row in rows:
@@ -305,7 +302,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], to
 
 
 def _alike(layers: Mapping[str, LayerReport]) -> Counter[tuple[str, LayerReport]]:
-    """Modules whose paths differ in numbers only and that count the same, together."""
+    """Count the modules that have equal counts, and paths that differ in numbers only."""
     kinds: Counter[tuple[str, LayerReport]] = Counter()
     for path, layer in layers.items():
         kinds[".".join("*" if part.isdigit() else part for part in path.split(".")), layer] += 1

@@ -1,1 +1,1 @@
-"""Lowering: a rewritten graph handed to the compiler, or the interpreter, that runs it."""
+"""Lowering: a rewritten graph passed to the compiler, or the interpreter, that runs it."""

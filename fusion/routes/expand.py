@@ -1,4 +1,4 @@
-"""expand: graph with composite operators → graph with their parts, for compilers that know the parts only."""
+"""Expansion of composite operators into their parts, for compilers that support only the parts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ Table = Mapping[OpOverload, Callable[..., Any]]
 
 
 def expand(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
-    """`gm` with every composite operator, and every operator in `table`, replaced by what it is made of.
+    """Return `gm` with every composite operator, and every operator in `table`, decomposed.
 
     A function in `table` takes the operator's arguments and computes its result with torch; it may return
-    `NotImplemented` to leave a call as it is. Symbolic sizes, the `copy_` epilogue, mutating operators, the names of
-    the placeholders and the nodes' `stack_trace` and `nn_module_stack` survive. `gm` is not changed.
+    `NotImplemented` to leave a call unchanged. Symbolic sizes, the `copy_` epilogue, mutating operators, the names of
+    the placeholders and the nodes' `stack_trace` and `nn_module_stack` are kept. `gm` is not changed.
 
-    Raises `FusionError` when a placeholder has no `meta["val"]` to trace with.
+    Raises:
+        FusionError: a placeholder has no `meta["val"]` to trace with.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [_value(node) for node in placeholders]
@@ -46,7 +47,7 @@ def expand(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
 
 
 class _Expander(fx.Interpreter):
-    """Runs a graph, with a decomposition in place of each operator that has one."""
+    """Interpreter that runs a decomposition in place of each operator that has one."""
 
     def __init__(self, gm: fx.GraphModule, table: Table, lifted: Mapping[str, Tensor]) -> None:
         super().__init__(gm)
@@ -74,14 +75,14 @@ def _value(node: fx.Node) -> Any:
 
 
 def _constants(gm: fx.GraphModule) -> dict[str, Tensor]:
-    """Tensors that the graph reads by `get_attr`, by name: traced as inputs, they stay references."""
+    """Return the tensors that the graph reads by `get_attr`, by name; traced as inputs, they stay references."""
     names = dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
-    found = {name: attrgetter(name)(gm) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    attributes = {name: attrgetter(name)(gm) for name in names}
+    return {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
 
 
 def _renamed(gm: fx.GraphModule, traced: fx.GraphModule, constants: list[str]) -> fx.GraphModule:
-    """`traced` with the placeholders of `gm`, and with its last placeholders turned back into `constants`."""
+    """Return `traced` with the placeholders of `gm`, and with its last placeholders turned back into `constants`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -122,10 +123,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """softmax(scale · q kᵀ + mask) v, with the softmax in float32; rows that see nothing are 0.
+    """Compute softmax(scale · q kᵀ + mask) v, with the softmax in float32; fully masked rows are 0.
 
     query [*, N, S, D], key [*, Nkv, T, D], value [*, Nkv, T, Dv] → [*, N, S, Dv]. With `enable_gqa`, N is a multiple of
-    Nkv and the heads of one group share a matmul, so that keys and values are not repeated.
+    Nkv and the heads of one group share a matmul, so that keys and values are not repeated. `NotImplemented` for
+    dropout.
     """
     if dropout_p != 0.0:
         return NotImplemented
@@ -144,12 +146,12 @@ def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask.dtype == torch.bool:
         return scores.masked_fill(~mask, -math.inf).softmax(-1).masked_fill(~mask, 0.0)
     scores = scores + mask
-    sees_something = (scores != -math.inf).any(-1, keepdim=True)  # NaN is something: it is passed on
+    sees_something = (scores != -math.inf).any(-1, keepdim=True)  # NaN must propagate
     return scores.softmax(-1).masked_fill(~sees_something, 0.0)
 
 
 def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dims, in float32, rounded once to the dtype of `x`."""
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last dims, in float32, rounded once to the dtype of `x`."""
     wide = x.to(compute_dtype(x))
     dims = list(range(-len(normalized_shape), 0))
     floor = torch.finfo(wide.dtype).eps if eps is None else eps
@@ -158,10 +160,10 @@ def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = Non
 
 
 _FORMS: dict[OpOverload, Callable[..., Any]] = {
-    # Chosen per device by torch, and among others a flash operator that only a CPU has.
+    # torch decomposes it by device, on a CPU to a flash operator that no NPU has.
     aten.scaled_dot_product_attention.default: attention,
     # torch decomposes it to _fused_rms_norm, which torchair cannot convert.
     aten.rms_norm.default: rms_norm,
-    # A view was legal for the strides of a fused result, and may not be for those of its parts.
+    # A view that is legal for the strides of a fused result may not be for those of its decomposition.
     aten.view.default: aten.reshape.default,
 }

@@ -1,4 +1,4 @@
-"""guest: the calls that a rewrite added to a graph of Inductor → calls that Inductor lowers at that point.
+"""Decomposition of the calls that a pass in Inductor has added, into calls that Inductor lowers at that point.
 
 Inductor applies its table of decompositions before its passes. Of an operator in that table, or of ours, it could only
 launch a fallback kernel behind its passes: it refuses the former, and cannot fuse the latter.
@@ -24,18 +24,15 @@ _NPU = ("npu", "privateuseone")
 
 
 def is_on_npu(source: fx.Graph) -> bool:
-    """True if some tensor of the graph is on an NPU, where its operators have kernels."""
-    return any(each.device.type in _NPU for node in source.nodes for each in _tensors(node))
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [each for each in leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+    """True if a tensor of the graph is on an NPU, where the fused operators have kernels."""
+    results = leaves([node.meta.get("val") for node in source.nodes])
+    return any(isinstance(each, torch.Tensor) and each.device.type in _NPU for each in results)
 
 
 def decompose_added(source: fx.Graph, table: Table) -> None:
-    """Replace the calls that the pass added to `source`, bodies included, by what `table` leaves of them, in place.
+    """Decompose in place the calls that the pass added to `source`, bodies included, by `table`.
 
-    Our operators are replaced by their decompositions, unless the graph is on an NPU.
+    Fused operators are replaced by their decompositions first, unless the graph is on an NPU.
     """
     ours = {} if is_on_npu(source) else decompositions()
     _decompose(source, ours, table)

@@ -1,4 +1,4 @@
-"""Calls that write into their arguments unseen by GE: handed over where data alone orders them, else expanded."""
+"""Operators whose schema hides their writes from GE: passed on where data dependences order them, else decomposed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fusion.operators.registration import has_default, run_by_default
 
 
 def handed_over(source: fx.Graph) -> dict[OpOverload, Callable[..., Any]]:
-    """For each overload of ours that a graph for GE calls: the vendor's own, or the decomposition.
+    """Map each overload with hidden writes that the graph calls to the vendor's operator, or to its decomposition.
 
-    The vendor's schema hides the writes, so that GE sees no order between such a call and what else touches the memory
-    that it writes; and the package that has its converter may not be there.
+    GE sees no order between a hidden write and other accesses to the same memory: the vendor's operator is used only
+    where data dependences order all of them, and where its package, with the converter, is installed.
     """
-    found: dict[OpOverload, Callable[..., Any]] = {}
+    result: dict[OpOverload, Callable[..., Any]] = {}
     for operator in filter(_is_hidden, OPERATORS.values()):
         calls = source.find_nodes(op="call_function", target=operator.overload())
         if calls:
             safe = has_default(operator) and all(map(_in_order, calls))
-            found[operator.overload()] = partial(run_by_default, operator) if safe else operator.fallback
-    return found
+            result[operator.overload()] = partial(run_by_default, operator) if safe else operator.fallback
+    return result
 
 
 def _is_hidden(operator: Operator) -> bool:
@@ -34,13 +34,13 @@ def _is_hidden(operator: Operator) -> bool:
 
 
 def _in_order(call: fx.Node) -> bool:
-    """Whether all that touches what a call writes is needed by the call, or needs it."""
+    """True if every access to the memory that `call` writes is an ancestor or a descendant of `call`."""
     before, after = _reached(call, "all_input_nodes"), _reached(call, "users")
     return all(each in before or each in after for each in _touching(call))
 
 
 def _touching(call: fx.Node) -> Iterator[fx.Node]:
-    """The other nodes that read or write the memory that a call writes; a view does neither."""
+    """Yield the other nodes that read or write the memory that `call` writes; views do neither."""
     written = set(map(memory_of, written_by(call)))
     for node in call.graph.nodes:
         computes = node is not call and node.op == "call_function" and shown(node) is None
@@ -49,10 +49,10 @@ def _touching(call: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reached(node: fx.Node, step: str) -> set[fx.Node]:
-    """All that is reached from a node by such steps."""
-    found, waiting = set[fx.Node](), [node]
+    """Return the nodes that are reachable from `node` by the attribute `step`: "users" or "all_input_nodes"."""
+    result, waiting = set[fx.Node](), [node]
     while waiting:
-        new = set(getattr(waiting.pop(), step)) - found
-        found |= new
+        new = set(getattr(waiting.pop(), step)) - result
+        result |= new
         waiting.extend(new)
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""The rewritten graph on a CPU or a GPU: run as it is, or compiled by Inductor from the fallback decompositions."""
+"""Routes for a CPU or a GPU: interpretation, or compilation by Inductor from the fallback decompositions."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fusion.routes.inline import inline
 
 
 def eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-    """`gm` as it is, node by node; every operator in it needs a kernel for the device of its inputs."""
+    """Return `gm` interpreted node by node; every operator in it needs a kernel for the device of its inputs."""
     del example_inputs
     return boxed(gm.forward)
 
 
 def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], table: Table) -> Boxed:
-    """`gm` compiled by Inductor, for inference; operators in `table` are inlined, so that they fuse with the rest.
+    """Compile `gm` by Inductor for inference; operators in `table` are inlined, so that they fuse with the rest.
 
-    `gm` may hold composite operators, symbolic sizes and a `copy_` epilogue: mutated inputs are written in place.
-    Made to be the inner compiler of another AOT autograd; `gm` is not changed.
+    `gm` may have composite operators, symbolic sizes and a `copy_` epilogue: mutated inputs are written in place.
+    Intended as the inner compiler of another AOT autograd; `gm` is not changed.
     """
     inlined = inline(gm, table)
     return compile_repaired(inlined, example_inputs)
 
 
 def has_compiler(device_type: str | None = None) -> bool:
-    """Whether Inductor can build code here: for "cpu" it needs a C++ compiler, for "cuda" Triton.
+    """True if Inductor can build code here: for "cpu" it needs a C++ compiler, for "cuda" Triton.
 
     Without `device_type`, for the GPU where there is one, else for the CPU.
     """

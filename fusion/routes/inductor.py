@@ -1,4 +1,4 @@
-"""Compile a graph by Inductor, and change the graph where Inductor of torch 2.13.0 would compute other numbers."""
+"""Compilation by Inductor, with repairs of the graph where Inductor of torch 2.13.0 would compute other numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusion.graph.aliasing import is_returned, memory_of, outputs, shown, writte
 aten = torch.ops.aten
 _REINPLACED = {"index_put", "_unsafe_index_put", "slice_scatter", "select_scatter", "diagonal_scatter"}
 _REMOVED: dict[Any, int] = {aten.clone.default: 0, aten.copy.default: 1}
-"""Copies that Inductor removes, with the argument that takes their place."""
+"""Copies that Inductor removes, with the position of the argument that replaces them."""
 
 
 def compile_repaired(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
@@ -24,7 +24,7 @@ def compile_repaired(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed
 
 
 def guest_table() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions for what a guest adds: Inductor's, and the exp of a softmax, as `hide_exp` says."""
+    """Return the decompositions of nodes that a guest pass adds: Inductor's, and exp hidden as by `hide_exp`."""
     return {**inductor_table(), aten.exp.default: _hidden_exp}
 
 
@@ -33,10 +33,10 @@ def _hidden_exp(x: torch.Tensor) -> Any:
 
 
 def hide_exp(graph: fx.Graph) -> None:
-    """Keep Inductor's attention patterns from a graph: all of them, and no others, hold the exp of a softmax.
+    """Replace `aten.exp` by `prims.exp`, so that none of Inductor's attention patterns, all of which have exp, match.
 
     torch 2.13 takes `softmax(dim=-2)` between two products for scaled_dot_product_attention, whose softmax is over the
-    last dim: results are wrong by half (pytorch #195320). So exp is another operator while patterns are looked for.
+    last dim: results are wrong by half (pytorch #195320).
     """
     _rename(graph, aten.exp.default, torch.ops.prims.exp.default)
 
@@ -52,24 +52,22 @@ def _rename(graph: fx.Graph, old: Any, new: Any) -> None:
 
 
 def copy_results(graph: fx.Graph) -> None:
-    """Copy what a graph returns of memory that Inductor could take for an input's, in place.
+    """Copy in place the results whose memory Inductor could replace by that of an input.
 
     For `y = k.index_copy(..); k.copy_(y); return y`, torch 2.13 writes into `k` and returns `k` itself: a later write
     to it shows in the result (pytorch #198096 is of this kind).
     """
     for memory in filter(_may_become_input, dict.fromkeys(map(memory_of, outputs(graph)))):
-        returning = [each for each in memory.users if each.op == "output" or _is_returned_view(each, memory)]
+        returning = [
+            each for each in memory.users if each.op == "output" or (shown(each) is memory and is_returned(each))
+        ]
         fresh = _copied(memory)
         for user in returning:
             user.replace_input_with(memory, fresh)
 
 
-def _is_returned_view(node: fx.Node, memory: fx.Node) -> bool:
-    return shown(node) is memory and is_returned(node)
-
-
 def _copied(memory: fx.Node) -> fx.Node:
-    """Add a copy of a tensor that no pass of Inductor removes: a choice between the tensor and itself."""
+    """Insert a copy of `memory` that no pass of Inductor removes: a choice between the tensor and itself."""
     val = memory.meta["val"]
     with memory.graph.inserting_after(memory):
         choice = memory.graph.call_function(aten.full.default, ((), False), {"dtype": torch.bool, "device": val.device})
@@ -82,7 +80,7 @@ def _copied(memory: fx.Node) -> fx.Node:
 
 
 def _may_become_input(memory: fx.Node) -> bool:
-    """True if memory is made by writes, and copies that go, over an input that the graph writes to anyway."""
+    """True if `memory` is made by writes, and copies that Inductor removes, from an input that the graph mutates."""
     writes = False
     while _is_reinplaced(memory) or memory.target in _REMOVED:
         writes |= memory.target not in _REMOVED

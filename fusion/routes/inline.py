@@ -1,4 +1,4 @@
-"""inline: graph → the same graph with chosen calls replaced by the nodes of their expansions."""
+"""Replacement of calls in a graph by the nodes of their decompositions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ aten = torch.ops.aten
 def inline(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
     """Return a copy of `gm`, bodies included, with each call of an operator in `table` replaced by its decomposition.
 
-    Composite operators stay composite, for a compiler that has its own way with them; only the calls that are replaced
-    are traced. Views become reshapes, because a decomposition's result may have other strides than the operator's.
+    Composite operators stay composite, for a compiler that decomposes them itself; only the replaced calls are traced.
+    Views become reshapes, because a decomposition's result may have other strides than the operator's.
 
     Raises:
         FusionError: an input of a replaced call has no `meta["val"]`.
@@ -42,7 +42,7 @@ def inline(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
 def replace_calls(
     gm: fx.GraphModule, calls: Iterable[fx.Node], expansion: Callable[[fx.GraphModule], fx.GraphModule]
 ) -> None:
-    """Replace each of `calls`, nodes of `gm`, by what `expansion` makes of a graph with that call alone, in place.
+    """Replace in place each of `calls`, nodes of `gm`, by the `expansion` of a graph with that call alone.
 
     Calls with equal arguments, shapes and strides are expanded once. The new nodes have the provenance of the call.
     """
@@ -55,9 +55,9 @@ def replace_calls(
 
 
 def _replace(gm: fx.GraphModule, node: fx.Node, parts: fx.GraphModule) -> None:
-    """Replace `node` by the nodes of `parts`, and each of its results by the output of `parts` in that place.
+    """Replace `node` by the nodes of `parts`, and each of its results by the matching output of `parts`.
 
-    Nodes of `parts` without a reader are left out; the others get the provenance of `node`.
+    Dead nodes of `parts` are left out; the others get the provenance of `node`.
     """
     inherited = {name: node.meta[name] for name in (*PROVENANCE, "fusion") if name in node.meta}
     placed = dict(zip(parts.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
@@ -83,7 +83,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, parts: fx.GraphModule) -> None:
 
 
 def _replace_items(node: fx.Node, results: Any) -> None:
-    """Replace each `getitem` of `node` by the result in its place."""
+    """Replace each `getitem` of `node` by the result with that index."""
     for item in list(node.users):
         index: Any = item.args[1]
         item.replace_all_uses_with(results[index])

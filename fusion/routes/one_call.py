@@ -1,4 +1,4 @@
-"""One call of a graph: as a graph of its own, and as a key of what it computes from inputs that look so."""
+"""A single call of a graph as a graph of its own, and as a key of its operator and the metadata of its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rewritten graph through the vendor's compilers: torchair converts it, npugraph_ex captures it."""
+"""Routes through the vendor's compilers: torchair converts a graph to GE, npugraph_ex captures it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ _PROLOG_RESULTS = 5
 
 
 def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any = None) -> Boxed:
-    """`gm` converted to a GE graph by torchair, to be compiled and run as one whole.
+    """Convert `gm` to one GE graph by torchair, and return a callable that compiles and runs it.
 
     `config` is a `torchair.CompilerConfig`; without it a fresh default one, never torch_npu's global backend.
     Composite operators, and operators without a working converter, are expanded first; writes to caches stay in place.
-    Raises `FusionError` when torch_npu or torchair cannot be imported.
+
+    Raises:
+        FusionError: torch_npu or torchair cannot be imported.
     """
     vendor = _vendor("torchair", "converting a fused graph to a GE graph")
     expanded = expand(gm, _forms_with_converter() | handed_over(gm.graph))
@@ -39,7 +41,7 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
 
 
 def mend_loaded() -> None:
-    """Mend the converters of a torchair that is in use already, as it is where the pass is its guest."""
+    """Repair the converters of torchair if it is loaded, as it is where the pass is its guest."""
     loaded = sys.modules.get("torchair._ge_concrete_graph.fx2ge_converter")
     if loaded is not None:
         _mend_converters(loaded.register_fx_node_ge_converter)
@@ -48,10 +50,12 @@ def mend_loaded() -> None:
 def npugraph_ex(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Boxed:
-    """`gm` captured as an NPU graph by npugraph_ex: its operators are launched as they are, so nothing is expanded.
+    """Capture `gm` as an NPU graph by npugraph_ex, which launches its operators as they are: none is expanded.
 
     `options` are npugraph_ex's own, by name, for example `{"force_eager": True}` to run without capturing.
-    Raises `FusionError` when torch_npu or npugraph_ex cannot be imported.
+
+    Raises:
+        FusionError: torch_npu or npugraph_ex cannot be imported.
     """
     vendor = _vendor("npugraph_ex", "capturing a fused graph as an NPU graph")
     with tracing_apart(gm):
@@ -60,9 +64,9 @@ def npugraph_ex(
 
 def _vendor(name: str, doing: str) -> Any:
     try:
-        importlib.import_module("torch_npu")  # it brings both compilers, and makes their names importable
+        importlib.import_module("torch_npu")  # registers both compilers as importable modules
         module = importlib.import_module(name)
-        _ = module.CompilerConfig  # a compiler that failed to load raises here, not where it is imported
+        _ = module.CompilerConfig  # a compiler that failed to load raises at its first attribute, not at its import
     except Exception as error:
         raise FusionError(
             f"While {doing}, with {name} of torch_npu: it cannot be imported ({type(error).__name__}: {error}). "
@@ -73,8 +77,8 @@ def _vendor(name: str, doing: str) -> Any:
 
 
 def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
-    """What to hand over in place of operators whose converter torchair 2.13.0 lacks, or that raises, or is wrong."""
-    ensure()  # for the overloads that are ours
+    """Map operators whose converter torchair 2.13.0 lacks, or that raises or is wrong, to replacements."""
+    ensure()  # registers the overloads of this package
     lengths = {
         getattr(torch.ops.npu, name).tensor_lengths: _with_tensor_lengths(name)
         for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2")
@@ -90,7 +94,7 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def _mend_converters(register: Callable[..., Any]) -> None:
-    """Let operators whose converter gives other results than their schemas, raises, or is not there be converted."""
+    """Register converters for operators whose converter is missing, raises, or differs from the schema."""
     importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom")  # else torchair does it later
     _mend_prolog(register)
     _mend_router(register)
@@ -99,7 +103,7 @@ def _mend_converters(register: Callable[..., Any]) -> None:
 
 
 def _mend_prolog(register: Callable[..., Any]) -> None:
-    """npu_mla_prolog_v3 has five results: torchair 2.13.0 gives seven, the caches among them."""
+    """Reduce the seven results of torchair 2.13.0 for npu_mla_prolog_v3, the caches among them, to its five."""
     prolog: Any = torch.ops.npu.npu_mla_prolog_v3.default
     theirs = getattr(prolog, "_ge_converter", None)
     if theirs is None or hasattr(theirs, "mended"):
@@ -115,11 +119,11 @@ def _mend_prolog(register: Callable[..., Any]) -> None:
 
 
 def _mend_router(register: Callable[..., Any]) -> None:
-    """npu_moe_gating_top_k_softmax_v2 as MoeGatingTopKSoftmaxV2, which its aclnn call runs too.
+    """Convert npu_moe_gating_top_k_softmax_v2 to MoeGatingTopKSoftmaxV2, which its aclnn call runs too.
 
-    Every call raises in torchair 2.13.0: the converter (ge_converter/custom/npu_moe_gating_top_k_softmax_v2.py) hands
+    Every call raises in torchair 2.13.0: the converter (ge_converter/custom/npu_moe_gating_top_k_softmax_v2.py) passes
     `renorm` to MoeGatingTopKSoftmax, which has none. Nor can torchair's function of the second version be called: it
-    asks for `finished` by position and takes it by name alone.
+    takes `finished` by name only, and requires it by position.
     """
     router: Any = torch.ops.npu.npu_moe_gating_top_k_softmax_v2.default
     theirs = getattr(router, "_ge_converter", None)
@@ -128,7 +132,7 @@ def _mend_router(register: Callable[..., Any]) -> None:
     ge: Any = importlib.import_module("torchair.ge")
 
     def converted(x: Any, *, k: int = 1, finished: Any = None, renorm: int | None = 0, **others: Any) -> Any:
-        if any(others.values()):  # the whole softmax: the name of its attribute differs among versions of CANN
+        if any(others.values()):  # the full softmax: the name of its attribute differs among versions of CANN
             return theirs(x, k=k, finished=finished, renorm=renorm, **others)
         return ge.custom_op(
             "MoeGatingTopKSoftmaxV2",
@@ -142,7 +146,7 @@ def _mend_router(register: Callable[..., Any]) -> None:
 
 
 def _convert_latent_line(register: Callable[..., Any]) -> None:
-    """npu_kv_rmsnorm_rope_cache_v2 as the older form, which writes in place too, without the caches as results."""
+    """Convert npu_kv_rmsnorm_rope_cache_v2 as the older form, which writes in place too, without its cache results."""
     older: Any = getattr(torch.ops.npu.npu_kv_rmsnorm_rope_cache.default, "_ge_converter", None)
     line: Any = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2.default
     if older is None or getattr(line, "_ge_converter", None) is not None:
@@ -151,16 +155,16 @@ def _convert_latent_line(register: Callable[..., Any]) -> None:
 
     def converted(*args: Any, **kwargs: Any) -> Any:
         _, _, *rows = older(*args, **kwargs)
-        keep(rows[0])  # the caches alone may be what is wanted
+        keep(rows[0])  # the graph may read the caches only
         return tuple(rows)
 
     register(line)(converted)
 
 
 def _with_tensor_lengths(name: str) -> Callable[..., Any]:
-    """torchair's own operator for lengths in tensors, which exists in graphs for GE alone.
+    """Return a function that calls torchair's own operator for lengths in tensors, which only GE has.
 
-    Its module is imported when it is first called, and would replace the kernels registered for it until then.
+    The module of that operator is imported at the first call: the import would replace the kernels registered for it.
     """
 
     def converted(*args: Any, **kwargs: Any) -> Any:
@@ -175,13 +179,13 @@ def _all(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Any:
-    """The memory of x as another dtype, by shapes that hold for torch and for GE.
+    """View the memory of `x` as `dtype`, by shapes on which torch and GE agree.
 
-    Between sizes, torch keeps the number of dims, and GE's Bitcast adds or takes away a last one.
+    Between itemsizes, torch keeps the number of dims, and GE's Bitcast adds or removes a last one.
     """
     wider, last = dtype.itemsize // x.dtype.itemsize, x.shape[-1]
     if wider == 1 or last == max(wider, 1):
-        return NotImplemented  # what is returned below is traced with this form too
+        return NotImplemented  # the views returned below are traced with this form too
     shape = (*x.shape[:-1], last * x.dtype.itemsize // dtype.itemsize)
     parts = x.unflatten(-1, (-1, wider)) if wider else x.unsqueeze(-1)
     return aten.view.dtype(parts, dtype).reshape(shape)
@@ -193,18 +197,18 @@ def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     given = [dim for dim, index in enumerate(indices) if index is not None]
-    found = [index for index in indices if index is not None]
+    tensors = [index for index in indices if index is not None]
     adjacent = given == list(range(given[0], given[0] + len(given)))
-    if accumulate or not adjacent or any(index.dtype == torch.bool for index in found):
+    if accumulate or not adjacent or any(index.dtype == torch.bool for index in tensors):
         return NotImplemented
-    spread: list[Tensor] = list(torch.broadcast_tensors(*found))  # pyright: ignore
+    spread: list[Tensor] = list(torch.broadcast_tensors(*tensors))  # pyright: ignore
     return _scatter_rows(x, given[0], spread, values)
 
 
 def _scatter_rows(x: Tensor, dim: int, indices: list[Tensor], source: Tensor) -> Tensor:
-    """x[:, ..., *indices] = source, with `dim` leading colons, as one npu_scatter_nd_update on `x` itself.
+    """Write x[:, ..., *indices] = source, with `dim` leading colons, by one npu_scatter_nd_update on `x` itself.
 
-    No view of `x` is taken: GE leaves out the copy of the whole cache only when the update reads the input directly.
+    No view of `x` is taken: GE elides the copy of the cache only when the update reads the input directly.
     """
     where, ends = tuple(indices[0].shape), dim + len(indices)
     lead, rest = tuple(x.shape[:dim]), tuple(x.shape[ends:])
@@ -223,14 +227,15 @@ def _along(axis: int, rank: int) -> list[int]:
 
 
 def _gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """npu_gemma_rms_norm(x, γ) = npu_rms_norm(x, 1 + γ), with 1 + γ in float32, which npu_rms_norm accepts."""
+    """Compute npu_gemma_rms_norm(x, γ) as npu_rms_norm(x, 1 + γ), 1 + γ in float32, which the operator accepts."""
     return torch.ops.npu.npu_rms_norm(x, 1.0 + gamma.float(), epsilon)
 
 
 def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Any:
-    """Interleaved rotation x·r1 + (-x₁, x₀, -x₃, x₂, …)·r2, written out in float32.
+    """Compute the interleaved rotation x·r1 + (-x₁, x₀, -x₃, x₂, …)·r2 in float32.
 
-    Except on A5, the converter drops `rotary_mode` unless `rotate` is given: GE would rotate halves, without a word.
+    Except on A5, the converter drops `rotary_mode` unless `rotate` is given: GE would silently rotate halves. Other
+    calls are `NotImplemented`.
     """
     from torchair._utils.check_platform import is_arch35  # pyright: ignore
 

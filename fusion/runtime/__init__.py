@@ -1,1 +1,1 @@
-"""Objects that act at each call of a compiled function: prepared weights, and verification in float64."""
+"""Run-time parts of a compiled function: prepared weights, and verification in float64."""

@@ -1,7 +1,7 @@
-"""Joined Parameters: several of them, one behind the other in one block of memory, each a view of its part.
+"""Joined Parameters: several Parameters, one behind the other in one block of memory, each a view of its part.
 
-Writes to a Parameter of any kind are writes to the block, and nothing is held twice. A Parameter whose memory others
-read as well stays where it is: its part is a copy, which is brought up to date when the Parameter is seen to change.
+Writes to such a Parameter of any kind are writes to the block, and no number is stored twice. A Parameter whose memory
+others read as well stays where it is: its part is a copy, which is updated when a change of the Parameter is detected.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ FOREIGN = "NumPy or another library may own its memory (parameter.data = paramet
 
 @dataclass(eq=False)
 class Block:
-    """Memory for some Parameters, one behind the other.
+    """Memory for several Parameters, one behind the other.
 
     Attributes:
-        memory: the elements of all of them, [N] contiguous.
-        ends: where the part of each Parameter ends.
+        memory: the elements of all of them, contiguous [N].
+        ends: the end of the part of each Parameter, in elements.
         owners: the Parameters.
-        handles: for each Parameter the tensor over its part, [n], whose storage it was given; None before.
-        views: what graphs read, by first and last Parameter and shape.
+        handles: for each Parameter the tensor over its part [n], whose storage the Parameter has; None before.
+        views: the tensors that graphs read, by first Parameter, number of Parameters, and shape.
         readers: the prepared tensors that are views of the block.
     """
 
@@ -58,14 +58,14 @@ class Block:
     readers: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet[object])
 
     @staticmethod
-    def of(parameters: Sequence[Tensor]) -> Block:
+    def allocate(parameters: Sequence[Tensor]) -> Block:
         """Allocate a block for Parameters of one dtype and device."""
         ends = list(accumulate(each.numel() for each in parameters))
         memory = torch.empty(ends[-1], dtype=parameters[0].dtype, device=parameters[0].device)
         return Block(memory, ends, [weakref.ref(each) for each in parameters], [None] * len(ends))
 
     def start(self, number: int) -> int:
-        """Return where the part of Parameter `number` begins, in elements."""
+        """Return the beginning of the part of Parameter `number`, in elements."""
         return self.ends[number - 1] if number else 0
 
     def view(self, first: int, count: int, shape: tuple[int, ...]) -> Tensor:
@@ -76,13 +76,13 @@ class Block:
         return self.views[key]
 
     def has(self, tensor: Tensor, number: int) -> bool:
-        """True if `tensor` is part `number`, all of it in the same order."""
+        """True if `tensor` is part `number`: the same memory, size, dtype and order."""
         start, size = self.start(number), self.ends[number] - self.start(number)
         same = tensor.dtype == self.memory.dtype and tensor.numel() == size and tensor.is_contiguous()
         return same and tensor.data_ptr() == self.memory.data_ptr() + start * self.memory.element_size()
 
     def is_read_outside(self, number: int) -> bool:
-        """True if another tensor than its Parameter still reads part `number`, such as one that `.data` gave."""
+        """True if another tensor than its Parameter still reads part `number`, such as one that `.data` returned."""
         handle, owner = self.handles[number], self.owners[number]()
         if handle is None or not self.has(handle, number):
             return False
@@ -99,7 +99,7 @@ class Block:
         """Write Parameters that are no views of their parts into these, and make views of those that can be.
 
         Returns:
-            For each Parameter why it stays where it is, "" for a view of its part.
+            For each Parameter the reason why it stays where it is, "" for a view of its part.
         """
         return [self._take(each, number, moves_from) for number, each in enumerate(parameters, first)]
 
@@ -111,7 +111,7 @@ class Block:
         why = obstacle(parameter, moves_from)
         if why:
             return why
-        with torch.inference_mode(parameter.is_inference()):  # a tensor of that mode takes no other's memory
+        with torch.inference_mode(parameter.is_inference()):  # inference tensors accept no other memory
             handle = self.handles[number] = with_own_storage(part)
             parameter.data = handle.view(parameter.shape)
         _HOMES[parameter] = self, number
@@ -123,21 +123,21 @@ _HOMES: WeakTensors = WeakTensors()  # Parameter -> the block that it is a view 
 
 def home(parameter: Tensor) -> tuple[Block, int] | None:
     """Return the block that a Parameter is a view of, and its number there; None for a Parameter in no block."""
-    found: tuple[Block, int] | None = _HOMES.get(parameter)
-    if found is None or found[0].has(parameter, found[1]):
-        return found
-    _HOMES.pop(parameter, None)  # it was given other memory: the block may go
+    at: tuple[Block, int] | None = _HOMES.get(parameter)
+    if at is None or at[0].has(parameter, at[1]):
+        return at
+    _HOMES.pop(parameter, None)  # the Parameter was given other memory: release the block
     return None
 
 
 def forget_moved() -> None:
-    """Let go of blocks whose Parameters have been given other memory."""
+    """Release blocks whose Parameters have been given other memory."""
     for parameter in list(_HOMES):
         home(parameter)
 
 
 def run_of(parameters: Sequence[Tensor]) -> tuple[Block, int] | None:
-    """Return the block in which these Parameters are neighbours already, and the number of the first; else None."""
+    """Return the block in which `parameters` are adjacent already, and the number of the first; else None."""
     homes = [home(each) for each in parameters]
     if homes[0] is None:
         return None
@@ -146,14 +146,14 @@ def run_of(parameters: Sequence[Tensor]) -> tuple[Block, int] | None:
 
 
 def obstacle(parameter: Tensor, moves_from: Block | None = None) -> str:
-    """Return why a Parameter cannot be given other memory unnoticed, "" if it can.
+    """Return the reason why a Parameter cannot be given other memory unnoticed, "" if it can.
 
     Args:
         parameter: the Parameter.
         moves_from: a block that it may leave although graphs read it.
     """
     if isinstance(parameter, FakeTensor) or parameter.device.type == "meta":
-        return ""  # it stands for one that has memory of its own
+        return ""  # the real Parameter has memory of its own
     if is_traceable_wrapper_subclass(parameter):
         return SUBCLASS
     if not parameter.is_contiguous():
@@ -166,7 +166,7 @@ def obstacle(parameter: Tensor, moves_from: Block | None = None) -> str:
 
 
 def _obstacle_outside(parameter: Tensor) -> str:
-    """Return what kind of memory keeps a Parameter of no block where it is, "" for none."""
+    """Return the kind of memory that keeps a Parameter of no block from moving, "" for none."""
     if is_between_processes(parameter):
         return PROCESSES
     if not fills_its_storage(parameter):

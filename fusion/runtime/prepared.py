@@ -1,8 +1,8 @@
-"""Hand prepared weights to graphs at run time: (computation, Parameters of this call) → one tensor, shared by graphs.
+"""Prepared weights at run time: tensors computed from the Parameters of a call, shared by graphs.
 
 Every call looks prepared tensors up by the identity of its Parameters. Parameters that are joined become views of the
 result where nobody else reads their memory (`fusion.runtime.joined`). A copy is computed again, in place, when a
-Parameter is seen to have changed: by its version, its address or, on the host, by samples of its elements.
+change of a Parameter is detected: by its version, its address or, on the host, by samples of its elements.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fusion.runtime.joined import SHARED, Block, forget_moved, is_shared, obstac
 
 Ids = tuple[int, ...]
 TWICE = "one Parameter stands in it twice"
-_LOCK = RLock()  # around all that changes what is prepared: graphs are called from several threads
-SAMPLED = "cpu"  # elsewhere the host would have to wait for the device
+_LOCK = RLock()  # guards all prepared tensors: graphs are called from several threads
+SAMPLED = "cpu"  # on other devices, reading samples would synchronise the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +37,10 @@ class _Look:
     """Stamps and samples of Parameters, taken when something was prepared from them.
 
     Attributes:
-        stamps: their addresses and versions.
-        samples: elements of those that were copied, as views of their memory: no other tensor gets its address.
-        on_host: those samples that can be compared at every call.
-        seen: what these were; None for none.
+        stamps: addresses and versions of the Parameters.
+        samples: elements of the copied Parameters, as views, which keep their addresses from being reused.
+        on_host: the samples on the host, which can be compared at every call.
+        seen: the contents of `on_host` at that time; None for no samples.
         waiting: numbers of the Parameters that another tensor keeps from becoming views.
     """
 
@@ -51,8 +51,8 @@ class _Look:
     waiting: list[int]
 
     @staticmethod
-    def of(parameters: Sequence[Tensor], copied: Sequence[str]) -> _Look:
-        """Look at Parameters, each with the reason why it was copied, "" for a view."""
+    def take(parameters: Sequence[Tensor], copied: Sequence[str]) -> _Look:
+        """Take stamps and samples of Parameters; `copied` is the reason why each was copied, "" for a view."""
         with torch.no_grad():
             taken = [samples(each) for each, why in zip(parameters, copied, strict=True) if why]
             on_host = [each for each in taken if each.device.type == SAMPLED]
@@ -71,15 +71,15 @@ class _Look:
 
 @dataclass(eq=False)
 class _Entry:
-    """One prepared tensor, for some Parameters.
+    """One prepared tensor, for one set of Parameters.
 
     Attributes:
         kinds: shape, dtype and device of each Parameter.
-        watches: tell when a Parameter dies.
-        tensor: what graphs read.
+        watches: weak references, which drop the entry when a Parameter dies.
+        tensor: the tensor that graphs read.
         block: the memory of which Parameters are views, and the number of the first of them; None for a copy.
-        copied: for each Parameter why `tensor` holds a copy of it, "" where the Parameter is a view.
-        look: how the Parameters looked; None where the tensor is to be computed again.
+        copied: for each Parameter the reason why `tensor` has a copy of it, "" where the Parameter is a view.
+        look: stamps and samples of the Parameters; None where the tensor must be computed again.
     """
 
     kinds: list[Any]
@@ -92,14 +92,14 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Recipe:
-    """One way to compute a tensor from Parameters, and what was computed for each set of them that is alive.
+    """One computation of a tensor from Parameters, and the tensors for each set of live Parameters.
 
     Attributes:
-        module: computes it.
-        shape: its shape.
-        stride: its strides.
-        copied: why Parameters cannot become views of it, "" where they can.
-        entries: the tensors, by the Parameters.
+        module: the computation.
+        shape: shape of the tensor.
+        stride: strides of the tensor.
+        copied: the reason why Parameters cannot become views of it, "" where they can.
+        entries: the tensors, by the ids of the Parameters.
     """
 
     module: fx.GraphModule
@@ -109,7 +109,7 @@ class _Recipe:
     entries: dict[Ids, _Entry] = field(default_factory=dict[Ids, _Entry])
 
     def entry(self, parameters: Sequence[Tensor]) -> _Entry:
-        """Return what is prepared from these Parameters, up to date."""
+        """Return the tensor that is prepared from `parameters`, up to date."""
         ids = tuple(map(id, parameters))
         entry = self.entries.get(ids) or self._added(ids, parameters)
         if entry.look is None or not entry.look.is_still(parameters):
@@ -118,7 +118,7 @@ class _Recipe:
                     entry.copied = self._copy(entry, parameters)
                 else:
                     entry.copied = self._join(entry, parameters)
-            entry.look = _Look.of(parameters, entry.copied)
+            entry.look = _Look.take(parameters, entry.copied)
         return entry
 
     def _added(self, ids: Ids, parameters: Sequence[Tensor]) -> _Entry:
@@ -130,10 +130,10 @@ class _Recipe:
         return entry
 
     def _copy(self, entry: _Entry, parameters: Sequence[Tensor]) -> list[str]:
-        """Compute the tensor, at its own address from the second time on: captured graphs read there."""
+        """Compute the tensor, at the same address from the second time on, which captured graphs read."""
         fresh = self._computed(parameters)
         if any(shares_memory(fresh, each) for each in parameters):
-            entry.tensor = fresh  # a computation that does nothing here gives the Parameter itself
+            entry.tensor = fresh  # a computation without effect returns the Parameter itself
             return [""] * len(parameters)
         if any(entry.copied):
             entry.tensor.copy_(fresh)
@@ -148,14 +148,16 @@ class _Recipe:
         return torch.empty_strided(self.shape, self.stride, dtype=result.dtype, device=result.device).copy_(result)
 
     def _join(self, entry: _Entry, parameters: Sequence[Tensor]) -> list[str]:
-        """Write the Parameters into a block and make them views of it where nobody notices.
+        """Write the Parameters into a block and make them views of the block, unless another tensor reads their memory.
 
-        A part that another tensor still reads is not written to: somebody keeps what a Parameter was, to put it back.
+        A part that another tensor still reads is not overwritten: that may be the backup of a Parameter, to be
+        restored. The Parameters move to another block instead. Returns the reason for each Parameter that stays where
+        it is, else "".
         """
-        block, first = entry.block or run_of(parameters) or (Block.of(parameters), 0)
+        block, first = entry.block or run_of(parameters) or (Block.allocate(parameters), 0)
         left = None
         if any(not block.has(each, at) and block.is_read_outside(at) for at, each in enumerate(parameters, first)):
-            left, block, first = block, Block.of(parameters), 0
+            left, block, first = block, Block.allocate(parameters), 0
             left.readers.discard(entry)
         entry.tensor, entry.block = block.view(first, len(parameters), self.shape), (block, first)
         block.readers.add(entry)
@@ -164,7 +166,7 @@ class _Recipe:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """Prepared tensors of one graph for some Parameters, and the look of these when the tensors were up to date."""
+    """Prepared tensors of one graph for one set of Parameters, and the look of these at the last update."""
 
     tensors: list[Tensor]
     look: _Look
@@ -175,11 +177,11 @@ class _Supply:
     """The prepared inputs of one compiled graph.
 
     Attributes:
-        places: where its Parameters are among its other inputs.
-        paths: where they are in the model.
-        needs: how to compute each prepared input, and from which of these Parameters.
-        known: what was prepared, by the Parameters that it was called with: to look at all of them at once takes a
-            fraction of the time.
+        places: positions of its Parameters among its other inputs.
+        paths: their paths in the model.
+        needs: for each prepared input its recipe and the numbers of its Parameters.
+        known: the prepared tensors by the ids of all Parameters of the graph: one comparison for all of them is much
+            faster than one for each tensor.
         warned: the reasons for copies that were warned of.
     """
 
@@ -210,7 +212,7 @@ class _Supply:
         for why in stuck.keys() - self.warned:
             self._warn(why, [self.paths[number] for number in stuck[why]])
         _warn_of_writes([each for each, why in zip(parameters, copied, strict=True) if why])
-        return _Known([entry.tensor for entry in entries], _Look.of(parameters, copied))
+        return _Known([entry.tensor for entry in entries], _Look.take(parameters, copied))
 
     def _warn(self, why: str, paths: Sequence[str]) -> None:
         """Warn, once for each reason, that Parameters stay where they are."""
@@ -223,17 +225,19 @@ class _Supply:
         )
 
 
-_RECIPES: weakref.WeakValueDictionary[str, _Recipe] = weakref.WeakValueDictionary()  # alive as long as a graph has one
+_RECIPES: weakref.WeakValueDictionary[str, _Recipe] = (
+    weakref.WeakValueDictionary()
+)  # alive as long as a graph refers to it
 _SUPPLIES: weakref.WeakSet[_Supply] = weakref.WeakSet()
-_WARNED: set[str] = set()  # devices
+_WARNED: set[str] = set()  # device types
 
 
 def supply(
     run: Boxed, source: fx.Graph, prepared: Sequence[Prepared], paths: Mapping[str, str] = immutable_dict()
 ) -> Boxed:
-    """Return `run`, the compiled form of `source`, as a callable that is called without the prepared inputs.
+    """Return `run`, the compiled form of `source`, as a callable without the prepared inputs.
 
-    `paths`: where in the model the Parameter is that an input holds.
+    `paths` maps the inputs with Parameters to their paths in the model.
     """
     if not prepared:
         return run
@@ -249,29 +253,29 @@ def supply(
 
 
 def obstacles(inputs: Sequence[Any]) -> list[str]:
-    """Return for each input of a Dynamo graph that is a Parameter why it cannot become a view, "" for all others."""
+    """Return for each input of a Dynamo graph the reason why it is a Parameter that cannot become a view, or ""."""
     return [obstacle(each) if isinstance(each, nn.Parameter) else "" for each in inputs]
 
 
 def foreseen(prepared: Sequence[Prepared], source: fx.Graph, stuck: Sequence[str]) -> tuple[Prepared, ...]:
-    """Return what is prepared as the first call will find it, where the inputs of Dynamo's graph are `stuck`."""
+    """Predict the records of prepared tensors after the first call; `stuck` has the `obstacles` of Dynamo's inputs."""
     placeholders = source.find_nodes(op="placeholder")
     positions = {node.name: at for node in placeholders if (at := dynamo_position(node)) is not None}
     vals = {node.name: node.meta["val"] for node in placeholders}
-    found: list[Prepared] = []
+    records: list[Prepared] = []
     for each in prepared:
         left = {name: why for name in each.sources if (why := stuck[positions[name]])} if each.joined else {}
         size = sum(vals[name].numel() * vals[name].element_size() for name in left)
-        found.append(replace(each, copied=next(iter(left.values())), size=size) if left else each)
-    return tuple(found)
+        records.append(replace(each, copied=next(iter(left.values())), size=size) if left else each)
+    return tuple(records)
 
 
 def refresh(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
-    """Forget what was prepared from these Parameters: it is computed again when a compiled graph next needs it.
+    """Drop the tensors prepared from these Parameters: they are computed again when a compiled graph next needs them.
 
-    Needed only for what is a copy, and for a write that none of these shows: the version of the Parameter (in place
-    under `no_grad`, `load_state_dict`), its address (`.to(...)`, `weight.data = other`), and, on the host, one of its
-    samples, of which every run of 1/64 of its elements holds one (`weight.data.add_(...)`, NumPy).
+    Needed only for copies, and for writes that change none of these: the version of the Parameter (in place under
+    `no_grad`, `load_state_dict`), its address (`.to(...)`, `weight.data = other`), and, on the host, one of its
+    samples, one in each 1/64 of its elements (`weight.data.add_(...)`, NumPy).
     """
     if isinstance(model_or_parameters, nn.Module):
         model_or_parameters = model_or_parameters.parameters()
@@ -291,7 +295,7 @@ def _recipe(prepared: Prepared, like: Tensor) -> _Recipe:
 
 
 def _forget(recipe: weakref.ref[_Recipe], ids: Ids, _: Any) -> None:
-    """Drop what was prepared from a Parameter that has died: its id may soon be another's."""
+    """Drop the tensors prepared from a Parameter that has died: its id may be reused."""
     alive = recipe()
     if alive is not None:
         alive.entries.pop(ids, None)
@@ -299,7 +303,7 @@ def _forget(recipe: weakref.ref[_Recipe], ids: Ids, _: Any) -> None:
 
 
 def _forget_outdated() -> None:
-    """Drop what was prepared from Parameters that have moved to another dtype or device: its graph cannot run again."""
+    """Drop the tensors prepared from Parameters that have moved to another dtype or device: no graph reads them."""
     for recipe in list(_RECIPES.values()):
         for ids, entry in list(recipe.entries.items()):
             parameters = [watch() for watch in entry.watches]
@@ -311,7 +315,7 @@ def _forget_outdated() -> None:
 
 
 def _look_again() -> None:
-    """Let every graph look up at its next call what it needs."""
+    """Clear the memoised lookups of all graphs: each looks up its prepared tensors at its next call."""
     for each in list(_SUPPLIES):
         each.known.clear()
 
@@ -321,7 +325,7 @@ def _kind(parameter: Tensor) -> Any:
 
 
 def _warn_of_writes(copied: Sequence[Tensor]) -> None:
-    """Warn, once for each kind of device, that some writes to Parameters that are held twice do not show there."""
+    """Warn, once for each kind of device, that some writes to copied Parameters cannot be detected there."""
     for device in {each.device.type for each in copied} - _WARNED - {SAMPLED}:
         _WARNED.add(device)
         warnings.warn(

@@ -24,9 +24,9 @@ from fusion.graph.subgraphs import with_bodies
 def widen(gm: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:
     """Copy `gm`, and the bodies that its calls run, with float64 for every floating dtype and complex128 for complex.
 
-    A default epsilon stays that of the narrow dtype, bytes stay those of narrow numbers, and random numbers are drawn
-    in the narrow dtype. Fused operators run by their fallbacks, which compute float64 in float64. With `device`, the
-    tensors that the graph makes itself are made there.
+    A default epsilon stays that of the narrow dtype, views as bytes stay bytes of narrow numbers, and random numbers
+    are drawn in the narrow dtype. Fused operators run by their decompositions, which compute float64 in float64. With
+    `device`, the tensors that the graph creates are created there.
     """
     wide = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for node in wide.graph.nodes:
@@ -87,7 +87,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _widen_call(node: fx.Node) -> None:
-    """Let a call compute in float64."""
+    """Make `node` compute in float64, in place."""
     target: Any = node.target
     if node.target is torch.ops.aten.view.dtype:
         source = node.all_input_nodes[0].meta["val"].dtype
@@ -104,7 +104,7 @@ def _widen_call(node: fx.Node) -> None:
 
 
 def _as_bits(x: Tensor, dtype: torch.dtype, source: torch.dtype) -> Tensor:
-    """Read the memory that `x` has in its narrow dtype `source` as `dtype`."""
+    """View the memory that `x` has in its narrow dtype `source` as `dtype`."""
     return widened(x.to(source).view(dtype))
 
 
@@ -116,7 +116,7 @@ def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _drawn(target: OpOverload, narrow: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    """Call the random operator `target` on floats in the dtype `narrow`: numbers drawn in another dtype are others."""
+    """Call the random operator `target` on floats in the dtype `narrow`: other dtypes draw other numbers."""
 
     def narrowed(x: Tensor) -> Tensor:
         return x.to(narrow) if x.is_floating_point() and narrow is not None else x
@@ -126,7 +126,7 @@ def _drawn(target: OpOverload, narrow: torch.dtype | None, *args: Any, **kwargs:
 
 
 def _multiplies_groups(node: fx.Node) -> bool:
-    """True if `node` multiplies rows by a matrix for each group, which torch does in float32 at most."""
+    """True if `node` multiplies rows by a matrix for each group, which torch computes in float32 at most."""
     grouped = node.target is torch.ops.aten._grouped_mm.default
     return grouped and tuple(each.meta["val"].dim() for each in node.all_input_nodes[:2]) == (2, 3)
 
@@ -153,7 +153,7 @@ def _pinned(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _make_wide(node: fx.Node) -> None:
-    """Give a factory that relies on the default dtype the wide one."""
+    """Pass the wide dtype to a factory that relies on the default one."""
     val = node.meta.get("val")
     if isinstance(node.target, OpOverload) and isinstance(val, Tensor) and not node.all_input_nodes:
         names = [argument.name for argument in schema_of(node.target).arguments]

@@ -1,4 +1,4 @@
-"""For tests of rules: functions captured as graphs, fused by way of trial, and held against the laws of every rule.
+"""Test tools for rules: functions captured as graphs, trials of a rule, and the laws that every rule must keep.
 
 graph = capture(function, args).graph          the functional aten graph that a backend would see
 widen(graph)                                   the same in float64, so that only the algebra is left to compare

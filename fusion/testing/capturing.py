@@ -1,4 +1,4 @@
-"""Functions captured as the graphs that a backend would see."""
+"""Capture of functions as the graphs that a backend would see."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 @dataclass(frozen=True)
 class Captured:
-    """A functional aten graph and the tensors (and sizes) that it takes, parameters included.
+    """A functional aten graph and its input tensors (and sizes), parameters included.
 
-    `assumed` names inputs of the graph of which a user says what they are, as `Facts.assumed`; `known` is what Dynamo's
-    graph tells of it.
+    Attributes:
+        graph: the graph.
+        inputs: its inputs.
+        known: the facts about the graph of Dynamo.
+        assumed: kinds of masks of inputs, as `Facts.assumed`.
     """
 
     graph: fx.GraphModule
@@ -37,7 +40,7 @@ class Captured:
 
     @property
     def facts(self) -> Facts:
-        """What is known of the inputs, and how the results lie when the function runs without a compiler."""
+        """Facts about the inputs, and the strides of the results in the uncompiled function."""
         return self.known.completed(Facts(assumed=self.assumed), self.graph.graph)
 
 
@@ -56,8 +59,15 @@ def capture(
 ) -> Captured:
     """Trace the call `function(*args, **kwargs)` for inference; nothing is run and no input is written to.
 
-    `level` says how far operators are decomposed: "composite" as the backend captures, "decomposed" as torch does it
-    without a table, "core" to the core aten operators. Resets Dynamo, so that captures do not depend on each other.
+    Resets Dynamo, so that captures do not depend on each other.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        level: degree of decomposition: "composite" as in the backend, "decomposed" by torch without a table, "core" to
+            the core aten operators.
+        dynamic: as in `torch.compile`.
+        kwargs: its keyword arguments.
 
     Raises:
         torch._dynamo.exc.Unsupported: the call is not one graph.
@@ -72,7 +82,9 @@ def capture(
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with preserve_composites() if level == "composite" else nullcontext():
-            return aot_inference(gm, example_inputs, partial(compile_graph, Known.of(gm, example_inputs)), table)
+            return aot_inference(
+                gm, example_inputs, partial(compile_graph, Known.from_dynamo(gm, example_inputs)), table
+            )
 
     torch.compiler.reset()
     try:
@@ -85,7 +97,7 @@ def capture(
 
 @lru_cache(maxsize=512)
 def captured(example: Example, dtype: torch.dtype, level: Level = "composite") -> Captured:
-    """What `capture` gives for an example, once: whoever changes a graph changes a copy.
+    """Return the memoised `capture` of an example; callers must copy a graph before they change it.
 
     Sizes that the inputs mark as dynamic for Dynamo are symbolic.
     """

@@ -27,14 +27,15 @@ from fusion.testing.trials import Trial, switched_on, trial
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED = 1e-12
-"""Relative error up to which two float64 graphs are the same algebra."""
+"""Largest relative error between two float64 graphs of the same algebra."""
 
 BYTES = 64
-"""How far from it no whole number is that was rounded to the one in float64, or to one beside that."""
+"""Largest distance of an int8 number from that in float64 that rounding may cause; a larger one in the original
+means bytes of wider numbers."""
 
 
 def recognises(t: Trial) -> None:
-    """Require of the rule to be applied to its own example, or to say that float16 has not the range for it."""
+    """Assert that the rule is applied to its own example, or that float16 is reported to lack the range for it."""
     applied = [each.match.rule.name for each in t.outcome.chosen]
     refusals = "\n".join(str(each) for each in t.outcome.refusals)
     message = f"{t.rule.name} does not recognise its example; fused {applied}\n{refusals}"
@@ -42,28 +43,28 @@ def recognises(t: Trial) -> None:
 
 
 def lacks_range(t: Trial) -> bool:
-    """True if inputs are float16, and a refusal says that float16 has not the range of a number of the model."""
+    """True if inputs are float16, and a refusal reports that float16 lacks the range for a number of the model."""
     narrow = any(isinstance(each, Tensor) and each.dtype == torch.float16 for each in t.captured.inputs)
     return narrow and any("float16" in each.reason for each in t.outcome.refusals)
 
 
 def means_what_it_says(t: Trial) -> None:
-    """The same algebra in float64, and in the dtype an error of at most 1.5 times that of the original, plus one ulp.
+    """Assert equal algebra in float64, and in the dtype at most 1.5 times the error of the original, plus one ulp.
 
-    Results and every input that is written to are compared.
+    Results and every mutated input are compared.
     """
     count = len(t.captured.inputs)
-    truth = _run(widen(t.captured.graph), t.inputs(wide=True)[:count], count)
-    algebra = _run(widen(t.fused), t.inputs(wide=True), count)
-    before = _run(t.captured.graph, t.inputs()[:count], count)
-    after = _run(t.fused, t.inputs(), count)
+    truth = observed(widen(t.captured.graph), t.inputs(wide=True)[:count], count)
+    algebra = observed(widen(t.fused), t.inputs(wide=True), count)
+    before = observed(t.captured.graph, t.inputs()[:count], count)
+    after = observed(t.fused, t.inputs(), count)
     for number, (exact, same, old, new) in enumerate(zip(truth, algebra, before, after, strict=True)):
         if not isinstance(exact, Tensor):
             assert new == old, f"result {number} is {new}, not {old}"
             continue
         assert (new.shape, new.dtype) == (old.shape, old.dtype), f"result {number}: {new.dtype}{list(new.shape)}"
         if exact.dtype == torch.int8:
-            _holds_the_same_whole_numbers(number, exact, same, old, new)
+            _assert_equal_int8(number, exact, same, old, new)
             continue
         if not exact.is_floating_point():
             assert torch.equal(new, old), f"result {number} differs"
@@ -77,10 +78,10 @@ def means_what_it_says(t: Trial) -> None:
         assert error <= limit, f"result {number}: rms error {error:.3g} where {limit:.3g} is allowed"
 
 
-def _holds_the_same_whole_numbers(number: int, exact: Tensor, same: Tensor, old: Tensor, new: Tensor) -> None:
-    """Numbers that stand for others: the same in float64, else at most the one beside, and not more often.
+def _assert_equal_int8(number: int, exact: Tensor, same: Tensor, old: Tensor, new: Tensor) -> None:
+    """Assert equal int8 numbers in float64, and in the dtype rounding differences of 1, not much more often.
 
-    Bytes of wider numbers, which the original itself has far from those in float64, are only counted.
+    Where the original's differ by more than `BYTES`, they are bytes of wider numbers, and differences are only counted.
     """
     assert torch.equal(same, exact), f"result {number}: the algebra is wrong, float64 differs"
     off, before = ((each.int() - exact.int()).abs() for each in (new, old))
@@ -91,7 +92,7 @@ def _holds_the_same_whole_numbers(number: int, exact: Tensor, same: Tensor, old:
 
 
 def emits_valid_calls(t: Trial) -> None:
-    """Every new call fits its operator's schema, and really gives the shape and dtype that its node says."""
+    """Assert that every new call fits its operator's schema, and returns the shape and dtype of its node."""
     for node in t.fused.graph.nodes:
         operator = operator_of(node.target) if "fusion" in node.meta else None
         if operator is not None:
@@ -101,7 +102,7 @@ def emits_valid_calls(t: Trial) -> None:
 
 
 def idempotent(t: Trial) -> None:
-    """The pass finds nothing more to do in its own result."""
+    """Assert that the pass does not change its own result."""
     again = copy.deepcopy(t.fused.graph)
     options = switched_on(t.rule, Options(target="host", lower="eager"))
     outcome = fuse_graph(again, t.library, options, t.captured.facts)
@@ -111,8 +112,10 @@ def idempotent(t: Trial) -> None:
 
 
 def saves_what_it_claims(t: Trial) -> None:
-    """As many launches less as the candidates said; more only where several share what they build, or what the model
-    computes for them from Parameters is prepared.
+    """Assert that the graph saves the launches that its candidates predict.
+
+    More may be saved where several candidates share built values, or where the model's computation is prepared from
+    Parameters.
     """
     graphs = t.captured.graph.graph, t.fused.graph
     calls, left = (live_calls(graph) for graph in graphs)
@@ -125,9 +128,9 @@ def saves_what_it_claims(t: Trial) -> None:
 
 
 def refuses(t: Trial, text: str, instead: str = "") -> None:
-    """The rule is not applied, and says why with `text` in its reason and a place in the model's code.
+    """Assert that the rule is refused, with `text` in the reason and a place in the model's code.
 
-    With `instead` it is applied, and in no other form than those with that name.
+    With `instead` the rule is applied, but only in forms with that in their names.
     """
     applied = [each.match.form for each in t.outcome.chosen if each.match.rule.name == t.rule.name]
     wrong = [form for form in applied if not instead or instead not in form]
@@ -141,7 +144,7 @@ def refuses(t: Trial, text: str, instead: str = "") -> None:
 
 
 def leaves_the_rest_alone(t: Trial) -> None:
-    """Where no rule applies, the graph keeps its nodes: the same objects in the same order with the same arguments."""
+    """Assert that without rewrites the graph keeps its nodes, the same objects with the same arguments."""
     graph = copy.deepcopy(t.captured.graph.graph)
     before, text = list(graph.nodes), _text(graph)
     options = switched_on(t.rule, Options(target="host", lower="eager", fuel=0))
@@ -153,7 +156,7 @@ def leaves_the_rest_alone(t: Trial) -> None:
 
 
 def check(rule: Rule, example: Example, dtype: torch.dtype, level: Level = "composite") -> None:
-    """Every law for one example, or for one reject (an example with a refusal).
+    """Assert every law for one example, or for one reject (an example with a refusal).
 
     Raises:
         AssertionError: a law is broken; the message says which and how.
@@ -172,7 +175,7 @@ def check(rule: Rule, example: Example, dtype: torch.dtype, level: Level = "comp
 
 
 def cases(rules: Iterable[Rule]) -> Iterator[tuple[Rule, Example]]:
-    """Every example and every reject of these rules, for `pytest.mark.parametrize`."""
+    """Yield every example and every reject of these rules, for `pytest.mark.parametrize`."""
     tried = examples()
     for rule in rules:
         for example in tried.get(rule.name, ()):
@@ -180,21 +183,21 @@ def cases(rules: Iterable[Rule]) -> Iterator[tuple[Rule, Example]]:
 
 
 class _Checked(fx.Interpreter):
-    """Runs a graph and compares what each new node gives with what it says."""
+    """Interpreter that compares the result of each new node with the metadata of the node."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if "fusion" in n.meta:
-            for real, said in zip(tree_leaves(result), tree_leaves(n.meta["val"]), strict=True):
-                if not isinstance(said, Tensor):
+            for real, declared in zip(tree_leaves(result), tree_leaves(n.meta["val"]), strict=True):
+                if not isinstance(declared, Tensor):
                     continue
-                have, want = ((each.dtype, tuple(each.shape), _telling(each)) for each in (real, said))
+                have, want = ((each.dtype, tuple(each.shape), _strides(each)) for each in (real, declared))
                 assert have == want, f"{n.format_node()} gives {have} and says {want}"
             self._check_memory(n, tree_leaves(result))
         return result
 
     def _check_memory(self, n: fx.Node, results: Sequence[Any]) -> None:
-        """What a fused operator gives is memory of its own, but what its schema says it writes."""
+        """Assert that a fused operator returns memory of its own, except as its schema declares."""
         if operator_of(n.target) is None or is_write(n):
             return
         given = [each for each in map(self.env.get, n.all_input_nodes) if isinstance(each, Tensor)]
@@ -207,15 +210,14 @@ class _Checked(fx.Interpreter):
         assert not shared, f"{n.format_node()} gives memory that it was given, or gives it twice"
 
 
-def _telling(x: Tensor) -> tuple[int, ...]:
-    """The strides of the dims that have several entries."""
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of the dims with more than one entry."""
     return tuple(stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel())
 
 
-def _run(gm: fx.GraphModule, inputs: Sequence[Any], count: int) -> list[Any]:
-    """Results, and the first `count` inputs as they are afterwards."""
-    results = gm(*inputs)
-    return [*tree_leaves(results), *inputs[:count]]
+def observed(run: Callable[..., Any], inputs: Sequence[Any], count: int) -> list[Any]:
+    """Return the results, and the first `count` inputs as they are after the run."""
+    return [*tree_leaves(run(*inputs)), *inputs[:count]]
 
 
 def _text(graph: fx.Graph) -> list[str]:

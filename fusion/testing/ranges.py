@@ -1,13 +1,13 @@
-"""The laws of precision: no number is held in less range than the model gives it, and float64 is never demoted.
+"""The laws of precision: no number is computed with less range than in the model, and float64 is never narrowed.
 
-For the first, inputs are scaled by powers of 2, each alone and all together, until their largest number is near the end
-of float16, in its midst, or among its faintest. Integers, masks and tables of angles stay as they are.
+For the first, inputs are scaled by powers of 2, each alone and all at once, until their largest number is near the end
+of float16, in its middle, or subnormal. Integers, masks and tables of angles stay unchanged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -21,28 +21,28 @@ from fusion._torch.tensors import tree_leaves
 from fusion.operators import operator_of
 from fusion.runtime.verification import relative_error
 from fusion.runtime.widening import widen
-from fusion.testing.laws import WIDENED
+from fusion.testing.laws import WIDENED, observed
 from fusion.testing.trials import Trial
 
 LEVELS = (6e4, 4e3, 250.0, 1e-2, 1e-4, 1e-6, 2e-7)
-"""What the largest magnitude of a scaled input is brought to, at most."""
+"""Upper bounds to which the largest magnitude of an input is scaled."""
 MASKED = -1e4
-"""A number from which on down an input is a mask."""
+"""Bound of masks: an input with an entry at or below it is a mask."""
 _CHOICES = frozenset({"topk", "sort", "argsort"})
 _STEPS = _CHOICES | {"round", "trunc", "floor"}
-"""Calls whose results jump where their arguments hardly change."""
+"""Calls whose results jump at small changes of their arguments."""
 Scales = Mapping[int, float]
-"""Number of an input -> by what it is multiplied."""
+"""Factor by number of the input."""
 
 
 def stays_in_range(t: Trial, pairs: bool = False) -> None:
-    """Require of the fused graph to be as near to float64 as the original is, at every scale of its inputs.
+    """Assert that the fused graph is as close to float64 as the original is, at every scale of its inputs.
 
     With `pairs` one input is also scaled up as another is scaled down.
 
     Raises:
         AssertionError: a result is infinite or NaN where the original's is finite, or its rms error is more than an ulp
-            and 1.5 times the original's, or 1.5 times what moving all inputs by half an ulp makes of float64.
+            and 1.5 times the original's, or 1.5 times the change of float64 when all inputs move by half an ulp.
     """
     wide = widen(t.captured.graph)
     for scales in scalings(t.captured.inputs, pairs):
@@ -54,14 +54,16 @@ def stays_in_range(t: Trial, pairs: bool = False) -> None:
 
 
 def keeps_float64(t: Trial) -> None:
-    """Require of a fused graph on float64 inputs the numbers of the original.
+    """Assert that a graph fused on float64 inputs computes the numbers of the original.
 
     Raises:
         AssertionError: integers differ, or floats by more than 1e-12; where the original computes in narrower floats as
             well, by more than 4 ulps of the narrowest.
     """
     count, unit = len(t.captured.inputs), _coarsest(t.captured.graph)
-    pairs = zip(_run(t.captured.graph, t.inputs()[:count], count), _run(t.fused, t.inputs(), count), strict=True)
+    pairs = zip(
+        observed(t.captured.graph, t.inputs()[:count], count), observed(t.fused, t.inputs(), count), strict=True
+    )
     for number, (old, new) in enumerate(pairs):
         if not isinstance(old, Tensor):
             continue
@@ -75,16 +77,16 @@ def keeps_float64(t: Trial) -> None:
 
 
 def _coarsest(gm: fx.GraphModule) -> float:
-    """Return the largest unit of rounding among the floats that a graph computes in."""
+    """Return the largest unit of rounding among the float dtypes in a graph."""
     vals = [each for node in gm.graph.nodes for each in tree_leaves(node.meta.get("val"))]
     return max(torch.finfo(each.dtype).eps for each in vals if isinstance(each, Tensor) and each.is_floating_point())
 
 
 def refuses_float64(t: Trial, applied: bool) -> None:
-    """Require of a graph that is fused for a chip no operator of float64, and a reason where a host has `applied` one.
+    """Assert that a graph fused for a chip has no float64 operator, and a reason where a host has `applied` one.
 
     Raises:
-        AssertionError: an operator reads or gives float64, or nothing is refused.
+        AssertionError: an operator reads or returns float64, or nothing is refused.
     """
     for node in t.fused.graph.nodes:
         if "fusion" in node.meta and operator_of(node.target) is not None:
@@ -96,7 +98,7 @@ def refuses_float64(t: Trial, applied: bool) -> None:
 
 
 def scalings(inputs: Sequence[Any], pairs: bool = False) -> Iterator[Scales]:
-    """Give every input that holds numbers every level, then all at once; of `pairs`, one as much more as one less."""
+    """Yield scales: every float input at every level, then all at once; with `pairs`, one up and one down."""
     tops = {n: float(each.double().abs().max()) for n, each in enumerate(inputs) if _is_scaled(each, inputs)}
 
     def to(level: float, *numbers: int) -> Scales:
@@ -110,7 +112,7 @@ def scalings(inputs: Sequence[Any], pairs: bool = False) -> Iterator[Scales]:
 
 
 def _is_scaled(x: Any, inputs: Sequence[Any]) -> bool:
-    """True if an input holds numbers: neither whole ones, nor a mask, nor cosines beside their sines."""
+    """True if `x` has floats of any magnitude: not integers, a mask, or cosines or sines of a pair."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.any() or not x.isfinite().all():
         return False
     is_mask = bool((x <= MASKED).any()) or bool(((x == 0) | (x.abs() == 1)).all())
@@ -118,20 +120,20 @@ def _is_scaled(x: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _are_angles(x: Tensor, y: Any) -> bool:
-    """True if x² + y² is 1 everywhere."""
+    """True if x² + y² is 1 everywhere, as for cosines and sines."""
     alike = isinstance(y, Tensor) and y.is_floating_point() and y.shape == x.shape
     return alike and bool(((x.double().square() + y.double().square() - 1).abs() < 0.02).all())
 
 
 def _scaled(x: Any, by: float | None) -> Any:
-    """`x` times a number, lying in memory as `x` does."""
+    """Multiply `x` by a number, keeping its strides."""
     if by is None:
         return x
     return (x.detach().double() * by).to(x.dtype)
 
 
 def _overflows(x: Tensor, given: Tensor) -> bool:
-    """True if scaling made an input infinite."""
+    """True if scaling made an entry of `x` infinite."""
     return x.is_floating_point() and not bool(x.isfinite().all()) and bool(given.isfinite().all())
 
 
@@ -144,41 +146,41 @@ def further(t: Trial, wide: fx.GraphModule) -> str:
     graph, named = t.captured.graph, {short_name(node.target) for node in t.captured.graph.graph.nodes}
     in_float64, in_its_own = (fx.Interpreter(each, garbage_collect_values=False) for each in (wide, graph))
     exact, old = (
-        _run(in_float64.run, t.inputs(wide=True)[:count], count),
-        _run(in_its_own.run, t.inputs()[:count], count),
+        observed(in_float64.run, t.inputs(wide=True)[:count], count),
+        observed(in_its_own.run, t.inputs()[:count], count),
     )
     if any(map(_overflowed, in_float64.env.values(), in_its_own.env.values())):
         return ""
-    new = _run(t.fused, t.inputs(), count)
-    moved = _run(wide, _moved(t)[:count], count)
-    tied = _run(_Backwards(graph).run, t.inputs()[:count], count) if named & _CHOICES else old
+    new = observed(t.fused, t.inputs(), count)
+    moved = observed(wide, _moved(t)[:count], count)
+    tied = observed(_Backwards(graph).run, t.inputs()[:count], count) if named & _CHOICES else old
     coarsest = grains(graph, count)
-    for number, (truth, was, made, swung) in enumerate(zip(exact, old, new, moved, strict=True)):
-        if not isinstance(truth, Tensor) or not torch.equal(was.nan_to_num(), tied[number].nan_to_num()):
-            continue  # ties decide
+    for number, (truth, old_result, made, swung) in enumerate(zip(exact, old, new, moved, strict=True)):
+        if not isinstance(truth, Tensor) or not torch.equal(old_result.nan_to_num(), tied[number].nan_to_num()):
+            continue  # ties decide about the result
         if truth.is_floating_point():
-            reason = _further(truth, was, made, swung, coarsest[number], jumps=bool(named & _STEPS))
+            reason = _further(truth, old_result, made, swung, coarsest[number], jumps=bool(named & _STEPS))
         else:
-            alike = [have == want for have, want in zip(new, old, strict=True) if _are_weights(have, truth)]
-            reason = _other_numbers(truth, was, made, swung, alike)
+            alike = [have == want for have, want in zip(new, old, strict=True) if _is_paired(have, truth)]
+            reason = _other_numbers(truth, old_result, made, swung, alike)
         if reason:
             return f"result {number} {reason}"
     return ""
 
 
 def _overflowed(exact: Any, old: Any) -> bool:
-    """True if the original is not finite somewhere on the way where float64 is: there its range ends, too."""
+    """True if an intermediate of the original is not finite where float64 is: its own range ends there."""
     is_float = isinstance(old, Tensor) and old.is_floating_point()
     return is_float and bool((exact.isfinite() & ~old.isfinite()).any())
 
 
-def _are_weights(x: Any, numbers: Tensor) -> bool:
-    """True if floats stand beside a list of whole numbers, one for each."""
+def _is_paired(x: Any, numbers: Tensor) -> bool:
+    """True if `x` has one float for each of the integers `numbers`, such as the weights of experts."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape
 
 
 def _other_numbers(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, alike: Sequence[Tensor]) -> str:
-    """Why whole numbers differ more often than the original's; of those with `alike` weights any may be named."""
+    """Return the reason why integers differ more often than the original's; those with equal weights may."""
     off, before, swung = (each != exact for each in (new, old, moved))
     for each in alike:
         off = off & ~each
@@ -209,10 +211,11 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, grain: torch.dtype, jumps: bool) -> str:
-    """Why floats are further from float64 than the original's; "" where they are not.
+    """Return the reason why floats are further from float64 than the original's; "" where they are not.
 
-    One unit of rounding to `grain` or to its own dtype is allowed. Behind calls that jump, one number in a hundred may
-    be any other, and a list another where scores are near.
+    One unit of rounding to the coarser of `grain` and the dtype of `old` is allowed beside the limit. Behind calls that
+    jump, one number in a hundred is ignored and the limit is 4 times the original's error, not 1.5, as near scores may
+    swap places in a list.
     """
     some = exact.isfinite() & old.isfinite()
     lost = int((some & ~new.isfinite()).sum())
@@ -223,19 +226,14 @@ def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Tensor, grain: torc
     if jumps:
         wrong = wrong.abs().sort()[0][: -1 - wrong.numel() // 100]
     wrong, before, swung = (float(each.norm()) for each in (wrong, before, swung))
-    held = torch.finfo(max(grain, old.dtype, key=_unit))
-    ulp = held.eps * size + held.smallest_normal * held.eps * math.sqrt(exact.numel())
+    info = torch.finfo(max(grain, old.dtype, key=_unit))
+    ulp = info.eps * size + info.smallest_normal * info.eps * math.sqrt(exact.numel())
     limit = (4 if jumps else 1.5) * max(before, swung) + ulp if math.isfinite(swung) else math.inf
     return f"has an rms error of {wrong:.3g}, {limit:.3g} is allowed of {size:.3g}" if wrong > limit else ""
 
 
-def _run(run: Callable[..., Any], inputs: Sequence[Any], count: int) -> list[Any]:
-    """Results, and the first `count` inputs as they are afterwards."""
-    return [*tree_leaves(run(*inputs)), *inputs[:count]]
-
-
 def _moved(t: Trial) -> list[Any]:
-    """Wide inputs that are moved by up to half an ulp of their narrow dtype: what rounding them did not tell."""
+    """Return the wide inputs moved by up to half an ulp of their narrow dtype, within which rounding is arbitrary."""
     draw = torch.Generator().manual_seed(0)
 
     def moved(x: Any, narrow: Any) -> Any:
@@ -248,14 +246,14 @@ def _moved(t: Trial) -> list[Any]:
 
 
 class _Backwards(fx.Interpreter):
-    """Runs a graph in which of equal numbers the last is chosen, not the first."""
+    """Interpreter that chooses the last of equal numbers, not the first."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if short_name(target) not in _CHOICES:
             return super().call_function(target, args, kwargs)
         axis = arguments_of(target, args, kwargs)["dim"]
         turned: tuple[Any, ...] = (args[0].flip(axis), *args[1:])
-        found = super().call_function(target, turned, kwargs)
-        if isinstance(found, Tensor):
-            return args[0].shape[axis] - 1 - found
-        return found[0], args[0].shape[axis] - 1 - found[1]
+        chosen = super().call_function(target, turned, kwargs)
+        if isinstance(chosen, Tensor):
+            return args[0].shape[axis] - 1 - chosen
+        return chosen[0], args[0].shape[axis] - 1 - chosen[1]

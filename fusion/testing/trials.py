@@ -1,4 +1,4 @@
-"""Trials: a captured function before and after the pass, by one rule and what it needs or by a whole library."""
+"""Trials: a captured function before and after the pass, by one rule and its dependencies or by a complete library."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Trial:
     """A captured function before and after the pass.
 
     Attributes:
-        library: what took part: the rule under test first, then those that it is built from or offered beside.
-        captured: the graph as it came, and its inputs.
+        library: the rules that were used: the rule under test first, then its dependencies.
+        captured: the original graph and its inputs.
         fused: a copy of the graph after the pass.
-        outcome: what the pass did.
+        outcome: the outcome of the pass.
     """
 
     library: Library
@@ -43,7 +43,7 @@ class Trial:
         return self.library.rules[0]
 
     def inputs(self, wide: bool = False) -> list[Any]:
-        """What the fused graph takes: copies of the captured inputs, and what is prepared from them."""
+        """Return inputs for the fused graph: copies of the captured ones, in float64 if `wide`, and prepared ones."""
         given = list(self.captured.inputs)
         copies = widened(given) if wide else tree_map_only(Tensor, copied, given)
         names = [node.name for node in self.captured.graph.graph.find_nodes(op="placeholder")]
@@ -62,9 +62,10 @@ def trial(
     options: Options = Options(target="host", lower="eager"),
     library: Library | None = None,
 ) -> Trial:
-    """Capture `example` and fuse it by `rule` and what it needs in `library` (by default the installed one).
+    """Capture `example` and fuse it by `rule` and its dependencies in `library` (by default the installed one).
 
-    That is what its patterns are built from, and the rules beside which it is offered. An opt-in rule is on.
+    Dependencies are the rules whose readings its patterns use, and the rules that are offered jointly with it. An
+    opt-in rule is enabled.
     """
     known = installed() if library is None else library
     needed = replace(known, rules=_closure(rule, known.rules))
@@ -72,7 +73,7 @@ def trial(
 
 
 def switched_on(rule: Rule, options: Options) -> Options:
-    """The options with a rule switched on."""
+    """Return `options` with an opt-in rule enabled."""
     return replace(options, opt_in=options.opt_in | {rule.name}) if rule.opt_in else options
 
 
@@ -89,12 +90,12 @@ def trial_of(
 
 def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:
     by_name = {each.name: each for each in library}
-    found = {rule.name: rule}
+    closure = {rule.name: rule}
     waiting = [rule]
     while waiting:
         each = waiting.pop()
         for name in sorted(each.uses() | each.beside()):
-            if name in by_name and name not in found:
-                found[name] = by_name[name]
+            if name in by_name and name not in closure:
+                closure[name] = by_name[name]
                 waiting.append(by_name[name])
-    return tuple(found.values())
+    return tuple(closure.values())

@@ -187,7 +187,9 @@ def test_a_program_without_a_match_is_that_program():
     assert fused.graph_signature == program.graph_signature
 
 
-@pytest.mark.parametrize("name", ["pipeline.canonicalise", "exported.write_at_end", "exported.return_writes"])
+@pytest.mark.parametrize(
+    "name", ["pipeline.canonicalise", "frontend.exported.write_at_end", "frontend.exported.return_writes"]
+)
 def test_where_a_stage_fails_the_program_is_as_it_came(monkeypatch: pytest.MonkeyPatch, name: str):
     def planted(*_: Any) -> None:
         raise TypeError("planted")

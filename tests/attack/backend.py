@@ -77,7 +77,7 @@ class Attack:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What `torch.compile` calls."""
         specialise_floats(gm)
-        return capture(gm, example_inputs, partial(self._compile, Known.of(gm, example_inputs)))
+        return capture(gm, example_inputs, partial(self._compile, Known.from_dynamo(gm, example_inputs)))
 
     def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         fused = {target: self._fused(target, known, gm, example_inputs) for target in self.targets}

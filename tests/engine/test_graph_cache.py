@@ -233,7 +233,7 @@ def test_what_a_graph_holds_is_told_where_it_is_numbers(held: Any):
     root.held = held
     fx.GraphModule(root, graph)
     with pytest.raises(UnwrittenError):
-        graph_cache._told_of(node)
+        graph_cache._key(node)
 
 
 def test_calls_of_functions_and_what_is_no_call_are_not_told():

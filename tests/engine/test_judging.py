@@ -177,7 +177,7 @@ def test_halves_are_rounded_alike():
 def replayed(function: Any, x: Tensor, change: Any = None) -> tuple[list[Tensor], Replayed]:
     """Run a graph in float64 with the choices of its own dtype, which `change` may falsify."""
     gm = traced(function, x)
-    call = Call.of([gm.graph], [x])
+    call = Call.copying([gm.graph], [x])
     recorded = Recorded()
     call.run(gm, recorded)
     made = recorded.made if change is None else [change(each) for each in recorded.made]
@@ -225,7 +225,7 @@ def test_a_choice_that_moves_by_a_step_is_explained_and_by_more_is_not(function:
 
 def judge(function: Any, *inputs: Any) -> Judge:
     gm = traced(function, *inputs)
-    call = Call.of([gm.graph], inputs)
+    call = Call.copying([gm.graph], inputs)
     plain = call.run(gm)
     return Judge(gm, call, plain, [f"result {place}" for place in range(len(plain))], is_compiled=False)
 
@@ -269,7 +269,7 @@ def test_the_calls_that_differ_are_cut_out_with_their_inputs():
 
     inputs = numbers(2, 3, 64), numbers(64, seed=1), numbers(2, 4, 64, seed=2)
     one, other = traced(plain, *inputs), traced(fused, *inputs)
-    found = difference(one, other, Call.of([one.graph], inputs))
+    found = difference(one, other, Call.copying([one.graph], inputs))
     assert found is not None
     assert [node.target for node in found.fused.graph.nodes if node.op == "call_function"] == [
         torch.ops.aten.rms_norm.default
@@ -279,7 +279,7 @@ def test_the_calls_that_differ_are_cut_out_with_their_inputs():
     }
     assert found.is_wrong
     assert any(torch.equal(each, torch.sin(inputs[0])) for each in found.call.inputs)
-    assert difference(one, traced(plain, *inputs), Call.of([one.graph], inputs)) is None
+    assert difference(one, traced(plain, *inputs), Call.copying([one.graph], inputs)) is None
 
 
 # names ---------------------------------------------------------------------------------------------------------------

@@ -544,7 +544,7 @@ def test_threads_call_one_graph_for_the_first_time():
 def test_a_block_holds_every_dtype(dtype):
     values = [numbers(32, 16, seed=seed).mul(9).to(dtype) for seed in range(3)]
     parameters = [nn.Parameter(each.clone(), requires_grad=False) for each in values]
-    block = joined.Block.of(parameters)
+    block = joined.Block.allocate(parameters)
     assert block.update(parameters, 0) == ["", "", ""]
     assert all(torch.equal(each.data, value) for each, value in zip(parameters, values, strict=True))
     assert are_views(*parameters) == [True] * 3

@@ -1,16 +1,16 @@
-"""Verification of numbers: the first call of a fused graph is compared with the plain graph, and float64 is the judge.
+"""Verification of numbers: the first call of a fused graph is compared with the plain graph, judged by float64.
 
     fused, plain       both graphs, in their own dtypes
-    exact, wide        the plain and the fused graph in float64, where choices among equals are made alike
+    exact, wide        the plain and the fused graph in float64, with equal choices among equal numbers
 
 1.  Results and written inputs of `fused` and `plain` are equal, or half a unit in the last place apart: verified.
 2.  `fused` is no further from `exact` than `plain` is: verified, the difference is rounding.
 3.  `wide` is not `exact`, and `fused` differs from `plain` there: the fused graph computes something else.
 4.  `fused` is as far from `exact` as no rounding explains, although `wide` is `exact`: so it rounds or overflows where
-    the plain graph does not. Unless it has made other choices, each between numbers as close as the dtype can tell, and
+    the plain graph does not. Unless it has made other choices, each between numbers as close as the dtype resolves, and
     is near to float64 with the same choices.
 
-The guilty rewrite is then searched for, and a script is written that reproduces the difference.
+Then the wrong rewrite is searched for by bisection, and a script is written that reproduces the difference.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Subject:
     """A graph to verify.
 
     Attributes:
-        original: the plain graph, as it was captured.
-        fused: the rewritten graph, before it was compiled; it takes what `prepared` gives as well.
+        original: the plain graph, as captured.
+        fused: the rewritten graph, before compilation; its further inputs are `prepared`.
         prepared: the further inputs of the rewritten graph.
-        names: how the model names the inputs and the results.
-        is_compiled: whether the fused graph is compiled rather than run node by node.
-        again: rewrites a copy of the plain graph with so many rewrites at most.
-        folder: where the script is written that reproduces a difference; "" for a temporary folder.
+        names: names of the inputs and the results in the model.
+        is_compiled: True if the fused graph is compiled rather than interpreted.
+        again: rewrites a copy of the plain graph with a given number of rewrites at most.
+        folder: folder for the script that reproduces a difference; "" for a temporary folder.
     """
 
     original: fx.GraphModule
@@ -67,11 +67,11 @@ class Subject:
 def verified(subject: Subject, run: Boxed) -> Boxed:
     """Wrap `run`, the compiled form of a fused graph, so that its first call is compared with the plain graph.
 
-    The caller's inputs are written to by `run` alone; after a call that raises, they are as they were before. A graph
-    is compared until it was right once.
+    Only `run` writes to the caller's inputs; they are restored after a call that raises. Calls are compared until one
+    was right.
 
     Raises (when called):
-        VerificationError: the graph is wrong; names the results, the guilty rewrite, and a script that reproduces it.
+        VerificationError: the graph is wrong; names the results, the wrong rewrite, and a script that reproduces it.
     """
     waiting = [(subject, standalone(subject.fused, subject.prepared))]
 
@@ -86,8 +86,8 @@ def verified(subject: Subject, run: Boxed) -> Boxed:
 
 
 def _first_call(subject: Subject, alone: fx.GraphModule, run: Boxed, inputs: Sequence[Any]) -> Any:
-    """Run a compiled graph and judge what it gives; `alone` is the graph that runs by nodes, for the same inputs."""
-    call = Call.of([subject.original.graph, alone.graph], inputs)
+    """Run a compiled graph and judge its results; `alone` is the graph to interpret on the same inputs."""
+    call = Call.copying([subject.original.graph, alone.graph], inputs)
     judge = Judge(subject.original, call, call.run(subject.original), _names(subject, call), subject.is_compiled)
     results, raised = None, None
     try:
@@ -97,7 +97,7 @@ def _first_call(subject: Subject, alone: fx.GraphModule, run: Boxed, inputs: Seq
     with outside_modes(), torch.inference_mode(False), torch.no_grad():
         if raised is not None:
             fault = judge.raised(raised)
-        elif call.states:  # a compiler draws other random numbers
+        elif call.states:  # a compiled graph draws other random numbers
             fault = judge.judged(alone)
         else:
             fault = judge.fault(call.observed(results, inputs), alone)
@@ -114,28 +114,28 @@ def _names(subject: Subject, call: Call) -> list[str]:
 
 
 def _error(subject: Subject, call: Call, fault: Fault) -> VerificationError:
-    """Find the guilty rewrite, write a script that reproduces the difference, and say all of that."""
+    """Find the wrong rewrite, write a script that reproduces the difference, and describe both."""
     try:
-        found = culprit(subject.again, fault.is_of)
+        wrong = culprit(subject.again, fault.is_of)
     except FusionError as error:
         log.debug("searching for the guilty rewrite failed", exc_info=error)
-        found = None
-    guilty = None if found is None else _failure(found, fault)
+        wrong = None
+    guilty = None if wrong is None else _failure(wrong, fault)
     try:
-        path = str(_script(subject, call, found))
+        path = str(_script(subject, call, wrong))
         report = f"please report it with {path}, which `python {path}` runs to print the difference"
     except Exception as error:
         path, report = "", f"please report it (a script that reproduces it could not be written: {worded(error)})"
     return VerificationError(
         f"verifying a fused graph on its first call, with {_given(subject, call)}: {fault.message}. "
-        f"{_cause(found)}; {report}",
+        f"{_cause(wrong)}; {report}",
         guilty,
         path,
     )
 
 
 def _given(subject: Subject, call: Call) -> str:
-    """Name the first argument of a call, and say how many other inputs there are."""
+    """Name the first argument of a call, and count the other inputs."""
     inputs = list(zip(subject.names[0], call.inputs, strict=True))
     tensors = [(name, x) for name, x in inputs if isinstance(x, torch.Tensor)]
     arguments = [(name, x) for name, x in tensors if not isinstance(x, torch.nn.Parameter)]
@@ -144,33 +144,33 @@ def _given(subject: Subject, call: Call) -> str:
     return f"{name} ({look(value)}){others}"
 
 
-def _failure(found: Culprit, fault: Fault) -> Failure:
-    match = found.candidate.match
+def _failure(wrong: Culprit, fault: Fault) -> Failure:
+    match = wrong.candidate.match
     return Failure("verify", fault.message, match.rule.name, whole=False, **place_in_report(match.node))
 
 
-def _cause(found: Culprit | None) -> str:
-    if found is None:
+def _cause(wrong: Culprit | None) -> str:
+    if wrong is None:
         return (
             "No rewrite causes it where the graph is searched anew and run node by node: the graph that was kept of an "
             "earlier compilation may be wrong (options={'plan_cache': 'off'} searches), or the compiler "
             "(options={'lower': 'eager'} uses none)"
         )
-    match, lowering = found.candidate.match, found.candidate.lowering
+    match, lowering = wrong.candidate.match, wrong.candidate.lowering
     return (
-        f"Rewrite {found.number} of {found.count} causes it: rule {match.rule.name!r}, form {match.form!r}, lowering "
+        f"Rewrite {wrong.number} of {wrong.count} causes it: rule {match.rule.name!r}, form {match.form!r}, lowering "
         f"{lowering!r}, {place_of(match.node)}; options={{'disable': {{{match.rule.name!r}}}}} leaves that rule out"
     )
 
 
-def _script(subject: Subject, call: Call, found: Culprit | None) -> Path:
-    """Write the script: with the calls in which the guilty rewrite differs alone, if these show the difference."""
-    if found is None:
+def _script(subject: Subject, call: Call, wrong: Culprit | None) -> Path:
+    """Write the script: with only the calls that the wrong rewrite changes, if these show the difference."""
+    if wrong is None:
         graphs = {"plain": subject.original, "fused": standalone(subject.fused, subject.prepared)}
         return write(subject.folder, "A graph before and after the pass.", graphs, call, _names(subject, call))
-    title = f"The rule {found.candidate.match.rule.name!r} changes what a model computes."
-    alone = difference(found.without, found.guilty, call)
+    title = f"The rule {wrong.candidate.match.rule.name!r} changes what a model computes."
+    alone = difference(wrong.without, wrong.guilty, call)
     if alone is None or not alone.is_wrong:
-        graphs = {"plain": found.without, "fused": found.guilty}
+        graphs = {"plain": wrong.without, "fused": wrong.guilty}
         return write(subject.folder, title, graphs, call, _names(subject, call))
     return write(subject.folder, title, {"plain": alone.plain, "fused": alone.fused}, alone.call, alone.names)

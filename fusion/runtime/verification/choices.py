@@ -1,12 +1,12 @@
-"""Choices: calls whose result jumps where their input moves a little, as a top-k, a comparison or a rounding to int8.
+"""Choices: calls whose result jumps at small changes of their input, as a top-k, a comparison or a rounding to int8.
 
-Two sound graphs may choose differently, and everything behind a choice differs then. So they are compared in two ways:
+Two correct graphs may choose differently, and all later results differ then. So they are compared in two ways:
 
     Steady              in float64, each choice among equals is made alike: the first is taken, a half is a half
-    Recorded, Replayed  a graph runs in its own dtype, and again in float64 with the choices that it made there, which
-                        rounding must explain: what is left between both runs is rounding alone
+    Recorded, Replayed  a graph runs in its own dtype, and again in float64 with the recorded choices, which rounding
+                        must explain: the remaining difference between both runs is rounding alone
 
-Fused operators run by their decompositions, whose choices are seen too. Bodies of cond and the like are not entered.
+Fused operators run by their decompositions, whose choices are included. Bodies of cond and the like are not entered.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Choice:
     """A call that chooses.
 
     Attributes:
-        kind: "list" for values with their indices, "place" for indices alone, "step" for a rounding to whole numbers,
-            "comparison", or "bits" for floats whose memory is read as integers.
+        kind: "list" for values with their indices, "place" for indices alone, "step" for a rounding to integers,
+            "comparison", or "bits" for floats whose memory is viewed as integers.
         target: the operator.
-        args, kwargs: its arguments; what it chooses of comes first.
+        args, kwargs: its arguments; the first is the tensor to choose from.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Choice:
 
     @property
     def x(self) -> Tensor:
-        """The numbers that are chosen of."""
+        """The tensor to choose from."""
         return self.args[0]
 
     @property
@@ -68,8 +68,8 @@ class Choice:
         """All arguments by name."""
         return arguments_of(self.target, self.args, self.kwargs)
 
-    def of(self, x: Tensor) -> Any:
-        """Make the call on other numbers; of equal ones the first come first in a list."""
+    def on(self, x: Tensor) -> Any:
+        """Make the call on other numbers `x`; lists have the first of equal numbers first."""
         given = self.given
         match short_name(self.target):
             case "topk":
@@ -81,7 +81,7 @@ class Choice:
                 return self.target(x, *self.args[1:], **self.kwargs)
 
     def values(self, indices: Tensor) -> Tensor:
-        """Read the numbers at the indices of a list, in the shape of the list."""
+        """Gather the numbers at the indices of a list, in the shape of the list."""
         dim = self.given["dim"]
         if indices.dim() == self.x.dim():
             return self.x.gather(dim, indices)
@@ -89,7 +89,7 @@ class Choice:
 
 
 class Choices(TorchDispatchMode):
-    """Run the calls of a graph; those that choose are handed to `choose`.
+    """Dispatch mode that passes the choosing calls of a graph to `choose`.
 
     Attributes:
         node: the node that is being run.
@@ -103,7 +103,7 @@ class Choices(TorchDispatchMode):
         self._inside = operators.decompositions()
 
     def at(self, node: fx.Node) -> None:
-        """Note the node that is about to run."""
+        """Record the node that is about to run."""
         self.node = node
 
     def __torch_dispatch__(
@@ -122,14 +122,14 @@ class Choices(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Moved:
-    """A choice that is made otherwise than float64 makes it.
+    """A choice that differs from that of float64.
 
     Attributes:
-        node: the node of the graph that makes it.
+        node: the node of the graph that makes the choice.
         target: the operator that chooses.
-        is_tie: whether it is among equal numbers alone.
-        is_explained: whether rounding explains it: all numbers that are chosen otherwise are equal, or as close as the
-            dtype can tell.
+        is_tie: True if only equal numbers are exchanged.
+        is_explained: True if rounding explains the choice: all exchanged numbers are equal, or closer than the dtype
+            resolves.
     """
 
     node: fx.Node | None
@@ -138,24 +138,24 @@ class Moved:
     is_explained: bool
 
     def __str__(self) -> str:
-        """Name kind, operator and place: "a tie in topk in layers.1.mlp at model.py:12"."""
+        """Format kind, operator and place: "a tie in topk in layers.1.mlp at model.py:12"."""
         place = "" if self.node is None else f" {place_of(self.node)}"
         return f"{'a tie' if self.is_tie else 'rounding'} in {short_name(self.target)}{place}"
 
 
 class Steady(Choices):
-    """For float64 runs of `graph`: choose as if numbers that are equal up to rounding were equal.
+    """Choices of float64 runs of `graph` that treat numbers as equal if they are equal up to rounding.
 
-    Numbers that a graph computes in float64 itself differ by all but their last bits.
+    Numbers that a graph computes in float64 itself must be equal but for their last bits.
 
     Attributes:
         sizes: the numbers of entries of the lists that were chosen.
-        lists: the integer tensors, of as many entries as a list of another run, that the graph has computed.
+        lists: the integer tensors that the graph has computed, of as many entries as a list of another run.
         moved: the lists that were taken from another run.
     """
 
     def __init__(self, graph: fx.Graph, wanted: Collection[int] = (), others: Sequence[Tensor] = ()) -> None:
-        """Collect lists of the `wanted` sizes; of `others`, take a list that names equal numbers instead of its own."""
+        """Collect lists of the `wanted` sizes; replace own lists by those of `others` that name equal numbers."""
         super().__init__()
         self._coarsest = coarsest_dtypes(graph)
         self._wanted, self._others = wanted, others
@@ -180,17 +180,17 @@ class Steady(Choices):
                 indices = self._list(choice, grain)
                 return choice.values(indices), indices
             case "place":
-                return choice.of(_ranks(choice.x, choice.given["dim"], grain))
+                return choice.on(_ranks(choice.x, choice.given["dim"], grain))
             case "step":
-                return choice.of(_snapped(choice.x, short_name(choice.target) == "round", grain))
+                return choice.on(_snapped(choice.x, short_name(choice.target) == "round", grain))
             case _:
                 return choice.target(*choice.args, **choice.kwargs)
 
     def _list(self, choice: Choice, grain: float) -> Tensor:
-        """Return the indices of a list; of two lists of equal numbers, the one that another run has made."""
+        """Return the indices of a list, or those of another run, where both name equal numbers."""
         dim = choice.given["dim"]
         ranks = _ranks(choice.x, dim, grain)
-        own = choice.of(ranks)[1]
+        own = choice.on(ranks)[1]
         self.sizes.add(own.numel())
         for other in (each for each in self._others if each.numel() == own.numel()):
             indices = other.reshape(own.shape).to(own)
@@ -203,7 +203,7 @@ class Steady(Choices):
 
 
 class Recorded(Choices):
-    """Record the result of each choice.
+    """Choices that are recorded.
 
     Attributes:
         made: the results, in the order of the calls.
@@ -221,10 +221,10 @@ class Recorded(Choices):
 
 
 class Replayed(Choices):
-    """For a float64 run of `graph` that was recorded in its own dtype: choose as it did there.
+    """Recorded choices, replayed in a float64 run of `graph`.
 
     Attributes:
-        moved: the choices that float64 would make otherwise.
+        moved: the choices that float64 would make differently.
     """
 
     def __init__(self, graph: fx.Graph, made: Sequence[Any]) -> None:
@@ -233,7 +233,7 @@ class Replayed(Choices):
         self.moved: list[Moved] = []
 
     def choose(self, choice: Choice) -> Any:
-        """Take the recorded choice, and note whether it is another one than that of float64."""
+        """Return the recorded choice, and record whether it differs from that of float64."""
         assert self.node is not None
         dtype = self._coarsest[self.node.name]
         eps = torch.finfo(dtype).eps
@@ -255,7 +255,7 @@ class Replayed(Choices):
 def coarsest_dtypes(source: fx.Graph) -> dict[str, torch.dtype]:
     """Return, by the name of each node, the coarsest floating dtype that it is computed in or from, float64 for none.
 
-    That of an input to which the graph writes includes what is written.
+    The dtype of an input to which the graph writes includes the writes.
     """
     coarsest: dict[fx.Node, torch.dtype] = {}
     for node in source.nodes:
@@ -274,13 +274,13 @@ def _eps(dtype: torch.dtype) -> float:
 def _compared_lists(
     choice: Choice, values: Tensor, indices: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which lists differ from those of float64, which of them in numbers too, and which in numbers not close.
+    """Return booleans for lists that differ from float64's, that differ in numbers, and in numbers not close.
 
-    Close are numbers `x` whose gap is 4 eps of the largest, or within what their narrow `values` of `dtype` were off by
-    rounding.
+    Numbers `x` are close if their gap is 4 eps of the largest, or within the rounding of their narrow `values` of
+    `dtype`.
     """
     dim = choice.given["dim"]
-    own = choice.of(choice.x)[1]
+    own = choice.on(choice.x)[1]
     taken, best = choice.values(indices), choice.values(own)
     noise = _finite(values.double() - taken).abs()
     if not choice.given.get("sorted", True):
@@ -303,7 +303,7 @@ def _far_places(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor
 
 
 def _far_steps(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
-    """Return where a rounded number is further from that of float64 than a step beside what its input is off."""
+    """Return where a rounded number differs from that of float64 by more than one step and the noise of its input."""
     return _gap(made.double(), own.double()) > 1 + _noise(choice.x, eps)
 
 
@@ -321,7 +321,7 @@ def _far_bits(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
 
 
 def _noise(x: Tensor, eps: float) -> Tensor:
-    """Return by how much rounding may move numbers, which were computed from others as large as the largest of them."""
+    """Return how far rounding may move numbers, computed from others as large as the largest of them."""
     return 8 * eps * _finite(x.double()).abs().max()
 
 
@@ -329,7 +329,7 @@ _FAR = {"place": _far_places, "step": _far_steps, "comparison": _far_comparisons
 
 
 def _kind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Say what a call on floats chooses, as `Choice.kind`; "" where it chooses nothing."""
+    """Classify a call on floats as `Choice.kind`; "" where it chooses nothing."""
     if not args or not isinstance(args[0], Tensor) or not (args[0].is_floating_point() and args[0].numel()):
         return ""
     name = short_name(target)
@@ -356,7 +356,7 @@ def _ranks(x: Tensor, dim: int | None, grain: float) -> Tensor:
 
 
 def _snapped(x: Tensor, halves: bool, grain: float) -> Tensor:
-    """Move numbers that are within `grain` of a whole number, or of a half, there."""
+    """Round numbers that are within `grain` of an integer (or of half of one, with `halves`) to it."""
     step = x.floor() + 0.5 if halves else x.round()
     return torch.where((x - step).abs() <= grain * x.abs().clamp_min(1.0), step, x)
 
@@ -370,5 +370,5 @@ def _largest(x: Tensor, dim: int) -> Tensor:
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
-    """Distance of each two numbers, 0 of equal infinities and infinite of others."""
+    """Return |x - y| elementwise: 0 for equal infinities, infinity for NaN and other infinities."""
     return torch.where(x == y, 0.0, x - y).abs().nan_to_num(torch.inf, torch.inf)

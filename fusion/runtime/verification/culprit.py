@@ -1,4 +1,4 @@
-"""The guilty rewrite: the first one, in the order of the graph, with which a graph goes wrong."""
+"""The wrong rewrite: the first one, in the order of the graph, with which a graph computes something else."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fusion.report.outcome import Outcome
 from fusion.runtime.verification.runs import standalone
 
 Again = Callable[[int | None], tuple[fx.GraphModule, Outcome]]
-"""Rewrites a copy of the plain graph, with so many rewrites at most, None for as many as the graph has."""
+"""Function that rewrites a copy of the plain graph, with a given number of rewrites at most; None for all."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A guilty rewrite.
+    """A wrong rewrite.
 
     Attributes:
         candidate: the rewrite.
-        number: how many are made up to it, in the order of the graph.
-        count: how many there are.
+        number: number of rewrites up to and with it, in the order of the graph.
+        count: number of all rewrites.
         without: the graph with the rewrites before it, which is right; takes the inputs of the plain graph.
         guilty: the graph with it as well.
     """
@@ -35,10 +35,7 @@ class Culprit:
 
 
 def culprit(again: Again, is_wrong: Callable[[fx.GraphModule], bool]) -> Culprit | None:
-    """Bisect the rewrites of a graph; None where no number of them makes it wrong.
-
-    Each trial rewrites a copy of the plain graph and asks `is_wrong` of it.
-    """
+    """Bisect the rewrites of a graph by `is_wrong`; None where no number of them makes the graph wrong."""
     count = len(again(None)[1].chosen)
     right, wrong = 0, count
     if not count:

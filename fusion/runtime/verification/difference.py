@@ -1,7 +1,7 @@
-"""The calls in which two graphs differ, alone, with the same inputs.
+"""The calls in which two graphs differ, cut out with their inputs.
 
-plain   a → b → c → d            b and d are in both, with the same call: of c and C, b is the input, and what d reads
-fused   a → b → C → d            is the result
+plain   a → b → c → d            b and d are equal calls in both graphs; c and C differ: b is the input of the part,
+fused   a → b → C → d            and the operand of d the result
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion.runtime.verification.judge import Judge
 from fusion.runtime.verification.runs import Call
 
 Twins = Mapping[fx.Node, fx.Node]
-"""Nodes of a fused graph, and those of the plain one that compute the same."""
+"""Nodes of a fused graph, with the node of the plain graph that computes the same."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Difference:
     """The calls in which two graphs differ.
 
     Attributes:
-        plain, fused: graphs of these calls alone, which take the same inputs and give the same results.
+        plain, fused: graphs of these calls alone, with the same inputs and the same results.
         call: the inputs.
-        names: the nodes of the plain graph that the results are.
+        names: names of the results in the plain graph.
     """
 
     plain: fx.GraphModule
@@ -47,9 +47,9 @@ class Difference:
 
 
 def difference(plain: fx.GraphModule, fused: fx.GraphModule, call: Call) -> Difference | None:
-    """Cut out of two graphs the calls in which they differ, with their inputs in a call of both.
+    """Cut out of two graphs the calls in which they differ, with their inputs in a `call` of both.
 
-    None where they differ in no call, as where the difference is inside a body.
+    None where no call differs, as where the difference is inside a body.
     """
     twins = _twins(plain.graph, fused.graph)
     both = set(twins.values())
@@ -69,15 +69,15 @@ def difference(plain: fx.GraphModule, fused: fx.GraphModule, call: Call) -> Diff
     )
     watching = _Watching(plain, {each.name for each in inputs})
     call.run(watching.run)
-    own = Call.of([each.graph for each in parts], [watching.seen[each.name] for each in inputs])
+    own = Call.copying([each.graph for each in parts], [watching.seen[each.name] for each in inputs])
     written = (inputs[place].name for place in own.written)
     return Difference(*parts, own, (*(one.name for one, _ in results), *written))
 
 
 def _twins(plain: fx.Graph, fused: fx.Graph) -> Twins:
-    """Map nodes of the fused graph to those of the plain one that make the same call of the same inputs.
+    """Map nodes of the fused graph to those of the plain one that make the same call on the same inputs.
 
-    Names tell nothing but of inputs: new nodes are numbered.
+    Names identify inputs only: new nodes are numbered.
     """
     calls = {_call(node, {}): node for node in reversed(plain.nodes)}
     twins: dict[fx.Node, fx.Node] = {}
@@ -89,14 +89,14 @@ def _twins(plain: fx.Graph, fused: fx.Graph) -> Twins:
 
 
 def _call(node: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> Hashable:
-    """Return what a node computes, in terms of other nodes or of their `twins`."""
+    """Return a key of the computation of a node, in terms of its operands or of their `twins`."""
     args, kwargs = map_only(fx.Node, lambda each: twins.get(each, each), (node.args, dict(node.kwargs)))
     named = node.name if node.op in ("placeholder", "output") or is_write(node) else ""
     return node.op, node.target, named, id(held_by(node)) if node.op == "get_attr" else 0, frozen((args, kwargs))
 
 
 def _results(plain: fx.Graph, fused: fx.Graph, twins: Twins) -> list[tuple[fx.Node, fx.Node]]:
-    """Pair the nodes at which two graphs begin to differ, seen from what both return and write."""
+    """Pair the nodes at which two graphs begin to differ, going back from their results and writes."""
     writes = {node.name: node for node in plain.nodes if is_write(node)}
     waiting = [(plain.output_node(), fused.output_node())]
     waiting += [(writes[node.name], node) for node in fused.nodes if is_write(node) and node.name in writes]
@@ -113,7 +113,10 @@ def _results(plain: fx.Graph, fused: fx.Graph, twins: Twins) -> list[tuple[fx.No
 
 
 def _is_same_call(one: fx.Node, other: fx.Node) -> bool:
-    """True if two nodes make the same call of inputs that may differ; of several results, of one operator's."""
+    """True if two nodes are the same call of operands that may differ.
+
+    Operands with several results must be calls of the same operator.
+    """
     given = [map_only(fx.Node, lambda _: None, (node.args, dict(node.kwargs))) for node in (one, other)]
     if (
         (one.op, one.target) != (other.op, other.target)
@@ -126,26 +129,26 @@ def _is_same_call(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """List the nodes that a call reads, each as often as it does."""
+    """List the operands of a call, each as often as it is read."""
     return [each for each in leaves(node.args, node.kwargs) if isinstance(each, fx.Node)]
 
 
 def _further_writes(graph: fx.Graph, other: fx.Graph) -> list[fx.Node]:
-    """List the writes of a graph that the other one does not have."""
+    """List the writes of `graph` that `other` does not have."""
     names = {node.name for node in other.nodes}
     return [node for node in graph.nodes if is_write(node) and node.name not in names]
 
 
 def _inside(roots: Iterable[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Collect what some nodes are computed from, down to nodes that are `known`; constants are inside."""
-    found: set[fx.Node] = set()
+    """Collect the nodes that `roots` are computed from, down to nodes that are `known`; constants are included."""
+    reached: set[fx.Node] = set()
     waiting = [*roots]
     while waiting:
         node = waiting.pop()
-        if node not in found and (node not in known or node.op == "get_attr"):
-            found.add(node)
+        if node not in reached and (node not in known or node.op == "get_attr"):
+            reached.add(node)
             waiting.extend(node.all_input_nodes)
-    return found
+    return reached
 
 
 def _part(
@@ -155,7 +158,7 @@ def _part(
     inside: Collection[fx.Node],
     results: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """Copy the nodes `inside` a graph into one of their own, which takes the `inputs` for their `twins`."""
+    """Copy the nodes `inside` a graph into a new graph, which takes the `inputs` for their `twins`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -173,7 +176,7 @@ def _part(
 
 
 class _Watching(fx.Interpreter):
-    """Run a graph and copy what some of its nodes give."""
+    """Interpreter that copies the results of the named nodes."""
 
     def __init__(self, gm: fx.GraphModule, names: Collection[str]) -> None:
         super().__init__(gm)

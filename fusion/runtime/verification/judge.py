@@ -1,4 +1,4 @@
-"""The judge of one call of a fused graph: which of its results are wrong, where rounding is no reason."""
+"""The judge of one call of a fused graph: finds results that are wrong by more than rounding explains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fusion.runtime.verification.runs import Call
 log = logging.getLogger("fusion")
 
 Rows = Mapping[int, Tensor]
-"""By position among what a caller sees, which rows are wrong, as booleans."""
+"""Wrong rows, as booleans, by position among the observed tensors of a call."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Fault:
     """A way in which a fused graph is wrong.
 
     Attributes:
-        message: which results are wrong, how, and why that is no rounding.
-        is_of: true of a graph that takes the same inputs and is wrong in the same way.
+        message: the wrong results, their errors, and why rounding does not explain them.
+        is_of: predicate of graphs with the same inputs that are wrong in the same way.
     """
 
     message: str
@@ -51,14 +51,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges fused graphs by what a caller sees of one call: the results, and the inputs that are written to.
+    """Judge of fused graphs by the observed tensors of one call: the results, and the inputs that are written to.
 
     Attributes:
         original: the plain graph.
         call: the inputs.
-        plain: what a caller sees of the plain graph.
-        names: how the model names each of that.
-        is_compiled: whether fused graphs are compiled, which may choose otherwise than their nodes do one by one.
+        plain: the observed tensors of the plain graph.
+        names: their names in the model.
+        is_compiled: True if fused graphs are compiled, and may choose differently than their nodes do one by one.
     """
 
     original: fx.GraphModule
@@ -68,7 +68,7 @@ class Judge:
     is_compiled: bool
 
     def fault(self, fused: Sequence[Any], gm: fx.GraphModule) -> Fault | None:
-        """Judge `fused`, what a caller sees of the fused graph `gm`; None where it is right."""
+        """Compare `fused`, the observed tensors of the fused graph `gm`, with the plain ones; None if they agree."""
         pairs = list(enumerate(zip(fused, self.plain, strict=True)))
         others = [place for place, pair in pairs if not is_like(*pair)]
         if others:
@@ -95,8 +95,8 @@ class Judge:
         """Compare a graph with the plain one, both in float64.
 
         Returns:
-            The rows in which it computes something else; what they were compared with, float64 of the plain graph with
-            the lists of the other one where both list equal numbers; and these lists.
+            The rows in which it computes something else; float64 of the plain graph that they were compared with,
+            computed with the lists of the other graph where both lists name equal numbers; and these lists.
         """
         exact, sizes = self._exact
         run = Steady(gm.graph, sizes)
@@ -111,7 +111,7 @@ class Judge:
         return self._wrong(places, fused, wide, other), other, following.moved
 
     def judged(self, gm: fx.GraphModule) -> Fault | None:
-        """Run a fused graph node by node, and judge it."""
+        """Interpret a fused graph, and return its fault or None."""
         try:
             fused = self.call.run(gm)
         except Exception as error:
@@ -119,7 +119,7 @@ class Judge:
         return self.fault(fused, gm)
 
     def raised(self, error: Exception) -> Fault:
-        """Describe a fused graph that raises, where the plain graph did not."""
+        """Describe the fault of a fused graph that raises, where the plain graph did not."""
         return Fault(f"the fused graph raises {worded(error)}, which the plain graph does not", self._raises)
 
     def _raises(self, gm: fx.GraphModule) -> bool:
@@ -130,7 +130,7 @@ class Judge:
         return False
 
     def _unexplained(self, gross: Rows, fused: Sequence[Any], gm: fx.GraphModule) -> Fault | None:
-        """Judge what is far from float64 although the algebra is right: by float64 with the choices of the graph."""
+        """Return the fault of results far from float64 despite right algebra; None if choices explain them."""
         recorded = Recorded()
         try:
             own = self.call.run(gm, recorded)
@@ -150,9 +150,9 @@ class Judge:
         return None
 
     def _note_nearer(self, places: Iterable[int], fused: Sequence[Any]) -> None:
-        """Name the results in which the plain graph alone is further from float64 than rounding explains."""
-        found = {place: self._nearer_rows(place, fused[place]) for place in places if is_inexact(self.plain[place])}
-        counts = ((self.names[place], int(rows.sum()), len(rows)) for place, rows in found.items())
+        """Log the results in which the plain graph alone is further from float64 than rounding explains."""
+        rows_at = {place: self._nearer_rows(place, fused[place]) for place in places if is_inexact(self.plain[place])}
+        counts = ((self.names[place], int(rows.sum()), len(rows)) for place, rows in rows_at.items())
         named = [f"{name} ({count} of {rows} rows)" for name, count, rows in counts if count]
         if named:
             log.warning(
@@ -166,7 +166,7 @@ class Judge:
         return gross_rows(measured.plain, replace(measured, plain=measured.fused), TOLERANCE[self._grains[place]])
 
     def _note(self, places: Iterable[int], moved: Sequence[Moved]) -> None:
-        """Name the choices because of which results differ that are right."""
+        """Log the choices that cause right results to differ."""
         if moved:
             names = ", ".join(self.names[place] for place in places)
             log.warning("verified a fused graph: what differs in %s comes of %s alone", names, _named(moved))
@@ -177,7 +177,7 @@ class Judge:
 
     @cached_property
     def _exact(self) -> tuple[list[Any] | None, Collection[int]]:
-        """Return results and written inputs of the plain graph in float64, None without kernels; and sizes of lists."""
+        """Results and written inputs of the plain graph in float64, None without kernels; and the sizes of lists."""
         run = Steady(self.original.graph)
         exact = self._wide(self.original, run)
         if exact is None or list(map(_sizes, exact)) != list(map(_sizes, self.plain)):
@@ -187,12 +187,12 @@ class Judge:
 
     @property
     def judging(self) -> Sequence[Any]:
-        """Return the results to compare with: float64 of the plain graph, or its own dtype where float64 cannot run."""
+        """Results to compare with: float64 of the plain graph, or its own dtype where float64 cannot run."""
         return self._exact[0] or self.plain
 
     @cached_property
     def _grains(self) -> list[torch.dtype]:
-        """Return the coarsest dtype of the computation of each result and written input."""
+        """Coarsest dtype in the computation of each result and written input."""
         graph = self.original.graph
         coarsest, inputs = coarsest_dtypes(graph), graph.find_nodes(op="placeholder")
         results = [
@@ -222,8 +222,8 @@ class Judge:
         self, places: Iterable[int], fused: Sequence[Any], wide: Sequence[Any], exact: Sequence[Any]
     ) -> dict[int, Tensor]:
         """Find the rows in which `wide` is not `exact`, and `fused` differs from the plain graph as well."""
-        found = {place: self._wrong_rows(place, fused[place], wide[place], exact[place]) for place in places}
-        return {place: rows for place, rows in found.items() if rows.any()}
+        rows_at = {place: self._wrong_rows(place, fused[place], wide[place], exact[place]) for place in places}
+        return {place: rows for place, rows in rows_at.items() if rows.any()}
 
     def _wrong_rows(self, place: int, fused: Tensor, wide: Tensor, exact: Tensor) -> Tensor:
         plain = self.plain[place]
@@ -233,8 +233,8 @@ class Judge:
 
     def _gross(self, places: Iterable[int], fused: Sequence[Any], exact: Sequence[Any]) -> dict[int, Tensor]:
         """Find the rows that are further from `exact` than rounding explains."""
-        found = {place: self._gross_rows(place, fused[place], exact[place]) for place in places}
-        return {place: rows for place, rows in found.items() if rows.any()}
+        rows_at = {place: self._gross_rows(place, fused[place], exact[place]) for place in places}
+        return {place: rows for place, rows in rows_at.items() if rows.any()}
 
     def _gross_rows(self, place: int, fused: Tensor, exact: Tensor) -> Tensor:
         plain = self.plain[place]
@@ -262,5 +262,4 @@ def _sizes(x: Any) -> Any:
 
 
 def _named(moved: Sequence[Moved]) -> str:
-    """Name each choice that is made otherwise, once."""
     return ", ".join(dict.fromkeys(map(str, moved)))

@@ -1,6 +1,6 @@
-"""Distances between the results of two graphs, row by row, and which of them are too large.
+"""Distances between the results of two graphs, row by row, and limits for them.
 
-A row is what lies along the last dim. Distances are root mean squares over a row, in float64. Four runs are compared:
+A row is one vector along the last dim. Distances are root mean squares over a row, in float64. Four runs are compared:
 those of the fused and the plain graph in their own dtypes, and those of both in float64.
 """
 
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Relative rms error that rounding explains in a whole model, by the coarsest dtype that its numbers pass through."""
+"""Relative rms error that rounding explains in a complete model, by the coarsest dtype of its intermediates."""
 
 SAME = 1e-10
-"""Relative error up to which two float64 runs compute the same."""
+"""Largest relative error between float64 runs of the same computation."""
 
-_ENTRIES = 2**22  # of a tensor that are compared at once: caches are too large for a copy in float64
+_ENTRIES = 2**22  # elements compared at a time: a float64 copy of a cache would be too large
 
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances of every row of one tensor, [rows] each in float64; infinite where one side is not finite alone.
+    """Distances of every row of one tensor, [rows] each in float64; infinite where only one side is finite.
 
     Attributes:
         fused: from the fused result to float64 of the plain graph.
@@ -77,14 +77,15 @@ def is_close(fused: Any, plain: Any) -> bool:
 
 
 def is_inexact(x: Tensor) -> bool:
-    """True if a tensor holds real or complex numbers that are rounded."""
+    """True if `x` has rounded numbers: a floating-point or complex dtype."""
     return x.is_floating_point() or x.is_complex()
 
 
 def distances(fused: Tensor, plain: Tensor, exact: Tensor) -> Distances:
     """Measure inexact results against `exact`, float64 of the plain graph.
 
-    Entries that the plain graph cannot hold are free: their number overflows its dtype, or an intermediate has.
+    Entries that the plain graph cannot represent are ignored: their number overflows its dtype, or an intermediate
+    does.
     """
     largest = torch.finfo(plain.dtype).max
 
@@ -101,8 +102,8 @@ def distances(fused: Tensor, plain: Tensor, exact: Tensor) -> Distances:
 def is_further(measured: Distances, dtype: torch.dtype) -> bool:
     """True if a fused result may be further from float64 than the plain one by more than rounding to `dtype` explains.
 
-    Asks little: what is suspected here is judged by float64 of the fused graph. A plain result that is far from float64
-    itself, as one that breaks a tie otherwise, excuses nothing.
+    The limit is low: a suspect is judged by float64 of the fused graph. A plain result that is far from float64 itself,
+    such as one that breaks a tie differently, does not raise the limit.
     """
     eps = torch.finfo(dtype).eps
     fused, plain = (each / measured.size.clamp_min(1e-300) for each in (measured.fused, measured.plain))
@@ -115,9 +116,9 @@ def is_further(measured: Distances, dtype: torch.dtype) -> bool:
 def other_rows(measured: Distances, wide: Tensor, exact: Tensor, eps: float) -> Tensor:
     """Return the rows, as booleans, in which the fused graph computes something else.
 
-    In float64 it differs by more than an eighth of a unit in the last place, and in its own dtype by half as much as in
-    float64 at least. Else float64 does not speak for the plain graph: a float16 score that -65504 swallows is kept by
-    float64, for example.
+    In float64 they differ by more than an eighth of a unit in the last place, and in their own dtype by at least half
+    as much as in float64. Otherwise float64 does not represent the plain graph: a float16 score that -65504 absorbs
+    remains in float64, for example.
     """
     apart = _by_rows(_distance, wide, exact)
     limit = eps / 8 * measured.size + SAME * (measured.size + 1e-3 * measured.scale)
@@ -125,7 +126,7 @@ def other_rows(measured: Distances, wide: Tensor, exact: Tensor, eps: float) -> 
 
 
 def gross_rows(away: Tensor, measured: Distances, tolerance: float) -> Tensor:
-    """Return the rows, as booleans, that are further `away` from float64 than any rounding explains."""
+    """Return the rows, as booleans, whose distance `away` from float64 no rounding explains."""
     return away > 4 * measured.plain + tolerance * (measured.size + measured.scale)
 
 
@@ -149,7 +150,7 @@ def farthest(fused: Tensor, exact: Tensor, rows: Tensor) -> tuple[int, ...]:
 
 
 def _by_rows(measure: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply `measure` to tensors of one shape as rows [rows, D], some at a time, and join what it gives of each row."""
+    """Apply `measure` to tensors of one shape as rows [rows, D], some at a time, and concatenate its results."""
     flat = [_rows(each) for each in tensors]
     step = max(1, _ENTRIES // max(1, flat[0].shape[1]))
     parts = zip(*(each.split(step) for each in flat), strict=True)
@@ -162,7 +163,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
-    """Root mean square of the difference of each row; infinite where infinities or NaNs do not agree."""
+    """Return the root mean square of the difference of each row; infinite where infinities or NaNs do not agree."""
     x, y = x.double(), y.double()
     same = (x == y) | (x.isnan() & y.isnan())
     return _rms(torch.where(same, 0.0, x - y).nan_to_num(torch.inf, torch.inf, torch.inf))
@@ -173,7 +174,7 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _rms(x: Tensor) -> Tensor:
-    """Root mean square of each row of non-negative or finite numbers, without overflow of their squares."""
+    """Return the root mean square of each row of non-negative or finite numbers, without overflow of their squares."""
     if not x.numel():
         return x.new_zeros(x.shape[:-1])
     largest = x.abs().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Runs of one call: a graph on copies of what it writes to, in its own dtype or in float64."""
+"""Runs of one call: a graph on copies of the inputs that it writes to, in its own dtype or in float64."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WITH_FLOAT64 = frozenset({"cpu", "cuda"})
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one call as they were before it.
+    """The inputs of one call, with their contents before the call.
 
     Attributes:
-        inputs: those of the caller, to which the call itself may have written.
+        inputs: the caller's inputs, which the call itself may have written to.
         written: copies of the inputs that a graph writes to, by position.
         states: the state of each random generator, by device; empty where the graph draws no random numbers.
     """
@@ -39,8 +39,8 @@ class Call:
     states: dict[torch.device, Tensor]
 
     @staticmethod
-    def of(graphs: Sequence[fx.Graph], inputs: Sequence[Any]) -> Call:
-        """Copy what any of the graphs, which take the same inputs, writes to."""
+    def copying(graphs: Sequence[fx.Graph], inputs: Sequence[Any]) -> Call:
+        """Copy the inputs that any of the graphs, which take the same inputs, writes to."""
         places = [node for graph in graphs for node in enumerate(graph.find_nodes(op="placeholder"))]
         written = {place for place, node in places if is_written(node)}
         copies = {place: copied(inputs[place]) for place in sorted(written)}
@@ -49,19 +49,19 @@ class Call:
 
     @property
     def device(self) -> torch.device | None:
-        """Return the device of float64 runs: the host where a device of the inputs has no float64, else None."""
+        """Device of float64 runs: the host where a device of the inputs has no float64, else None."""
         devices = {each.device.type for each in self.inputs if isinstance(each, Tensor)}
         return None if devices <= _WITH_FLOAT64 else torch.device("cpu")
 
     def run(self, graph: Callable[..., Any], mode: TorchDispatchMode | None = None) -> list[Any]:
-        """Run a graph on copies; return its results, and behind them the inputs that are written to."""
+        """Run a graph on copies; return its results, then the inputs that are written to."""
         inputs = [copied(self.written[place]) if place in self.written else x for place, x in enumerate(self.inputs)]
         with self.repeated(), mode or torch.no_grad():
             results = graph(*inputs)
         return self.observed(results, inputs)
 
     def run_wide(self, gm: fx.GraphModule, choices: Choices) -> list[Any]:
-        """Do the same in float64, with choices made as `choices` makes them."""
+        """Run a graph in float64 with the given `choices`; return its results, then the inputs that are written to."""
         inputs = [
             widened(self.written[place], self.device) if place in self.written else x
             for place, x in enumerate(self.inputs)
@@ -71,19 +71,19 @@ class Call:
         return self.observed(results, inputs)
 
     def observed(self, results: Any, inputs: Sequence[Any]) -> list[Any]:
-        """List what a caller sees of a call: results, and the inputs that are written to."""
+        """List the tensors that a caller observes of a call: results, and the inputs that are written to."""
         seen = [*tree_leaves(results), *(inputs[place] for place in self.written)]
         return [torch.tensor(each) if isinstance(each, (int, float)) else each for each in seen]
 
     def put_back(self) -> None:
-        """Let the caller's inputs be what they were before the call."""
+        """Restore the contents of the caller's inputs before the call."""
         with torch.no_grad():
             for place, before in self.written.items():
                 self.inputs[place].copy_(before)
 
     @contextmanager
     def repeated(self) -> Generator[None, None, None]:
-        """Draw inside the random numbers that the call has drawn."""
+        """Restore the random generators inside the context, so that the numbers of the call are drawn again."""
         now = {device: _state(device) for device in self.states}
         _set_states(self.states)
         try:
@@ -93,7 +93,7 @@ class Call:
 
 
 def standalone(gm: fx.GraphModule, prepared: Sequence[Prepared]) -> fx.GraphModule:
-    """Copy a rewritten graph into one that takes the inputs of the original: prepared inputs are computed inside."""
+    """Copy a rewritten graph, with the computation of its prepared inputs, to take the inputs of the original."""
     alone = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     inputs = {node.name: node for node in alone.graph.find_nodes(op="placeholder")}
     first = next(node for node in alone.graph.nodes if node.op != "placeholder")

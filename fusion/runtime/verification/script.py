@@ -1,7 +1,7 @@
-"""A script that reproduces a difference between two graphs, and what that script calls.
+"""Scripts that reproduce a difference between two graphs, and the functions that scripts call.
 
-A graph is written as a function of `call`, which is handed each operator with its arguments: the text shows the calls,
-and running it builds the graph again.
+A graph is written as a function of `call`, which receives each operator with its arguments: the text shows the calls,
+and running the function builds the graph again.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ if __name__ == "__main__":
 
 
 def write(folder: str, title: str, graphs: Mapping[str, fx.GraphModule], call: Call, names: Sequence[str]) -> Path:
-    """Write a script that runs the graphs "plain" and "fused" on the inputs of `call`, and the inputs beside it.
+    """Write a script that runs the graphs "plain" and "fused" on the inputs of `call`, and the inputs next to it.
 
     Args:
-        folder: where; "" for a new temporary folder.
-        title: what the script shows.
+        folder: the folder; "" for a new temporary folder.
+        title: the first line of the script.
         graphs: both graphs.
         call: their inputs.
-        names: what they give: results, and inputs that are written to.
+        names: names of the results, and of the inputs that are written to.
 
     Raises:
         OSError: the folder cannot be written.
@@ -80,11 +80,11 @@ def write(folder: str, title: str, graphs: Mapping[str, fx.GraphModule], call: C
 
 
 class _Written:
-    """Graphs as text.
+    """Writer of graphs as text.
 
     Attributes:
-        constants: the tensors that they hold, by the names that they have in the text.
-        modules: what the text needs to import.
+        constants: the constant tensors of the graphs, by their names in the text.
+        modules: the modules that the text imports.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Written:
         self.modules: set[str] = set()
 
     def function(self, name: str, gm: fx.GraphModule) -> str:
-        """Write a graph as a function, behind those that are the bodies of its calls."""
+        """Write a graph as a function, behind those for the bodies of its calls."""
         bodies: list[str] = []
         inputs, lines = ["    call,"], list[str]()
         for node in gm.graph.nodes:
@@ -130,12 +130,12 @@ class _Written:
 
 
 def _saved(x: Any) -> Any:
-    """Copy a tensor out of the memory that it shares with others."""
+    """Copy a tensor without the memory that it shares with others."""
     return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 class _Built:
-    """Build a graph of the calls that a function of a script makes; the argument `call` of such a function."""
+    """Builder of a graph from the calls of a function in a script: the argument `call` of such a function."""
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
         self._constants = constants
@@ -147,7 +147,7 @@ class _Built:
         return self._graph.call_function(target, args, kwargs)
 
     def constant(self, name: str) -> fx.Node:
-        """Read a tensor that the graph holds."""
+        """Add a node that reads the constant tensor `name`."""
         self._attributes[name] = self._constants[name]
         return self._graph.get_attr(name)
 
@@ -156,14 +156,14 @@ class _Built:
         return self._graph.get_attr(function.__name__)
 
     def graph(self, function: Callable[..., Any]) -> fx.GraphModule:
-        """Build the graph that a function describes."""
+        """Build the graph that the calls of `function` describe."""
         _, *inputs = inspect.signature(function).parameters
         self._graph.output(function(self, *map(self._graph.placeholder, inputs)))
         return fx.GraphModule(self._attributes, self._graph)
 
 
 class _Valued(fx.Interpreter):
-    """Run a graph, and note of each node how its result looks."""
+    """Interpreter that records each result in the metadata of its node."""
 
     def run_node(self, n: fx.Node) -> Any:
         n.meta["val"] = super().run_node(n)
@@ -171,10 +171,10 @@ class _Valued(fx.Interpreter):
 
 
 def compare(plain: Callable[..., Any], fused: Callable[..., Any], path: str) -> None:
-    """Run the graphs that two functions of a script describe, and print how far apart they are; what scripts call."""
+    """Run the graphs that two functions of a script describe, and print their differences; called by scripts."""
     saved = torch.load(Path(path).with_suffix(".pt"), weights_only=True)
     graphs = [_Built(saved["constants"]).graph(each) for each in (plain, fused)]
-    call = Call.of([each.graph for each in graphs], saved["inputs"])
+    call = Call.copying([each.graph for each in graphs], saved["inputs"])
     with torch.no_grad():
         seen = call.run(_Valued(graphs[0]).run)
         judge = Judge(graphs[0], call, seen, saved["names"], is_compiled=False)
@@ -190,7 +190,7 @@ def compare(plain: Callable[..., Any], fused: Callable[..., Any], path: str) -> 
 
 
 def _apart(plain: Any, fused: Any, exact: Any) -> str:
-    """Say how far results are from float64, or how many entries differ."""
+    """Format the distances of results from float64, or the number of entries that differ."""
     if not isinstance(plain, Tensor) or not is_like(plain, fused):
         return f"{look(plain)} in the plain graph, {look(fused)} in the fused one"
     if not is_inexact(plain):
