@@ -1,15 +1,21 @@
-"""Write what the documentation takes from the code: generated pages, and the listing in the README."""
+"""Write what the documentation takes from the code: generated pages, and the listing in the README.
+
+python docs/build.py               # all but the table of model families
+python docs/build.py --families    # that table alone: traces each family at its real sizes, minutes
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fusion
+from fusion.frontend import hf
 from fusion.frontend.catalogue import OperatorEntry, RuleEntry, operator_entries, rule_entries
 from fusion.frontend.library import installed
 from fusion.graph.launches import is_launch
@@ -17,7 +23,16 @@ from fusion.language import Word
 
 ROOT = Path(__file__).parents[1]
 MARKS = re.compile(r"(<!-- listing -->\n).*?(<!-- end of listing -->)", re.DOTALL)
+FAMILIES_MARKS = re.compile(r"(<!-- families -->\n).*?(<!-- end of families -->)", re.DOTALL)
 WIDTH = 76
+FAMILIES = {
+    "Llama 2, 3": "llama", "Qwen3": "qwen3", "Mistral": "mistral", "Gemma 3": "gemma3_text", "Phi-3, Phi-4": "phi3",
+    "OLMo 2": "olmo2", "GLM-4": "glm4", "SmolLM3": "smollm3", "Qwen3-MoE": "qwen3_moe", "Mixtral": "mixtral",
+    "gpt-oss": "gpt_oss", "GLM-4.5": "glm4_moe", "Ernie 4.5 MoE": "ernie4_5_moe", "DeepSeek-V2": "deepseek_v2",
+    "DeepSeek-V3, R1, Kimi-K2": "deepseek_v3", "LongCat-Flash": "longcat_flash",
+    "DeepSeek-V3.2": "deepseek_v32", "GLM-5": "glm_moe_dsa",
+}  # fmt: skip
+"""Families of the table in README -> their type in transformers."""
 
 
 def generated() -> dict[Path, str]:
@@ -175,6 +190,23 @@ def _indexers() -> str:
     return "\n".join([head, *_COLUMNS, *rows]) + "\n"
 
 
+def families_table() -> str:
+    """Trace one step of decoding of each family at its real sizes, one layer of every kind, for `ascend910_93`."""
+    head = (
+        "One token behind a static cache, models of `transformers` at their real sizes with one or two layers of each "
+        "kind, in bfloat16 for `ascend910_93`; for yours, `cann-fusion explain hf:TYPE --mode decode`:\n\n"
+        "| family (type) | launches | calls of fused operators, by rule |\n|---|---|---|\n"
+    )
+    return head + "".join(_traced(name, kind) for name, kind in FAMILIES.items()) + "\n"
+
+
+def _traced(name: str, kind: str) -> str:
+    call = hf.build(hf.Request(kind, "decode"))
+    report = fusion.explain(call.model, *call.args, options={"target": "ascend910_93"}, **call.kwargs)
+    rules = ", ".join(f"`{rule}` {count}" for rule, count in Counter(each.rule for each in report.matches).items())
+    return f"| {name} (`{kind}`) | {report.launches[0]} → {report.launches[1]} | {rules} |\n"
+
+
 def listing() -> str:
     """The launches of the block of examples/first_fusion.py before and after, as text."""
     sys.path.insert(0, str(ROOT / "examples"))
@@ -206,6 +238,12 @@ def _wrapped(names: list[str]) -> str:
 
 def main() -> None:
     """Write what has changed."""
+    if "--families" in sys.argv:
+        readme = ROOT / "README.md"
+        readme.write_text(
+            FAMILIES_MARKS.sub(lambda found: f"{found[1]}{families_table()}{found[2]}", readme.read_text())
+        )
+        return
     for path, text in generated().items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

@@ -28,6 +28,7 @@ from fusion.language import (
     variants,
     word,
 )
+from fusion.operators import Limit, Operator
 from fusion.options import Options
 from fusion.planning.target import Target
 from fusion.report.report import Report
@@ -43,6 +44,8 @@ __all__ = [
     "FusionPass",
     "Group",
     "Library",
+    "Limit",
+    "Operator",
     "Options",
     "Report",
     "Rule",

@@ -12,7 +12,7 @@ from fusion.errors import NoRulesError, OptionError, RuleError
 from fusion.language import Example, Library, Rule
 from fusion.language.checks import check_library
 from fusion.language.code import names_read
-from fusion.operators import OPERATORS
+from fusion.operators import OPERATORS, provide
 from fusion.options import Options, check_names
 
 GROUP = "fusion.patterns"
@@ -35,6 +35,7 @@ def installed() -> Library:
             f"loading rules: no installed package provides the entry-point group {GROUP!r}, so nothing could ever be "
             "fused; install the package instead of only importing its folder (pip install -e .)"
         )
+    provide(library.operators)
     check_library(library)
     return library
 
@@ -89,12 +90,15 @@ def library_for(options: Options, given: object = None) -> Library:
 
 
 def completed(given: object) -> Library:
-    """Return `given` if it is a library, else a library of its rules and readers and the installed readers."""
-    return given if isinstance(given, Library) else Library((), installed().readers) + given
+    """Return `given` if it is a library, else a library of its parts and the installed readers and operators."""
+    if isinstance(given, Library):
+        return given
+    return Library((), installed().readers, installed().operators) + given
 
 
 @cache
 def _checked(library: Library) -> Library:
+    provide(library.operators)
     check_library(library, _installed_names)
     return library
 

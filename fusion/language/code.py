@@ -24,6 +24,7 @@ from fusion._torch.fakes import FakeTensor, without_fakes
 from fusion._torch.operators import OpOverload, OpOverloadPacket
 from fusion.language.reader import Library, Reader
 from fusion.language.rule import Rule
+from fusion.operators import Operator
 
 MOST = 2**17
 """Limit on the values that are visited for one key."""
@@ -33,7 +34,7 @@ LARGEST = 2**24
 
 def files_of(library: Library) -> str:
     """Hash all Python files of this package and of the packages that define `library`; "package digest" for each."""
-    kinds = [*map(type, library.rules), *(each.read for each in library.readers)]
+    kinds = [_code_of(each) for each in (*library.rules, *library.readers, *library.operators)]
     packages = {_package(kind.__module__) for kind in kinds} | {"fusion"}
     return " ".join(f"{each} {_files(each)}" for each in sorted(packages) if _is_package(each))
 
@@ -42,31 +43,42 @@ loaded = cache(files_of)
 """`files_of` memoised at its first call, when the files are still those of the code that runs."""
 
 
-def key_of(given: Rule | Reader) -> str | None:
-    """Return the key of a rule or reader, to be used with `files_of`.
+def _code_of(given: Rule | Reader | Operator) -> Any:
+    """Return the class of a rule, the function of a reader, or the decomposition of an operator."""
+    if isinstance(given, Operator):
+        return given.compute
+    return given.read if isinstance(given, Reader) else type(given)
+
+
+def key_of(given: Rule | Reader | Operator) -> str | None:
+    """Return the key of a part of a library, to be used with `files_of`.
 
     Returns:
         Its qualified name, followed by `digest_of` if the files of a package do not define it entirely; None if it
         depends on a value without a representation that is equal in every process.
     """
-    kind: Any = given.read if isinstance(given, Reader) else type(given)
+    kind = _code_of(given)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if _is_in_package(given, kind):
         return name
     try:
-        return f"{name} {digest_of(given)}"
+        declared = [getattr(given, each.name) for each in fields(given)] if isinstance(given, Operator) else given
+        return f"{name} {digest_of(declared)}"
     except UnkeyedError:
         return None
 
 
 def keys_of(library: Library) -> str | None:
-    """Join the keys of all rules and readers of `library`, sorted; None if one has no key."""
-    keys = [key_of(each) for each in (*library.rules, *library.readers)]
+    """Join the keys of all parts of `library`, sorted; None if one has no key."""
+    keys = [key_of(each) for each in (*library.rules, *library.readers, *library.operators)]
     return None if None in keys else " ".join(sorted(filter(None, keys)))
 
 
-def _is_in_package(given: Rule | Reader, kind: Any) -> bool:
+def _is_in_package(given: Rule | Reader | Operator, kind: Any) -> bool:
     """True if `given`, or the class of a rule without fields, is a global of a module of a package."""
+    if isinstance(given, Operator):
+        module = sys.modules.get(kind.__module__)
+        return _is_package(_package(kind.__module__)) and any(each is given for each in vars(module).values())
     module, named = sys.modules.get(kind.__module__), given if isinstance(given, Reader) else kind
     alone = isinstance(given, Reader) or not vars(given)
     return _is_package(_package(kind.__module__)) and alone and getattr(module, kind.__qualname__, None) is named

@@ -23,6 +23,7 @@ from fusion.errors import RuleError
 from fusion.graph import Graph
 from fusion.graph.readings import Found
 from fusion.language.rule import Rule
+from fusion.operators import Operator
 
 Read = Callable[[Graph], Iterator[Found]]
 
@@ -108,21 +109,23 @@ def reader(
 
 @dataclass(frozen=True)
 class Library:
-    """The rules of a package, and the readers of the words that they use.
+    """The rules of a package, the readers of the words that they use, and operators of its own that they emit.
 
     Raises:
-        RuleError: an element is no rule or no reader, two have one name, or two give one word.
+        RuleError: an element is of another kind, two have one name, or two give one word.
     """
 
     rules: tuple[Rule, ...]
     readers: tuple[Reader, ...] = ()
+    operators: tuple[Operator, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in (("rules", Rule), ("readers", Reader)):
+        for name, kind in (("rules", Rule), ("readers", Reader), ("operators", Operator)):
             object.__setattr__(self, name, tuple(_checked_kind(each, kind) for each in getattr(self, name)))
         rules = [(each.name, _defined(type(each))) for each in self.rules]
         _require_unique("rule", rules)
         _require_unique("reader", ((each.name, _defined(each.read)) for each in self.readers))
+        _require_unique("operator", ((each.name, _defined(each.compute)) for each in self.operators))
         words = [(word, f"the reader {each.name}") for each in self.readers for word in each.gives]
         _require_unique("word", (*words, *((name, f"the rule {kind}") for name, kind in rules)))
 
@@ -131,27 +134,32 @@ class Library:
         return {each.name: each for reader in self.readers for each in reader.words}
 
     def __add__(self, more: object) -> Library:
-        """Add the rules and readers of a library, of a collection, or a single rule or reader, after those of this."""
+        """Add the parts of a library, of a collection, or a single part, after those of this."""
         other = Library.of(more)
-        return Library((*self.rules, *other.rules), (*self.readers, *other.readers))
+        return Library(
+            (*self.rules, *other.rules), (*self.readers, *other.readers), (*self.operators, *other.operators)
+        )
 
     def __radd__(self, more: object) -> Library:
-        """Add the rules and readers of a library, of a collection, or a single rule or reader, before those of this."""
+        """Add the parts of a library, of a collection, or a single part, before those of this."""
         return Library.of(more) + self
 
     @staticmethod
     def of(given: object) -> Library:
-        """Convert a rule, a reader, or a collection of both to a library; return a library unchanged.
+        """Convert a rule, a reader, an operator, or a collection of these to a library; return a library unchanged.
 
         Raises:
-            RuleError: an element is neither a rule nor a reader, two have one name, or two give one word.
+            RuleError: an element is none of these, two have one name, or two give one word.
         """
         if isinstance(given, Library):
             return given
         listed = given if isinstance(given, Iterable) and not isinstance(given, type | str) else [given]
-        checked = [_checked_kind(each, (Rule, Reader)) for each in listed]
-        rules = (each for each in checked if isinstance(each, Rule))
-        return Library(tuple(rules), tuple(each for each in checked if isinstance(each, Reader)))
+        checked = [_checked_kind(each, (Rule, Reader, Operator)) for each in listed]
+        return Library(
+            tuple(each for each in checked if isinstance(each, Rule)),
+            tuple(each for each in checked if isinstance(each, Reader)),
+            tuple(each for each in checked if isinstance(each, Operator)),
+        )
 
 
 def ordered(readers: Sequence[Reader]) -> list[Reader]:
@@ -187,7 +195,7 @@ def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
     return sorted_levels
 
 
-Provided = TypeVar("Provided", bound=Rule | Reader)
+Provided = TypeVar("Provided", bound=Rule | Reader | Operator)
 
 
 def _checked_kind(given: Any, wanted: type[Provided] | tuple[type[Provided], ...]) -> Provided:
@@ -198,15 +206,15 @@ def _checked_kind(given: Any, wanted: type[Provided] | tuple[type[Provided], ...
     """
     if isinstance(given, wanted) and _is_hashable(given):
         return given
-    what, todo = f"{given!r} is neither a rule nor a reader", "hand over instances of classes derived from Rule"
+    what, todo = f"{given!r} is no rule, no reader and no operator", "hand over instances of classes derived from Rule"
     if isinstance(given, type) and issubclass(given, Rule):
         what, todo = f"{given.__name__} is a class", f"hand over an instance, {given.__name__}()"
     elif isinstance(given, str):
         what, todo = f"{given!r} is a name", "the option `rules` takes the names of rules, and the argument the rules"
     elif isinstance(given, wanted):
         what, todo = f"{given!r} has a field that cannot be hashed", "give it a value that cannot change, as a tuple"
-    elif isinstance(given, Rule | Reader):
-        what, todo = f"{given!r} stands in the place of the other", "write Library(rules, readers)"
+    elif isinstance(given, Rule | Reader | Operator):
+        what, todo = f"{given!r} stands in the place of another kind", "write Library(rules, readers, operators)"
     elif callable(given):
         what, todo = f"{given!r} is a function", "mark a reader with @reader(gives=...)"
     raise RuleError(f"handing over rules: {what}; {todo}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fusion.operators.contract import Operator
 from fusion.operators.legality import refusal, unchecked
 from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
-from fusion.operators.registration import OPERATORS, Origin, decompositions, ensure, operator_of
+from fusion.operators.registration import OPERATORS, Origin, decompositions, ensure, operator_of, provide
 
 __all__ = [
     "CHIPS",
@@ -18,6 +18,7 @@ __all__ = [
     "decompositions",
     "ensure",
     "operator_of",
+    "provide",
     "refusal",
     "unchecked",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.errors import OperatorError
 from fusion.operators.cache.pages import write, written
 
 Given = Mapping[str, Any]
@@ -70,7 +71,14 @@ def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str], admit:
 
 def named(function: Callable[..., Any]) -> frozenset[str]:
     """Return the arguments of an operator that `function` has as parameters: all but `put` and `given`."""
-    return frozenset(signature(function).parameters) - {"put", "given"}
+    try:
+        parameters = signature(function).parameters
+    except ValueError:
+        raise OperatorError(
+            f"declaring an operator by {function!r}: it names no arguments; wrap it in a function that does, such as "
+            "`lambda x: torch.empty_like(x)`"
+        ) from None
+    return frozenset(parameters) - {"put", "given"}
 
 
 def takes_mapping(function: Callable[..., Any]) -> bool:

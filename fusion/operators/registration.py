@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -34,15 +34,16 @@ _DEVICES = ("CPU", "CUDA")
 """Dispatch keys that a decomposition may serve as the kernel of; PrivateUse1 belongs to torch_npu."""
 
 
-def _declared(package: ModuleType) -> Mapping[str, Operator]:
+def _declared(package: ModuleType) -> dict[str, Operator]:
     names = [each.name for each in walk_packages(package.__path__, f"{package.__name__}.")]
     modules = (importlib.import_module(name) for name in names)
     declared = (value for module in modules for value in vars(module).values() if isinstance(value, Operator))
-    return MappingProxyType({operator.name: operator for operator in sorted(declared, key=lambda op: op.name)})
+    return {operator.name: operator for operator in sorted(declared, key=lambda op: op.name)}
 
 
-OPERATORS: Mapping[str, Operator] = _declared(sys.modules[__package__ or ""])
-"""Qualified name -> operator, for every `Operator` that a module of this package declares."""
+_operators = _declared(sys.modules[__package__ or ""])
+OPERATORS: Mapping[str, Operator] = MappingProxyType(_operators)
+"""Qualified name -> operator, for every `Operator` that a module of this package declares, or a library `provide`s."""
 
 
 def operator_of(target: Any) -> Operator | None:
@@ -88,6 +89,27 @@ def ensure() -> Origin:
         return _registration.origin
 
 
+def provide(operators: Iterable[Operator]) -> None:
+    """Add the operators of another package to `OPERATORS`, and register them at once if `ensure` has run.
+
+    Raises:
+        OperatorError: another operator has the name of one of them.
+    """
+    with _registration.lock:
+        for operator in operators:
+            known = _operators.get(operator.name)
+            if known is operator:
+                continue
+            if known is not None:
+                raise OperatorError(
+                    f"providing the operator {operator.name}: another operator of this name is declared already; give "
+                    "it a namespace of its own, or start a new process to declare it anew"
+                )
+            _operators[operator.name] = operator
+            if _registration.origin is not None:
+                _register(operator)
+
+
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Return overload -> decomposition into plain aten for all operators, a table for `make_fx`, AOT or Inductor."""
     ensure()
@@ -115,11 +137,16 @@ def _settle(origin: Origin) -> None:
     """Register everything that is missing, and install the import hook for torch_npu if the schemas are ours."""
     _registration.origin = origin
     for operator in OPERATORS.values():
-        if not _exists(operator):
-            _define(operator)
-        _add_kernels(operator)
+        _register(operator)
     if origin.source == "own":
         sys.meta_path.insert(0, _handover)
+
+
+def _register(operator: Operator) -> None:
+    """Define the schema of an operator unless it exists, and add the kernels that are missing."""
+    if not _exists(operator):
+        _define(operator)
+    _add_kernels(operator)
 
 
 def _withdraw() -> None:

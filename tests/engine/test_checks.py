@@ -316,7 +316,7 @@ HANDED: dict[str, tuple[Callable[[], Any], str]] = {
     "a name": (lambda: ["rms_norm"], "'rms_norm' is a name; the option `rules` takes the names"),
     "a name alone": (lambda: "rms_norm", "'rms_norm' is a name"),
     "a function": (lambda: [norm], "is a function; mark a reader with @reader"),
-    "a number": (lambda: 3, "3 is neither a rule nor a reader; hand over instances"),
+    "a number": (lambda: 3, "3 is no rule, no reader and no operator; hand over instances"),
     "a field of no dataclass": (lambda: [Annotated()], "Annotated.factor: it is no field of a frozen dataclass; write"),
     "a value of no dataclass": (lambda: [Assigned()], "Assigned.factor: it is no field of a frozen dataclass; write"),
     "two of one name": (
@@ -325,7 +325,7 @@ HANDED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an installed one": (lambda: fusion.installed() + fusion.installed().rules[0], "the rule 'rms_norm' is provided"),
     "a value that changes": (lambda: [Listed([1])], "has a field that cannot be hashed"),
-    "a rule among readers": (lambda: Library((), (DoubleExp(),)), "write Library(rules, readers)"),  # type: ignore[arg-type]
+    "a rule among readers": (lambda: Library((), (DoubleExp(),)), "write Library(rules, readers, operators)"),  # type: ignore[arg-type]
 }
 
 
