@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fusion._torch.tracing import Boxed, specialise_floats
-from fusion.backend import FusionBackend
-from fusion.known import Known
-from fusion.library import installed
+from fusion.frontend.backend import FusionBackend
+from fusion.frontend.library import installed
+from fusion.inputs.dynamo_inputs import Known
 from fusion.options import Options
 from fusion.report.outcome import GraphReport
 from fusion.runtime.prepared import supply
@@ -24,7 +24,6 @@ from fusion.runtime.verification import relative_error
 from fusion.stages.capture import capture
 from fusion.stages.lower import lower
 from fusion.testing import WIDENED, Captured, Trial, further, grains, widen, widened
-from fusion.verification import relative_error
 
 TIES = 2e-2
 """How far results may differ in float64 where numbers are rounded that may be halfway between two whole ones."""

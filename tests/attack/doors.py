@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fusion
-from fusion import backend
 from fusion.errors import VerificationError
-from fusion.outcome import Outcome
+from fusion.frontend import backend
+from fusion.report.outcome import Outcome
+from fusion.runtime.verification import relative_error
 from fusion.testing import capture
-from fusion.verification import relative_error
 from tests.lowering.guests import HOOKS, check
 
 from .backend import Raised, Wrong, blamed

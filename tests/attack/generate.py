@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fusion.library import installed
+from fusion.frontend.library import installed
 
 from .blocks import DOMAINS, Block
 from .mutate import assigned, mutated

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fusion
 from fusion import testing
+from fusion.runtime.verification import relative_error
 from fusion.testing import LEVELS, Level
-from fusion.verification import relative_error
 from tests.engine.graphs import numbers
 
 from .lowered import Form, lowerings, tried
