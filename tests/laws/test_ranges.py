@@ -18,6 +18,15 @@ TARGETS = ("ascend910_93", "host")
 SHARE = 41
 """By day one in so many."""
 
+UNDECIDED = {
+    ("mla_prolog", "W8A8 pages: two at a slot"): "two rows are written to one slot: either may stay",
+    (
+        "mla_preprocess",
+        "int8 latent, a token, constants",
+    ): "one step of an int8 query decides a softmax of large scores",
+}
+"""Examples whose results at the ends of ranges no rounding decides, with the reason."""
+
 
 def settings(*choices: Any) -> Iterator[Any]:
     """Every example with every choice; most of them every night."""
@@ -34,6 +43,8 @@ def trial(rule: Rule, example: Example, dtype: torch.dtype, target: str) -> test
 
 @pytest.mark.parametrize(("rule", "example", "target"), settings(*TARGETS))
 def test_float16_stays_in_range(rule: Rule, example: Example, target: str):
+    if (rule.name, example.name) in UNDECIDED:
+        pytest.skip(UNDECIDED[rule.name, example.name])
     testing.stays_in_range(trial(rule, example, torch.float16, target))
 
 

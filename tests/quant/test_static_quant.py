@@ -149,3 +149,13 @@ def test_operands_that_are_dequantised_first_are_a_product_of_int8():
     )
     report = fusion.explain(layer, *args, options={"target": "ascend910_93", "lower": "eager"})
     assert {"npu::npu_quantize", "npu::npu_quant_matmul"} <= set(report.ops)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_of_heads_are_expanded_for_the_operator_and_run(dtype: torch.dtype):
+    args = inputs(*examples.HEADS)(dtype)
+    compiled = torch.compile(divided, backend="cann_fusion", options={"target": "host", "lower": "eager"})
+    with torch.no_grad():
+        difference = compiled(*args).int() - divided(*args).int()
+    assert difference.abs().max() <= 1  # numbers halfway between two, rounded before or not
+    assert (difference != 0).float().mean() < 0.02

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
+from fusion._torch.fakes import run_on_fakes
 from fusion._torch.operators import OpOverload, short_name
 from fusion._torch.tensors import leaves, shares_memory
 from fusion.facts import Facts
@@ -115,7 +116,7 @@ def _view_of(view: fx.Node, node: fx.Node, val: torch.Tensor) -> torch.Tensor | 
     target: Any = view.target
     args, kwargs = map_arg((view.args, view.kwargs), lambda each: val if each is node else each.meta["val"])
     try:
-        result = target(*args, **kwargs)
+        result = run_on_fakes(target, args, kwargs)  # torch's fake mode views expanded tensors that no kernel views
     except (RuntimeError, ValueError):  # no view has such strides
         return None
     return result if isinstance(result, torch.Tensor) and shares_memory(result, val) else None
