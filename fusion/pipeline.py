@@ -25,7 +25,7 @@ from fusion.errors import Failure, FormatError, StageError
 from fusion.facts import Facts
 from fusion.graph.overlay import Held
 from fusion.graph.subgraphs import bodies
-from fusion.language import Library
+from fusion.language import Library, needed
 from fusion.options import Options
 from fusion.planning.fake_execution import Fakes
 from fusion.planning.target import Target
@@ -207,10 +207,11 @@ class _Search:
         elsewhere = [] if self.target.is_npu else [Target.named(REFERENCE)]
         with stage("canonicalise"):
             graph = canonicalise(source, facts)
+        on = [each for each in self.library.rules if not each.opt_in or each.name in self.options.opt_in]
+        readers = self.library.readers if self.with_refusals else needed(self.library.readers, on)
         with stage("read"):
-            graph, reader_failures = read(graph, self.library.readers)
+            graph, reader_failures = read(graph, readers)
         with stage("match"):
-            on = [each for each in self.library.rules if not each.opt_in or each.name in self.options.opt_in]
             matched = match(graph, on, self.options.unsafe, self.with_refusals)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):

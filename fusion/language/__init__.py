@@ -5,7 +5,7 @@ from fusion.language.groups import Group, attribute, scalar, tensor
 from fusion.language.marks import alternative, calls, lookalike, lowering, pattern, refused_on, variants
 from fusion.language.meanings import relied
 from fusion.language.ranges import bounded, rounding
-from fusion.language.reader import Library, Reader, Word, levels, ordered, reader, word
+from fusion.language.reader import Library, Reader, Word, levels, needed, ordered, reader, word
 from fusion.language.rule import Example, Lowering, Refused, Rule, ask_guard, call, require
 from fusion.language.terms import Bindings, Capture, Term
 
@@ -32,6 +32,7 @@ __all__ = [
     "levels",
     "lookalike",
     "lowering",
+    "needed",
     "ordered",
     "pattern",
     "reader",

@@ -178,6 +178,18 @@ def ordered(readers: Sequence[Reader]) -> list[Reader]:
     return done
 
 
+def needed(readers: Sequence[Reader], rules: Iterable[Rule]) -> list[Reader]:
+    """Select the readers that give or refine a word which `rules` use, or which another selected reader needs."""
+    words = set[str]().union(*(rule.uses() for rule in rules))
+    selected: list[Reader] = []
+    while more := [
+        each for each in readers if each not in selected and not words.isdisjoint(each.gives | each.refines)
+    ]:
+        selected += more
+        words |= set[str]().union(*(each.needs | each.refines for each in more))
+    return [each for each in readers if each in selected]
+
+
 def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
     """Partition `rules` into topological levels: a rule uses only rules of earlier levels; each level sorted by name.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import fusion
 from fusion import Library, Rule, lowering, pattern, reader, tensor, word
 from fusion.errors import RuleError
 from fusion.frontend.library import installed
 from fusion.graph import Algebra, Miss, Reading, Readings
-from fusion.language import Reader, ordered
+from fusion.language import Reader, needed, ordered
 from fusion.language.checks import check_library
 from fusion.language.code import files_of, keys_of
 from fusion.stages.canonicalise import canonicalise
@@ -65,6 +66,31 @@ def test_readers_run_after_what_they_need_and_otherwise_as_declared():
     assert ordered([c, more, b]) == [b, more, c]
     with pytest.raises(RuleError, match=r"in a circle: \['reads_a', 'reads_b'\]"):
         ordered([gives("a", "b"), gives("b", "a")])
+
+
+def test_readers_that_no_rule_needs_are_not_run_by_a_compilation():
+    runs: list[str] = []
+
+    @reader(gives=("unused_word",))
+    def unused(graph):
+        runs.append("unused")
+        return iter(())
+
+    (norm,) = (each for each in installed().rules if each.name == "rms_norm")
+    library = Library((norm,), (unused,))
+    compiled = torch.compile(torch.nn.RMSNorm(64), backend=fusion.FusionBackend({"target": "host"}, library))
+    with torch.no_grad():
+        compiled(torch.randn(4, 64))
+    assert runs == []
+    fusion.explain(torch.nn.RMSNorm(64), torch.randn(4, 64), rules=library)
+    assert runs == ["unused"]
+
+
+def test_what_a_needed_reader_needs_is_needed_as_is_what_refines_it():
+    readers = (gives("a"), gives("b", "a"), gives("c"), gives("turned_lane", "b"))
+    refines = replace(gives("d"), refines=frozenset({"b"}))
+    assert needed((*readers, refines), [Uses()]) == [readers[0], readers[1], readers[3], refines]
+    assert needed(readers, []) == []
 
 
 def test_words_that_nothing_gives_are_errors_with_the_nearest_name():
