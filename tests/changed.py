@@ -20,9 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GREEN = ROOT / ".cache" / "green"
-DOMAINS = tuple(
-    sorted(each.parent.name for each in ROOT.glob("patterns/*/__init__.py") if each.parent.name != "examples")
-)
+DOMAINS = tuple(sorted(each.parent.name for each in ROOT.glob("patterns/*/__init__.py")))
 FAMILIES = {
     **dict.fromkeys(("rope_half", "rope_interleaved", "rope_interleaved_to_half"), "rotary"),
     **dict.fromkeys(("swiglu_projections", "clipped_swiglu", "clipped_swiglu_projections"), "linear"),
@@ -81,7 +79,7 @@ def areas_of(path: str) -> frozenset[str] | None:
     top, *rest = Path(path).parts
     if top in WORDS:
         return frozenset()
-    if top == "patterns" and rest[0] == "examples":
+    if top == "tests" and rest[0] == "examples":
         return _areas_of_examples(Path(path))
     of_a_domain = top in ("patterns", "tests") and rest[0] in DOMAINS
     if of_a_domain or (top == "tests" and (rest[0] in APART or rest[-1].startswith("test_"))):

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from fusion import lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
-from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
 from patterns.attention.encodings import Floats, Int8
-from patterns.attention.pages import Pages
+from patterns.attention.masks.biases import Bias
+from patterns.attention.masks.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES, NumberedSegments, PagedSegments, Rows, Segments
-from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
+from patterns.attention.varlen.pages import Pages
 
 _PACKED = "packed sequences take no bias"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusion import Group, attribute, require, rounding, scalar, tensor
 from patterns.attention.calls import Call
 from patterns.cache import pages
-from patterns.quant.scales import exact_scale, scale_of
+from patterns.kit.int8_scales import exact_scale, scale_of
 
 ALONE = "int8 keys are read with one sequence beside the other"
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fusion import Group, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.calls import Parts, viewed
+from patterns.attention.masks.visibility import Visibility
 from patterns.attention.results import SoftmaxAttention
-from patterns.attention.visibility import Visibility
 
 TRIANGLE = 512
 

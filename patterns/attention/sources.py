@@ -1,7 +1,7 @@
 """The facet of attention that says where its keys lie: in rows, or in the pages that a block table names.
 
     Rows        keys [B, M, T, D] and values [B, M, T, E]; or a latent [.., C] and its rotated lanes [.., Dr]
-    Pages       the same gathered from pages, see `patterns.attention.pages`
+    Pages       the same gathered from pages, see `patterns.attention.varlen.pages`
     PagesNZ     the same from pages in blocks of NZ
     Segments    rows of several sequences, one after the other, each of which sees itself
     PagedSegments   the same, each in pages of its own
@@ -24,10 +24,10 @@ from torch.nn.functional import pad
 
 from fusion import Group, attribute, require, tensor
 from patterns.attention import calls
-from patterns.attention.biases import UNBIASED, Bias
 from patterns.attention.calls import Call, MaskSpec, Parts
-from patterns.attention.pages import Pages, PagesNZ
-from patterns.attention.visibility import Dense
+from patterns.attention.masks.biases import UNBIASED, Bias
+from patterns.attention.masks.visibility import Dense
+from patterns.attention.varlen.pages import Pages, PagesNZ
 
 BESIDE = "log-sum-exps over rows come with one sequence beside the other"
 IN_SEQUENCE = "segments of packed tokens are put to the operator one after the other"

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
 from patterns.cache import pages
-from patterns.quant.scales import multipliers
-from patterns.rotary.orders import HALF
+from patterns.kit.int8_scales import multipliers
+from patterns.kit.orders import HALF
 
 Both = tuple[Tensor, Tensor]
 TILE = 128

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.quant.held_scales import HeldScales, KnownScale
+from patterns.quant.constant_scales import HeldScales, KnownScale
 
 INT8 = 1
 """The number by which the operator is told the dtype of its result."""

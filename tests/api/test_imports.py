@@ -13,7 +13,7 @@ from ..support.child import child
 
 ROOT = Path(__file__).parents[2]
 OPEN = ("fusion.graph", "fusion.analysis", "fusion.facts", "fusion.inputs.nz_format")
-HEAVY = ("rich", "typer", "networkx", "jinja2", "transformers", "hypothesis", "torch._inductor", "patterns.examples")
+HEAVY = ("rich", "typer", "networkx", "jinja2", "transformers", "hypothesis", "torch._inductor", "tests.examples")
 FILES = sorted((ROOT / "patterns").rglob("*.py"))
 
 

@@ -13,7 +13,7 @@ import torch
 import fusion
 from fusion.options import Options
 from fusion.report.failures import stage
-from fusion.report.report import progress
+from fusion.report import progress
 
 
 class Terminal(io.StringIO):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import normal, tensors
-from patterns.examples.masks import behind
-from patterns.examples.quantisation import grid, quantised, weights
+from tests.examples.inputs import normal, tensors
+from tests.examples.masks import behind
+from tests.examples.quantisation import grid, quantised, weights
 
 SOURCES = ("rows", "pages", "pages of heads", "NZ pages")
 VISIBILITIES = ("none", "causal", "count", "dense")

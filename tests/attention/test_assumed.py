@@ -22,7 +22,7 @@ from fusion.inputs.assumptions import holds
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.report.outcome import emitted
-from patterns.attention.assumed import Assumed
+from patterns.attention.masks.assumed import Assumed
 
 HOST = Options(target="host", lower="eager")
 

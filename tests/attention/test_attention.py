@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion import testing
 from fusion.options import Options
 from fusion.testing import LEVELS, Trial, capture
-from patterns.attention.visibility import Visibility
+from patterns.attention.masks.visibility import Visibility
 from tests.corpus.base import activations
 
 from . import attention, attention_bias, attention_heads, attention_masks, attention_pieces, lookalikes_attention

@@ -14,8 +14,8 @@ from fusion import testing
 from fusion.language import Refused
 from fusion.options import Options
 from fusion.testing import Trial, capture
-from patterns.attention.biases import Bias
-from patterns.attention.visibility import Structured
+from patterns.attention.masks.biases import Bias
+from patterns.attention.masks.visibility import Structured
 from tests.engine.graphs import read_graph
 
 from .attention_base import B, N, S

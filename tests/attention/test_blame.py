@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fusion
 from fusion.graph import Algebra
 from fusion.report.report import Report
-from patterns.attention.blame import unproven
+from patterns.attention.reasons.blame import unproven
 
 B, N, S, T, D = 2, 4, 8, 24, 64
 CAPPED = "the scores are capped softly by tanh, which the operator does not do"

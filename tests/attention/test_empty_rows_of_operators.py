@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fusion import Example, testing
 from fusion.testing import captured
-from patterns.examples import listed_rows
-from patterns.examples import sparse_attention as sparse
-from patterns.examples.inputs import Inputs, tensors
-from patterns.examples.sparse_attention import DR, B, C, D, N, S, T, keys_values
+from tests.examples import listed_rows
+from tests.examples import sparse_attention as sparse
+from tests.examples.inputs import Inputs, tensors
+from tests.examples.sparse_attention import DR, B, C, D, N, S, T, keys_values
 
 from .test_empty_rows import ALL, HOW, SWALLOWED, Masked, Weights, as_in_float64
 

@@ -13,7 +13,7 @@ from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
-from patterns.examples import attention_pages, latent_attention_int8, latent_attention_paged
+from tests.examples import attention_pages, latent_attention_int8, latent_attention_paged
 
 from . import facets
 from .facets import LARGE, SMALL

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion import testing
 from fusion.graph import Algebra, Value
 from fusion.testing import capture
-from patterns.attention.frames import _of_lanes
+from patterns.attention.core.frames import _of_lanes
 from tests.engine.graphs import numbers, read_graph, traced
 
 D = 16

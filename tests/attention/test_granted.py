@@ -6,7 +6,7 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import constant, either, where
-from patterns.attention.granted import granted
+from patterns.attention.masks.assume_true import granted
 
 A = Algebra()
 ROWS = (2, 4)

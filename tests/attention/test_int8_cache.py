@@ -15,8 +15,8 @@ from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
-from patterns.examples.inputs import fixed, normal, tensors
-from patterns.examples.quantisation import scales, weights
+from tests.examples.inputs import fixed, normal, tensors
+from tests.examples.quantisation import scales, weights
 
 RULE = next(each for each in installed().rules if each.name == "attention")
 FIA = "npu.npu_fused_infer_attention_score"

@@ -12,8 +12,8 @@ from fusion import testing
 from fusion.graph import Algebra
 from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level
-from patterns.attention.joined_heads import of_all_heads
-from patterns.attention.unlike import JOINED
+from patterns.attention.core.joined_heads import of_all_heads
+from patterns.attention.reasons.not_softmax import JOINED
 from tests.engine.graphs import numbers
 
 from .lowered import tried

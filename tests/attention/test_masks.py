@@ -25,11 +25,11 @@ from fusion.graph.recipe import build
 from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
 from fusion.testing import capture
-from patterns.attention import bounds as bounds_of
-from patterns.attention import masks as attention_masks
-from patterns.attention.assumed import Assumed
-from patterns.attention.mask_terms import Term, visible
-from patterns.attention.read import attention
+from patterns.attention.core.read import attention
+from patterns.attention.masks import bounds as bounds_of
+from patterns.attention.masks import masks as attention_masks
+from patterns.attention.masks.assumed import Assumed
+from patterns.attention.masks.mask_terms import Term, visible
 from tests.engine.graphs import read_graph
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example, testing
-from patterns.attention.attention_update import AttentionUpdate
+from patterns.attention.lse.attention_update import AttentionUpdate
 
 B, N, S, T, D = 2, 3, 4, 6, 16
 

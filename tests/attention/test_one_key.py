@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusion.options import Options
 from fusion.testing import DTYPES, LEVELS, Level, capture, emits_valid_calls, means_what_it_says, trial_of
-from patterns.attention.unlike import HIDDEN_ONE, ONE_KEY
+from patterns.attention.reasons.not_softmax import HIDDEN_ONE, ONE_KEY
 
 NPU = Options(target="ascend910_93", lower="eager")
 HOST = Options(target="host", lower="eager")

@@ -8,8 +8,8 @@ import pytest
 from sympy import Symbol
 
 from fusion.language.rule import Refused
+from patterns.attention.masks.visibility import Visibility
 from patterns.attention.ring import RingMla
-from patterns.attention.visibility import Visibility
 
 
 @pytest.mark.parametrize("rows", [4, Symbol("rows", integer=True, positive=True)])

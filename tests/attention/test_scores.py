@@ -11,9 +11,9 @@ from torch import Tensor
 from fusion.graph import Algebra, Value
 from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture, trial_of
-from patterns.attention.mask_terms import REPLACED
-from patterns.attention.scores import Scores, scores_of
-from patterns.attention.weights import Weights, weights_of
+from patterns.attention.core.scores import Scores, scores_of
+from patterns.attention.core.weights import Weights, weights_of
+from patterns.attention.masks.mask_terms import REPLACED
 from tests.engine.graphs import numbers, traced
 
 N, S, T, D = 3, 5, 6, 4

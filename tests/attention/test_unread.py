@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion
-from patterns.attention.unread import AMID, LEAVES, OF_A_LAYER, PASSED_IN
+from patterns.attention.reasons.unclaimed import AMID, LEAVES, OF_A_LAYER, PASSED_IN
 
 B, N, S, D = 2, 4, 24, 64
 OPTIONS = {"target": "ascend910_93", "plan_cache": "off"}

@@ -7,7 +7,7 @@ import torch
 
 from fusion.operators.attention.softmax import Visible
 from fusion.operators.attention.visibility import Band, rows_of, visible
-from patterns.attention.visibility import Dense
+from patterns.attention.masks.visibility import Dense
 
 
 @pytest.mark.parametrize(("rows", "shape"), [(3, (3, 5)), (1, (2, 5)), (3, (2, 3, 5)), (3, (2, 1, 3, 5)), (3, (4, 8))])

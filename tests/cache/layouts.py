@@ -11,7 +11,7 @@ from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
-from patterns.examples.inputs import Inputs
+from tests.examples.inputs import Inputs
 
 RULES = {rule.name: rule for rule in installed().rules}
 HOST = Options(target="host", lower="eager")

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusion import Example
 from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
-from patterns.examples.inputs import Inputs, normal
+from tests.examples.inputs import Inputs, normal
 
 from .layouts import HOST, RULES, UNEQUAL, Shape, Sizes, applied, calls, tried
 

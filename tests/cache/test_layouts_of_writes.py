@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fusion.options import Options
-from patterns.examples.inputs import Inputs, normal
-from patterns.examples.latent_model import norm, turned
+from tests.examples.inputs import Inputs, normal
+from tests.examples.latent_model import norm, turned
 
 from .layouts import UNEQUAL, Shape, Sizes, calls, tried
 

@@ -10,6 +10,7 @@ from tests.linear import (
     swiglu,
     swiglu_projections,
 )
+from tests.moe import expert_gating, expert_routing
 from tests.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -28,7 +29,6 @@ from tests.rotary import (
     rope_interleaved_to_half,
     rope_signs,
 )
-from tests.routing import expert_gating, expert_routing
 
 from .base import LookAlike, Spelling
 

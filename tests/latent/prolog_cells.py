@@ -13,10 +13,10 @@ from itertools import product
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples import latent_model as mla
-from patterns.examples.caches import copied, in_nz, shapes
-from patterns.examples.latent_model import B, Factors, Setting, fresh, model, paged
-from patterns.examples.mla_prolog_int8 import by_channel, by_tensor, by_tile, rows_of_bytes
+from tests.examples import latent_model as mla
+from tests.examples.caches import copied, in_nz, shapes
+from tests.examples.latent_model import B, Factors, Setting, fresh, model, paged
+from tests.examples.mla_prolog_int8 import by_channel, by_tensor, by_tile, rows_of_bytes
 
 C, DR, T = 64, 32, 32
 INT8 = {"float": (), "int8 heads": ("uq",), "int8": mla.LAYERS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.planning.target import Target
-from patterns.latent.absorption_cost import Sizes, break_even
+from patterns.latent.attention.absorption_cost import Sizes, break_even
 
 SIZES = Sizes(heads=128, rank=512, width=128, rope=64, values=128)
 MACHINE = Target.named("ascend910_93")

@@ -15,11 +15,11 @@ import fusion
 from fusion import Example
 from fusion.language import Refused
 from fusion.testing import refuses, trial
-from patterns.examples import latent_attention_atb as few
-from patterns.examples import latent_attention_atb_int8 as whole
-from patterns.examples import ring_mla
-from patterns.latent.attention_atb import FewQueries
-from patterns.latent.attention_atb_call import PagesInOrder
+from patterns.latent.attention.attention_atb import FewQueries
+from patterns.latent.attention.attention_atb_call import PagesInOrder
+from tests.examples import latent_attention_atb as few
+from tests.examples import latent_attention_atb_int8 as whole
+from tests.examples import ring_mla
 from tests.support.one_graph import one_graph
 
 MLA = "atb::npu_multi_head_latent_attention"

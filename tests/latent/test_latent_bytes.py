@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fusion
 from fusion import testing
-from patterns.latent.kv_write import KvRmsnormRopeCache
-from patterns.latent.prolog import MlaProlog
+from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
+from patterns.latent.prolog.prolog import MlaProlog
 from tests.support.tried import cases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,16 +14,16 @@ from torch import Tensor
 from fusion.language import Refused
 from fusion.operators import ensure
 from patterns.attention.calls import Call
-from patterns.attention.pages import Pages
+from patterns.attention.masks.visibility import Dense, Structured
 from patterns.attention.results import Output
 from patterns.attention.sources import Rows
-from patterns.attention.visibility import Dense, Structured
-from patterns.latent import attention_call as calls
-from patterns.latent.attention import LatentAttention
-from patterns.latent.attention_atb import FewQueries, OfFew, OfFewAndLse
-from patterns.latent.attention_atb_call import AnyPages
-from patterns.latent.attention_call import Keys
-from patterns.latent.encodings import Floats, Int8, Int8ByHead
+from patterns.attention.varlen.pages import Pages
+from patterns.latent.attention import attention_call as calls
+from patterns.latent.attention.attention import LatentAttention
+from patterns.latent.attention.attention_atb import FewQueries, OfFew, OfFewAndLse
+from patterns.latent.attention.attention_atb_call import AnyPages
+from patterns.latent.attention.attention_call import Keys
+from patterns.latent.attention.encodings import Floats, Int8, Int8ByHead
 
 B, N, S, T, C, R, D, E, SIZE, SCALE = 2, 3, 20, 64, 32, 16, 8, 24, 16, 0.25
 TABLE = torch.tensor([[4, 1, 0, 7], [2, 6, 5, 3]])

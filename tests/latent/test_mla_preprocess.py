@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import fusion
-from patterns.examples.caches import in_nz, viewed
-from patterns.examples.latent_model import Given
-from patterns.examples.mla_preprocess import INT8, STATIC, TOKEN, setting, tried
+from tests.examples.caches import in_nz, viewed
+from tests.examples.latent_model import Given
+from tests.examples.mla_preprocess import INT8, STATIC, TOKEN, setting, tried
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")

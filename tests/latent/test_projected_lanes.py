@@ -10,9 +10,9 @@ import torch
 
 from fusion.graph import Algebra, Dim, Reading, Readings, Value
 from fusion.graph.contractions import matmul, swapped
-from patterns.latent.absorption import absorption, packed, query_sources
-from patterns.latent.head_lanes import head_projection, heads_projection
-from patterns.latent.read import joined_parts, latents
+from patterns.latent.read.absorption import absorption, packed, query_sources
+from patterns.latent.read.head_lanes import head_projection, heads_projection
+from patterns.latent.read.read import joined_parts, latents
 
 B, N, S, K, WIDTH, C = 2, 3, 5, 16, 8, 12
 SOME = sympy.Symbol("s0", integer=True, positive=True)

@@ -13,10 +13,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion import Example, testing
-from patterns.examples import latent_model as mla
-from patterns.examples.latent_model import Factors
-from patterns.examples.quantisation import quantised
-from patterns.latent.prolog import MlaProlog
+from patterns.latent.prolog.prolog import MlaProlog
+from tests.examples import latent_model as mla
+from tests.examples.latent_model import Factors
+from tests.examples.quantisation import quantised
 
 from .prolog_cells import IN_PAIRS, INT8, JOINTLY, MODES, ORDERS, STORES, cell, illegal, legal
 

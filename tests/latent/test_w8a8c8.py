@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fusion
-from patterns.examples import latent_attention_int8 as int8
-from patterns.examples import mla_prolog_int8 as prolog
+from tests.examples import latent_attention_int8 as int8
+from tests.examples import mla_prolog_int8 as prolog
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {

@@ -16,9 +16,10 @@ import torch
 import fusion
 import patterns
 from fusion import Example, testing
-from fusion.frontend.library import examples, installed
+from fusion.frontend.library import installed
 from fusion.language import Group, Rule
 from tests.goldens.outcome import FOLDER
+from tests.support.tried import declared
 
 from .cures import CURES
 
@@ -119,7 +120,7 @@ def test_names_of_ours_are_found(text: str):
 
 def rejects() -> dict[tuple[str, str], Example]:
     """Return every reject of every rule, by the names of both."""
-    return {(rule, each.name): each for rule, tried in examples().items() for each in tried if each.refusal}
+    return {(rule, each.name): each for rule, tried in declared().items() for each in tried if each.refusal}
 
 
 def uncured() -> list[str]:
@@ -150,7 +151,7 @@ def test_a_reject_without_its_obstacle_is_fused(rule: str, reject: str, cure: st
     """The reason is of the place that it names: where the obstacle is gone, so is the reason, and the rule applies."""
     refused = rejects()[rule, reject]
     named = next(each for each in installed().rules if each.name == rule)
-    cured = next(each for each in examples()[rule] if each.name == cure)
+    cured = next(each for each in declared()[rule] if each.name == cure)
     trial = testing.trial(named, cured, torch.bfloat16)
     assert not cured.refusal
     testing.recognises(trial)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import fusion
 from fusion.testing import capture
-from patterns.examples.inputs import in_dtype
-from patterns.examples.quantisation import by_row, grid, int8, signs
 from patterns.quant.quantise_dynamic import FLOATS, UNSCALED
 from tests.engine.graphs import read_graph
+from tests.examples.inputs import in_dtype
+from tests.examples.quantisation import by_row, grid, int8, signs
 
 T, D = 6, 64
 X = in_dtype(grid(5, T, D), torch.bfloat16)

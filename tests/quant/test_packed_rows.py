@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fusion.graph import Graph
 from fusion.testing import capture
-from patterns.examples.mla_prolog_int8 import by_scale, joined, plain
 from tests.engine.graphs import numbers, read_graph
+from tests.examples.mla_prolog_int8 import by_scale, joined, plain
 
 T, C, DR, TILE = 3, 16, 8, 4
 ROPE = numbers(T, DR).bfloat16()

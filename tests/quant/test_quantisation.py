@@ -12,10 +12,10 @@ from torch import Tensor
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import capture, trial
-from patterns.examples.inputs import fixed
-from patterns.examples.quantisation import by, by_row, int8, layer, product, quantised, scaled
 from patterns.quant.quantise_dynamic import UNSCALED
 from tests.engine.graphs import numbers, read_graph
+from tests.examples.inputs import fixed
+from tests.examples.quantisation import by, by_row, int8, layer, product, quantised, scaled
 from tests.support.tried import tried
 
 

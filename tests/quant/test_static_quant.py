@@ -13,10 +13,10 @@ from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
-from patterns.examples import static_quant as examples
-from patterns.examples.inputs import fixed, tensors
-from patterns.examples.quantisation import grid, int8, weights
-from patterns.examples.static_quant import CHANNELS, ZERO, cut_off, divided, inputs, multiplied, shifted
+from tests.examples import static_quant as examples
+from tests.examples.inputs import fixed, tensors
+from tests.examples.quantisation import grid, int8, weights
+from tests.examples.static_quant import CHANNELS, ZERO, cut_off, divided, inputs, multiplied, shifted
 from tests.support.tried import tried
 
 RULE = next(each for each in installed().rules if each.name == "quantisation")

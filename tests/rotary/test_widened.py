@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusion
-from patterns.examples.rope import half
+from tests.examples.rope import half
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROTARY, BOTH = "npu::npu_rotary_mul", "npu::npu_apply_rotary_pos_emb"

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion import Example
-from patterns.examples.attention_pages import TABLE
-from patterns.examples.inputs import normal, tensors
-from patterns.examples.masks import causal
-from patterns.examples.sparse_attention import B, D, E, N, by_matmul, chosen, index, keys_values
 from tests.attention.facets import Sizes, rows_of
+from tests.examples.attention_pages import TABLE
+from tests.examples.inputs import normal, tensors
+from tests.examples.masks import causal
+from tests.examples.sparse_attention import B, D, E, N, by_matmul, chosen, index, keys_values
 
 LISTINGS = ("indexer", "paged indexer", "NZ indexer", "list")
 SOURCES = ("rows", "pages", "NZ pages", "two tables", "two sizes")

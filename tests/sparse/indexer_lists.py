@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patterns.examples.sparse_attention import by_einsum, by_matmul, by_sum, index
 from tests.corpus.base import activations
+from tests.examples.sparse_attention import by_einsum, by_matmul, by_sum, index
 
 B, S, T, K, LARGE = 2, 6, 16, 4, 128
 Inputs = tuple[Tensor, ...]

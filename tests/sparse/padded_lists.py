@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patterns.examples.masks import added, causal
-from patterns.examples.sparse_attention import LISTED, B, N, S, by_eager, by_matmul, keys_values
+from tests.examples.masks import added, causal
+from tests.examples.sparse_attention import LISTED, B, N, S, by_eager, by_matmul, keys_values
 
 Form = Callable[..., Any]
 

@@ -13,10 +13,10 @@ from fusion.analysis.affine import Formula, Leaf
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.logic import compare, constant, positions, where
 from fusion.graph.proof import proven
-from patterns.attention.assumed import Assumed
-from patterns.attention.empty_rows import Empty
-from patterns.attention.mask_terms import Term
-from patterns.sparse.listed import Entries, Operands, listed_attention
+from patterns.attention.core.empty_rows import Empty
+from patterns.attention.masks.assumed import Assumed
+from patterns.attention.masks.mask_terms import Term
+from patterns.sparse.attention.listed import Entries, Operands, listed_attention
 
 B, S, N, T, K, D, C = 2, 3, 5, 16, 4, 8, 6
 a = Algebra()

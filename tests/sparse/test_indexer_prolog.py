@@ -15,7 +15,7 @@ from torch import Tensor
 import fusion
 from fusion import Example
 from fusion.runtime.verification import relative_error
-from patterns.examples.indexer_prolog import Model, Setting
+from tests.examples.indexer_prolog import Model, Setting
 from tests.sparse.test_whole_layer import fused, operators, unset
 
 NAME = "lightning_indexer_prolog_pto"

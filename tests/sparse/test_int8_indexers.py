@@ -12,7 +12,7 @@ from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
-from patterns.sparse.indexer import Indexer
+from patterns.sparse.indexer.indexer import Indexer
 
 from . import int8_indexers
 from .int8_indexers import FLOATS, PAGES, REFUSED, ROWS, UNLIKE, Form, Inputs

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion import Example, testing
 from fusion.options import Options
 from fusion.testing import Trial, captured
-from patterns.examples.inputs import tensors
+from tests.examples.inputs import tensors
 
 S, N, T, K = 16, 16, 64, 32
 A3 = Options(target="ascend910_93", lower="eager")

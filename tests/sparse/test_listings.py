@@ -8,8 +8,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from patterns.sparse.indexer import Seen
-from patterns.sparse.listing import GatheredRows
+from patterns.sparse.attention.listing import GatheredRows
+from patterns.sparse.indexer.indexer import Seen
 
 
 @pytest.mark.parametrize(("empty", "posed"), [("mean", [0.0, 1.0]), ("nan", [1.0, 1.0]), ("zero", [1.0, 1.0])])

@@ -13,10 +13,10 @@ from torch.nn.functional import relu
 
 from fusion.graph import Reading
 from fusion.stages.canonicalise import canonicalise
-from patterns.attention.assumed import Assumed
-from patterns.examples.sparse_attention import by_einsum
-from patterns.sparse.read_lists import listed
+from patterns.attention.masks.assumed import Assumed
+from patterns.sparse.lists.read_lists import listed
 from tests.engine.graphs import numbers, traced
+from tests.examples.sparse_attention import by_einsum
 
 S, T, H, D, K = 4, 8, 2, 4, 2
 FEW, OTHERS = "fewer keys than are listed", "-1 is not written over the places"

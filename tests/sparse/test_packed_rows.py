@@ -13,8 +13,8 @@ from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, capture, emits_valid_calls, means_what_it_says, trial
-from patterns.examples.inputs import normal, tensors
 from tests.engine.graphs import read_graph
+from tests.examples.inputs import normal, tensors
 from tests.operators.sparse_cases import packed_rows
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")

@@ -12,7 +12,7 @@ from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.runtime.verification import relative_error
 from fusion.testing import LEVELS, Trial, emits_valid_calls, trial, widen
-from patterns.examples.sparse_attention import S, indexed
+from tests.examples.sparse_attention import S, indexed
 
 from .padded_lists import LOOKALIKES, PADDINGS, SORTED, UNSORTED, Form, booleans, lowest
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.testing import LEVELS, Level, Trial, means_what_it_says, trial
-from patterns.attention.masks import MOVED
+from patterns.attention.masks.masks import MOVED
 from tests.engine.graphs import HOST, numbers
 
 S, B, N, T, D = 3, 2, 4, 5, 8

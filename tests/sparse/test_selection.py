@@ -18,7 +18,7 @@ from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level, capture, emits_valid_calls, means_what_it_says, trial
-from patterns.examples.selection import (
+from tests.examples.selection import (
     SETTING,
     Model,
     Setting,

@@ -15,9 +15,10 @@ from fusion.graph import Algebra, Reading, Value
 from fusion.options import Options
 from fusion.runtime.verification import relative_error
 from fusion.testing import LEVELS, Trial, capture
-from patterns.attention.assumed import Assumed
-from patterns.sparse import read, rows
-from patterns.sparse.read_scores import NOT_A_SUM, parts
+from patterns.attention.masks.assumed import Assumed
+from patterns.sparse.indexer.indexer import read
+from patterns.sparse.indexer.read_scores import NOT_A_SUM, parts
+from patterns.sparse.lists import rows
 from tests.latent import lookalikes_latent_attention
 
 from . import lookalikes_sparse_attention, sparse_attention, sparse_attention_blocks, sparse_attention_lists

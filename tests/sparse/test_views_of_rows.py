@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.testing import Trial, means_what_it_says, trial
-from patterns.examples import sparse_attention as sparse
-from patterns.examples.inputs import Inputs, normal, tensors
+from tests.examples import sparse_attention as sparse
+from tests.examples.inputs import Inputs, normal, tensors
 
 RULES = {rule.name: rule for rule in installed().rules}
 

@@ -15,7 +15,7 @@ from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report.outcome import live_calls
 from fusion.testing import capture
-from patterns.examples.sparse_attention_pto import SETTING, Model, Packed, Setting
+from tests.examples.sparse_attention_pto import SETTING, Model, Packed, Setting
 
 NAME = "sparse_attention_pto"
 

@@ -1,0 +1,1 @@
+"""Log-sum-exps of attention, and merges of attention over parts of the keys."""

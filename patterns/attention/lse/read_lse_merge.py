@@ -1,0 +1,232 @@
+"""Outputs of attention over parts of the keys, merged by the log-sum-exps of their scores.
+
+Every weight is brought into one form, a product of powers of exponentials and of their sums, in which maxima and
+partial sums cancel. What is left must be one exponential each, over the sum of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusion import reader
+from fusion.analysis.dtypes import held_number
+from fusion.analysis.elements import Pick, Picked, arranged_pick, cut, pick_on, stacked
+from fusion.analysis.equal_rows import on_equal_rows
+from fusion.analysis.exp_monomials import ONE, Share, divides, total
+from fusion.analysis.exponentials import Exponentials
+from fusion.analysis.logarithms import bare
+from fusion.analysis.rounding import exact, is_float
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
+from fusion.graph.algebra import widens
+from fusion.graph.proof import proof, proven
+from patterns.attention.masks.visible import MASKED
+from patterns.attention.words import LSE_MERGE, PARTS
+
+Outs = Mapping[Value, Share]
+
+_LOW = (-1e4, -1e9, torch.finfo(torch.float32).min)
+_OF_LOW = (
+    "lse: a query that sees no key of any part has low finite log-sum-exps, whose weights do not add up to 1 in "
+    "npu_attention_update; write torch.logsumexp over the parts and exp(lse - total), or hide keys by -inf"
+)
+
+
+@reader(gives=(LSE_MERGE,), needs=("softmax_attention",))
+def merges(graph: Graph) -> Iterator[Found]:
+    """Give the values that are such merges, and why others that weigh with exponentials are none."""
+    a = graph.algebra
+    seeing = {
+        each for each, said in graph.readings.all("softmax_attention") if said.captures["fully_masked_row"] == "zero"
+    }
+    walk = _Merges(a, Exponentials(a))
+    found: dict[Value, Reading | Miss] = {}
+    for value in list(graph.places):
+        merged = bare(value)
+        single = value.op == "reshape" and merged.op != "matmul"
+        if single or merged.op not in ("add", "mul", "scale", "matmul") or not is_float(value) or value.rank < 2:
+            continue
+        outs = walk.outs(value, None)
+        if len(outs) >= 2 and all(share.is_weight for share in outs.values()):
+            outcome = _read(a, walk.exponentials, value, outs)
+            if isinstance(outcome, Reading) and not seeing & set(outs) and _gives_other(value, outcome):
+                outcome = _OF_LOW
+            found[value] = Miss("attention_update", outcome) if isinstance(outcome, str) else outcome
+    inner = _below(found)
+    for value, outcome in found.items():
+        if isinstance(outcome, Reading) or value not in inner:
+            yield value, outcome
+
+
+def _below(values: Iterable[Value]) -> set[Value]:
+    """What values are computed from."""
+    found: set[Value] = set()
+    waiting = [arg for value in values for arg in value.args]
+    while waiting:
+        value = waiting.pop()
+        if value not in found:
+            found.add(value)
+            waiting.extend(value.args)
+    return found
+
+
+@dataclass
+class _Merges:
+    """Values as sums of shares of other values."""
+
+    a: Algebra
+    exponentials: Exponentials
+    known: dict[tuple[Value, Pick], Outs] = field(default_factory=dict[tuple[Value, Pick], Outs])
+
+    def outs(self, x: Value, pick: Pick) -> Outs:
+        """What `x`, or one entry of a dim of it, is a weighted sum of; itself where it is none; {} where unknown."""
+        key = (x, pick)
+        if key not in self.known:
+            self.known[key] = self._opened(x, pick) or self._whole(x, pick)
+        return self.known[key]
+
+    def _whole(self, x: Value, pick: Pick) -> Outs:
+        while (x.op == "cast" and widens(x.arg.dtype, x.dtype)) or x.op == "permute":
+            below = arranged_pick(x, pick) if x.op == "permute" else Picked(pick)
+            if below is None:
+                break
+            x, pick = x.arg, below.pick
+        part = cut(self.a, x, pick)
+        while (stored := exact(bare(part))) is not part:
+            part = stored
+        return {self.a.reshape(part, but_ones(part.shape)): ONE}
+
+    def _opened(self, x: Value, pick: Pick) -> Outs | None:
+        if not is_float(x):
+            return None
+        match x.op:
+            case "add":
+                return self._sum([self.outs(each, pick_on(each, pick)) for each in x.args])
+            case "scale" if divides(x.attrs[0]):
+                return _times(self.outs(x.arg, pick), ONE.scaled(x.attrs[0]))
+            case "mul":
+                return self._weighed(x, pick)
+            case "cast":  # what is rounded between two merges is kept as it is
+                outs = self._opened(x.arg, pick)
+                return outs if outs and any(share.is_weight for share in outs.values()) else None
+            case "matmul" if pick is None and x.shape[-2:-1] == (1,):
+                return self._contracted(*x.args)
+            case "reshape":
+                inner = arranged_pick(x, pick)
+                return None if inner is None else self.outs(x.arg, inner.pick)
+            case "mean":
+                parts = None if pick is not None else stacked(x)
+                if parts is None:
+                    return None
+                opened = self._sum([self.outs(x.arg, each) for each in parts])
+                return opened and _times(opened, ONE.scaled(1 / len(parts)))
+            case _:
+                return None
+
+    def _weighed(self, x: Value, pick: Pick) -> Outs | None:
+        """One factor has a number for every row."""
+        for weight, y in (x.args, x.args[::-1]):
+            rows = (*y.shape[:-1], 1)
+            if weight.shape[-1:] != (1,) or y.shape[-1:] in ((), (1,)) or but_ones(weight.shape) != but_ones(rows):
+                continue
+            if but_ones(x.shape) == but_ones(y.shape):
+                return _times(self._differing(y, pick_on(y, pick)), self._share(weight, pick_on(weight, pick)))
+        return None
+
+    def _contracted(self, weights: Value, y: Value) -> Outs | None:
+        """A sum over parts that were stacked, as a product with one row of weights."""
+        stack = y.below("cast", "permute", "reshape")
+        if stack.op != "cat" or len(stack.args) != y.shape[-2]:
+            return None
+        entries = range(len(stack.args))
+        return self._sum([_times(self.outs(y, (-2, each)), self._share(weights, (-1, each))) for each in entries])
+
+    def _share(self, weight: Value, pick: Pick) -> Share:
+        share = self.exponentials.value(weight, pick)
+        assert share is not None  # only while it is computed
+        return share
+
+    def _differing(self, y: Value, pick: Pick) -> Outs:
+        """The two terms of a difference; else the terms that are weighed already."""
+        minus = y.op == "add" and is_float(y) and any(each.op == "scale" for each in y.args)
+        if not minus:
+            return self.outs(y, pick)
+        return _added([self.outs(each, pick_on(each, pick)) for each in y.args]) or self.outs(y, pick)
+
+    def _sum(self, terms: list[Outs]) -> Outs | None:
+        """The sum of terms of which one is weighed; what is only added up stays one."""
+        weighed = any(share.is_weight for each in terms for share in each.values())
+        return _added(terms) if weighed and sum(map(len, terms)) <= 2 * PARTS else None
+
+
+def _times(outs: Outs, factor: Share) -> Outs:
+    return {out: share * factor for out, share in outs.items()}
+
+
+@proof
+def _added(terms: list[Outs]) -> Outs | None:
+    shares: dict[Value, list[Share]] = {}
+    for each in terms:
+        for out, share in each.items():
+            shares.setdefault(out, []).append(share)
+    return {out: proven(total(each)) for out, each in shares.items()}
+
+
+def _is_undivided(out: Value) -> bool:
+    """Whether a part is a product with exponentials as they are."""
+    product = out.below("cast", "reshape", "permute")
+    return product.op == "matmul" and product.arg.below("cast", "reshape").op == "exp"
+
+
+def _gives_other(value: Value, merge: Reading) -> bool:
+    """True if a row that a finite number hides in all parts is merged to another sum than by the operator.
+
+    The operator weighs by exp(lseᵢ - lse): beside a large number log 2 is lost, so that both weights are 1.
+    """
+    captures = merge.captures
+    sums = [each for name, each in captures.items() if name.startswith("lse")]
+    outs = [each for name, each in captures.items() if name.startswith("out")]
+    if not all(map(_may_be_low, sums)):
+        return False
+    for number in _LOW:
+        known = {bare(each): number for each in sums} | {bare(each): 1.0 for each in outs}
+        found = on_equal_rows(value, {}, known)
+        total = held_number(number + math.log(len(sums)), torch.float32)
+        wanted = None if total is None else len(sums) * math.exp(number - total)
+        if found is None or wanted is None or not math.isclose(found, wanted, rel_tol=1e-6):
+            return True
+    return False
+
+
+def _may_be_low(lse: Value) -> bool:
+    """True if scores below a log-sum-exp may be hidden by a finite number."""
+    sources = lse.sources(lambda each: () if each.op == "matmul" else each.args)
+    return any(each.op in ("full", "scale") and -math.inf < each.attrs[0] <= MASKED for each in sources)
+
+
+def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> Reading | str:
+    """The parts of which `value` is the merge, or why it is none."""
+    shares = list(outs.values())
+    if len(shares) > PARTS:
+        return f"more than {PARTS} parts are merged"
+    added = total(shares)
+    if added is None or added.powers or added.sums or abs(added.factor - 1) > 1e-9:
+        if any(map(_is_undivided, outs)):
+            return "the parts are not divided by their own sums before they are merged, but all of them at the end"
+        return "the weights of the parts are not shares of one: they are not exp(lseᵢ - lse) with the lse of all parts"
+    if len({share.sums for share in shares}) > 1:
+        return "a part is weighed by more than the exponential of one number for each row"
+    rows = value.shape[:-1]
+    sums = exponentials.logarithms(shares, but_ones(rows))
+    if sums is None:
+        return "the log-sum-exps of the parts are not in the graph: the weights come from something else"
+    if any(but_ones(out.shape) != but_ones(value.shape) for out in outs):
+        return "the parts do not have the shape of what they are merged to"
+    captures: dict[str, Any] = {}
+    for number, (out, lse) in enumerate(zip(outs, sums, strict=True)):
+        captures |= {f"out{number}": a.reshape(out, value.shape), f"lse{number}": a.reshape(lse, rows)}
+    return Reading("lse_merge", captures)

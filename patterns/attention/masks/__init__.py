@@ -1,0 +1,1 @@
+"""Masks and biases of attention: read as formulas, and in words that operators take."""

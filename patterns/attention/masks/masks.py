@@ -1,0 +1,319 @@
+"""What a mask of attention lets through, as an operator can be told: causal, windowed, up to a length, or as it is.
+
+A single mask and the -inf, or the large number, by which it hides a key are read in `mask_terms` and `hiding`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion.analysis.affine import Affine, Formula, conjuncts
+from fusion.analysis.elements import lists_all
+from fusion.analysis.predicates import Positions
+from fusion.graph import Algebra, Value
+from fusion.graph.logic import either
+from patterns.attention.core.empty_rows import Empty
+from patterns.attention.masks.assume_true import granted
+from patterns.attention.masks.bounds import Limits, bound, is_counted, per_sequence, sees_some
+from patterns.attention.masks.mask_terms import (
+    LOST,
+    Term,
+    addends,
+    hidden_by,
+    hides_below,
+    is_finite,
+    lowered,
+    mask_on,
+    numbers_of,
+    unexpanded,
+    unseen,
+    visible,
+)
+from patterns.attention.masks.visible import MASKED, list_in, names_keys
+
+Sizes = tuple[Any, Any, Any, Any]
+MOVED = "the scores are masked before they are arranged otherwise"
+_OF_EACH = (
+    "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
+    "one tensor that a list names"
+)
+OF_HEADS = "the mask differs from head to head"
+_OF_LISTS = (
+    OF_HEADS + ": heads, or groups of them, have a list of {what} each, and the operators of "
+    "sparse attention read one list of keys for all heads"
+)
+NOT_LOST = (
+    "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
+    "them by 1e30 at least, or be proven to show a key to each query"
+)
+UNSHARED = (
+    "softmax: a query that sees no key gives neither 0, NaN nor the mean of all values, as what is subtracted from its "
+    "scores loses the logarithm of their number; npu_fused_infer_attention_score requires one of these; write "
+    "scores.softmax(-1), hide keys by -inf, or let each query see a key"
+)
+_OF_PADDING = (
+    "; what is assumed to be padding may hide all of them: pass booleans in, as sdpa takes them, or assume a causal "
+    "order where nothing is padded"
+)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """All masks of the scores of one attention, or of one choice of keys.
+
+    Attributes:
+        a: the values of the graph.
+        positions: those of the scores [*rows, T].
+        terms: the masks.
+        sizes: B, N, S and T.
+        begins: where the model writes as many keys as there are queries, all of them inside.
+        lowered: of an assumed mask, whether it may hide every key of a query by finite numbers, or by -inf.
+    """
+
+    a: Algebra
+    positions: Positions
+    terms: Sequence[Term]
+    sizes: Sizes
+    begins: Collection[Affine] = ()
+    lowered: Callable[[Value], bool] = lambda mask: False
+
+    def visible(self) -> Formula | str:
+        """Where all of them let a score through, or why it cannot be said."""
+        return visible(self.positions, self.terms)
+
+    def limits(self, formula: Formula) -> Limits:
+        """Read bounds on the key out of a formula over the positions of the scores."""
+        rank = len(self.positions.shape)
+        query, key = rank - 2, rank - 1
+        highs: list[tuple[Affine, int]] = []
+        lows: list[tuple[Affine, int]] = []
+        rest: list[Formula] = []
+        for part in self.positions.tightest(conjuncts(formula)):
+            found = bound(part, query, key)
+            if found is None:
+                rest.append(part)
+            else:
+                (highs if found[0] == "high" else lows).append(found[1:])
+        moving = {move for _, move in (*highs, *lows)}
+        if len(highs) > 1 or len(lows) > 1 or len(moving) > 1:
+            return Limits(None, None, False, conjuncts(formula))
+        return Limits(highs[0][0] if highs else None, lows[0][0] if lows else None, moving == {1}, tuple(rest))
+
+    def bounded(self, bounds: Limits) -> dict[str, Any]:
+        """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers.
+
+        Several queries of which the last could stand beyond the keys are not told by a length: cut to the keys that
+        there are, it would move all of them.
+        """
+        batch, _, queries, keys = self.sizes
+        high, low, moving = bounds.high, bounds.low, bounds.moving
+        if bounds.rest or high is None or (low is not None and (queries == 1 or not moving)):
+            return {}
+        window: Any = None
+        if low is not None:
+            span = high + low.times(-1)
+            if span.terms or not isinstance(span.constant, int):
+                return {}
+            window = span.constant
+        found = {"mask_kind": "causal_lower_right" if moving and queries != 1 else "none", "window": window}
+        if moving and not high.terms and high.constant == 0 and window is None:
+            return {"mask_kind": "causal_upper_left"}
+        seen = high.plus(queries if moving or queries == 1 else 1)
+        if not seen.terms:
+            if seen.constant == keys:
+                return found
+            within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
+            return {**found, "kv_len": seen.constant} if within else {}
+        inside = queries == 1 or not moving or high in self.begins or all(map(is_counted, high.terms))
+        length = per_sequence(self.a, seen, batch) if inside else None
+        if length is None:
+            return {}
+        at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
+        return {**found, "kv_lens": at_most}
+
+    def spec(
+        self, empty: Empty, biased: bool = False, over: bool = False, floor: float = -math.inf
+    ) -> dict[str, Any] | str:
+        """Describe the masks to an operator: a kind and a window, up to which key, and the mask as it is; or why not.
+
+        Args:
+            empty: what the softmax makes of a row without a key.
+            biased: whether something else is added to the scores.
+            over: whether it is added to scores that a mask has replaced.
+            floor: the number to which lower scores are raised behind the masks.
+        """
+        found: dict[str, Any] = {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
+        formula = self.visible()
+        if isinstance(formula, str):
+            return formula
+        if formula is True:
+            return found | (self._explicit() if self.positions.lists_all else {})
+        bounds = self.limits(formula)
+        some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
+        alike = "zero" if some else self._unseen(empty, over, floor)
+        levels = {} if alike or empty.sunk or biased or floor > -math.inf else self._lowered(empty)
+        if not (alike or levels):
+            return NOT_LOST + (_OF_PADDING if self.positions.relied else "") if self.are_shared(empty) else UNSHARED
+        words = self.bounded(bounds)
+        mask = self._explicit(beside_lists=not words)
+        found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
+        if words and (some or (alike == "zero" and not bounds.moving)):
+            return found | words
+        if not mask:
+            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else self._of_heads()
+        counts = not levels and "kv_lens" in words and not bounds.moving and bounds.low is None
+        return found | {"count": words["kv_lens"]} if counts else found
+
+    def _unseen(self, empty: Empty, over: bool, floor: float) -> str:
+        """Return what a query gives that sees no key, as `unseen`; "" where masks may hide it by different numbers."""
+        if not any(map(self.lowered, self.positions.relied)):
+            return unseen(self.positions, self.terms, empty, over, floor)
+        results = {empty.of(number) for number in (-math.inf, LOST)}
+        return results.pop() if len(results) == 1 else ""
+
+    def _of_heads(self) -> str:
+        """Why a mask that is another one for each head is not told, by the list that it is made of, if it is."""
+        found = list_in(self.terms[-1].mask)
+        if found is None:
+            return OF_HEADS
+        return _OF_LISTS.format(what="keys" if names_keys(found, self.sizes[3]) else "blocks of keys")
+
+    def _lists_some(self, bounds: Limits) -> bool:
+        """Whether each query sees a key of a list, or a first or last one, beside the bounds, if it sees some there."""
+        inside = replace(bounds, rest=())
+        if len(bounds.rest) != 1 or not sees_some(inside, *self.sizes[2:], self.positions.lengths):
+            return False
+        part = bounds.rest[0]
+        choices = part[1] if not isinstance(part, bool) and part[0] == "or" else (part,)
+        return any(self._lists_one(each, inside) or self._is_at_end(each, inside) for each in choices)
+
+    def _is_at_end(self, part: Formula, inside: Limits) -> bool:
+        """Whether the first or the last keys within bounds are seen."""
+        rank = len(self.positions.shape)
+        side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
+        if at is None or inside.high is None or inside.low is not None:
+            return False
+        if side == "high":
+            return not move and not at.terms and isinstance(at.constant, int) and at.constant >= 0
+        span = inside.high + at.times(-1)
+        return bool(move) == inside.moving and not span.terms and isinstance(span.constant, int) and span.constant >= 0
+
+    def _lists_one(self, part: Formula, inside: Limits) -> bool:
+        """Whether those that are listed have the largest scores within the same bounds."""
+        kind, leaf = part if not isinstance(part, bool) else ("", None)
+        if kind != "is" or leaf.value.op != "chosen" or leaf.index[-2:] != self.positions.origin[-2:]:
+            return False
+        places = leaf.value.arg.below("cast", "reshape")
+        masked = places.arg.below("cast") if places.op == "largest_index" and places.attrs[0] != 0 else places
+        found = self.behind(masked)
+        return found is not None and found.limits(found.visible()) == inside
+
+    def behind(self, masked: Value) -> Masks | None:
+        """The mask that is put on scores [B, S, T] last, if what it hides is below all that it lets through."""
+        positions = self.positions.over(masked.shape)
+        for scores in masked.args[-2:] if masked.op in ("add", "where") else ():
+            term = mask_on(masked, scores)
+            formula = visible(positions, (term,)) if isinstance(term, Term) else term
+            if isinstance(term, Term) and not isinstance(formula, str) and hides_below(positions, term):
+                self.positions.relied.update(positions.relied)
+                return replace(self, positions=positions, terms=(term,))
+        return None
+
+    def _explicit(self, beside_lists: bool = False) -> dict[str, Value]:
+        """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads.
+
+        `beside_lists` leaves out lists of all keys, which nothing needs then but the mask.
+        """
+        wide, lead = self._joined()
+        if beside_lists:
+            wide = granted(self.a, wide, lambda truth: truth.op == "chosen" and lists_all(truth))
+        return {} if any(size != 1 for size in lead[1:-2]) else {"mask": self._of_sequences(wide, lead)}
+
+    def _of_sequences(self, wide: Value, lead: Sequence[Any]) -> Value:
+        """What is the same for all heads, as [B or 1, 1, S, T]."""
+        batch, _, queries, keys = self.sizes
+        flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
+        return self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
+
+    def _lowered(self, softmax: Empty) -> dict[str, Any]:
+        """Sum what all masks take from the scores, where a query that sees no key shares out those lowered least.
+
+        {} where that cannot be said: where a score is not swallowed, where the softmax makes of a row of -inf something
+        else than NaN or 0, or does not share out a row of one finite number.
+        """
+        total = lowered(self.a, self.terms) if self.weakest() <= LOST and self.are_shared(softmax) else None
+        wide, lead = self._led(total) if total is not None else (None, ())
+        infinite = softmax.of(-math.inf)
+        empty = "lowest" if self._lowers_some() else f"lowest_or_{infinite}" if infinite in ("nan", "zero") else ""
+        if wide is None or not empty or any(size != 1 for size in lead[1:-2]):
+            return {}
+        return {"fully_masked_row": empty, "levels": self._of_sequences(wide, lead)}
+
+    def _lowers_some(self) -> bool:
+        """Whether each query is proven to have a key that is not lowered by -inf.
+
+        One that it sees of all masks but one, which lowers by finite numbers.
+        """
+        parts = [part for each in self.terms for part in addends(each)]
+        for part in parts:
+            others = [each for each in parts if each is not part]
+            formula = visible(self.positions, (part,))
+            if len(others) < 2 and not isinstance(formula, str) and all(is_finite(self.positions, e) for e in others):
+                bounds = self.limits(formula)
+                if sees_some(bounds, *self.sizes[2:], self.positions.lengths):
+                    return True
+        return False
+
+    def weakest(self) -> float:
+        """The finite number nearest to 0 by which a mask hides a key; -inf where all of them hide by that."""
+        return max(numbers_of(self.positions, self.terms), default=-torch.inf)
+
+    def are_shared(self, empty: Empty) -> bool:
+        """True if a row of each finite number by which a mask hides a key shares its weights among all keys."""
+        finite = [each for each in numbers_of(self.positions, self.terms) if each > -math.inf]
+        return all(empty.of(number) == "mean" for number in finite or [MASKED])
+
+    def blur(self, least: float) -> bool:
+        """Whether, added up in a dtype of that least number, they may be -inf, and else not far from it."""
+        numbers = [list(numbers_of(self.positions, (each,))) for each in self.terms]
+        overflow = sum(min(each, default=0.0) for each in numbers) < least
+        return overflow and any(least <= each <= least / (4 * len(numbers)) for some in numbers for each in some)
+
+    def blamed(self) -> Term:
+        """The mask of which it cannot be said what it lets through, else the last one."""
+        return next((each for each in self.terms if isinstance(visible(self.positions, (each,)), str)), self.terms[-1])
+
+    def hidden_entries(self, lists: int) -> Value | None:
+        """Where lists hide an entry, [*the first so many rows, T]; None where that differs along the other rows."""
+        wide, lead = self._joined()
+        if any(size != 1 for size in lead[lists:-1]):
+            return None
+        shape = self.positions.shape
+        return self.a.expand(self.a.reshape(wide, (*lead[:lists], lead[-1])), (*shape[:lists], shape[-1]))
+
+    def _joined(self) -> tuple[Value, tuple[Any, ...]]:
+        """All masks that hide some key as one, true where it is hidden, and its dims with those of size 1 in front."""
+        terms = [each for each in self.terms if not self._shows_all(each)]
+        first, *others = hidden_by(self.a, terms or self.terms)
+        joined: Value | None = first
+        for each in others:
+            joined = joined and either(self.a, joined, each)
+        assert joined is not None  # masks of the same scores broadcast to each other
+        return self._led(joined)
+
+    def _shows_all(self, term: Term) -> bool:
+        """Whether a mask hides no key, and names none."""
+        positions = self.positions.over(self.positions.shape)
+        shows = visible(positions, (term,)) is True and not positions.lists_all
+        self.positions.relied.update(positions.relied)
+        return shows
+
+    def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
+        """What broadcasts to the scores before it was expanded, and its dims with those of size 1 in front."""
+        wide = unexpanded(x)
+        return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)

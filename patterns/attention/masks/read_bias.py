@@ -1,0 +1,280 @@
+"""What is added to scaled scores and is no mask: softmax(scale · q kᵀ + bias [+ mask]) v  (T5, 2020; ALiBi, 2022).
+
+A sum that is added may hold both. It is taken apart into masks, of 0 and numbers that hide a key, and what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
+from fusion.analysis.magnitudes import largest
+from fusion.analysis.predicates import Positions
+from fusion.analysis.rounding import exact, is_float
+from fusion.analysis.row_layout import broadcast_arranged, row_step
+from fusion.graph import Algebra, Value, broadcast
+from fusion.graph.logic import constant, where
+from fusion.graph.proof import proven
+from fusion.graph.signs import is_nonnegative
+from patterns.attention.core.frames import Frame
+from patterns.attention.masks.assumed import Assumed
+from patterns.attention.masks.mask_terms import LOST, Term
+from patterns.attention.masks.masks import Masks
+from patterns.attention.masks.visible import MASKED
+
+_VIEWS = ("reshape", "permute", "slice")
+_CARRIES = (*_VIEWS, "expand", "cast", "abs", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
+"""Ops that hold an infinite number only if an operand that they are made of does."""
+_CHOOSES = ("expand", "index", "take", "where")
+"""Ops that compute no number, besides the views."""
+_FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "number", "constant")
+"""Ops whose results are taken for numbers, as scores are."""
+
+GUARDED = (
+    "as a bias it may hold -inf, of which no page of the operator says what becomes, and to keep that from it takes "
+    "more calls than the one that attends"
+)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """Masks of the scores, and what else is added to them, each with the place of the term that it came from.
+
+    `over` says whether some of that is added to scores that a mask has replaced before.
+    """
+
+    masks: Masks
+    biases: tuple[tuple[int, Term], ...]
+    over: bool = False
+
+
+def parted(masks: Masks) -> Parted:
+    """The terms of some masks, taken apart."""
+    hiding: list[Term] = []
+    biases: list[tuple[int, Term]] = []
+    for place, term in enumerate(masks.terms):
+        if term.how != "add" or _hides(masks.positions, term.mask, term.factor):
+            hiding.append(term)
+            continue
+        pieces = [replace(term, mask=each) for each in _pieces(masks.a, masks.positions, term.mask)]
+        masking = [each for each in pieces if _hides(masks.positions, each.mask, term.factor)]
+        hiding += masking
+        rest = [each for each in pieces if each not in masking]
+        biases += ((place, each) for each in (rest if masking or len(rest) < 2 else [term]))
+    replacing = max((place for place, each in enumerate(masks.terms) if each.how != "add"), default=-1)
+    over = any(place < replacing for place, _ in biases)  # terms stand outermost first
+    return Parted(replace(masks, terms=tuple(hiding)), tuple(biases), over)
+
+
+def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
+    """Masks that are added, all of them taken for a bias of that dtype, that of the queries, which int8 has not.
+
+    None where others are not, and where some keys of a query may be lowered by -inf, which is told as the least number,
+    and the others by about as much.
+    """
+    filled = any(each.how != "add" for each in masks.terms)
+    if dtype is None or filled or masks.blur(torch.finfo(dtype).min):
+        return None
+    return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
+
+
+def stays_finite(whole: Parted) -> bool:
+    """Whether what is added holds chosen numbers and none below 0 beside them, so that no sum of it is -inf."""
+    return len(whole.biases) == 1 and all(_is_chosen(each.mask) for _, each in whole.biases)
+
+
+def _is_chosen(x: Value) -> bool:
+    if x.op in ("expand", "cast", *_VIEWS):
+        return _is_chosen(x.arg)
+    if x.op == "where":
+        return all(map(_is_chosen, x.args[1:]))
+    return math.isfinite(x.attrs[0]) if x.op == "full" else is_nonnegative(x)
+
+
+def _hides(positions: Positions, x: Value, factor: float) -> bool:
+    """Whether a tensor holds 0 and numbers that hide a key alone; or what no mask and no bias may hold."""
+    numbers = positions.constants(x, positions.of(x)) if factor > 0 else None
+    if numbers is None:
+        return False
+    return any(not number < math.inf for number in numbers) or all(n == 0 or n * factor <= MASKED for n in numbers)
+
+
+def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
+    """Values that broadcast to `x` and add up to it, as far as a mask among them can be told apart."""
+    match x.op:
+        case "full" if x.attrs[0] == 0:
+            return
+        case "add":
+            for each in x.args:
+                yield from _pieces(a, positions, each)
+        case "expand":
+            yield from _pieces(a, positions, x.arg)
+        case "reshape" if x.shape == (*(1,) * (x.rank - x.arg.rank), *x.arg.shape):
+            yield from _pieces(a, positions, x.arg)
+        case "cast" if is_rounding(x):
+            yield from (a.cast(each, x.dtype) for each in _pieces(a, positions, x.arg))
+        case "reshape" | "permute":
+            below, step = list(_pieces(a, positions, x.arg)), row_step(x)
+            if len(below) < 2:
+                yield x
+            elif step is None:
+                yield from (a.seen_as(a.expand(each, x.arg.shape), x) for each in below)
+            else:
+                yield from (broadcast_arranged(a, each, x.arg.shape, (step,)) for each in below)
+        case "where" if broadcast(x.shape, positions.shape) != positions.shape or not _hides(positions, x, 1.0):
+            yield from _chosen(a, positions, x)
+        case _:
+            yield x
+
+
+def _chosen(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
+    """A mask, and what stands where it hides nothing."""
+    condition, *sides = x.args
+    hides = [each.op == "full" and each.attrs[0] <= MASKED for each in sides]
+    zero = constant(a, 0, (), x.dtype)
+    yes, no = (each if hidden else zero for each, hidden in zip(sides, hides, strict=True))
+    mask = where(a, condition, yes, no, x.dtype) if hides.count(True) == 1 else None
+    if mask is None:
+        yield x
+        return
+    yield mask
+    yield from _pieces(a, positions, sides[hides.index(False)])
+
+
+# what an operator is told ------------------------------------------------------------------------------------------
+
+
+def bias_of(
+    assumed: Assumed, found: Parted, frame: Frame, dtype: torch.dtype | None, empty: str, told: bool, floor: float
+) -> dict[str, Any] | str:
+    """The bias [B or 1, N, S, T] in the dtype of the queries, and what a row of it gives that is all -inf; or why none,
+    in words of it.
+
+    Args:
+        assumed: what is known of the graph.
+        found: what is added to the scores.
+        frame: which dims of the scores are which.
+        dtype: that of the queries.
+        empty: what the softmax makes of a row of -inf.
+        told: whether masks are told in words alone, which show nobody what a query sees.
+        floor: the number to which lower scores are raised behind it.
+    """
+    a = assumed.algebra
+    if dtype is None:
+        return "as a bias it is none of int8 attention"
+    value = _joined(a, [each for _, each in found.biases], len({place for place, _ in found.biases}) == 1, dtype)
+    if isinstance(value, str):
+        return value
+    numbers = assumed.folder.fold(value)
+    if value.dtype != dtype:
+        if numbers is None or not _holds(numbers, dtype):
+            return f"as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}"
+        value = a.cast(value, dtype)
+    wide = _of_heads(a, value, frame, found.masks.sizes[-1])
+    weakest = max(found.masks.weakest(), floor if found.masks.terms else -math.inf)
+    if weakest > -math.inf and _may_reach(min(-LOST, -weakest / 4), value, numbers, assumed.weights):
+        return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
+    if floor > LOST and _may_reach(-floor / 4, value, numbers, assumed.weights):
+        return "as a bias it may come near the number at which scores are clamped, which swallows none of them"
+    if _is_finite(found.masks.positions, value) or not _may_reach(math.inf, value, numbers, assumed.weights):
+        return {"bias": wide}
+    if floor > -math.inf:
+        return {"bias": a.make("clamp", (wide,), (floor, math.inf), wide.shape, wide.dtype)}
+    if told:
+        return "as a bias it may hold -inf, beside a mask of each head"
+    return {"bias": wide, "empty_bias": empty}
+
+
+def _is_finite(positions: Positions, x: Value) -> bool:
+    """True if `x` is known to hold a few finite numbers, as what is computed from truths does."""
+    numbers = positions.constants(x, positions.of(x))
+    return numbers is not None and all(map(math.isfinite, numbers))
+
+
+def _holds(numbers: Array, dtype: torch.dtype | None) -> bool:
+    """Whether a dtype holds all numbers as they are."""
+    kept = held(numbers, dtype)
+    return kept is not None and np.array_equal(kept, numbers)
+
+
+def _named(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtype | None) -> Value | str:
+    """All that is added, if it is rounded no more than by the model.
+
+    Of some that are added one after the other, where the model rounds scores s, s + x, .. and s + x + y to the dtype of
+    x and y, the sum may be rounded once: |x + y| <= |s| + |s + x + y|. Of more than two it is in float32 until then.
+    """
+    if len(terms) > 1:
+        alike = dtype is not None and all(each.mask.dtype == dtype and each.factor == 1 for each in terms)
+        apart = all(each.scores is not None and each.scores.dtype == dtype for each in terms)
+        wide = torch.float32 if len(terms) > 2 and not together else dtype
+        total: Value | None = a.cast(terms[0].mask, wide) if alike and (together or apart) else None
+        for each in terms[1:]:
+            total = total and a.add(total, a.cast(each.mask, wide))
+        return "as a bias it is the sum of several, which would be rounded" if total is None else a.cast(total, dtype)
+    value, factor = terms[0].mask, terms[0].factor
+    while value.op == "expand" or exact(value) is not value:
+        value = value.arg
+    if value.op == "cast" and not is_float(value.arg):
+        return "as a bias it is of whole numbers"
+    if factor == 1:
+        return value
+    if not 0 < abs(factor) < 1 or not math.log2(abs(factor)).is_integer():
+        return f"as a bias it is multiplied by {factor:g} with the scores, by which it would be rounded"
+    return a.scale(value, factor)
+
+
+def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
+    """A bias that broadcasts to scores [*rows, T] of a frame as [B or 1, N, S, T]."""
+    full = (*frame.shape, keys)
+    lead = (*(1,) * (len(full) - value.rank), *value.shape)
+    wide = a.expand(a.reshape(value, lead), (lead[0], *full[1:]))
+    return a.reshape(wide, (lead[0], *frame.sizes[1:], keys))
+
+
+def _may_reach(most: float, x: Value, numbers: Array | None, weights: Collection[str]) -> bool:
+    """Whether a bias may hold so large a number, or a larger one."""
+    if numbers is not None:
+        return not (np.abs(numbers) < most).all()
+    return not largest(x) < most and _may_hold(most, x, weights)
+
+
+def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
+    """The same of what is no constant: a product is as small as scores are, a weight a number."""
+    if x.dtype is torch.float16 and x.op not in (*_VIEWS, *_CHOOSES, "input", "full", "exp"):
+        return True  # whose largest number is small enough to be passed
+    match x.op:
+        case "input":
+            return x.attrs[1] != 0 or x.attrs[0] not in weights
+        case "full":
+            return not abs(x.attrs[0]) < most
+        case "scale" | "shift" if not abs(x.attrs[0]) < most:
+            return True
+        case "clip" | "clamp" if all(abs(each) < most for each in x.attrs):
+            return False
+        case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
+            return False
+        case "cast":  # what the dtype does not hold is infinite
+            return _may_hold(min(most, torch.finfo(proven(x.dtype)).max), x.arg, weights)
+        case "exp":  # is never -inf, and by +inf plain attention gives NaN for the row
+            return most < math.inf
+        case "mul":  # what is the same for all keys is a number, as what scales the scores is
+            keyed = [each for each in x.args if each.shape[-1:] not in ((), (1,))]
+            return any(_may_hold(most, each, weights) for each in keyed)
+        case "index" | "take":
+            return _may_hold(most, x.arg, weights)
+        case "pad":  # as relative positions are where their scores are shifted
+            return not abs(x.attrs[1]) < most or _may_hold(most, x.arg, weights)
+        case "where":
+            return any(_may_hold(most, each, weights) for each in x.args[1:])
+        case _:
+            return x.op not in _FINITE and (x.op not in _CARRIES or any(_may_hold(most, e, weights) for e in x.args))

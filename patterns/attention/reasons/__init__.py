@@ -1,0 +1,1 @@
+"""Reasons for attention, and for recurrences like it, that no operator computes."""

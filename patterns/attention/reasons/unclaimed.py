@@ -1,0 +1,118 @@
+"""Why a softmax whose weights meet values is told of by nobody: every attention that is left has a reason.
+
+Routers, which choose by their weights, and classifiers, which give them away, are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch.fx as fx
+
+from fusion.graph import Found, Graph, Value
+from patterns.attention.reasons.blame import missed
+from patterns.attention.reasons.not_softmax import called
+
+OF_A_LAYER = (
+    "its scores are no products of queries with keys, but numbers that are computed from each row alone, as of places "
+    "that are sampled or of kernels: no operator does this"
+)
+PASSED_IN = "its scores are passed in: the products of queries and keys that they are made of stand in another graph"
+LEAVES = "its weights leave the graph before they meet values"
+AMID = "between the products of queries and keys and the softmax stands {}, which is not read"
+BEHIND = "how its weights meet the values is not read as a product of all keys"
+_CHOOSE = ("topk", "sort", "argmax", "max", "multinomial", "nonzero", "one_hot", "kthvalue", "log")
+_MEET = ("matmul", "bmm", "mm", "einsum", "linear")
+_REDUCE = ("sum", "mean", "amax", "amin", "prod", "var", "any", "all")
+_ARRANGED = ("cast", "reshape", "permute", "slice", "narrow", "expand", "scale", "shift")
+_PASSED = (*_ARRANGED, "add", "where", "cat", "mul")
+_FAR = 24
+"""Calls after which it is not asked any more what becomes of weights."""
+
+
+def completed(graph: Graph, found: Iterator[Found]) -> Iterator[Found]:
+    """What was found, and what is said of each softmax that is in none of it."""
+    told: list[Value] = []
+    for value, said in found:
+        told.append(value)
+        yield value, said
+    yield from unread(graph, told)
+
+
+def unread(graph: Graph, told: Collection[Value]) -> Iterator[Found]:
+    """Each softmax over scores that nothing is said of, among what is said of `told`; why it is no attention."""
+    softmaxes = [value for value in graph.places if value.op == "softmax"]
+    if not softmaxes:
+        return
+    known = {each for value in told for each in _weights_below(value)}
+    for softmax in softmaxes:
+        reason = "" if softmax in known else _reason(graph, softmax)
+        if reason:
+            yield softmax, missed(reason, softmax, (softmax,))
+
+
+def _reason(graph: Graph, softmax: Value) -> str:
+    meets, chooses, leaves = _fate(graph.places[softmax])
+    products = list(_products(softmax.arg))
+    attends = [odd for product, odd in products if not any(map(graph.is_fixed, product.args))]
+    if chooses or graph.is_fixed(softmax.arg):
+        return ""
+    if not products and _is_passed_in(softmax.arg):
+        return PASSED_IN if softmax.attrs[0] == -1 and (meets or softmax.rank > 3) else ""
+    if not (meets or (attends and leaves)):
+        return ""
+    if not attends:
+        return OF_A_LAYER
+    if not meets:
+        return LEAVES
+    return AMID.format(called(attends[0])) if all(attends) else BEHIND
+
+
+def _is_passed_in(scores: Value) -> bool:
+    """Whether scores are an input, perhaps with something added to it, or masked."""
+    whole = [each for each in scores.args if each.shape == scores.shape]
+    added = scores.op in _ARRANGED or (scores.op in ("add", "where") and len(whole) > 0)
+    return scores.op == "input" or (added and any(map(_is_passed_in, scores.args if scores.op in _ARRANGED else whole)))
+
+
+def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool, bool]:
+    """Whether weights are multiplied with something, whether something is chosen by them, and whether they leave."""
+    waiting, seen, meets, leaves = list(nodes), set(nodes), False, False
+    while waiting and len(seen) < _FAR:
+        for user in waiting.pop(0).users:
+            name = str(user.target).removeprefix("aten.").partition(".")[0]
+            if name in _CHOOSE:
+                return meets, True, leaves
+            meets |= name in _MEET or (name == "mul" and len(user.all_input_nodes) == 2)
+            leaves |= user.op == "output" and not meets
+            if user not in seen and name not in (*_MEET, *_REDUCE) and user.op == "call_function":
+                seen.add(user)
+                waiting.append(user)
+    return meets, False, leaves
+
+
+def _products(scores: Value) -> Iterator[tuple[Value, str]]:
+    """The products that scores are made of, each with the first op on the way to it that is not read."""
+    waiting, seen = [(scores, "")], set[Value]()
+    while waiting and len(seen) < 4 * _FAR:
+        x, odd = waiting.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x.op == "matmul":
+            yield x, odd
+            continue
+        odd = odd or ("" if x.op in _PASSED else x.op)
+        waiting.extend((each, odd) for each in x.args)
+
+
+def _weights_below(x: Value) -> Iterator[Value]:
+    """The softmaxes of weights that a value is made of, by no more than one product."""
+    waiting, seen = [(x, False)], set[tuple[Value, bool]]()
+    while waiting:
+        x, behind = waiting.pop()
+        if x.op == "softmax":
+            yield x
+        elif (x, behind) not in seen and len(seen) < 4 * _FAR and not (behind and x.op == "matmul"):
+            seen.add((x, behind))
+            waiting.extend((each, behind or x.op == "matmul") for each in x.args)

@@ -1,0 +1,1 @@
+"""Sequences of different lengths: packed tokens, loops over sequences, and pages."""

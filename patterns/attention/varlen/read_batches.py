@@ -1,0 +1,84 @@
+"""Sequences that are attended to one by one, each with what it sees of its own, and joined: one batch of them.
+
+    out = [attention(q[b], k[b], v[b], first lengths[b] keys) for b in range(B)]
+
+Where all have as many queries and keys, and each the keys that it sees, this is attention of all at once: the loop over
+sequences in a serving engine's reference, whose lengths are data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+from fusion import reader
+from fusion.analysis.row_layout import named
+from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph.proof import must, proof, proven
+from patterns.attention.varlen.joined_results import Part, Results, each_alone, joins, part_of, views_between
+from patterns.attention.varlen.segment_orders import ROWS
+from patterns.attention.words import SOFTMAX_ATTENTION
+
+_ALIKE = ("scale", "window", "sink", "fully_masked_row", "mask_kind", "kv_len")
+_BROADCAST = ("mask", "levels", "bias")
+"""What may be the same for all sequences."""
+_OWN = ("count", "kv_lens", *_BROADCAST)
+"""What each sequence has of its own; without any they are segments, which need no equal lengths."""
+_JOINED = ("q", "k", "v", *_OWN)
+
+
+@reader(gives=(), needs=("softmax_attention",), refines=(SOFTMAX_ATTENTION.name,))
+def batched_attentions(graph: Graph) -> Iterator[Found]:
+    """What is joined of attentions of one sequence each."""
+    for results, value in joins(graph):
+        read = batched(graph.algebra, results, value)
+        if read is not None:
+            yield value, read
+
+
+@proof
+def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
+    """The attention of which a value joins the results, sequence by sequence."""
+    parts = [proven(part_of(a, results, each)) for each in joined.args]
+    every = [each.reading.captures for each in parts]
+    first, (axis,) = every[0], joined.attrs
+    must(all(each.keys() == first.keys() for each in every))
+    must(first.keys() <= {*_ALIKE, *_JOINED, "output_view"})
+    must(any(first.get(name) is not None for name in _OWN))
+    must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
+    must(all(each[name].shape[0] == 1 for each in every for name in ("q", "k", "v")))
+    there = [name for name in _JOINED if first.get(name) is not None]
+    whole = {name: proven(_joined(a, [each[name] for each in every], name in _BROADCAST)) for name in there}
+    must(all(_views(each) == _views(parts[0]) for each in parts))
+    view = proven(_view(a, parts[0], axis, joined.shape))
+    relied = frozenset[str]().union(*(each.reading.relies for each in parts))
+    return Reading("softmax_attention", {**first, **whole, "output_view": view}, relied)
+
+
+@proof
+def _view(a: Algebra, part: Part, axis: int, shape: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return the steps that arrange the results of all sequences, one behind the other along `axis`.
+
+    Symbolic sizes are named, as the lowering takes those of its own result.
+    """
+    seen, count, names = part.seen, shape[axis] // part.seen.shape[axis], {part.plain.shape[ROWS]: "S"}
+    if seen.shape[axis] == 1:
+        return named(proven(each_alone(part.plain, seen, axis, 0)).of(count), names)
+    must(prod(seen.shape[:axis]) == 1)
+    apart = a.reshape(seen, (1, *seen.shape))
+    steps = proven(each_alone(part.plain, apart, 0, 0)).of(count)
+    return named((*steps, ("reshape", tuple(shape))), names)
+
+
+def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None:
+    """What each sequence has, [1, ..], as that of all [B, ..]; what may be `broadcast` stays if all have the same."""
+    if broadcast and all(each is parts[0] for each in parts):
+        return parts[0]
+    alike = {(each.shape, each.dtype) for each in parts}
+    return a.cat(parts, 0) if len(alike) == 1 and parts[0].shape[:1] == (1,) else None
+
+
+def _views(part: Part) -> list[tuple[Any, ...]]:
+    """By which views a result is turned."""
+    return [(each.op, each.attrs, each.shape) for each in proven(views_between(part.plain, part.seen))[1:]]

@@ -1,0 +1,1 @@
+"""Captures, views and scales that several domains use."""

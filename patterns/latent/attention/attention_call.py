@@ -1,0 +1,178 @@
+"""How dense attention over a latent is put to the operator: its rotated lanes apart, joined to it, or all expanded.
+
+unrotated q W_UK [B, N, S, C] over a latent [.., C] without rotated lanes
+apart     q_nope W_UK [B, N, S, C] and q_rope [B, N, S, Dr] over a latent [.., C] and its rotated lanes [.., Dr]
+joined    both side by side, as one key head of C + Dr lanes
+expanded  keys c W_UK [.., N, D] and values c W_UV [.., N, E] of all heads, the rotated lanes apart
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from fusion import require
+from patterns.attention import calls
+from patterns.attention.calls import Call, MaskSpec, Parts
+from patterns.attention.masks.visibility import Dense
+from patterns.attention.sources import Rows
+from patterns.cache import pages as cached
+
+APART = (512, 64)
+"""The widths of a latent and of its rotated lanes that the operator knows apart."""
+NO_LANES = "no lanes are rotated: the latent is all there is of a key"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a latent: where they lie, which of them are seen, and of how many, if not all, the model speaks."""
+
+    source: Any
+    seen: Any
+    first_rows: Any
+
+    def __post_init__(self) -> None:
+        """Refuse at once: queries cost more to compute."""
+        self.seen.refuse_unproven()
+
+    def count(self, batch: Any) -> Any:
+        """How many keys each sequence has."""
+        return self.source.keys(batch) if self.first_rows is None else self.first_rows
+
+    def cut(self, kv: Tensor) -> Tensor:
+        """The rows of a latent [B, T, ..] that the model speaks of."""
+        return kv if self.first_rows is None else kv[:, : self.first_rows]
+
+    def spec(self, queries: Any, batch: Any) -> MaskSpec:
+        """What is seen, told in words of an operator that counts causal orders from the last key."""
+        return self.source.spec(self.seen.within(self.first_rows).spec(), queries, self.count(batch), latent=True)
+
+
+def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales: Any) -> Parts:
+    """Latent and rotated lanes apart: the result [B, N, S, C], which lies as [N, B, S, C] with `heads_first`.
+
+    `scales` say of int8 queries and an int8 latent what they stand for.
+    """
+    require(len(q) == 2, NO_LANES)
+    batch, heads, queries = q[0].shape[:3]
+    source, count = keys.source, keys.count(batch)
+    latent, rope = source.read(batch)
+    q, seen = source.posed(q, keys.seen.within(keys.first_rows), count)
+    require(not (heads_first and call.lse), "log-sum-exps over a latent come with heads behind the queries")
+    require(not (heads_first and scales), "results over an int8 latent come with heads behind the queries")
+    if heads_first and not isinstance(seen, Dense) and not _few(queries):
+        return _packed(q, keys, seen, call)
+    lengths, asked = seen.asked(source, q[0], count, latent=True)
+    if isinstance(seen, Dense) and not source.paged:
+        latent, rope = keys.cut(latent), keys.cut(rope)
+    rows = [each.transpose(1, 2) if scales else _with_heads(each.transpose(1, 2)) for each in q]
+    y, lse = calls.fused(
+        rows[0], latent, latent, lengths, call, query_rope=rows[1], key_rope=rope, num_query_heads=rows[0].shape[2],
+        num_key_value_heads=1, input_layout="BSND_NBSD" if heads_first else "BSND", **asked, **source.arguments(),
+        **scales,
+    )  # fmt: skip
+    y = (y.permute(1, 2, 0, 3) if heads_first else y)[:, :, :heads]
+    if scales:  # no projection follows: what is filled in lies as the model's result
+        return seen.restored(y.transpose(1, 2)), lse
+    y = seen.restored(y, last=True, values=None if source.paged else latent.transpose(1, 2)).transpose(1, 2)
+    return y, lse[:, :heads] if call.lse else lse
+
+
+def joined(q: Parts, keys: Keys, call: Call) -> Parts:
+    """Queries and keys [.., C + Dr], and values of which the first C lanes count: the result [B, N, S, C]."""
+    require(len(q) == 2, NO_LANES)
+    require(not keys.source.paged, "pages are read in place, latent and rotated lanes apart")
+    require(tuple(each.shape[-1] for each in q) != APART, "the operator takes these widths apart")
+    key = keys.cut(torch.cat(keys.source.read(q[0].shape[0]), dim=-1)).transpose(1, 2)
+    y, lse = Rows(key, key).batched(torch.cat(q, dim=-1), keys.seen, call)
+    return y[..., : q[0].shape[-1]], lse
+
+
+def unrotated(q: Tensor, keys: Keys, call: Call) -> Parts:
+    """Queries [B, N, S, C] over a latent that is keys and values at once: the result [B, N, S, C]."""
+    source = Rows(keys.cut(keys.source.read(q.shape[0])[0]).transpose(1, 2))
+    latent = source.first.transpose(1, 2)
+    count = latent.shape[1]
+    (q,), seen = source.posed((q,), keys.seen, count)
+    lengths, asked = seen.asked(source, q, count)
+    y, lse = calls.fused(
+        q.transpose(1, 2), latent, latent, lengths, call, num_query_heads=q.shape[1], num_key_value_heads=1,
+        input_layout="BSND", **asked,
+    )  # fmt: skip
+    return seen.restored(y, last=True, values=source.first).transpose(1, 2), lse
+
+
+def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:
+    """Queries [B, N, S, D] and [B, N, S, Dr] over keys and values of all heads: the result [B, N, S, E]."""
+    require(not keys.source.paged, "pages are read in place, not expanded")
+    batch, _, queries = q[0].shape[:3]
+    (up_key, up_value), heads = up, up[0].shape[0]
+    q, seen = keys.source.posed(q, keys.seen, keys.count(batch))
+    spec = replace(keys, seen=seen).spec(queries, batch)
+    latent, rope = (keys.cut(each)[:, : spec.kv_len] for each in keys.source.read(batch))
+    if batch == 1 and spec.kv_lens is None and not any(map(calls.heads_last, q)):
+        return _expanded_heads_first(q, (latent[0, :, 0], rope[0]), (up_key.transpose(1, 2), up_value), spec, call)
+    weights = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
+    k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in weights)
+    y, lse = calls.fused(
+        q[0].transpose(1, 2), k, v, spec.kv_lens, call, query_rope=q[1].transpose(1, 2), num_query_heads=heads,
+        num_key_value_heads=heads, key_rope=rope.expand(-1, -1, heads, -1).contiguous(), input_layout="BSND",
+        **spec.arguments(k.device, queries),
+    )  # fmt: skip
+    return seen.restored(y, last=True).transpose(1, 2), lse
+
+
+def _expanded_heads_first(q: Parts, kv: Parts, up: Parts, spec: MaskSpec, call: Call) -> Parts:
+    """The same for one sequence whose heads lie first in memory, over a latent [T, C] times [N, C, D] and [N, C, E]."""
+    query, query_rope = (each.squeeze(0) for each in q)
+    latent, rope = kv
+    heads, queries = query.shape[:2]
+    k, v = (torch.matmul(latent, each.contiguous()) for each in up)
+    y, lse = calls.fused(
+        query, k, v, calls.ends_of(1, latent.shape[0], k.device), call, query_rope=query_rope,
+        key_rope=rope.transpose(0, 1).expand(heads, -1, -1).contiguous(), num_query_heads=heads,
+        num_key_value_heads=heads, input_layout="NTD_TND", actual_seq_qlen=calls.ends_of(1, queries, k.device),
+        **spec.arguments(k.device, queries),
+    )  # fmt: skip
+    return y.unsqueeze(0).transpose(1, 2), lse.transpose(0, 1).unsqueeze(0) if call.lse else lse
+
+
+def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
+    """`apart` for queries of one sequence after the other; rows that are seen in part are read as pages."""
+    batch, heads, queries = q[0].shape[:3]
+    source = keys.source
+    spec = source.spec(seen.spec(), queries, keys.count(batch), latent=True)
+    latent, rope = source.read(batch)
+    pages = source.arguments()
+    if not source.paged and spec.kv_len is None and spec.kv_lens is None:
+        lengths = calls.ends_of(batch, latent.shape[1], latent.device)
+        latent, rope = (each.flatten(0, 1) for each in (latent, rope))
+    else:
+        lengths = calls.each_length(spec, q[0])
+        if not source.paged:
+            latent, rope = (cached.cut(each, 1).flatten(2) for each in (latent, rope))
+            table = torch.arange(latent.shape[0], dtype=torch.int32, device=latent.device).reshape(batch, -1)
+            pages = dict(block_table=table, block_size=latent.shape[1])
+    rows, turned = (each.transpose(1, 2).flatten(0, 1) for each in q)
+    y, lse = calls.fused(
+        rows, latent, latent, lengths, call, query_rope=turned, key_rope=rope, input_layout="TND_NTD",
+        actual_seq_qlen=calls.ends_of(batch, queries, rows.device, beside=lengths), num_query_heads=heads,
+        num_key_value_heads=1, **spec.arguments(rows.device, queries), **pages,
+    )  # fmt: skip
+    return seen.restored(y.unflatten(1, (batch, queries)).permute(1, 2, 0, 3), last=True).transpose(1, 2), lse
+
+
+def _few(queries: Any) -> bool:
+    """Whether there are as many queries as layouts that give heads first, one sequence beside the other, are for."""
+    return isinstance(queries, int) and 1 < queries <= 16
+
+
+def _with_heads(q: Tensor) -> Tensor:
+    """Queries [B, S, N, C] with heads of zeros, so that their number is a power of two: over a latent it must be."""
+    heads = q.shape[2]
+    more = (1 << (heads - 1).bit_length()) - heads
+    return pad(q, (0, 0, 0, more)) if more else q

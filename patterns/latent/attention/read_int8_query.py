@@ -1,0 +1,57 @@
+"""Queries of attention over a latent that come from a W8A8 layer, or in floats before they are quantised themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from fusion import reader
+from fusion.graph import Algebra, Found, Graph, Readings, Value
+from fusion.graph.proof import proof, proven
+from patterns.latent.read.absorption import absorption, query_sources, rotations
+from patterns.latent.read.head_lanes import HeadLanes, opened_heads, placed, sources, unscaled_lanes
+from patterns.latent.words import LAYER_LANES, LAYER_QUERY
+
+_INT8 = ("int8_latent_attention", "int8_probability_attention")
+
+
+@reader(
+    gives=(LAYER_QUERY, LAYER_LANES),
+    refines=("absorbed_query", "head_lanes"),
+    needs=("latent_queries", *_INT8, "folded_query", "int8_matmul", "quantise", "rotation"),
+)
+def int8_queries(graph: Graph) -> Iterator[Found]:
+    """Where the parts of latent queries come from, of a W8A8 layer or of one in floats that is not read yet."""
+    layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("int8_matmul")}
+    a = graph.algebra
+    for absorbed, rotated in _queries(graph.readings):
+        factors = absorption(a, absorbed)
+        if factors is None:
+            continue
+        query = (a, factors, absorbed, rotations(a, graph.readings, rotated))
+        read = query_sources(*query, partial(_lanes, layers)) or query_sources(*query)
+        yield from read.items()
+
+
+def _queries(found: Readings) -> list[tuple[Value, Value]]:
+    """Absorbed and rotated queries of every attention over a latent, in floats or before they were quantised."""
+    queries = [each.captures for _, each in found.all("latent_queries")]
+    pairs = [(each["absorbed"], each["rope"]) for each in queries]
+    for _, attention in found.all(*_INT8):
+        query, rope = attention.captures["query"], attention.captures["rope"]
+        folded = found.one(rope, "folded_query")
+        rope = rope if folded is None else folded.captures["rope"]
+        pairs += [(each.captures["x"], rope) for each in found.of(query, "quantise")]
+    return pairs
+
+
+@proof
+def _lanes(layers: Mapping[Value, Value], a: Algebra, value: Value, heads: Any, rows: Any) -> HeadLanes | None:
+    """The layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
+    value, rows, number = unscaled_lanes(a, value, rows)
+    below = (each.below("cast", "reshape") for each in sources(value))
+    layer = proven(next((layers[each] for each in below if each in layers), None))
+    opened = opened_heads(a, layer, value.shape[0], heads, rows)
+    place = proven(placed(a, value, opened))
+    return HeadLanes({"layer": a.scale(layer, number)}, ("layer_query", "layer_lanes"), opened.shape[-1], *place)

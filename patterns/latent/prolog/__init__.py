@@ -1,0 +1,1 @@
+"""Prologs of latent attention: projections, norms, rotations and writes into caches."""

@@ -1,0 +1,57 @@
+"""One product per head with a weight that all tokens share, as latent attention absorbs and expands its projections.
+
+A reading "head_product" holds x [B, N, S, K], weight [N, K, M] and how [B, N, S, M] becomes the result. A product of
+heads that stand first before and behind it is left alone: nothing is arranged anew around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from fusion import reader
+from fusion.analysis.row_layout import Step, named
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from patterns.attention.core.divided_late import stripped
+from patterns.latent.words import HEAD_PRODUCT
+
+ARRANGES = ("permute", "reshape")
+
+
+@reader(gives=(HEAD_PRODUCT,))
+def head_products(graph: Graph) -> Iterator[Found]:
+    """Every such product, of Parameters if any is known."""
+    places = graph.places
+    turned = {value.arg for value in places if value.op in ARRANGES}
+    for value in list(places):
+        product, arranged = stripped(value)
+        if product.op != "matmul" or product.dtype != value.dtype or product.rank not in (3, 4):
+            continue
+        if product is not value and product in places:
+            continue  # what only arranges it is left to the product itself
+        x, weight = product.args
+        constant = graph.is_fixed(weight)
+        heads_alone = not (value in turned or arranged or x.op in ARRANGES)
+        if x.shape[:-2] != product.shape[:-2] or heads_alone or (graph.fixed and not constant):
+            continue
+        outcome = _reading(graph.algebra, x, weight, arranged)
+        if isinstance(outcome, Reading):
+            yield value, outcome
+        elif outcome and constant:
+            yield value, Miss("head_product", outcome)
+
+
+def _reading(a: Algebra, x: Value, weight: Value, arranged: Sequence[Step]) -> Reading | str | None:
+    heads = x.shape[-3]
+    if heads == 1 or weight.shape[-3:-2] != (heads,):
+        return None
+    if prod(weight.shape[:-3]) != 1:
+        return "each sequence has matrices of its own"
+    shape = (*x.shape[:-1], weight.shape[-1])
+    rows = shape if x.rank == 4 else (1, *shape)
+    steps = [*([("reshape", shape)] if x.rank == 3 else []), *arranged]
+    finish = named(steps, {rows[2]: "S", rows[0]: "B"})
+    if finish is None:
+        return "the result is arranged by several symbolic sizes; compile it for static sizes of all but one of them"
+    opened = a.reshape(x, (*rows[:-1], x.shape[-1]))
+    return Reading("head_product", {"x": opened, "weight": a.reshape(weight, weight.shape[-3:]), "output_view": finish})

@@ -1,0 +1,1 @@
+"""Experts: rows by expert, products of groups, activations, and weighted sums."""

@@ -1,0 +1,185 @@
+"""y = Σ_e w[:, e] · f(x; W[e]), all experts of every token in products of stacked matrices  (Llama 4, 2025).
+
+    h [E, T, I] = x [T, H] · U [E, H, I]        y [T, H] = Σ_e w[T, e] · (h · D [E, I, H])[e]
+
+The dim of experts is followed from the sum down to the products, through reshapes, permutes and functions of single
+elements, and the same computation is written for the rows of the experts that are chosen.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from fusion.analysis.dtypes import is_rounding
+from fusion.graph import Algebra, Dim, Graph, Reading, Value
+from fusion.graph.contractions import swapped
+from fusion.graph.proof import must, proven
+from patterns.linear.read_gates import half_of_lanes
+from patterns.moe.experts.expert_rows import Rows
+from patterns.moe.experts.pairs import plain
+from patterns.moe.experts.weighted_sums import total
+
+
+class Stack(NamedTuple):
+    """A value with one dim for all experts, and one for the lanes of what an expert computes; all others are tokens."""
+
+    value: Value
+    experts: int
+    lanes: int
+
+
+class Weighed(NamedTuple):
+    """A sum over all experts of what they give, times weights [T, E]."""
+
+    weights: Value
+    given: Stack
+
+
+def weighed_stack(a: Algebra, inner: Value, factor: float) -> Weighed | None:
+    """Return the weights and the summands of `inner` · `factor`, if that is a sum over one dim."""
+    return _by_mean(a, inner, factor) or _by_product(a, inner, factor)
+
+
+def _by_mean(a: Algebra, inner: Value, factor: float) -> Weighed | None:
+    product = unrounded(inner.arg) if inner.op == "mean" and len(inner.attrs) == 1 else inner
+    if product.op != "mul" or product is inner or inner.attrs == (-1,):
+        return None
+    axis = inner.attrs[0] % product.rank
+    for rows, weights in (product.args, product.args[::-1]) if product.shape[axis] == factor else ():
+        if rows.shape == product.shape and weights.shape == (*rows.shape[:-1], 1):
+            axes = (*(each for each in range(rows.rank - 1) if each != axis), axis)
+            lines = a.permute(a.reshape(weights, rows.shape[:-1]), axes)
+            flat = a.reshape(lines, (prod(lines.shape[:-1]), lines.shape[-1]))
+            return Weighed(flat, Stack(unrounded(rows), axis, rows.rank - 1))
+    return None
+
+
+def _by_product(a: Algebra, inner: Value, factor: float) -> Weighed | None:
+    found = total(a, inner, factor)
+    if found is None or found.order is not None:
+        return None
+    rows = a.reshape(plain(found.rows), (*found.weights.shape, found.rows.shape[-1]))
+    return Weighed(found.weights, Stack(rows, 1, 2))
+
+
+def unrounded(x: Value) -> Value:
+    """Return floats before casts that only round them."""
+    while is_rounding(x):
+        x = x.arg
+    return x
+
+
+class StackedRows(Rows):
+    """The same computation with the matrices of all experts, written for the rows of the experts that are chosen."""
+
+    def __init__(self, graph: Graph, places: Value) -> None:
+        super().__init__(graph, places)
+        self._stacks: dict[Stack, Value] = {}
+
+    def of_stack(self, stack: Stack) -> Value:
+        """Return [T, K, W]: of what all experts compute, that of the experts that each token chose."""
+        must(stack.experts != stack.lanes)
+        if stack not in self._stacks:
+            self._stacks[stack] = self._of_stack(*stack)
+        return self._stacks[stack]
+
+    def _of_stack(self, x: Value, e: int, w: int) -> Value:
+        alike = self._alike(x, e, w)
+        if alike is not None:
+            return self._tokens(alike)
+        joined = self._joined(x, e, w)
+        if joined is not None:
+            return self.of(joined)
+        match x.op:
+            case "permute":
+                rest = [each for place, each in enumerate(x.attrs) if place not in (e, w) and x.shape[place] != 1]
+                must(rest == sorted(rest))
+                return self.of_stack(Stack(x.arg, x.attrs[e], x.attrs[w]))
+            case "reshape":
+                return self._reshaped(x, e, w)
+            case "matmul":
+                return self._layer_of_stack(x, e, w)
+            case "slice" if x.attrs[0] == w:
+                return self._lanes(self.of_stack(Stack(x.arg, e, w)), *x.attrs[1:])
+            case "add" if x.args[0].shape != x.args[1].shape:
+                return self._biased(x, e, w)
+            case _:
+                must(x.args and all(arg.shape == x.shape for arg in x.args))
+                return self._rebuilt(x, [self.of_stack(Stack(arg, e, w)) for arg in x.args])
+
+    def _reshaped(self, x: Value, e: int, w: int) -> Value:
+        """Follow both dims through a reshape that keeps them; or that parts a layer of all experts at once."""
+        moved = [_axis(x.arg, prod(x.shape[:each]), x.shape[each]) for each in (e, w)]
+        if all(each is not None for each in moved):
+            return self.of_stack(Stack(x.arg, *map(proven, moved)))
+        must(x.arg.op == "matmul" and (e, w) == (x.rank - 2, x.rank - 1))
+        (tokens, weight), parts = x.arg.args, x.shape[-2:]
+        must(prod(weight.shape[:-2]) == 1 and weight.shape[-1] == prod(parts))
+        matrices = self.a.reshape(weight, (weight.shape[-2], *parts))
+        return self._multiplied(self._tokens(tokens), self.a.permute(matrices, (1, 0, 2)))
+
+    def _joined(self, x: Value, e: int, w: int) -> list[Value] | None:
+        """Return what each expert gives [.., W], where `x` joins these."""
+        whole = x.arg if x.op == "reshape" else x
+        if whole.op != "cat" or len(whole.args) != x.shape[e] or w != x.rank - 1:
+            return None
+        (axis,), one = whole.attrs, (*x.shape[:e], *x.shape[e + 1 :])
+        parts = {prod(each.shape) == prod(one) for each in whole.args}
+        apart = parts == {True} and prod(whole.shape[:axis]) == prod(x.shape[:e])
+        return [unrounded(self.a.reshape(each, one)) for each in whole.args] if apart else None
+
+    def _lanes(self, rows: Value, *lanes: int) -> Value:
+        part = self.a.cut(rows, rows.rank - 1, *lanes)
+        half = half_of_lanes(self.a, part)
+        if half is not None:
+            self.found[part] = half
+        return part
+
+    def _layer_of_stack(self, x: Value, e: int, w: int) -> Value:
+        """Multiply rows by the matrices [E, H, W] of their experts, as a product over batch dims does for all."""
+        left, right = x.args
+        inputs, matrices = (left, right) if w == x.rank - 1 else (right, swapped(self.a, left))
+        lanes = inputs.rank - (1 if w == x.rank - 1 else 2)
+        own, at = (e - x.rank + each.rank for each in (matrices, inputs))
+        must(e < x.rank - 2 <= w and own >= 0 and prod(matrices.shape[:-2]) == matrices.shape[own] == x.shape[e])
+        weight = self.a.reshape(matrices, (x.shape[e], *matrices.shape[-2:]))
+        if at >= 0 and inputs.shape[at] != 1:
+            return self._multiplied(self.of_stack(Stack(inputs, at, lanes)), weight)
+        return self._multiplied(self._tokens(inputs if lanes == inputs.rank - 1 else swapped(self.a, inputs)), weight)
+
+    def _multiplied(self, rows: Value, matrices: Value, bias: Value | None = None) -> Value:
+        """Return the product of rows [T, K, H] with the matrices [E, H, W] of their experts."""
+        operands = (rows, matrices) if bias is None else (rows, matrices, bias)
+        product = self.a.make("row_product", operands, (), (*rows.shape[:-1], matrices.shape[-1]), rows.dtype)
+        how: dict[str, Any] = {"x": rows, "weight": matrices, "experts": self.experts, "is_sorted": False}
+        how |= {} if bias is None else {"bias": bias}
+        fixed = self.graph.is_fixed(matrices) and (bias is None or self.graph.is_fixed(bias))
+        self.found[product] = Reading("expert_product", {**how, "is_parameter_only": fixed})
+        return product
+
+    def _biased(self, x: Value, e: int, w: int) -> Value:
+        """Add the line of biases of each row's expert to a product."""
+        product, bias = x.args if x.args[0].shape == x.shape else x.args[::-1]
+        places = range(-1, -1 - bias.rank, -1)
+        must(product.shape == x.shape and all(bias.shape[p] in (1, x.shape[p]) for p in places))
+        must({p % x.rank for p in places if bias.shape[p] != 1} == {e, w} and e < w)
+        rows = self.of_stack(Stack(product, e, w))
+        found = proven(self.found.get(rows)).captures
+        must("bias" not in found)
+        return self._multiplied(found["x"], found["weight"], self.a.reshape(bias, (x.shape[e], x.shape[w])))
+
+    def _alike(self, x: Value, e: int, w: int) -> Value | None:
+        """Return tokens [.., W] that `x` repeats for every expert."""
+        if x.op != "expand" or x.arg.shape[e] != 1:
+            return None
+        one = x.arg
+        must(all(size == one.shape[place] for place, size in enumerate(x.shape) if place != e))
+        rest = [each for each in range(x.rank) if each not in (e, w)]
+        return self.a.permute(one, (e, *rest, w))
+
+
+def _axis(x: Value, before: Dim, size: Dim) -> int | None:
+    """Return the dim of `x` of this size behind so many elements."""
+    found = [axis for axis in range(x.rank) if x.shape[axis] == size and prod(x.shape[:axis]) == before]
+    return found[-1] if found and size != 1 else None

@@ -1,0 +1,1 @@
+"""Routers: which experts a token goes to, and with what weight."""

@@ -1,0 +1,230 @@
+"""Routers with a correction bias, with groups, or with sigmoid scores  (DeepSeek-V2, 2024; DeepSeek-V3, 2024).
+
+    scores = sigmoid(logits) or softmax(logits)              choice = scores + bias
+    group  = max, or the sum of the two largest, of choice in each of G groups
+    experts = the k largest of choice in the best groups     weights = scores at the experts
+
+Outside of these groups `choice` is filled with -inf. Filled with 0 it is the same where no score can be negative: 0 is
+then not larger than any score that may be chosen, and which of equal ones is chosen torch leaves open.
+
+A stable sort does not: of equal scores the first expert stands first. So it does in npu_moe_gating_top_k without
+groups, whose kernel sorts all scores of a token by one Sort of Ascend C, which is stable; with groups it merges them in
+the order of the groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fusion import reader
+from fusion.analysis.dtypes import is_rounding, rows_below
+from fusion.analysis.intervals import uncast
+from fusion.analysis.rounding import is_float
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph.dims import INDEX_DTYPES
+from patterns.moe.router.group_masks import Grouped, hidden_groups
+from patterns.moe.words import CHOSEN_SCORES, EXPERT_CHOICE
+
+RULE = "expert_routing"
+_ALL = {"groups": 1, "kept": 1, "group_score": "max"}
+_STABLE = "stable_largest_index"
+_IN_GROUPS = (
+    "experts: chosen in groups by a stable sort; npu_moe_gating_top_k keeps equal scores in order without groups "
+    "alone; write topk where their order is free"
+)
+_ROUNDED = (
+    "experts: chosen by a stable sort of scores in {dtypes}; npu_moe_gating_top_k sorts them in float32, where others "
+    "are equal; write topk where their order is free"
+)
+_OF_LOGITS = (
+    "experts: chosen by a stable sort of logits; npu_moe_gating_top_k sorts scores, of which more are equal, and the "
+    "order of equal ones in npu_moe_gating_top_k_softmax_v2 is not documented; write topk where it is free"
+)
+_NO_SCORES = "what is chosen from is not sigmoid or softmax of logits, plus a bias"
+
+
+@reader(gives=(EXPERT_CHOICE, CHOSEN_SCORES))
+def expert_choices(graph: Graph) -> Iterator[Found]:
+    """Every list of the largest that is a router's, with the scores at these places."""
+    lists = [each for each in list(graph.places) if _lists_some(each) and is_float(each.arg)]
+    for places in lists:
+        found = _gate(graph.algebra, places)
+        if found is None and _weighs_by_what_it_chooses(graph, places):
+            found = _NO_SCORES
+        if found is None and places.op == _STABLE and _become_scores(graph, places):
+            found = _OF_LOGITS
+        if isinstance(found, str):
+            yield places, Miss(RULE, found)
+        elif found is not None:
+            yield from _readings(graph, places, *found)
+
+
+def _lists_some(places: Value) -> bool:
+    """True if `places` are those of the largest; a stable sort, of which the first are taken, also lists all."""
+    return places.op == "largest_index" or (places.op == _STABLE and places.attrs != places.arg.shape[-1:])
+
+
+def _become_scores(graph: Graph, places: Value) -> bool:
+    """True if the values at `places` are what a softmax or sigmoids are taken of."""
+    best = graph.algebra.make("stable_largest", places.args, places.attrs, places.shape, places.arg.dtype)
+    return any(each.op in ("softmax", "sigmoid") and each.arg.below("cast") is best for each in graph.places)
+
+
+def _weighs_by_what_it_chooses(graph: Graph, places: Value) -> bool:
+    """Whether a list is chosen from numbers plus a bias [E], and the numbers at its places are taken."""
+    choice = places.arg
+    for numbers, bias in (choice.args, choice.args[::-1]) if choice.op == "add" else ():
+        if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
+            return any(each.op == "take" and _reads(each, numbers, places) for each in graph.places)
+    return False
+
+
+def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
+    best = graph.algebra.make(
+        places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype
+    )
+    weights = [best] if gate["bias"] is None and best in graph.places else []
+    weights += [each for each in list(graph.places) if each.op == "take" and _reads(each, scores, places)]
+    if not weights:
+        biased = (
+            "the weights are those scores to which the bias was added: the operator's are without; "
+            "gather the weights from the scores before the bias"
+        )
+        others = "the weights are not the scores of the experts that are chosen"
+        yield places, Miss(RULE, biased if best in graph.places else others)
+        return
+    said = {name: each for name, each in gate.items() if each is not None}
+    for value in _with_casts(graph, places):
+        yield value, Reading("expert_choice", {**said, "dtype": value.dtype})
+    for value in (each for weight in weights for each in _with_casts(graph, weight)):
+        yield value, Reading("chosen_scores", {**said, "dtype": value.dtype})
+
+
+def _reads(gathered: Value, scores: Value, places: Value) -> bool:
+    """Whether it takes these scores, perhaps in a wider dtype, at these places."""
+    x, at = gathered.args
+    one = _unrounded(x, "reshape") is _unrounded(scores, "reshape") and x.shape[-1] == scores.shape[-1]
+    return uncast(at) is places and one
+
+
+def _unrounded(x: Value, *through: str) -> Value:
+    """Floats before casts that only round them; `through` are ops that are passed too."""
+    while x.op in through or is_rounding(x):
+        x = x.arg
+    return x
+
+
+def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
+    """A value, and those that are cast from it to another dtype of its kind."""
+    kinds = INDEX_DTYPES if value.dtype in INDEX_DTYPES else {torch.float32, torch.bfloat16, torch.float16}
+    yield value
+    for each in list(graph.places):
+        if each.op == "cast" and each.arg is value and each.dtype in kinds:
+            yield each
+
+
+# what is chosen from ------------------------------------------------------------------------------------------------
+
+
+def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | None:
+    """What a router takes to choose `places`, and its scores; why it is none; None where nothing looks like one."""
+    masked = hidden_groups(a, places.arg, lambda choice: _scores(a, choice) is not None)
+    if isinstance(masked, str):
+        return masked
+    choice = places.arg if masked is None else masked.choice
+    parts = _scores(a, choice)
+    if parts is None:
+        return None if masked is None else _NO_SCORES
+    scores, bias = parts
+    norm, is_stable = rows_below(scores), places.op == _STABLE
+    if masked is None and not is_stable and (norm.op == "softmax" and bias is None):
+        return None  # which is another rule's
+    groups = _groups(masked, choice, bias) if masked else _ALL
+    if isinstance(groups, str):
+        return groups
+    disorder = _why_other_order(scores, choice, groups) if is_stable else ""
+    if disorder:
+        return disorder
+    logits = a.reshape(norm.arg, choice.shape)
+    return {"logits": logits, "bias": bias, "norm": norm.op, **groups, "count": places.attrs[0]}, scores
+
+
+def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> str:
+    """Return why the operator may put equal scores in another order than a stable sort; "" if it does not."""
+    if groups["groups"] > 1:
+        return _IN_GROUPS
+    rounded = {choice.dtype, scores.dtype, *(each.dtype for each in _casts(scores))} - {torch.float32}
+    dtypes = ", ".join(sorted(str(each).removeprefix("torch.") for each in rounded))
+    return _ROUNDED.format(dtypes=dtypes) if rounded else ""
+
+
+def _casts(scores: Value) -> Iterator[Value]:
+    """Yield scores and what they are rounded from, down to the sigmoid or the softmax."""
+    yield scores
+    while is_rounding(scores) or scores.op == "reshape":
+        scores = scores.arg
+        yield scores
+
+
+def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
+    """Scores of all experts, and what was added to them, [E]."""
+    if _is_score(choice):
+        return choice, None
+    if choice.op != "add":
+        return None
+    for scores, bias in (choice.args, choice.args[::-1]):
+        if (
+            _is_score(scores)
+            and scores.shape == choice.shape
+            and bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1])
+        ):
+            return scores, a.reshape(bias, bias.shape[-1:])
+    return None
+
+
+def _is_score(x: Value) -> bool:
+    x = rows_below(x)
+    return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
+
+
+# groups -------------------------------------------------------------------------------------------------------------
+
+
+def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any] | str:
+    """How many groups there are, how many are kept, and by what; why the operator does not choose so."""
+    listed = masked.groups
+    if listed.op != "largest_index":
+        return "the groups that are kept are not the largest of a row of scores"
+    scored = _scored(listed.arg)
+    if scored is None or scored[0].below("reshape") is not choice.below("reshape"):
+        return "groups are not chosen by the largest, or the two largest, of what experts are chosen by"
+    grouped, score = scored
+    groups, kept, experts = listed.arg.shape[-1], listed.attrs[0], choice.shape[-1]
+    if grouped.shape[-1] != masked.size or groups * masked.size != experts:
+        return "the groups are not runs of experts that stand side by side"
+    if kept == groups:
+        return _ALL
+    if masked.fill == 0 and bias is not None:
+        return (
+            "the groups that are not chosen are filled with 0, which is chosen before a negative score: with a bias "
+            "scores may be negative, and the operator fills with -inf"
+        )
+    if masked.fill not in (0, -math.inf):
+        return f"the groups that are not chosen are filled with {masked.fill}, not with -inf as the operator does"
+    return {"groups": groups, "kept": kept, "group_score": score}
+
+
+def _scored(x: Value) -> tuple[Value, str] | None:
+    """What groups are scored by [*T, G, E / G], and how; a positive factor changes no order."""
+    while x.op == "reshape" or (x.op == "scale" and x.attrs[0] > 0):
+        x = x.arg
+    if x.op == "greatest" and x.attrs == (-1,):
+        return x.arg, "max"
+    if x.op == "mean" and x.attrs == (-1,):
+        best = x.arg.below("reshape")
+        return (best.arg, "sum") if best.op == "largest" and best.attrs == x.arg.shape[-1:] == (2,) else None
+    return (x.arg, "max") if x.op == "largest" and x.attrs == (1,) else None

@@ -1,0 +1,1 @@
+"""Attention over listed keys, in rows, pages or packed rows."""

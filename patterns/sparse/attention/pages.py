@@ -1,0 +1,112 @@
+"""Where the latent of sparse attention lies: in rows, or in pages of rows of one head, by one block table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import attribute, require, tensor
+from patterns.attention import calls
+from patterns.attention.sources import Rows
+from patterns.attention.varlen.pages import Pages
+
+ROWS: dict[str, Any] = {"layout_kv": "BSND"}
+"""What an operator is told of rows."""
+
+
+def attended(queries: calls.Parts, kv: calls.Parts, listed: Tensor, scale: float, **where: Any) -> Tensor:
+    """Absorbed queries [B, S, N, C] and rotated lanes over the listed rows of a latent, as [B, S, N, C]."""
+    (query, query_rope), (rows, key_rope) = queries, kv
+    return torch.ops.npu.npu_sparse_flash_attention(
+        query, rows, rows, listed, scale, query_rope=query_rope, key_rope=key_rope, sparse_block_size=1,
+        layout_query="BSND", attention_mode=2, **where,
+    )[0]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LatentRows(Rows):
+    """Rows of a latent, and of its rotated lanes."""
+
+    averaged = True
+
+    def mean(self, batch: Any, keys: Any) -> Tensor:
+        """The mean of the first so many rows of each sequence, [B, 1, 1, C]."""
+        return self.read(batch)[0][:, :keys].mean(1, keepdim=True)
+
+    def refuse_lists(self, distinct: bool) -> None:
+        """A key counts as often as a list names it."""
+
+    def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
+        """See `attended`."""
+        rows, turned = self.read(queries[0].shape[0])
+        return attended(queries, (rows, turned), listed, scale, **ROWS, **seen)
+
+    def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
+        """Attend in segments of packed tokens that end at `ends`, from whose first key lists [1, T, 1, K] count."""
+        (query, query_rope), (rows, key_rope) = queries, self.read(1)
+        return torch.ops.npu.npu_sparse_flash_attention(
+            query[0], rows[0], rows[0], listed[0], scale, query_rope=query_rope[0], key_rope=key_rope[0],
+            sparse_block_size=1, layout_query="TND", layout_kv="TND", actual_seq_lengths_query=ends,
+            actual_seq_lengths_kv=ends, sparse_mode=3, attention_mode=2,
+        )[0].unsqueeze(0)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LatentPages(Pages):
+    """Pages of a latent and of its rotated lanes, each as the model names them."""
+
+    averaged = False
+    layout: Any = attribute()
+    rope_table: Any = tensor("B Q")
+    rope_size: Any = attribute()
+    rope_layout: Any = attribute()
+
+    def terms(self, p) -> tuple[Any, Any]:
+        """Both, by whatever tables."""
+        of_rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
+        return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **of_rope)
+
+    def refuse_blocks(self, *widths: int) -> None:
+        """Refuse pages that the operator cannot read."""
+        of_rows(self.layout, self.rope_layout)
+        one = self.block_table is self.rope_table and self.size == self.rope_size
+        require(
+            one, "the pages of a latent and of its rotated lanes have block tables of their own: the operator has one"
+        )
+
+    def refuse_lists(self, distinct: bool) -> None:
+        """A key counts as often as a list names it."""
+
+    def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
+        """See `attended`."""
+        rows, turned = (read(each, self.size) for each in (self.first_pages, self.second_pages))
+        return attended(queries, (rows, turned), listed, scale, **paged(self.block_table), **seen)
+
+    def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
+        """See `refuse_segments`."""
+        return refuse_segments()
+
+
+def refuse_segments() -> Tensor:
+    """Refuse segments of rows that do not lie as packed tokens."""
+    why = "latent: it lies in pages, or packed in int8; segments of packed tokens require rows in TND"
+    require(False, why)
+    return torch.empty(0)
+
+
+def paged(block_table: Tensor) -> dict[str, Any]:
+    """What an operator is told of pages."""
+    return {"layout_kv": "PA_BSND", "block_table": block_table.int()}
+
+
+def of_rows(*layouts: str) -> None:
+    """Refuse blocks of NZ."""
+    require(set(layouts) == {"BSND"}, "the operator reads pages as rows of tokens, not in blocks of NZ")
+
+
+def read(pages: Tensor, size: Any) -> Tensor:
+    """Pages as [Block, Size, 1, D]."""
+    return calls.laid(pages, size).unsqueeze(2)

@@ -1,0 +1,142 @@
+"""out = softmax(scale · q kᵀ over the keys that an indexer lists) v, of keys and values that one latent gives.
+
+*Matches* dense attention behind a mask of listed keys, with keys and values expanded from a latent (DeepSeek-V3.2,
+2025), over rows, or over pages that block tables name; or attention over rows of a latent that the model gathers by a
+list itself (FlashMLA, 2025). *Replaces with* `npu_lightning_indexer` and
+`npu_sparse_flash_attention` on the latent itself, in place, or on packed rows with
+`npu_kv_quant_sparse_flash_attention`: queries and results take the expansion over (`q · (W c) =
+(q W) · c`), which is exact for every list of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Rule, lowering, pattern, require, scalar, variants
+from patterns.attention.calls import viewed
+from patterns.attention.masks.visibility import Visibility
+from patterns.attention.results import Output
+from patterns.latent.attention.encodings import Plain
+from patterns.latent.head_projection import expanded
+from patterns.sparse.attention.listing import GatheredRows, IndexedRows, Listing
+from patterns.sparse.attention.packed import PackedPages, PackedRows
+from patterns.sparse.attention.pages import LatentPages, LatentRows
+from patterns.sparse.indexer.indexer import INDEXERS
+
+SOURCES = (LatentRows, LatentPages, PackedRows, PackedPages)
+VALUES = ("transposed", "multiplied")
+"""How the values of all heads are expanded, see `expanded`."""
+
+
+@dataclass(frozen=True)
+class SparseAttention(Rule):
+    """Attention over the keys that are listed for each query."""
+
+    aliases = ("dsa", "sparse_flash_attention", "top_k_attention")
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor, scale: float) -> Tensor:
+        """The meaning: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E], places [B, S, K] → [B, N, S, E]."""
+        scores = (q @ k.transpose(-2, -1)).float() * scale
+        listed = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(-1, places, True)
+        return scores.masked_fill(~listed.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype) @ v
+
+    def within(self) -> frozenset[str]:
+        """The whole layer, and a buffer of the rows that are listed."""
+        return frozenset({"sparse_attention_pto", "gather_selection_kv_cache"})
+
+    @pattern
+    @variants(indexer=INDEXERS, source=SOURCES)
+    def by_indexer(
+        self,
+        p,
+        indexer,
+        source,
+        listing: Any = Listing,
+        encoding: Any = Plain,
+        result: Any = Output,
+        seen: Any = Visibility,
+        scale=scalar(),
+    ):
+        """The keys are what an indexer finds behind the same mask."""
+        attended = dict(seen.said(), scale=scale, mask=listing.indexed(p, indexer))
+        return encoding.terms(p, source, result, attended)
+
+    @pattern
+    @variants(source=SOURCES)
+    def by_places(
+        self,
+        p,
+        source,
+        listing: Any = Listing,
+        encoding: Any = Plain,
+        result: Any = Output,
+        seen: Any = Visibility,
+        scale=scalar(),
+    ):
+        """The keys are listed in whatever way."""
+        return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
+
+    @pattern
+    @variants(source=SOURCES)
+    def by_gathered_rows(
+        self, p, source, listing: Any = GatheredRows, encoding: Any = Plain, result: Any = Output, scale=scalar()
+    ):
+        """The rows that are listed are gathered first."""
+        return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")
+
+    @pattern
+    @variants(indexer=INDEXERS, source=SOURCES)
+    def by_indexed_rows(
+        self,
+        p,
+        indexer,
+        source,
+        listing: Any = IndexedRows,
+        encoding: Any = Plain,
+        result: Any = Output,
+        scale=scalar(),
+    ):
+        """The rows that an indexer lists are gathered first."""
+        attended = dict(listing.gathered(p, indexer), scale=scale)
+        return encoding.terms(p, source, result, attended, "listed_attention")
+
+    def guard(self, indexer: Any, listing: Any, source: Any, seen: Any):
+        """What the operator gives for a query without keys, and how it reads pages."""
+        if indexer is not None:
+            indexer.refuse_blocks()
+        listing.refuse(seen, indexer, source.averaged)
+        source.refuse_blocks()
+        source.refuse_lists(listing.is_distinct())
+
+    @lowering
+    @variants(values=VALUES)
+    def indexed(self, indexer, listing, encoding, source, result, seen, scale, values):
+        """The indexer, sparse attention, and the values of all heads."""
+        require(indexer is not None, "the keys are not listed by an indexer")
+        y = _attended(indexer.found(listing), listing, encoding, source, seen, scale)
+        return viewed(expanded(y, encoding.up_value, values), result.view)
+
+    @lowering
+    @variants(values=VALUES)
+    def listed(self, listing, encoding, source, result, seen, scale, values):
+        """Sparse attention over the model's own list."""
+        y = _attended(listing.own(seen), listing, encoding, source, seen, scale)
+        return viewed(expanded(y, encoding.up_value, values), result.view)
+
+
+def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, seen: Any, scale: float) -> Tensor:
+    """Absorbed queries over the listed rows of a latent, as [B, S, N, C]."""
+    query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
+    room = source.keys(query.shape[0])
+    keys = room if encoding.first_rows is None else encoding.first_rows
+    ends = listing.segment_ends()
+    if ends is not None:
+        y = source.attended_in_segments((query, rope), listed, scale, ends)
+        return listing.restored(y, listed, seen, lambda: source.mean(query.shape[0], keys))
+    mode, lengths = listing.lengths(query, keys, None if source.paged else room)
+    y = source.attended((query, rope), listed, scale, sparse_mode=mode, actual_seq_lengths_kv=lengths)
+    return listing.restored(y, listed, seen, lambda: source.mean(query.shape[0], keys))

@@ -1,0 +1,234 @@
+"""A layer of sparse attention over pages, from the hidden states to the result over the latent, in one operator.
+
+    c = norm(x W_DQ)    rows of both caches as in `MlaProlog`       query = c W_UQ W_UK       [k, k_r] by a block table
+    iq = rope(c W_IQ)   index_cache[slot] = rope(LayerNorm(x W_IK))  list = top 2048 of Σ_m (x W_IW)[m] relu(iq[m] · ik)
+    y = softmax((query kᵀ + query_rope k_rᵀ) / √(C + Dr) over the list) k
+
+*Matches* a step of DeepSeek-V3.2 (2025) in plain code: prolog, indexer, the writes into three caches of pages, and
+attention over what the indexer lists, of tokens by sequence or packed. *Replaces with* `npu_sparse_attention_pto`,
+which is no part of torch_npu and has sizes, epsilons and the scale of the scores compiled in: a model that has others
+is told so. The rule is opt-in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.attention.calls import viewed
+from patterns.attention.masks.visibility import Visibility
+from patterns.attention.results import Output
+from patterns.cache import pages
+from patterns.cache.stores import Pages
+from patterns.latent.attention.encodings import Plain
+from patterns.latent.head_projection import expanded
+from patterns.latent.prolog.prolog import Queries, read
+from patterns.latent.prolog.terms import LatentRow, Tables
+from patterns.quant.quantised_linear import prepared
+from patterns.quant.schemes import FloatLayers
+from patterns.sparse.attention.listing import Listing
+from patterns.sparse.attention.pages import LatentPages, of_rows
+from patterns.sparse.attention.sparse_attention import VALUES
+from patterns.sparse.indexer.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
+from patterns.sparse.indexer.indexer import PagedIndexer
+
+LISTED, EPSILON = 2048, 1e-5
+"""What the operator has compiled in beside that of the indexer: the length of a list, the epsilon of its RMS norms."""
+
+
+@dataclass(frozen=True)
+class IndexKeys(RotatedLanes):
+    """Keys of an indexer, a norm of a layer of x, and the pages that they are written to."""
+
+    weight: Any = tensor("Di He")
+    gamma: Any = tensor("Di")
+    beta: Any = tensor("Di")
+    eps: Any = scalar()
+    cache: Any = tensor("*I")
+    nz_block: Any = attribute()
+    is_parameter_only: Any = attribute()
+
+    def written(self, p, x, lanes, tables, like, slots):
+        """The write."""
+        layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
+        key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
+        rows = self.term(p, p.reshaped(key), lanes, tables, like, None)
+        return p.write_pages(cache=self.cache, rows=p.reshaped(rows), slots=slots, nz_block=self.nz_block)
+
+
+@dataclass(frozen=True)
+class IndexQueries(RotatedLanes):
+    """Queries of an indexer, a layer of the latent of the queries, and the weights of its heads, a layer of x."""
+
+    weight: Any = tensor("Hiq Hcq")
+    of_heads: Any = tensor("M He")
+    is_parameter_only: Any = attribute()
+    of_heads_is_parameter_only: Any = attribute()
+
+    def terms(self, p, x, latent, lanes, tables, like):
+        """Both."""
+        layer = p.linear(x=p.reshaped(latent), weight=self.weight, is_parameter_only=self.is_parameter_only)
+        heads = p.linear(x=x, weight=self.of_heads, is_parameter_only=self.of_heads_is_parameter_only)
+        query = self.term(p, p.reshaped(layer), lanes, tables, like, False)
+        return p.maybe_packed(query), p.maybe_cast(p.maybe_packed(p.reshaped(heads)), to=torch.float32)
+
+
+@dataclass(frozen=True)
+class OneTable(Group):
+    """The block table by which the model gathers rows from all three caches, as a latent only so many first ones.
+
+    `layout` is how the pages of a latent lie, `index_layout` how those of the indexer's keys do.
+    """
+
+    block_table: Any = tensor("B P")
+    size: Any = attribute()
+    layout: Any = attribute()
+    index_layout: Any = attribute()
+    first_rows: Any = attribute()
+
+    def terms(self, p, kv, kr) -> LatentPages:
+        """A latent and its rotated lanes."""
+        how = (self.block_table, self.size, self.layout)
+        return LatentPages(p.whatever("*F"), p.whatever("*G"), kv, kr, *how, *how)
+
+    def indexer(self, p, query, weights, count, written) -> PagedIndexer:
+        """An indexer of keys that are gathered so."""
+        how = dict(block_table=self.block_table, size=self.size, layout=self.index_layout)
+        return PagedIndexer(query, p.whatever("B T Di"), weights, count, None, None, written, **how)
+
+
+@dataclass(frozen=True)
+class Heads(Group):
+    """Queries of heads and both projections, where the model has them in the graph, see `Plain`."""
+
+    nope: Any = tensor("B N S D", optional=True, needed=False)
+    up_key: Any = tensor("N D C", optional=True, needed=False)
+    up_value: Any = tensor("N C E", optional=True)
+
+
+@dataclass(frozen=True)
+class Prolog(Group):
+    """What stands before attention, see `MlaProlog`."""
+
+    projection: Any = FloatLayers
+    queries: Any = Queries
+    row: Any = LatentRow
+    tables: Any = Tables
+    storage: Any = Pages
+
+
+@dataclass(frozen=True)
+class Index(Group):
+    """What chooses `count` keys."""
+
+    queries: Any = IndexQueries
+    keys: Any = IndexKeys
+    lanes: Any = Lanes
+    count: Any = attribute()
+
+
+@dataclass(frozen=True)
+class Attended(Group):
+    """Attention over the keys that are listed."""
+
+    table: Any = OneTable
+    heads: Any = Heads
+    listing: Any = Listing
+    seen: Any = Visibility
+    result: Any = Output
+    scale: Any = scalar()
+
+
+@dataclass(frozen=True)
+class SparseAttentionPto(Rule):
+    """A step of sparse attention over pages, with its prolog, its indexer and the writes into three caches."""
+
+    aliases = ("whole_layer",)
+
+    opt_in = True
+
+    def reference(self, x: Tensor, dq: Tensor, gamma: Tensor, iq: Tensor, iw: Tensor, keys: Tensor) -> Tensor:
+        """The meaning of the list without rotation: x [B, S, H], keys [B, T, Di] → places [B, S, 2048]."""
+        c = torch.nn.functional.rms_norm(x @ dq.T, gamma.shape, gamma, EPSILON)
+        products = torch.einsum("bsmd,btd->bsmt", (c @ iq.T).unflatten(-1, (-1, keys.shape[-1])), keys).relu()
+        return torch.einsum("bsmt,bsm->bst", products, x @ iw.T).topk(LISTED, -1).indices
+
+    @pattern
+    def written(self, p, x=tensor("*B He"), prolog: Any = Prolog, index: Any = Index, attended: Any = Attended):
+        """All of it."""
+        projection, tables, table, heads = prolog.projection, prolog.tables, attended.table, attended.heads
+        low, both = projection.down(p, x)
+        rotated, absorbed, (latent,) = prolog.queries.terms(p, low, projection, tables, x)
+        kv, kr = prolog.storage.written(p, *prolog.row.terms(p, both, tables, x))
+        written = index.keys.written(p, x, index.lanes, tables, x, prolog.storage.slots)
+        query, weights = index.queries.terms(p, x, latent, index.lanes, tables, x)
+        turned = p.heads_first(p.maybe_packed(rotated), prolog.queries.heads_first)
+        encoding = Plain(heads.nope, turned, absorbed, heads.up_key, heads.up_value, table.first_rows)
+        listed = replace(attended.listing, places=p.whatever("B S K")).indexed(
+            p, table.indexer(p, query, weights, index.count, written)
+        )
+        said = dict(attended.seen.said(), scale=attended.scale, mask=listed)
+        return encoding.terms(p, table.terms(p, kv, kr), attended.result, said), kv, kr, written
+
+    def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):
+        """What the operator has compiled in, and how the tokens, the weights and the caches are laid out."""
+        projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
+        of_rows(attended.table.layout, attended.table.index_layout)
+        latent, rope = row.widths
+        own = (latent + rope) ** -0.5
+        said = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"
+        require(math.isclose(attended.scale, own, rel_tol=1e-6), said, scale=attended.scale, own=own)
+        norms = (
+            ("the queries' norm", queries.eps, EPSILON),
+            ("the latent's norm", row.eps, EPSILON),
+            ("the norm of the indexer's keys", index.keys.eps, EPSILON_OF_KEYS),
+        )
+        for what, eps, compiled in norms:
+            said = "eps={eps} of {what} is not the {compiled} that the operator has compiled in"
+            require(math.isclose(eps, compiled, rel_tol=1e-6), said, eps=eps, what=what, compiled=compiled)
+        said = "{count} keys are listed, by the operator {listed}, which it has compiled in"
+        require(index.count == LISTED, said, count=index.count, listed=LISTED)
+        ones = projection.factor(queries.factor) == row.factor == 1
+        require(ones, "a latent is multiplied by a number, by the operator by none")
+        listing = attended.listing
+        own_lens = (
+            "each query sees keys up to a place of its own, and the last of its sequence is not proven to stand within "
+            "the pages that are gathered: the operator counts from the last one, and reads as many keys"
+        )
+        require(listing.row_lens is None, own_lens)
+        told = listing.kv_lens is not None or listing.kv_len is not None
+        require(told, "nothing says how many keys the sequences have, which the operator reads from a tensor")
+        left = "a query that may see no key is left as it was by the operator, which writes nothing there"
+        require(listing.every_row_nonempty, left)
+        queries.guard(row)
+        projection.guard_row(row)
+        projection.guard(queries)
+        storage.guard_order(row.result)
+        storage.guard(x)
+        for what, lanes in (("queries", index.queries), ("keys", index.keys)):
+            lanes.guard(what)
+
+    @lowering
+    @variants(values=VALUES)
+    def run(self, x: Tensor, prolog: Prolog, index: Index, attended: Attended, values: str):
+        """One call, and the values of all heads."""
+        queries, row, storage, table = prolog.queries, prolog.row, prolog.storage, attended.table
+        projection, keys = queries.reordered_layers(prolog.projection, row), index.keys
+        x = x.reshape(table.block_table.shape[0], -1, x.shape[-1])  # of tokens that the model may have packed
+        x, dq, uq, up, dkv, gain_q, gain, sin, cos = read(x, projection, queries, row, prolog.tables)
+        mode, lengths = attended.listing.lengths(x, table.block_table.shape[1] * table.size, None)
+        require(mode == 3 or x.shape[1] == 1, "each query sees the keys of those behind it too")
+        kv_cache, kr_cache = storage.caches(x, row.widths, up)
+        of_index = (prepared(each) for each in (index.queries.weight, keys.weight, index.queries.of_heads))
+        y, kv, kr, written = torch.ops.custom_pypto.npu_sparse_attention_pto.functional(
+            x, dq, uq, up, dkv, gain_q, gain, sin, cos, storage.index(x).int(), kv_cache, kr_cache,
+            table.block_table.int(), lengths, *of_index, keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
+            pages.in_rows(keys.cache, None),
+        )  # fmt: skip
+        y = viewed(expanded(y, attended.heads.up_value, values), attended.result.view)
+        return y, *storage.restored(*row.reordered(kv, kr)), written.reshape(keys.cache.shape)

@@ -1,0 +1,1 @@
+"""Lightning indexers: scores of keys, and the keys with the largest."""

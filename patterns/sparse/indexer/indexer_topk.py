@@ -1,0 +1,53 @@
+"""places[b, s] = the K keys j with the largest Σ_n w[b, s, n] · relu(q[b, s, n] · k[b, j]), best first.
+
+*Matches* the indexer of DeepSeek-V3.2 (2025) where the model itself uses its list: returned, shared by layers, or to
+gather rows by; where each query surely sees K keys, or the model writes -1 over the places of hidden ones. *Replaces
+with* `npu_lightning_indexer`; or, of queries and keys in int8 with a scale of each row, with
+`npu_quant_lightning_indexer`, which rounds weights and sums to float16: keys whose scores are nearly equal may change
+places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Rule, attribute, lowering, pattern, refused_on, variants
+from patterns.sparse.indexer.indexer import INDEXERS, Seen
+
+
+@dataclass(frozen=True)
+class IndexerTopk(Rule):
+    """Lists of keys."""
+
+    aliases = ("indexer", "lightning_indexer", "quant_lightning_indexer")
+
+    def reference(self, query: Tensor, key: Tensor, weights: Tensor, count: int) -> Tensor:
+        """The meaning: query [B, S, N, D], key [B, T, D], weights [B, S, N] → [B, S, count]."""
+        products = torch.einsum("bsnd,btd->bsnt", query, key).relu()
+        return torch.einsum("bsnt,bsn->bst", products, weights).topk(count, -1).indices
+
+    @pattern
+    @variants(indexer=INDEXERS)
+    def listed(self, p, indexer, seen: Any = Seen, dtype=attribute(), entries=attribute(), offset=attribute()):
+        """A list that other code reads."""
+        return p.indexer_list(dtype=dtype, entries=entries, offset=offset, **indexer.said(p), **seen.seen())
+
+    def guard(self, indexer: Any):
+        """How it reads pages."""
+        indexer.refuse_blocks()
+
+    @lowering
+    @refused_on("ascend950", "the operator lists keys in no order there, the model the best first")
+    def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any, offset: Any) -> Tensor:
+        """The operator, of whose list [B, S, 1, K] there may be fewer entries where there are fewer keys."""
+        places = indexer.found(seen)
+        if seen.segment is not None:
+            places = torch.where(places < 0, places, places + seen.segment_starts().reshape(-1, 1, 1))
+        if not isinstance(entries, int):
+            places = places[..., : indexer.key.shape[1]]
+        places = places.squeeze(2).to(dtype)
+        return torch.where(places < 0, places, places + offset) if offset else places

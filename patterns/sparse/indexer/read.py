@@ -1,0 +1,311 @@
+"""The lightning indexer: which keys a query attends to (DeepSeek-V3.2, 2025).
+
+    places = top-k over j of Σ_n w[i, n] · relu(q[i, n] · k[j]), of the keys j that a mask lets through
+
+Positive factors that all scores have are left out: they change no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from math import isfinite, prod
+from typing import Any
+
+from fusion import reader
+from fusion.analysis.affine import Affine, Formula, conjuncts, number
+from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.elements import lists_all
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from patterns.attention.masks.assumed import Assumed
+from patterns.attention.masks.masks import MOVED, Masks, Term, mask_on
+from patterns.attention.masks.visible import list_in, names_keys
+from patterns.sparse.indexer.read_scores import NOT_A_SUM, SIGN, parts
+from patterns.sparse.indexer.seen_keys import EVERY, NOTHING, in_words, starts_anywhere
+from patterns.sparse.lists.fixed_keys import list_of, split
+from patterns.sparse.lists.mask_lookup import looked_up
+from patterns.sparse.lists.rows import distinct
+from patterns.sparse.words import LIGHTNING_INDEXER
+
+_MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
+_RANGES = (
+    "keys: each query sees a range that starts at a key which data names; npu_lightning_indexer requires keys from the "
+    "first one of a sequence or of a segment of packed tokens on; write the mask of segments as (segment[:, None] == "
+    "segment) & causal, with segment = torch.searchsorted(cu_seqlens[1:], positions, right=True)"
+)
+_MORE = (
+    "the mask shows other keys than those that are listed, and they are not proven to be the first or the last ones of "
+    "those that a query may see: the operator reads a list alone"
+)
+_STABLE = (
+    "keys: listed by a stable sort, which keeps equal scores in the order of their keys; npu_lightning_indexer leaves "
+    "open which of equal scores it lists; write topk where their order is free"
+)
+_THRESHOLD = (
+    "keys are seen whose scores reach the least of the largest ones: of equal scores that may be more keys than a list "
+    "holds; attend to those at the indices that topk gives"
+)
+_BLOCKS = "what is listed are no keys, but blocks of them or keys of another number: the operator reads lists of keys"
+_BEYOND = "a list may name what is no key, as a place behind the last one, of which there is a number that is not known"
+_EVENED = (
+    "scores go through {function} before the greatest are chosen, which takes different ones to the same number: which "
+    "of these are listed is not what it is for the scores"
+)
+_FUNCTIONS = ("sigmoid", "tanh", "exp")
+"""Of single elements that keep their order but where they saturate."""
+_SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
+
+
+def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], bool]) -> dict[Value, Reading | Miss]:
+    """A reading of `mask`, if it lets through what each row lists, or a part of it; why it is none, by the list.
+
+    `sorted_by_scores` says whether a list is sorted so.
+    """
+    a, positions, formula = masks.a, masks.positions, masks.visible()
+    rank = len(positions.shape)
+    bounds = masks.limits(formula) if not isinstance(formula, str) else NOTHING
+    lists = [leaf for leaf in map(list_of, bounds.rest) if leaf]
+    fixed: dict[str, Any] = {}
+    union = None if lists else split(masks, bounds)
+    if union is not None:
+        listed, fixed, bounds = union
+        lists = [listed]
+    if not lists:
+        return {} if isinstance(formula, str) else _beside_lists(mask, masks.sizes[3])
+    chosen = lists[0].value
+    (*at, key), places = lists[0].index, chosen.arg
+    others = tuple(part for part in bounds.rest if part != ("is", lists[0]))
+    batch, _, queries, _ = masks.sizes
+    own, query = positions.axis(0), positions.axis(rank - 2)
+    rows = {queries: query, batch * queries: own.times(queries) + query}  # how many lists, and which is of a query
+    count = prod(places.shape[:-1])
+    ahead = key + positions.axis(rank - 1).times(-1)
+    if ahead.terms or rows.get(count) != _row(at, places.shape[:-1]):
+        return {places: _miss("the keys that are listed differ from head to head, or are those of another sequence")}
+    room = None if (ahead.constant, chosen.shape[-1]) == (0, masks.sizes[3]) else (ahead.constant, masks.sizes[3])
+    if room is not None and not all(isinstance(each, int) for each in room):
+        return {places: _miss(_BEYOND)}
+    left = replace(bounds, rest=others)
+    empty = room is not None and not fixed  # then a query may see no key, whatever others there are
+    words: dict[str, Any] | None = None if empty and left != NOTHING else in_words(masks, left)
+    if words is None and lists_all(chosen):
+        return {}  # the mask says it all
+    if words is None and "last" in fixed:
+        return {places: _miss(_MORE)}
+    if words is None:
+        besides = tuple(part for part in conjuncts(formula) if part != ("is", lists[0]))
+        hidden = looked_up(masks, mask, chosen, besides, sorted_by_scores(places))
+        words = {**EVERY, "every_row_nonempty": False, **hidden}
+    words |= {} if room is None else {"room": room}
+    words |= {"every_row_nonempty": False} if empty else {}
+    lists_of = (1 if count == queries else batch, queries, places.shape[-1])
+    listed = a.expand(a.reshape(places, lists_of), (batch, *lists_of[1:]))
+    captures = {"places": listed, "distinct": distinct(places) and not fixed and not room, **words, **fixed}
+    return {mask: Reading("topk_mask", captures, positions.names())}
+
+
+def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
+    """Why a mask that is made of a list shows other keys than those in it."""
+    found = list_in(mask)
+    if found is None:
+        return {each: _miss(_THRESHOLD) for each in mask.sources(_below_logic) if _is_threshold(each)}
+    return {found.arg: _miss(_MORE if names_keys(found, keys) else _BLOCKS)}
+
+
+def _below_logic(x: Value) -> Sequence[Value]:
+    """What a mask is made of, down to what is compared."""
+    return x.args if x.op in ("not", "and", "or", "where", "cast", "reshape", "expand", "permute") else ()
+
+
+def _is_threshold(x: Value) -> bool:
+    """Whether scores are compared with one of their own largest."""
+    sides = [each.below("cast", "reshape", "expand", "slice") for each in x.args] if x.op == "compare" else []
+    return any(
+        one.op == "largest" and one.arg.below("cast", "reshape") is other.below("cast", "reshape")
+        for one, other in permutations(sides, 2)
+    )
+
+
+def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
+    """The number of a row among rows of these sizes."""
+    found = number(0)
+    for place, size in zip(at, sizes, strict=True):
+        found = found.times(size) + place
+    return found
+
+
+def _miss(reason: str) -> Miss:
+    return Miss("sparse_attention", reason)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What is chosen from: a sum over heads, below masks that are added or filled in.
+
+    `scales` [B, S, 1, T], some of them 1, are those of keys that it is multiplied by. `positions_first` says whether
+    the sum has its positions before its sequences.
+    """
+
+    total: Value
+    shape: tuple[Any, ...]
+    terms: tuple[Term, ...]
+    scales: tuple[Value, ...] = ()
+    positions_first: bool = False
+
+    def with_one_query(self, a: Algebra) -> _Scores:
+        """Scores [B, T] of one query of each sequence, as [B, 1, T]."""
+        seen = (replace(each, mask=a.reshape(each.mask, _opened(each.mask.shape))) for each in self.terms)
+        return replace(self, shape=_opened(self.shape), terms=tuple(seen))
+
+
+def _opened(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """A dim of size 1 before the last one."""
+    return (*shape[:-1], 1, *shape[-1:])
+
+
+@reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
+def lightning_indexers(graph: Graph) -> Iterator[Found]:
+    """What lists the keys that attention sees, if it is a lightning indexer; why it is none."""
+    assumed = Assumed.of(graph)
+    for _, each in graph.readings.all("topk_mask"):
+        places = each.captures["places"]
+        if (
+            places.below("cast", "reshape", "expand", "permute", "slice").op == "input"
+        ):  # a list that was made elsewhere
+            continue
+        found = lightning_indexer(assumed, places.below("reshape"))
+        yield places, _miss(found) if isinstance(found, str) else found
+
+
+def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
+    """What lists the keys, if it is a lightning indexer; why it is none."""
+    found = indexed(assumed, places)
+    if isinstance(found, str):
+        return found
+    listed = assumed.algebra.reshape(places, (*found.captures["query"].shape[:2], places.attrs[0]))
+    captures = {**found.captures, "places": listed}
+    return Reading("lightning_indexer", captures, found.masks.positions.names())
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A lightning indexer: what is said of it, the masks of what it chooses from, and where they let a key through."""
+
+    captures: dict[str, Any]
+    masks: Masks
+    seen: Formula
+
+
+def indexed(assumed: Assumed, places: Value) -> Indexed | str:
+    """The indexer that lists places; why it is none."""
+    a = assumed.algebra
+    if places.op == "stable_largest_index" and _is_rectified(places.arg):
+        return _STABLE
+    if places.op != "largest_index":
+        return "the keys that are listed are not the largest of a row of scores"
+    found = _unmasked(a, _Scores(places.arg, places.arg.shape, ()))
+    if isinstance(found, str):
+        return found if _is_rectified(places.arg) else NOT_A_SUM
+    said = parts(a, found.total, found.scales, found.positions_first or _is_exchanged(found))
+    if isinstance(said, str):
+        return said
+    batch, queries, _, _ = said["query"].shape
+    keys = said["key"].shape[1]
+    found = found.with_one_query(a) if queries == 1 != batch and len(found.shape) == 2 else found
+    rows = prod(found.shape[:-2]), prod(places.shape[:-1])
+    if found.shape[-2:] != (queries, keys) or rows != (batch, batch * queries):
+        return NOT_A_SUM
+    masks = assumed.masks(found.shape, found.terms, (batch, 1, queries, keys))
+    formula = masks.visible()
+    if isinstance(formula, str):
+        return formula
+    bounds = masks.limits(formula)
+    words = in_words(masks, bounds)
+    if words is None:
+        return _RANGES if starts_anywhere(masks, bounds) else _MASK
+    count = _at_most(places.attrs[0])
+    if count is None:
+        return "how many keys are listed is not known"
+    return Indexed({**said, "count": count, **words}, masks, formula)
+
+
+def _at_most(count: Any) -> int | None:
+    """The number of keys that are listed where there are so many."""
+    if isinstance(count, int):
+        return count
+    numbers = [int(each) for each in count.args if each.is_Integer] if count.func.__name__ == "Min" else []
+    return numbers[0] if numbers else None
+
+
+def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
+    """Take masks, casts, positive factors and scales of keys off the scores."""
+    z = found.total
+    match z.op:
+        case "scale":
+            return _unmasked(a, replace(found, total=z.arg)) if z.attrs[0] > 0 else SIGN
+        case "cast" if is_rounding(z):
+            return _unmasked(a, replace(found, total=z.arg))
+        case "reshape":
+            return _unmasked(a, replace(found, total=z.arg))
+        case "shift" | "softmax" if _is_in_order(found):
+            return _unmasked(a, replace(found, total=z.arg))
+        case _ if z.op in _FUNCTIONS:
+            return _EVENED.format(function=z.op)
+        case "permute" if z.attrs == (1, 0, *range(2, z.rank)) and not found.scales:
+            return _unmasked(a, replace(found, total=z.arg, positions_first=True))
+        case "mul" | "add" | "where" if found.positions_first:
+            return MOVED
+        case "mul":
+            scores, scale = z.args if _is_scores(z.arg) else z.args[::-1]
+            return _unmasked(a, replace(found, total=scores, scales=(*found.scales, _by_key(a, scale, z.shape))))
+        case "add" | "where" if found.scales:
+            return _SCALED
+        case "add" | "where" if found.terms and z.shape != found.shape:
+            return MOVED
+        case "add" if all(map(_is_scores, z.args)):  # head by head
+            return found
+        case "add" | "where":
+            scores = next(filter(_is_scores, z.args[-2:]), z.args[-1])
+            term = mask_on(z, scores)
+            return term if isinstance(term, str) else _unmasked(a, _Scores(scores, z.shape, (*found.terms, term)))
+        case _:
+            return found
+
+
+def _is_in_order(found: _Scores) -> bool:
+    """Whether a sum with a number, or a softmax over the keys, has the order of its scores: of what is equal in it, the
+    least of a softmax at 0, topk may list any."""
+    z = found.total
+    over_keys = isfinite(z.attrs[0]) if z.op == "shift" else (z.attrs[0], z.shape[-1]) == (-1, found.shape[-1])
+    return over_keys and not found.scales
+
+
+def _is_exchanged(found: _Scores) -> bool:
+    """Whether a sum has one position, or is of one sequence, and has the dim of that where the other's is expected."""
+    rows = found.shape[-3:-1]
+    return 1 in rows and found.total.rank == 4 and found.total.shape[:2] == rows[::-1] != rows
+
+
+def _is_rectified(z: Value) -> bool:
+    """Whether a sum of positive parts stands below masks, as the scores of no router do."""
+    return any(each.op == "relu" for each in z.sources(lambda each: each.args if each.op in _OF_SUMS else ()))
+
+
+_OF_SUMS = (
+    "scale", "cast", "reshape", "permute", "expand", "slice", "add", "where", "matmul", "mean", "mul", "shift",
+    *_FUNCTIONS,
+)  # fmt: skip
+
+
+def _by_key(a: Algebra, scale: Value, shape: Sequence[Any]) -> Value:
+    """What scores of a shape [.., S, T] are multiplied by, as [B or 1, S or 1, 1, T or 1]."""
+    sizes = (*(1,) * (len(shape) - scale.rank), *scale.shape)
+    return a.reshape(scale, (prod(sizes[:-2]), *(1,) * (2 - len(sizes)), *sizes[-2:-1], 1, sizes[-1]))
+
+
+def _is_scores(z: Value) -> bool:
+    """Whether a sum over heads stands below."""
+    total = z.below("scale", "shift", "cast", "reshape", "permute", "softmax")
+    inner = total.args if total.op == "mul" else total.args[-2:] if total.op in ("add", "where") else ()
+    return total.op in ("matmul", "mean", "relu") or any(map(_is_scores, inner))

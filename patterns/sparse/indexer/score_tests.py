@@ -1,0 +1,134 @@
+"""Which of the scores that are listed are those of hidden keys, as a model asks the scores themselves.
+
+    v == −inf      isfinite(v)      isinf(v) & (v < 0)      v > finfo.min      v <= −1e9
+
+A score that nothing hides is above the numbers by which masks hide one, as everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+
+from fusion.analysis.constant_folding import COMPARE
+from fusion.analysis.dtypes import held_number
+from fusion.analysis.rounding import is_float
+from fusion.graph import Value
+from patterns.attention.masks.mask_terms import numbers_of
+from patterns.attention.masks.masks import Masks
+from patterns.attention.masks.visible import MASKED
+
+_ARITHMETIC = {"scale", "shift", "cast", "reshape", "permute", "add", "where", "mul"}
+_ASKED = {"reshape", "expand", "cast", "abs", "isnan", "compare", "not", "and", "or", "mul"}
+
+
+def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) -> bool:
+    """Whether a condition on the scores of listed places holds where the key is hidden, and nowhere else.
+
+    Args:
+        condition: pointwise, of the scores as `topk` gives them.
+        places: of the largest of masked scores.
+        masks: all that stand on these.
+        hides: whether it is asked for hidden keys; else for those that are seen, and nothing else.
+    """
+    steps: dict[Value, None] = {}
+    low, dtype = None if _are_shares(places.arg) else _lowered(places.arg, masks), places.arg.dtype
+    if low is None or dtype is None or not _is_made_of(condition, places, steps):
+        return False
+    compared = {float(number) for each in steps if each.op == "full" and (number := _number(each)) is not None}
+    bounds = sorted({*compared, MASKED / 2, 0.0, torch.finfo(dtype).max})
+    between = [(x + y) / 2 for x, y in pairwise(bounds)]
+    seen = [each for each in (*bounds, *between) if MASKED / 2 <= each < math.inf]
+    wanted = [(low, hides), (seen, not hides)]
+    return all(_holds(condition, steps, places, each) is truth for numbers, truth in wanted for each in numbers)
+
+
+def _are_shares(scores: Value) -> bool:
+    """Whether scores went through a softmax, in which what is hidden is 0, as the share of a low score may be."""
+    steps = scores.sources(lambda each: each.args if each.op in _ARITHMETIC else ())
+    return any(each.op == "softmax" for each in steps)
+
+
+def _lowered(scores: Value, masks: Masks) -> list[float] | None:
+    """What scores of hidden keys are, and what is near; None where that is not known.
+
+    By -inf, whatever is done to them behind the mask; by another number where a single mask is the last of it.
+    """
+    numbers = {number for number in numbers_of(masks.positions, masks.terms) if number > -math.inf}
+    if not numbers:
+        return [-math.inf]
+    (term, *others), dtype = masks.terms, scores.dtype
+    if others or dtype is None or term.scores is not scores.below("reshape"):
+        return None
+    exact = [held_number(number, dtype) for number in numbers]
+    if None in exact:
+        return None
+    found = [number for number in exact if number is not None]
+    if term.how != "add":
+        return found
+    least = torch.finfo(dtype).min
+    return [max(number * factor, least) for number in found for factor in (0.5, 1.0, 2.0)]
+
+
+def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
+    """Whether a condition asks numbers and the scores of places alone; `steps` gets what it is made of, parts first."""
+    if x in steps:
+        return True
+    is_known = _are_scores(x, places) or x.op == "full"
+    if not is_known and not (x.op in _ASKED and all(_is_made_of(each, places, steps) for each in x.args)):
+        return False
+    steps[x] = None
+    return True
+
+
+def _holds(condition: Value, steps: Iterable[Value], places: Value, score: float) -> float | bool | None:
+    """What a condition gives for one score; None where that is not known."""
+    found: dict[Value, float | bool | None] = {}
+    for x in steps:
+        if _are_scores(x, places):
+            found[x] = score
+        else:
+            found[x] = _number(x) if x.op == "full" else _given(x, [found[each] for each in x.args])
+    return found[condition]
+
+
+def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | None:
+    """What a step gives of what its parts do."""
+    if None in parts:
+        return None
+    first, *more = (each for each in parts if each is not None)
+    match x.op:
+        case "reshape" | "expand":
+            return first
+        case "cast" if x.dtype is torch.bool:
+            return bool(first)
+        case "cast" if is_float(x):
+            return held_number(first, x.dtype)
+        case "abs":
+            return abs(first)
+        case "isnan":
+            return math.isnan(first)
+        case "compare":
+            return COMPARE[x.attrs[0]](first, more[0])
+        case "not":
+            return not first
+        case "and" | "mul" if x.dtype is torch.bool:
+            return bool(first and more[0])
+        case "or" if x.dtype is torch.bool:
+            return bool(first or more[0])
+        case _:
+            return None
+
+
+def _number(x: Value) -> float | None:
+    """A constant as its dtype holds it; None for NaN."""
+    number = held_number(x.attrs[0], x.dtype)
+    return None if number is None or math.isnan(number) else number
+
+
+def _are_scores(x: Value, places: Value) -> bool:
+    """Whether these are the scores of places, as `topk` gives them."""
+    return x.op == "largest" and x.args == places.args and x.attrs == places.attrs

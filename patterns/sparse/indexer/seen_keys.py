@@ -1,0 +1,94 @@
+"""Which keys a mask lets through at all, in words: those of a causal order, of a length, or up to one of each query."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from fusion.analysis.affine import Affine, Leaf, number
+from fusion.graph import Value
+from fusion.graph.proof import must, proof, proven
+from patterns.attention.masks.bounds import Limits, per_query, per_sequence, sees_some
+from patterns.attention.masks.masks import Masks
+from patterns.attention.varlen.read_segment_ids import segments_below
+
+EVERY = {"mask_kind": "none", "window": None, "kv_len": None}
+"""Every key there is."""
+NOTHING = Limits(None, None, False, ())
+"""Of a mask that asks for nothing."""
+
+
+def in_words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
+    """The bounds in words, and whether every query is known to see a key."""
+    found = EVERY
+    if bounds == NOTHING:
+        return {**found, "every_row_nonempty": True}
+    words = masks.bounded(bounds)
+    if not words:
+        lengths = _row_lens(masks, bounds)
+        words = (_segments(masks, bounds) or {}) if lengths is None else {"row_lens": lengths}
+    nonempty = "segment" in words or _sees_some(masks, bounds)  # a token sees itself
+    return {**found, **words, "every_row_nonempty": nonempty} if words else None
+
+
+def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
+    """True if a mask hides the keys before one that a tensor names."""
+    key = len(masks.positions.shape) - 1
+    named = () if bounds.low is None else tuple(bounds.low.terms)
+    for part in bounds.rest:
+        if not isinstance(part, bool) and part[0] == "le" and part[1].terms.get(key, 0) == -1:
+            named += tuple(part[1].terms)
+    return any(isinstance(term, Leaf) for term in named)
+
+
+@proof
+def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
+    """Read packed tokens that see those of their own segment up to themselves."""
+    batch, _, queries, keys = masks.sizes
+    must(batch == 1 and queries == keys and len(bounds.rest) == 1)
+    must(bounds.high == number(0) and bounds.moving and bounds.low is None)
+    (asked,) = bounds.rest
+    if isinstance(asked, bool) or asked[0] != "eq":
+        return None
+    terms = [*asked[1].terms.items()]
+    must(asked[1].constant == 0 and len(terms) == 2 and terms[0][1] * terms[1][1] < 0)
+    must(all(isinstance(leaf, Leaf) for leaf, _ in terms))
+    rank = len(masks.positions.shape)
+    axes = {frozenset(leaf.index) - {number(0)} for leaf, _ in terms}
+    must(axes == {frozenset({masks.positions.axis(axis)}) for axis in (rank - 2, rank - 1)})
+    lines = {masks.a.scale(leaf.value, abs(factor)) for leaf, factor in terms}  # a sum is so many times a mean
+    must(len(lines) == 1)
+    (line,) = lines
+    must(prod(line.shape) == queries)
+    return {"segment": line, "segments": proven(segments_below(line))}
+
+
+def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
+    """How many keys each query sees, as of `words`; None where something else than an upper bound is asked."""
+    batch, _, queries, _ = masks.sizes
+    high = _own_bound(masks, bounds) if bounds.rest else bounds.high
+    if high is None or bounds.low is not None:
+        return None
+    if bounds.moving:
+        first = per_sequence(masks.a, high.plus(1), batch)
+        return None if first is None else masks.a.reshape(first, (batch, 1))
+    return per_query(masks.a, high.plus(1), (batch, queries), len(masks.positions.shape) - 2)
+
+
+def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
+    """The last key that each query sees, where that is all that a mask asks for and is no bound of its sequence."""
+    if bounds.high is not None or len(bounds.rest) != 1 or isinstance(bounds.rest[0], bool):
+        return None
+    kind, difference = bounds.rest[0]
+    key = len(masks.positions.shape) - 1
+    if kind != "le" or difference.terms.get(key, 0) != 1:
+        return None
+    others = difference.without(key)
+    return None if key in others.axes() else others.times(-1)
+
+
+def _sees_some(masks: Masks, bounds: Limits) -> bool:
+    """Whether every query is known to see a key."""
+    own = _own_bound(masks, bounds) if bounds.rest else None
+    told = bounds if own is None else Limits(own, None, False, ())
+    return sees_some(told, *masks.sizes[2:])

@@ -1,0 +1,1 @@
+"""Lists of keys: entries, rows gathered by them, and buffers that keep such rows."""

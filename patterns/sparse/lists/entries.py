@@ -1,0 +1,111 @@
+"""Which entries of the lists that a model gathers rows by are seen, and the places that they are known to have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion.analysis.affine import Affine, Formula, Leaf, conjuncts, negation
+from fusion.analysis.intervals import bounds
+from fusion.analysis.intervals import uncast as unwidened
+from fusion.graph import Algebra, Value
+from patterns.attention.masks.masks import Masks
+
+_VIEWS = ("reshape", "expand", "permute")
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Which entries of lists are seen.
+
+    Attributes:
+        masks: those of the scores [*rows, K].
+        lists: how many of the rows are lists.
+        places: the numbers of rows, [X, M, K].
+        parts: what must hold where an entry is seen.
+    """
+
+    masks: Masks
+    lists: int
+    places: Value
+    parts: tuple[Formula, ...]
+
+    def number(self, places: Value | None = None) -> Affine:
+        """The place of an entry, at the positions of the scores."""
+        return self.masks.positions.affine(*self._opened(places or self.places))
+
+    def _opened(self, x: Value) -> tuple[Value, tuple[Affine, ...]]:
+        """[X, M, K] as the scores of one head, and the positions there."""
+        *rows, entries = self.masks.positions.shape
+        heads = len(rows) - self.lists
+        opened = self.masks.a.reshape(x, (*rows[: self.lists], *[1] * heads, entries))
+        return opened, self.masks.positions.of(opened)
+
+    def holds(self, condition: Value, how: bool) -> bool:
+        """Whether every entry that is seen meets a condition, or none does."""
+        truth = self.masks.positions.truth(*self._opened(condition))
+        return set(conjuncts(truth if how else negation(truth))) <= set(self.parts)
+
+    def least(self, places: Value) -> bool:
+        """Whether every entry that is seen has a place of 0 at least."""
+        return bounds(places)[0] >= 0 or any(says_below(each, self.number(places), -1, 0) for each in self.parts)
+
+    def within(self, places: Value, low: Any, high: Any) -> bool:
+        """Whether every entry that is seen has a place between these numbers."""
+        number = self.number(places)
+        above = low <= bounds(places)[0] or any(says_below(each, number, -1, low) for each in self.parts)
+        return above and (high >= bounds(places)[1] or any(says_below(each, number, 1, -high) for each in self.parts))
+
+    def others(self, size: Any) -> tuple[Formula, ...]:
+        """What must hold besides that places are those of `size` rows; that none is negative, where this is None."""
+        number = self.number()
+        known = [number.times(-1)] if size is None else [number.times(-1), number.plus(1 - size)]
+        return tuple(each for each in self.parts if each not in [("le", bound) for bound in known])
+
+    def is_tail(self) -> bool:
+        """Whether hidden entries stand behind those that are seen, by the number of the entry alone."""
+        last = len(self.masks.positions.shape) - 1
+        return all(grows(each, last) for each in self.parts)
+
+
+def says_below(part: Formula, number: Affine, sign: int, bound: Any) -> bool:
+    """Whether a part of a formula says that sign · number + bound ≤ 0."""
+    if isinstance(part, bool) or part[0] != "le":
+        return False
+    left = part[1] + number.times(-sign)
+    return not left.terms and isinstance(left.constant, int) and left.constant >= bound
+
+
+def grows(part: Formula, axis: int) -> bool:
+    """Whether a part of a formula holds up to some position along an axis."""
+    if isinstance(part, bool) or part[0] != "le" or not part[1].terms.get(axis, 0) > 0:
+        return False
+    return not any(isinstance(term, Leaf) and axis in term.axes() for term in part[1].terms)
+
+
+def unclamped(a: Algebra, entries: Entries) -> Entries:
+    """With places as they are before what changes those of hidden entries alone."""
+    x = entries.places
+    below = _below_view(a, x)
+    inner: Value | None = None
+    if below.op == "clamp" and entries.within(below.arg, *below.attrs):
+        inner = below.arg
+    elif below.op == "where":
+        condition, yes, no = (a.expand(each, x.shape) for each in below.args)
+        if entries.holds(condition, how=False):
+            inner = no
+        elif entries.holds(condition, how=True):
+            inner = yes
+    return entries if inner is None else unclamped(a, replace(entries, places=inner))
+
+
+def _below_view(a: Algebra, x: Value) -> Value:
+    """A choice or a clamp that `x` sees, of what it sees of their arguments; before casts that keep all numbers."""
+    x = unwidened(x)
+    if x.op not in _VIEWS:
+        return x
+    below = _below_view(a, x.arg)
+    if below.op not in ("clamp", "where"):
+        return x
+    args = [a.seen_as(a.expand(each, below.shape), x) for each in below.args]
+    return a.make(below.op, args, below.attrs, x.shape, below.dtype)

@@ -1,0 +1,172 @@
+"""Rows that are gathered by a list of places: x[r, :] = source[g(r), places[r], :].
+
+    source[:, places]    source[arange(B)[:, None], places]    source.index_select(0, places)    source.gather(1, ..)
+
+A table of pages that is read as rows is a source too, and so is [Block, Size, D] with the places block · Size + offset.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion.analysis.runs import Run, run, wrapped
+from fusion.graph import Algebra, Graph, Value
+from fusion.graph.algebra import widens
+from fusion.graph.proof import must, proof, proven
+from patterns.quant.read_unpacked_rows import latent, unpacked
+from patterns.sparse.lists.flat_numbers import split
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Rows of a source [G, T, D] at places [*R]: those of row-major R are of the first of the G groups, of the next, ..
+
+    `counted_back`: whether a negative place counts from the end of the source; else there is none.
+    """
+
+    source: Value
+    places: Value
+    counted_back: bool
+
+    @property
+    def groups(self) -> Any:
+        """How many groups of rows there are."""
+        return self.source.shape[0]
+
+
+@proof
+def gathered(a: Algebra, x: Value) -> Gathered | None:
+    """`x` [*R, D] as rows of a source, below views that leave every row together, and before it was widened."""
+    match x.op:
+        case "cast" | "reshape" if (packed := latent(a, x)) is not None:
+            below = proven(gathered(a, packed.rows))
+            source = unpacked(a, packed, below.source, x.dtype)
+            return Gathered(source, a.reshape(below.places, x.shape[:-1]), below.counted_back)
+        case "bits":
+            below = proven(gathered(a, x.arg))
+            source = a.make("bits", (below.source,), (), (*below.source.shape[:-1], x.shape[-1]), x.dtype)
+            return Gathered(source, below.places, below.counted_back)
+        case "cast" | "reshape" | "permute" | "expand":
+            return _viewed(a, x, proven(gathered(a, x.arg)))
+        case "slice" if x.attrs[0] == x.rank - 1:
+            below = proven(gathered(a, x.arg))
+            return Gathered(proven(a.slice(below.source, 2, *x.attrs[1:])), below.places, below.counted_back)
+        case "cat" if x.attrs == (x.rank - 1,):
+            return _joined(a, [proven(gathered(a, each)) for each in x.args])
+        case "take":
+            return _taken(a, x)
+        case "index":
+            return _indexed(a, x)
+        case _:
+            return None
+
+
+def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
+    """The same before a cast that loses nothing, or after a view of rows that keeps groups one behind the other."""
+    if x.op == "cast":
+        must(widens(x.arg.dtype, x.dtype))
+        return below
+    must(x.shape[-1] == x.arg.shape[-1])
+    if x.op == "reshape":
+        return Gathered(below.source, a.reshape(below.places, x.shape[:-1]), below.counted_back)
+    must(below.groups == 1 or x.arg.shape[0] == below.groups == x.shape[0])
+    if x.op == "expand":
+        return Gathered(below.source, a.expand(below.places, x.shape[:-1]), below.counted_back)
+    must(x.attrs[-1] == x.rank - 1 and (below.groups == 1 or x.attrs[0] == 0))
+    return Gathered(below.source, a.permute(below.places, x.attrs[:-1]), below.counted_back)
+
+
+def _joined(a: Algebra, parts: list[Gathered]) -> Gathered:
+    """Lanes side by side, each of a source of its own, at the same places."""
+    first = parts[0]
+    for each in parts[1:]:
+        must((each.places, each.counted_back) == (first.places, first.counted_back))
+        must(each.source.shape[:2] == first.source.shape[:2])
+    return Gathered(a.cat([each.source for each in parts], 2), first.places, first.counted_back)
+
+
+def _rows(a: Algebra, source: Value, lead: int) -> Value:
+    """[*lead dims, T, .., D] as [G, T, D], where one row lies behind a place."""
+    must(source.rank > lead + 1 and all(size == 1 for size in source.shape[lead + 1 : -1]))
+    return a.reshape(source, (prod(source.shape[:lead]), source.shape[lead], source.shape[-1]))
+
+
+def _taken(a: Algebra, x: Value) -> Gathered:
+    """Each group of its own dims before."""
+    source, places = x.args
+    lead = source.rank - (x.rank - places.rank) - 1
+    return Gathered(_rows(a, source, lead), a.reshape(places, x.shape[:-1]), counted_back=False)
+
+
+def _indexed(a: Algebra, x: Value) -> Gathered | None:
+    """One index, of a dim behind that of groups or not; or two, of which one names every group, or a page."""
+    source, *index = x.args
+    match x.attrs:
+        case (0,):
+            return _by_one(a, x, source, index[0])
+        case (1,):
+            batch = source.shape[:1]
+            every = a.expand(a.reshape(index[0], (1, *index[0].shape)), (*batch, *index[0].shape))
+            return Gathered(_rows(a, source, 1), a.reshape(every, x.shape[:-1]), counted_back=True)
+        case (0, 1):
+            return _by_two(a, x, source, *index)
+        case _:
+            return None
+
+
+def _by_one(a: Algebra, x: Value, source: Value, index: Value) -> Gathered:
+    """source[index]: rows of one group, or of all groups by numbers of which each is proven to be of its own."""
+    flat, found = _rows(a, source, 0), split(a, index)
+    if found is None or flat.shape[1] != found.groups * found.size:
+        return Gathered(flat, a.reshape(index, x.shape[:-1]), counted_back=True)
+    grouped = a.reshape(flat, (found.groups, found.size, flat.shape[-1]))
+    return Gathered(grouped, a.reshape(found.places, x.shape[:-1]), counted_back=False)
+
+
+def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) -> Gathered:
+    """source[first, second]: the rows of every group by a list of its own, or those of pages."""
+    dims = x.shape[: x.rank - source.rank + 2]
+    groups, size = source.shape[:2]
+    if groups == 1 or counts(a, first, groups, len(dims)):
+        return Gathered(_rows(a, source, 1), a.reshape(a.expand(second, dims), x.shape[:-1]), counted_back=True)
+    must(isinstance(groups, int) and isinstance(size, int))
+    page, offset = (a.cast(wrapped(a, each, many), torch.int64) for each, many in ((first, groups), (second, size)))
+    places = a.expand(proven(a.add(a.scale(page, int(size)), offset)), dims)
+    flat = a.reshape(source, (groups * size, *source.shape[2:]))
+    return Gathered(_rows(a, flat, 0), a.reshape(places, x.shape[:-1]), counted_back=False)
+
+
+def counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
+    """Whether an index of so many dims names every group by its own number along the first, and along no other."""
+    whole = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
+    return whole and run(a, a.reshape(index, (groups,))) == Run(None, 0)
+
+
+def distinct(places: Value) -> bool:
+    """Whether no row of places names one of them twice, but for negative numbers, which name none."""
+    while places.op in ("cast", "reshape", "permute", "expand", "slice"):
+        kept = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
+        moved = places.op == "permute" and places.attrs[-1] != places.rank - 1
+        if not kept or moved or places.dtype not in (torch.int32, torch.int64):
+            return False
+        places = places.arg
+    return places.op == "largest_index"
+
+
+def sorted_by_scores(graph: Graph, places: Value) -> bool:
+    """Whether a list that nodes compute has the largest scores first: `topk` may leave their order open."""
+    source = places.below("cast", "reshape", "expand", "permute")
+    nodes = graph.places.get(source, ())
+    calls = [node.args[0] if node.target is operator.getitem else node for node in nodes]
+    return bool(calls) and all(isinstance(each, fx.Node) and _is_sorted(each) for each in calls)
+
+
+def _is_sorted(call: fx.Node) -> bool:
+    given = (*call.args[4:], call.kwargs.get("sorted", True))
+    return call.target in (torch.ops.aten.topk.default, torch.ops.aten.sort.default) and bool(given[0])

@@ -1,0 +1,47 @@
+"""Routers reach GE IR through the vendor's own compiler, as one operator that is told what comes first."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.support.torch_npu_host import requires_torch_npu, run
+
+ROUTER = "MoeGatingTopKSoftmaxV2"
+
+
+@cache
+def told(by: str) -> dict[str, Any]:
+    child = run(f"from tests.moe import ge_child\nge_child.{by}()")
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+@requires_torch_npu
+@pytest.mark.parametrize(
+    ("case", "renorm", "tolerance"),
+    [
+        ("chosen first", 1, 1e-6),
+        ("divided", 1, 2**-8),
+        ("widened", 1, 2**-11),
+        ("shares", 0, 2**-11),
+        ("one token", 0, 2**-8),
+        ("any number of tokens", 1, 1e-6),
+        ("sequences", 0, 1e-6),
+        ("guest", 1, 1e-6),
+    ],
+)
+def test_a_router_converts_to_ge(case: str, renorm: int, tolerance: float):
+    found = told("guest" if case == "guest" else "lowered")[case]
+    assert found["operators"][ROUTER] == 1, found["operators"]
+    assert not {"TopKV2", "SoftmaxV2"} & set(found["operators"])
+    assert found["made"] == [[ROUTER, {"k": 4, "renorm": renorm}]]
+    assert found["error"] < tolerance
+
+
+@requires_torch_npu
+def test_a_call_of_the_model_for_the_whole_softmax_is_left_to_torchairs_own_converter():
+    assert told("whole_softmax") == {"made": [], "raised": "got an unexpected keyword argument 'renorm'"}
