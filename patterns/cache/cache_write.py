@@ -5,10 +5,9 @@
 
 *Matches* index_copy, index_put, scatter and slices that are assigned: the canonicaliser proves whether positions are
 consecutive, slots of pages, or the last ones of a cache that was rolled. *Replaces with* `scatter_update` for
-consecutive positions, else `npu_scatter_nd_update`, whose coordinates are integers alone; keys and values in pages at
-once with atb's `_npu_reshape_and_cache` where calls are launched one by one, with `npu_scatter_pa_kv_cache` for GE and
-in lines of NZ; a rolled cache with one `cat`. They become their in-place forms where the cache is an input that is
-written back.
+consecutive positions, else `npu_scatter_nd_update`, which takes integer coordinates; keys and values in pages with one
+call: atb's `_npu_reshape_and_cache` in eager mode, `npu_scatter_pa_kv_cache` for GE and for pages in NZ; a rolled cache
+with one `cat`. Each becomes its in-place form where the cache is an input that is written back.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from patterns.cache import pages
 
 @dataclass(frozen=True)
 class SlidingCache(Group):
-    """A cache that keeps the last positions along `axis` only."""
+    """A cache of only the last positions along `axis`, and the `rows` that are appended to it."""
 
     cache: Any = tensor("*C")
     rows: Any = tensor("*R")
@@ -35,11 +34,14 @@ class SlidingCache(Group):
 
 @dataclass(frozen=True)
 class PlacedRows(SlidingCache):
-    """A cache whose rows are replaced along `axis`.
+    """A cache in which `rows` replace the entries at some positions along `axis`.
+
+    One of the attributes gives the positions.
 
     Attributes:
-        start: the first of consecutive positions, or that of every sequence; `number` where it is known.
-        index: any positions.
+        start: the first of consecutive positions: [] for all sequences, or [B] for each.
+        number: a constant first position of all sequences.
+        index: the positions [S], in any order.
     """
 
     start: Any = tensor("*S", optional=True)
@@ -49,11 +51,12 @@ class PlacedRows(SlidingCache):
 
 @dataclass(frozen=True)
 class Cache(PlacedRows):
-    """All sequences, or the first ones.
+    """A cache that takes rows of all of its sequences, or of the first ones.
 
     Attributes:
-        inner: with `index` any places of pages.
-        position: that of one row of every sequence, chosen by comparing: nothing is written where none is equal.
+        inner: positions [S] along the dim after `axis`; row s goes to the place (index[s], inner[s]).
+        position: the position, [] or [B], of one row of every sequence, from where(arange == position, rows, cache):
+            a position outside of the cache writes nothing.
     """
 
     inner: Any = tensor("S", optional=True)
@@ -61,18 +64,18 @@ class Cache(PlacedRows):
 
     @property
     def first(self) -> Any:
-        """The first of consecutive positions, None for others."""
+        """The first of consecutive positions, a tensor or a number; None for other positions."""
         return self.start if self.number is None else self.number
 
 
 @dataclass(frozen=True)
 class Sequences(PlacedRows):
-    """Some sequences, from `sequence` on."""
+    """A cache that takes rows of consecutive sequences, the first of which is `sequence`."""
 
     sequence: Any = attribute()
 
     def positions(self) -> Tensor:
-        """[S], or [B, S] where they differ between sequences."""
+        """Return the positions [S], or [B, S] if they differ between sequences."""
         if self.index is not None:
             return self.index
         steps = torch.arange(self.rows.shape[self.axis], device=self.cache.device)
@@ -81,7 +84,7 @@ class Sequences(PlacedRows):
 
 @dataclass(frozen=True)
 class KeyValuePages(Group):
-    """Pages [Block, Size, N, D] of keys and of values that take rows at the same slots, which are never negative."""
+    """Pages [Block, Size, N, D] of keys and of values that take rows at the same non-negative `slots`."""
 
     key_cache: Any = tensor("Block Size N D")
     value_cache: Any = tensor("Block Size N E")
@@ -91,12 +94,12 @@ class KeyValuePages(Group):
     nz_block: Any = attribute(None)
 
     def written(self, p):
-        """Both writes."""
-        both = ((self.key_cache, self.key), (self.value_cache, self.value))
-        return tuple(p.write_pages(cache=cache, rows=x, slots=self.slots, nz_block=self.nz_block) for cache, x in both)
+        """Build the terms of the writes into both caches."""
+        pairs = ((self.key_cache, self.key), (self.value_cache, self.value))
+        return tuple(p.write_pages(cache=cache, rows=x, slots=self.slots, nz_block=self.nz_block) for cache, x in pairs)
 
     def guard(self) -> None:
-        """Slots that are proven."""
+        """Refuse writes whose places are not proven to be inside of their pages."""
         require(
             self.slots is not None,
             "the place is not proven to lie in its page: slot % Size is; write page = slot // Size "
@@ -104,8 +107,8 @@ class KeyValuePages(Group):
         )
 
     def read(self) -> Sequence[Tensor]:
-        """Rows and caches, which may have no gaps and no other order: a kernel finds a row by its slot alone."""
-        caches = (self.key_cache, self.value_cache)
+        """Return keys, values, and their caches as the operators take them; refuse caches that are not contiguous."""
+        caches = (self.key_cache, self.value_cache)  # a kernel computes the address of a row from its slot alone
         require(
             all(each.is_contiguous() for each in caches),
             "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
@@ -115,7 +118,7 @@ class KeyValuePages(Group):
 
 @dataclass(frozen=True)
 class KeyValueLines(KeyValuePages):
-    """The same in lines of NZ, [Block, .., A, Size, L], that take rows [T, .., A, L]."""
+    """Pages in NZ, [Block, .., A, Size, L], of keys and of values that take rows [T, .., A, L] at the same slots."""
 
     key_cache: Any = tensor("*K L")
     value_cache: Any = tensor("*V M")
@@ -124,82 +127,82 @@ class KeyValueLines(KeyValuePages):
     nz_block: Any = attribute(*pages.BLOCKS)
 
     def guard(self) -> None:
-        """Lines of 32 bytes."""
+        """Refuse lines of other than 32 bytes."""
         pages.refuse_others(self.nz_block, pages.NZ_INT8 if self.key_cache.dtype.itemsize == 1 else pages.NZ)
 
     def read(self) -> Sequence[Tensor]:
-        """Rows [T, 1, A · L], as of one head, and caches [Block, A, Size, L]."""
+        """Return keys and values as rows [T, 1, A · L] of one head, and their caches as [Block, A, Size, L]."""
         key, value, *caches = super().read()
         rows = (each.reshape(each.shape[0], 1, -1) for each in (key, value))
         return *rows, *(each.reshape(each.shape[0], -1, *each.shape[-2:]) for each in caches)
 
     def restored(self, *caches: Tensor) -> tuple[Tensor, ...]:
-        """Both as the model has them."""
+        """Reshape the caches of keys and of values to the shapes of the model."""
         return tuple(map(torch.reshape, caches, (self.key_cache.shape, self.value_cache.shape)))
 
 
-ONE, BOTH, OF_SEQUENCES, SLIDING = (Cache,), (KeyValuePages,), (Sequences,), (SlidingCache,)
+ONE, BOTH, SEVERAL, SLIDING = (Cache,), (KeyValuePages,), (Sequences,), (SlidingCache,)
 LINES = (KeyValueLines,)
 
 
 @dataclass(frozen=True)
 class CacheWrite(Rule):
-    """New rows of a cache."""
+    """A write of new rows into a cache."""
 
     aliases = ("kv_cache", "paged_write", "sliding_write", "reshape_and_cache", "scatter_pa_kv_cache")
 
     def reference(self, cache: Tensor, rows: Tensor, start: Tensor, axis: int) -> Tensor:
-        """The meaning: cache [*C], rows [*R] like it but for `axis`, start [] or one per batch row [B]."""
+        """Compute `cache` [*C] with `rows` [*R] at the positions start, start + 1, .. along `axis`; start [] or [B]."""
         positions = start.reshape(-1, 1) + torch.arange(rows.shape[axis])
         wide = [1] * cache.dim()
         wide[0], wide[axis] = positions.shape if axis else (1, -1)
         return cache.scatter(axis, positions.reshape(wide).expand(rows.shape), rows)
 
     def within(self) -> frozenset[str]:
-        """A buffer of listed rows."""
+        """Name the fusion into a buffer of selected rows."""
         return frozenset({"gather_selection_kv_cache"})
 
     @pattern
     @variants(into=(*BOTH, *LINES))
     def both(self, p, into):
-        """Keys and values, to rows of all pages by their number, or by a block and a place in it."""
+        """key_cache[slot] = key and value_cache[slot] = value, slots of pages in rows or in lines of NZ"""
         return into.written(p)
 
     @pattern
     @variants(into=ONE)
     def written(self, p, into):
-        """To positions or places of one cache."""
+        """cache[b, .., position, ..] = rows[b], at consecutive or listed positions or places of pages"""
         return p.write(**vars(into))
 
     @pattern
-    @variants(into=OF_SEQUENCES)
-    def of_sequences(self, p, into):
-        """To positions of some sequences, as those of a layer in a cache of all layers."""
+    @variants(into=SEVERAL)
+    def some_sequences(self, p, into):
+        """cache[sequence + b, .., position, ..] = rows[b], as one layer writes into a cache of all layers"""
         return p.write_sequences(**vars(into))
 
     @pattern
     @variants(into=SLIDING)
     def slid(self, p, into):
-        """A roll by S whose last S positions are overwritten: the canonicaliser proves which positions stay."""
+        """cat(cache[.., S:, ..], rows[.., :S, ..]), also as a roll by S whose last S positions are overwritten"""
         return p.slide(**vars(into))
 
     def guard(self, into: Any):
-        """What a pair of caches asks for."""
+        """Refuse a pair of caches with unproven slots, or with lines of other than 32 bytes."""
         if isinstance(into, KeyValuePages):
             into.guard()
 
     @lowering
     @variants(into=ONE)
     def run(self, into: Cache):
-        """Consecutive positions of every sequence."""
+        """Emit scatter_update for consecutive positions of every sequence."""
         require(into.first is not None, "the positions are not proven to be consecutive")
         require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
         return torch.ops.npu.scatter_update(into.cache, _starts(into.rows, into.first), into.rows, into.axis)
 
     @lowering
     @variants(into=ONE)
-    def kept_outside(self, into: Cache):
-        """One position of every sequence; where it lies outside, the row that is written is the one that was there."""
+    def inside_only(self, into: Cache):
+        """Emit scatter_update for one position of every sequence; outside of the cache, write back the old row."""
         require(into.position is not None, "the positions are not chosen by a comparison")
         require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
         starts, size = _starts(into.rows, into.position), into.cache.shape[into.axis]
@@ -212,7 +215,7 @@ class CacheWrite(Rule):
     @lowering
     @variants(into=ONE)
     def row_by_row(self, into: Cache):
-        """Any positions, by coordinates."""
+        """Emit npu_scatter_nd_update for any positions, by coordinates."""
         index, inner = into.index, into.inner
         if index is None:
             require(into.first is not None and into.axis == 0, "the positions are given for every sequence")
@@ -221,46 +224,47 @@ class CacheWrite(Rule):
         return _scattered(into, coordinates(lead, index) if inner is None else torch.stack((index, inner), dim=-1))
 
     @lowering
-    @variants(into=OF_SEQUENCES)
+    @variants(into=SEVERAL)
     def row_by_row_of_sequences(self, into: Sequences):
-        """Any positions, by coordinates."""
+        """Emit npu_scatter_nd_update for any positions of some sequences, by coordinates."""
         return _scattered(into, coordinates(into.rows.shape[: into.axis], into.positions(), into.sequence))
 
     @lowering
     @variants(into=BOTH)
     def pages_by_atb(self, into: KeyValuePages):
-        """One call for both, of the transformer library."""
+        """Emit atb's _npu_reshape_and_cache for keys and values in one call."""
         return torch.ops.atb._npu_reshape_and_cache.functional(*into.read(), into.slots.int())
 
     @lowering
     @variants(into=BOTH)
     def pages(self, into: KeyValuePages):
-        """One call for both."""
+        """Emit npu_scatter_pa_kv_cache for keys and values in one call."""
         return torch.ops.npu.npu_scatter_pa_kv_cache_functional(*into.read(), into.slots, cache_mode="Norm")
 
     @lowering
     @variants(into=LINES)
     def lines(self, into: KeyValueLines):
-        """One call for both."""
+        """Emit npu_scatter_pa_kv_cache in mode PA_NZ for keys and values in one call."""
         caches = torch.ops.npu.npu_scatter_pa_kv_cache_functional(*into.read(), into.slots, cache_mode="PA_NZ")
         return into.restored(*caches)
 
     @lowering
     @variants(into=SLIDING)
     def joined(self, into: SlidingCache):
-        """One kernel."""
+        """Emit one cat of the retained positions of the cache and the new rows."""
         length, size = into.rows.shape[into.axis], into.cache.shape[into.axis]
         return torch.cat((into.cache.narrow(into.axis, length, size - length), into.rows), into.axis)
 
 
 def coordinates(lead: Sequence[int], index: Tensor, first: int = 0) -> Tensor:
-    """Where index [S], or [B, S] of each sequence, counts: integers [*lead, S, axis + 1].
+    """Return the coordinates [*lead, S, axis + 1] of every entry at positions `index` along dim `axis` = len(lead).
 
-    `lead` are the sizes of the dims before it, of which the first counts from `first` on.
+    `index` is [S], or [B, S] if it differs along the first dim; `lead` are the sizes of the dims before `axis`.
+    Coordinates along the first dim start at `first`.
     """
     grid = [
-        torch.arange(size, device=index.device, dtype=index.dtype).reshape(-1, *(1,) * (len(lead) - place))
-        for place, size in enumerate(lead)
+        torch.arange(size, device=index.device, dtype=index.dtype).reshape(-1, *(1,) * (len(lead) - axis))
+        for axis, size in enumerate(lead)
     ]
     if first:
         grid[0] = grid[0] + first
@@ -269,13 +273,13 @@ def coordinates(lead: Sequence[int], index: Tensor, first: int = 0) -> Tensor:
 
 
 def _scattered(into: Any, places: Tensor) -> Tensor:
-    """The cache with rows at places [.., axes]."""
+    """Scatter `into.rows` into `into.cache` at the coordinates `places` [.., axes]."""
     rows = into.rows.reshape(-1, *into.cache.shape[places.shape[-1] :])
     return torch.ops.npu.npu_scatter_nd_update(into.cache, places.reshape(-1, places.shape[-1]), rows)
 
 
 def _starts(rows: Tensor, start: Any) -> Tensor:
-    """A position for every row of the batch [B]."""
+    """Expand `start`, a number or a tensor [] or [B], to one position of every sequence of `rows` [B]."""
     if not isinstance(start, Tensor):
         return torch.full((rows.shape[0],), start, dtype=torch.int64, device=rows.device)
     return start if start.dim() else start.expand(rows.shape[0])

@@ -1,9 +1,9 @@
-"""rows[b, p · Size + o] = pages[table[b, p], o], of two caches, the sequences one behind the other.
+"""rows[b, p · Size + o] = pages[table[b, p], o], of two caches, the sequences concatenated.
 
-*Matches* the pages of keys and of values, or of a latent and its rotated lanes, that one block table gathers: whole
-pages, the first rows of every sequence, or sequences of lengths of their own that are joined. *Replaces with*
-`npu_gather_pa_kv_cache`, one call for both. Where attention reads the pages in place nothing is gathered, and that
-costs less.
+*Matches* the pages of keys and of values, or of a latent and its rotated lanes, that one block table gathers: all rows
+of the pages, the first rows of every sequence, or sequences of different lengths, concatenated. *Replaces with*
+`npu_gather_pa_kv_cache`, one call for both caches. Where attention can read the pages in place, that rewrite is chosen
+instead: it gathers nothing and costs less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from patterns.attention.calls import laid
 
 @dataclass(frozen=True)
 class Pages(Group):
-    """The pages of two caches that a table names: which rows of them are kept, and the dims that these have."""
+    """The pages of two caches that one block table gathers.
+
+    Attributes:
+        size: rows of a page.
+        lengths: rows of every sequence, one number or one for each.
+        layout: "BSND" or "NZ", the layout of a page.
+        key_shape: the shape of the gathered keys in the model, with one symbolic size at most.
+        value_shape: that of the gathered values.
+    """
 
     keys: Any = tensor("*K")
     values: Any = tensor("*V")
@@ -33,59 +41,61 @@ class Pages(Group):
     value_shape: Any = attribute()
 
     def terms(self, p):
-        """The rows of both."""
-        both = ((self.keys, self.key_shape), (self.values, self.value_shape))
+        """Build the terms of the rows that are gathered from both caches."""
+        caches = ((self.keys, self.key_shape), (self.values, self.value_shape))
         how = dict(table=self.table, size=self.size, lengths=self.lengths, layout=self.layout)
-        return tuple(p.gathered_pages(pages=pages, shape=shape, **how) for pages, shape in both)
+        return tuple(p.gathered_pages(pages=pages, shape=shape, **how) for pages, shape in caches)
 
 
 @dataclass(frozen=True)
 class PageGather(Rule):
-    """Rows of two caches, out of their pages."""
+    """A gather of rows of two caches from their pages."""
 
     aliases = ("gather_pa_kv_cache",)
 
     def reference(self, key_pages: Tensor, value_pages: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        """The meaning: pages [Block, Size, W], table [B, M], lengths [B] → two times [T, W], T the sum of lengths."""
+        """Gather the rows [T, W], T = sum(lengths), of two caches [Block, Size, W] by `table` [B, M], `lengths` [B]."""
         tokens = [(row, int(length)) for row, length in zip(table, lengths, strict=True)]
         caches = (key_pages, value_pages)
         return tuple(torch.cat([pages[row].flatten(0, 1)[:length] for row, length in tokens]) for pages in caches)
 
     @pattern
     def gathered(self, p, pages: Any = Pages):
-        """What the canonicaliser has read."""
+        """key_pages[table] and value_pages[table], the first `lengths` rows of every sequence"""
         return pages.terms(p)
 
     @lowering
     def run(self, pages: Pages):
-        """One call for both, into memory of its own."""
-        lines = pages.layout == "NZ"
+        """Emit npu_gather_pa_kv_cache for both caches in one call, into fresh memory."""
+        in_lines = pages.layout == "NZ"
         caches = [laid(each, pages.size, pages.layout) for each in (pages.keys, pages.values)]
-        caches = [each.squeeze(1) if lines else each.unsqueeze(2) for each in caches]
+        caches = [each.squeeze(1) if in_lines else each.unsqueeze(2) for each in caches]
         table, lengths = pages.table, pages.lengths
         count = lengths * table.shape[0] if isinstance(lengths, int) else sum(lengths)
-        shapes = [(count, 1, x.shape[1] * x.shape[3] if lines else x.shape[3]) for x in caches]
+        shapes = [(count, 1, x.shape[1] * x.shape[3] if in_lines else x.shape[3]) for x in caches]
         rows = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, caches, strict=True)]
-        found = torch.ops.npu.npu_gather_pa_kv_cache_functional(*caches, table.int(), _told(lengths, table), *rows)
-        restored = _as_heads if lines else _as
-        return tuple(restored(*each) for each in zip(found, (pages.key_shape, pages.value_shape), strict=True))
+        results = torch.ops.npu.npu_gather_pa_kv_cache_functional(
+            *caches, table.int(), _lengths_tensor(lengths, table), *rows
+        )
+        restored = _split_heads if in_lines else _reshaped
+        return tuple(restored(*each) for each in zip(results, (pages.key_shape, pages.value_shape), strict=True))
 
 
-def _told(lengths: Any, table: Tensor) -> Tensor:
-    """How many rows each sequence of the table [B, M] has, [B]."""
+def _lengths_tensor(lengths: Any, table: Tensor) -> Tensor:
+    """Return `lengths`, one number or one of each sequence of `table` [B, M], as int32 [B]."""
     runs = [(lengths, table.shape[0])]
     if not isinstance(lengths, int):
-        runs = [(length, len(list(alike))) for length, alike in groupby(lengths)]
-    made = [torch.full((many,), length, dtype=torch.int32, device=table.device) for length, many in runs]
-    return made[0] if len(made) == 1 else torch.cat(made)
+        runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    parts = [torch.full((many,), length, dtype=torch.int32, device=table.device) for length, many in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _as(rows: Tensor, shape: Any) -> Tensor:
-    """Rows in the dims of the model, of which one may be symbolic."""
+def _reshaped(rows: Tensor, shape: Any) -> Tensor:
+    """Reshape `rows` to `shape`, in which at most one size is symbolic."""
     return rows.reshape([each if isinstance(each, int) else -1 for each in shape])
 
 
-def _as_heads(rows: Tensor, shape: Any) -> Tensor:
-    """Rows [T, 1, M · D] of all heads as [B, M, T / B, D]."""
+def _split_heads(rows: Tensor, shape: Any) -> Tensor:
+    """Split the heads of `rows` [T, 1, N · D], and transpose to `shape` [B, N, T / B, D]."""
     batch, heads, keys, width = shape
-    return _as(rows, (batch, keys, heads, width)).transpose(1, 2)
+    return _reshaped(rows, (batch, keys, heads, width)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Caches as pages: contiguous ones cut into pages, pages in blocks of NZ, and the slots of tokens.
+"""Caches as pages: contiguous caches cut into pages, pages in NZ, and the slots of tokens.
 
 BSND [Block, Size, 1, D]        NZ [Block, .., D / L, Size, L], L = 16 lanes of two bytes, 32 of one
 """
@@ -13,22 +13,25 @@ from torch import Tensor
 from fusion import require
 
 SIZES = (128, 64, 32, 16)
-"""Sizes of pages as which a contiguous cache is read, the first that divides it."""
+"""Page sizes for a contiguous cache, in order of preference: the first that divides its length is taken."""
 NZ, NZ_INT8 = 16, 32
-"""How many lanes of two bytes, and of one, a block of NZ holds."""
+"""Lanes in a line of NZ (32 bytes) of 2-byte dtypes, and of int8."""
 BLOCKS = (4, 8, NZ, NZ_INT8, 64)
-"""How many a model may put in a block: others than NZ are told."""
+"""Lanes of a line that readers recognise in models; lines of other than 32 bytes are refused with a reason."""
 
 
 def sequences(cache: Any, start: Any, axis: int) -> Any:
-    """How many sequences of a cache rows are written to along `axis`: those that have a start, or all."""
+    """Count the sequences that a write along `axis` of `cache` changes: those with a `start` [B], else all.
+
+    A cache whose positions are dim 0 has one sequence.
+    """
     if start.shape:
         return start.shape[0]
     return cache.shape[0] if axis else 1
 
 
 def of_one_head(cache: Tensor, axis: int) -> Tensor:
-    """A contiguous cache [B, .., T, .., D], T along `axis`, whose other dims have size 1."""
+    """Return `cache` [B, .., T, .., D], T along `axis`; refuse several heads, and gaps in its memory."""
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(
         all(each == 1 for each in others),
@@ -41,7 +44,7 @@ def of_one_head(cache: Tensor, axis: int) -> Tensor:
 
 
 def cut(cache: Tensor, axis: int) -> Tensor:
-    """A contiguous cache [B, .., T, .., D] of one head as pages [Block, Size, 1, D], T along `axis`."""
+    """View a contiguous cache [B, .., T, .., D] of one head, T along `axis`, as pages [Block, Size, 1, D]."""
     cache = of_one_head(cache, axis)
     size: Any = cache.shape[axis]
     page = next((each for each in SIZES if isinstance(size, int) and size % each == 0), 0)
@@ -52,7 +55,11 @@ def cut(cache: Tensor, axis: int) -> Tensor:
 
 
 def in_rows(pages: Tensor, block: Any) -> Tensor:
-    """Pages of one head as [Block, Size, 1, D]: those in blocks of NZ are the same memory."""
+    """View contiguous `pages` of one head as [Block, Size, 1, D].
+
+    With `block` lanes of a line, `pages` [Block, .., A, Size, L] are in NZ and their memory is reinterpreted as is;
+    None stands for pages in rows.
+    """
     require(
         pages.is_contiguous(),
         "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
@@ -61,16 +68,18 @@ def in_rows(pages: Tensor, block: Any) -> Tensor:
 
 
 def refuse_others(block: Any, lanes: int = NZ) -> None:
-    """Refuse blocks that are not those of NZ; None stands for whole rows."""
-    said = "the pages hold rows in lines of {line} numbers, not of {lanes}"
-    require(block in (None, lanes), said, line=block, lanes=lanes)
+    """Refuse lines of `block` lanes other than `lanes`; None stands for pages in rows."""
+    reason = "the pages hold rows in lines of {line} numbers, not of {lanes}"
+    require(block in (None, lanes), reason, line=block, lanes=lanes)
 
 
 def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) -> Tensor:
-    """Where `rows` tokens of every sequence go among all places of the pages, [B, S]; -1 for what is beyond the end.
+    """Return the slots [B, S] of S = `rows` tokens of each of `batch` sequences, -1 for tokens beyond position `size`.
 
-    `start` is one position or one for each sequence. The table of all places is a constant, made once.
+    Sequence b has the slots b · size, .., (b + 1) · size - 1; `start` is the position of its first token: a number,
+    [] or [B].
     """
+    # Looked up in a constant, which is computed once, rather than computed with comparisons at every call.
     places = torch.arange(batch * size, device=device).reshape(batch, size)
     table = torch.cat((places, torch.full((batch, rows), -1, device=device)), dim=1)
     if not isinstance(start, Tensor):

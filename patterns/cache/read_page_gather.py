@@ -1,12 +1,11 @@
-"""Pages that are gathered for whatever use, and what of them is kept: the first rows of each sequence.
+"""Gathers of pages by a block table, for any use: the first rows of each sequence, concatenated.
 
-rows = pages[table], the pages of a sequence one behind the other, the sequences too. `lengths` says how many rows of
-every sequence are kept, one number for all or one for each; `shape`, in which one size may be symbolic, is that of the
-value. What stands in a row beyond what a sequence really holds is kept where the model keeps it: lengths that only
-tensors know cut nothing here.
+rows = pages[table][:, :length]: the pages of a sequence are consecutive, and so are the sequences. `lengths` are
+constants, one of all sequences or one of each. A length that only a tensor holds slices nothing: if the model gathers
+rows beyond it, they are gathered here too.
 
-Whether an input holds lines of NZ or rows, the operator goes by its storage format: lines are gathered, and turned to
-rows, out of one in FRACTAL_NZ, rows out of one that is not, and neither where the format is not known.
+The operator reads pages by the storage format of their input: from one in FRACTAL_NZ it gathers lines and transposes
+them to rows, from any other one it gathers rows. Where the format is not known, nothing is rewritten.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from patterns.cache.read_writes import WRITES
 
 GATHERED_PAGES = word(
     "gathered_pages",
-    "the first rows of each sequence, one sequence behind the other",
+    "pages[table], the first `lengths` rows of each sequence, sequences concatenated",
     pages="[Block, Size, ..]", table="[B, P]", size="rows of a page",
-    lengths="how many rows of every sequence are kept, one number or one for each", shape="of the value",
-    layout='"BSND" or "NZ": how a page lies',
+    lengths="rows of every sequence, one number or one for each", shape="of the value",
+    layout='"BSND" or "NZ", the layout of a page',
 )  # fmt: skip
 _ALONE = (
     "the pages of one cache are gathered by this table: the operator reads two caches at once, of pages of one size, "
@@ -43,7 +42,7 @@ _LINES = (
     "the pages, rows of 32 bytes, could be lines of NZ: the operator would read them so in the storage format "
     "FRACTAL_NZ, in which they are supposed to lie where no NPU tells"
 )
-_SEEN = ("reshape", "permute", "slice", *WRITES)
+_VIEWS = ("reshape", "permute", "slice", *WRITES)
 
 
 class _Rows(NamedTuple):
@@ -57,59 +56,62 @@ class _Rows(NamedTuple):
 
     @property
     def how(self) -> tuple[Any, ...]:
-        """All but the pages: what two caches have in common that are gathered alike."""
+        """The fields, except for the pages, that are equal for two caches gathered by one call."""
         return self[1:]
 
 
 @reader(gives=(GATHERED_PAGES,), needs=("paged_rows",))
 def page_gathers(graph: Graph) -> Iterator[Found]:
-    """Gathered pages of caches of which two are gathered alike; why others are not."""
+    """Read every gather of pages if a second cache is gathered by the same table and lengths; report the others."""
     a, folder = graph.algebra, graph.shared(Folder)
     known = [value for value in graph.places if sum(not isinstance(size, int) for size in value.shape) < 2]
     read = ((value, _read(a, folder, value)) for value in known)
-    lines = ((value, _of_lines(reading)) for value, reading in graph.readings.all("paged_rows"))
-    found = {value: rows for value, rows in (*read, *lines) if rows is not None and not graph.is_fixed(rows.pages)}
-    stored = {value: _is_fractal(graph, rows.pages) for value, rows in found.items()}
-    alike = Counter(rows.how for value, rows in found.items() if stored[value] is (rows.layout == "NZ"))
-    for value, rows in found.items():
+    lines = ((value, _attention_lines(reading)) for value, reading in graph.readings.all("paged_rows"))
+    gathered = {value: rows for value, rows in (*read, *lines) if rows is not None and not graph.is_fixed(rows.pages)}
+    stored = {value: _is_fractal(graph, rows.pages) for value, rows in gathered.items()}
+    alike = Counter(rows.how for value, rows in gathered.items() if stored[value] is (rows.layout == "NZ"))
+    for value, rows in gathered.items():
         if stored[value] is not (rows.layout == "NZ"):
             lines = rows.layout == "NZ"
-            if holds_lines(rows.pages.shape, rows.pages.dtype) if lines else _is_rows(graph, value, rows):
+            if holds_lines(rows.pages.shape, rows.pages.dtype) if lines else _is_read_as_rows(graph, value, rows):
                 yield value, Miss("page_gather", _FORMAT if lines else _LINES)
         elif alike[rows.how] > 1:
             yield value, _reading(graph, value, rows)
-        elif _is_rows(graph, value, rows):
+        elif _is_read_as_rows(graph, value, rows):
             yield value, Miss("page_gather", _ALONE)
 
 
-def _of_lines(reading: Reading) -> _Rows | None:
-    """Rows [B, M, T, D] that attention reads, of pages in lines of NZ; None for others."""
-    told = reading.captures
-    value, pages = told["rows"], told["pages"]
-    known = (
-        told["layout"] == "NZ"
+def _attention_lines(reading: Reading) -> _Rows | None:
+    """Return the paged rows [B, N, T, D] of an attention, if their pages are in NZ; None otherwise."""
+    captures = reading.captures
+    value, pages = captures["rows"], captures["pages"]
+    is_lines = (
+        captures["layout"] == "NZ"
         and value.rank == 4
         and value.shape[1] * value.shape[3] * pages.shape[-2] == prod(pages.shape[1:])
     )
-    return _Rows(pages, told["block_table"], told["size"], value.shape[2], "NZ") if known else None
+    return _Rows(pages, captures["block_table"], captures["size"], value.shape[2], "NZ") if is_lines else None
 
 
 def _input(pages: Value) -> Value | None:
-    """The input in whose memory pages stand, as they were or after writes."""
-    below = pages.below(*_SEEN)
+    """Return the graph input below the views of `pages` and the writes into them; None for computed pages."""
+    below = pages.below(*_VIEWS)
     return below if below.op == "input" else None
 
 
 def _is_fractal(graph: Graph, pages: Value) -> bool | None:
-    """Whether pages lie in FRACTAL_NZ; None where that is not known. What a graph computes does not."""
+    """True if `pages` are in FRACTAL_NZ, None if the format is unknown; computed pages are never in FRACTAL_NZ."""
     source = _input(pages)
     if source is None:
         return False
     return graph.facts.fractal.get(source.attrs[0]) if holds_lines(source.shape, source.dtype) else False
 
 
-def _is_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
-    """Whether the model reads what it gathers as rows of sequences: entries of a table of rotations are no pages."""
+def _is_read_as_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
+    """True if the model views the gathered `value` as rows of sequences.
+
+    Otherwise it may be no gather from a cache at all, but one from a table of rotations.
+    """
     users = (graph.held.get(user) for node in graph.places[value] for user in node.users)
     seen = [value, *(each for each in users if isinstance(each, Value) and each.op == "reshape")]
     batch, pages = rows.table.shape
@@ -117,7 +119,7 @@ def _is_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
 
 
 def _reading(graph: Graph, value: Value, rows: _Rows) -> Reading:
-    wraps = rows.layout != "NZ"  # what attention reads is wrapped
+    wraps = rows.layout != "NZ"  # the table in a reading of paged_rows is wrapped already
     table = wrapped(graph.algebra, rows.table, rows.pages.shape[0]) if wraps else rows.table
     source = _input(rows.pages)
     relies = frozenset({source.attrs[0]} & graph.facts.fractal.keys()) if source is not None else frozenset[str]()
@@ -126,68 +128,71 @@ def _reading(graph: Graph, value: Value, rows: _Rows) -> Reading:
 
 def _read(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
     if value.op == "index":
-        return next(_whole(a, folder, value), None)
+        return next(_by_page(a, folder, value), None)
     if value.op == "slice":
-        return _cut(a, folder, value)
+        return _first_rows(a, folder, value)
     if value.op == "cat" and value.attrs == (0,):
-        return _joined(a, [_read(a, folder, each.below("reshape")) for each in value.args], value)
+        return _concatenated(a, [_read(a, folder, each.below("reshape")) for each in value.args], value)
     return None
 
 
-def _whole(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
-    """Pages as they are gathered."""
-    opened, index = unflattened(value.arg), value.args[1]
-    lanes, count = prod(opened.shape[2:]), prod(value.shape)
+def _by_page(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
+    """Yield the readings of `value` = pages[table] with all rows of every page."""
+    pages, index = unflattened(value.arg), value.args[1]
+    lanes, count = prod(pages.shape[2:]), prod(value.shape)
     sequences = [each.shape[0] for each in (index.below("reshape"), index) if each.rank > 1]
     for batch in dict.fromkeys((*sequences, 1)):
-        known = opened.rank > 2 and isinstance(batch, int) and isinstance(count, int) and lanes
-        keys = count // lanes // max(batch, 1) if known else 0
-        for found in gathers(a, folder, value, batch, keys):
-            whole = found._replace(pages=opened) if found.pages is value.arg else found
-            if _is_of_pages(whole):
-                yield _Rows(whole.pages, whole.table, whole.size, whole.table.shape[1] * whole.size)
+        is_static = pages.rank > 2 and isinstance(batch, int) and isinstance(count, int) and lanes
+        keys = count // lanes // max(batch, 1) if is_static else 0
+        for gather in gathers(a, folder, value, batch, keys):
+            in_pages = gather._replace(pages=pages) if gather.pages is value.arg else gather
+            if _gathers_pages(in_pages):
+                yield _Rows(in_pages.pages, in_pages.table, in_pages.size, in_pages.table.shape[1] * in_pages.size)
 
 
-def _is_of_pages(found: Gather) -> bool:
-    """Whether what lies behind one number is a page: several rows of several lanes."""
-    pages, table, size = found.pages, found.table, found.size
+def _gathers_pages(gather: Gather) -> bool:
+    """True if each number of the table selects one page [Size, ..] of more than one row."""
+    pages, table, size = gather.pages, gather.table, gather.size
     sizes = (*pages.shape[1:], table.shape[1])
-    known = table.rank == 2 and pages.rank > 2 and all(isinstance(each, int) for each in sizes)
-    alike = known and pages.shape[1] == size != 1
-    return alike and prod(found.gathered.shape) == prod((*table.shape, *pages.shape[1:]))
+    is_static = table.rank == 2 and pages.rank > 2 and all(isinstance(each, int) for each in sizes)
+    is_page = is_static and pages.shape[1] == size != 1
+    return is_page and prod(gather.gathered.shape) == prod((*table.shape, *pages.shape[1:]))
 
 
-def _cut(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
-    """The first rows of every sequence."""
+def _first_rows(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
+    """Read a slice of gathered pages as the first rows of every sequence."""
     axis, start, stop, step = value.attrs
     gathered = value.arg.below("reshape")
     if (start, step) != (0, 1) or gathered.op != "index":
         return None
-    for rows in _whole(a, folder, gathered):
+    for rows in _by_page(a, folder, gathered):
         if prod(value.arg.shape[:axis]) == rows.table.shape[0] and value.arg.shape[axis] == rows.lengths:
             return rows._replace(lengths=stop)
     return None
 
 
-def _joined(a: Algebra, pieces: Sequence[_Rows | None], value: Value) -> _Rows | None:
-    """The sequences one after the other, each with a length of its own."""
+def _concatenated(a: Algebra, pieces: Sequence[_Rows | None], value: Value) -> _Rows | None:
+    """Read `value`, the concatenation of `pieces`, one of each sequence, as one gather with a length of each."""
     known = [each for each in pieces if each is not None and each.table.shape[0] == 1]
     if len({(each.pages, each.size) for each in known}) != 1:
         return None
-    rows = prod(value.shape[1:]) == prod(known[0].pages.shape[2:])
-    if not rows or value.shape[0] != sum(each.lengths for each in known):
+    is_in_rows = prod(value.shape[1:]) == prod(known[0].pages.shape[2:])
+    if not is_in_rows or value.shape[0] != sum(each.lengths for each in known):
         return None
-    table = _one_table(a, [each.table for each in known])
+    table = _shared_table(a, [each.table for each in known])
     lengths = tuple(each.lengths for each in known)
     return None if table is None else known[0]._replace(table=table, lengths=lengths)
 
 
-def _one_table(a: Algebra, rows: Sequence[Value]) -> Value | None:
-    """The table [B, M] of which these are the rows [1, m], perhaps with what no sequence reaches cut off."""
-    whole = rows[0].below("reshape", "slice")
-    if whole.rank == 2 and whole.shape[0] == len(rows):
-        parts = [a.slice(whole, 0, number, number + 1) or whole for number in range(len(rows))]
+def _shared_table(a: Algebra, rows: Sequence[Value]) -> Value | None:
+    """Return the table [B, M] whose rows, cut to their first columns, are `rows` [1, m]; else their concatenation.
+
+    None if they are rows of no such table and differ in m.
+    """
+    source = rows[0].below("reshape", "slice")
+    if source.rank == 2 and source.shape[0] == len(rows):
+        parts = [a.slice(source, 0, i, i + 1) or source for i in range(len(rows))]
         cuts = [a.slice(part, 1, 0, int(row.shape[1])) for part, row in zip(parts, rows, strict=True)]
         if all(cut is not None and a.reshape(cut, row.shape) is row for cut, row in zip(cuts, rows, strict=True)):
-            return whole
+            return source
     return a.cat(rows, 0) if len({row.shape for row in rows}) == 1 else None

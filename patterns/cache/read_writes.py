@@ -1,7 +1,7 @@
-"""Readings of writes: which values are a cache with new rows, in the words of rules.
+"""Readings of writes: values that are a cache in which some rows are replaced.
 
-A slot counts the rows of all pages; it is missing where a place is not proven to lie in its page. Look-alikes of writes
-into an input are told with their reason.
+A slot is the index of a row among the rows of all pages; a reading has no slots where a place is not proven to be
+inside of its page. Ops that write otherwise into an input are reported with a reason.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fusion.analysis.predicates import Positions
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
 
-_UNREAD = (
+_ELEMENT_WRITES = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
     "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.index_add.default",
     "aten.masked_scatter.default",
 )  # fmt: skip
-"""Ops without canonical form that change some elements of their first argument."""
+"""Ops that change some elements of their first argument and have no canonical form."""
 
 _PUT = ("aten.index_put.default", "aten._unsafe_index_put.default", "add_rows")
-"""What is left of them: an index of booleans, or rows that are added."""
+"""Ops that remain after canonicalisation if they index by a boolean mask, or accumulate."""
 
 WRITES = ("write", "write_rows", "write_lines", "write_within")
-"""Canonical writes of rows, each of which begins with what is written over."""
+"""Canonical writes of rows; the first argument of each is the cache."""
 
-_SEEN = ("slice", "reshape", "permute", "expand")
+_VIEWS = ("slice", "reshape", "permute", "expand")
 
 Outcome = Reading | str | None
 
@@ -44,49 +44,56 @@ _NO_FORM = "its rows are not proven to go, one by one, to places of their own al
 _ITS_OWN = "its rows are rows of the cache itself: an operator that writes in place may read what it has written"
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
 
-_WRITE = {"cache": "as it was", "rows": "what is written", "axis": "of positions"}
+_WRITE = {"cache": "before the write", "rows": "the new rows", "axis": "the dim of positions"}
 _PLACE = {
-    "start": "[] or [B]: from one position on, or from one of each sequence",
-    "number": "from this position on",
-    "index": "[S]: each at a position of its own",
+    "start": "the first of consecutive positions, [] or [B] for each sequence",
+    "number": "a constant first position",
+    "index": "the positions [S]",
 }
 
 WRITE = word(
     "write",
-    "rows along an axis, where one of these says",
-    **_WRITE, **_PLACE, inner="[S]: with `index` of `axis`, each at two: of the axis behind",
-    position="[] or [B]: a row at a position, nothing where it is outside",
+    "cache[.., positions, ..] = rows along `axis`, positions given by one of start, number, index, position",
+    **_WRITE, **_PLACE, inner="[S]: with `index`, positions along the dim after `axis`",
+    position="[] or [B]: the position of one row; outside of the cache nothing is written",
 )  # fmt: skip
 WRITE_PAGES = word(
     "write_pages",
-    "rows at slots that count the rows of all pages",
-    cache="[Block, Size, ..], or in NZ [Block, .., A, Size, L] where a row is A blocks", rows="what is written",
-    slots="[Rows], missing where a place is not proven to lie in its page", nz_block="L, None for whole rows",
+    "cache[slot // Size, slot % Size] = row",
+    cache="[Block, Size, ..], or in NZ [Block, .., A, Size, L] where a row is A lines", rows="the new rows",
+    slots="[Rows], absent where a place is not proven to be inside of its page",
+    nz_block="L, None for pages in rows",
 )  # fmt: skip
 WRITE_SEQUENCES = word(
     "write_sequences",
-    "rows along an axis of some sequences, where one of these says",
-    **_WRITE, sequence="the first of them", **_PLACE,
+    "cache[sequence + b, .., positions, ..] = rows[b] along `axis`, positions given by one of start, number, index",
+    **_WRITE, sequence="the first sequence that is written", **_PLACE,
 )  # fmt: skip
-SLIDE = word("slide", "the last rows of a cache, and new ones behind them", **_WRITE)
+SLIDE = word("slide", "cat(cache[.., S:, ..], rows) along `axis`, of S rows", **_WRITE)
 
 
 @reader(gives=(WRITE, WRITE_PAGES, WRITE_SEQUENCES, SLIDE))
 def cache_writes(graph: Graph) -> Iterator[Found]:
-    """The writes among the values of a graph, and why others are none."""
+    """Read every write into a cache; report why other writes into an input are not read."""
     writes = Writes(graph.algebra, graph.shared(Folder), graph.written, graph.places)
     return ((value, each) for value in list(graph.places) for each in writes.read(value))
 
 
 class Writes:
-    """The writes of one graph, read in its order: what is written once may be written again."""
+    """A reader of the writes of one graph, whose values are read in order: a cache may be written more than once.
 
-    def __init__(self, a: Algebra, folder: Folder, written: Collection[Value], held: Collection[Value]) -> None:
-        """`written` are the inputs that the graph changes, `held` the values that nodes hold."""
-        self._algebra, self._folder, self._caches, self._held = a, folder, set(written), held
+    Args:
+        a: the values of the graph.
+        folder: the constants among them.
+        written: the inputs that the graph changes.
+        places: the values of its nodes.
+    """
+
+    def __init__(self, a: Algebra, folder: Folder, written: Collection[Value], places: Collection[Value]) -> None:
+        self._algebra, self._folder, self._caches, self._places = a, folder, set(written), places
 
     def read(self, value: Value) -> Iterator[Reading | Miss]:
-        """What a value writes, after those that it is computed from."""
+        """Yield the readings of `value` as a write, or the reason why it is none; call it in the order of the graph."""
         for outcome in self._outcomes(value):
             if isinstance(outcome, Reading) and outcome.over is not None:
                 self._caches.add(value)
@@ -95,17 +102,17 @@ class Writes:
                 yield Miss("cache_write", outcome) if isinstance(outcome, str) else outcome
 
     def _outcomes(self, value: Value) -> Sequence[Outcome]:
-        others = {"slice_scatter": self._slice, "cat": _slide, "where": self._chosen, "add": self._blended}
+        readers = {"slice_scatter": self._slice, "cat": _slide, "where": self._chosen, "add": self._blended}
         written = self._written(value)
         if value.op == "reshape" and self._is_back(value):
-            return (*self._pages(value), *(() if value.arg in self._held else self._written(value.arg)))
-        if written or value.op in others:
-            return written or (others[value.op](value),)
+            return (*self._pages(value), *(() if value.arg in self._places else self._written(value.arg)))
+        if written or value.op in readers:
+            return written or (readers[value.op](value),)
         added = (_ADDED,) if value.op in _PUT and unviewed(value.arg).op == "input" else ()
-        return (*added, *((_NO_FORM,) if value.op in _UNREAD and self._is_cache(value.arg) else ()))
+        return (*added, *((_NO_FORM,) if value.op in _ELEMENT_WRITES and self._is_cache(value.arg) else ()))
 
     def _written(self, value: Value) -> Sequence[Outcome]:
-        """What an op writes that stands for a write alone; nothing for other ops."""
+        """Return the readings of a canonical write op; () for other ops."""
         match value.op:
             case "write":
                 cache, rows, start = value.args
@@ -122,23 +129,23 @@ class Writes:
                 return ()
 
     def _is_back(self, value: Value) -> bool:
-        """Whether a write into another view of a cache is seen as the cache is."""
+        """True if `value` restores the shape of a cache that was reshaped before it was written."""
         viewed = value.arg.below(*WRITES)
         return viewed.op == "reshape" and viewed.arg.shape == value.shape
 
     def _is_cache(self, value: Value) -> bool:
-        """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
+        """True if `value` views all of an input that the graph changes, or of a write into one."""
         return unviewed(value) in self._caches
 
     def _rows(self, cache: Value, rows: Value, index: Value, *inner: Value, axis: int) -> Sequence[Reading]:
-        """Rows at positions of their own; places of pages are told once more as slots."""
+        """Read rows at positions along `axis`; with `inner` also as rows at slots of pages."""
         if not inner:
             return (_write(cache, rows, axis, index=index),)
         slots = _slots(self._algebra, cache.shape[:2], index, *inner)
         return _write(cache, rows, axis, index=index, inner=inner[0]), _to_pages(cache, rows, slots)
 
     def _lines(self, value: Value) -> Outcome:
-        """Rows of pages [Block, .., A, Size, L], where each lies in A lines."""
+        """Read rows of pages in NZ [Block, .., A, Size, L], each of which has A lines."""
         cache, rows, block, place = value.args
         slots = _slots(self._algebra, (cache.shape[0], cache.shape[-2]), block, place)
         if slots is None:
@@ -149,21 +156,24 @@ class Writes:
         cache, rows = value.args
         axis, start, _, step = value.attrs
         if axis in (0, value.rank - 1) and not self._is_cache(cache):
-            return None  # a buffer that is filled part by part
+            return None  # an intermediate buffer, not a cache
         if step != 1:
             return _STEP.format(step=step) if self._is_cache(cache) else None
         return _write(cache, rows, axis, number=start)
 
     def _pages(self, value: Value) -> Sequence[Reading]:
-        """cache.view(-1, N, D)[slots] = rows, viewed as [.., Block, Size, N, D] again; dims of size 1 come and go."""
+        """Read cache.view(-1, N, D)[slots] = rows, viewed as [.., Block, Size, N, D] again.
+
+        Dims of size 1 may be added and removed.
+        """
         flat = value.arg
-        if flat.attrs != (0,):  # lines, or along another axis
+        if flat.attrs != (0,):  # a write of lines, or along another axis
             return ()
         cache, rows, index, *inner = flat.args
         if inner:
-            alike = cache.shape[:2] == value.shape[:2] and but_ones(cache.shape) == but_ones(value.shape)
+            is_same_shape = cache.shape[:2] == value.shape[:2] and but_ones(cache.shape) == but_ones(value.shape)
             slots = _slots(self._algebra, cache.shape[:2], index, *inner)
-            return (_to_pages(self._algebra.reshape(cache, value.shape), rows, slots),) if alike else ()
+            return (_to_pages(self._algebra.reshape(cache, value.shape), rows, slots),) if is_same_shape else ()
         row = next(
             (axis for axis in range(2, value.rank) if but_ones(cache.shape[1:]) == but_ones(value.shape[axis:])), None
         )
@@ -172,22 +182,20 @@ class Writes:
         pages = self._algebra.reshape(cache, (math.prod(value.shape[: row - 1]), *value.shape[row - 1 :]))
         return (_to_pages(pages, rows, self._algebra.reshape(index, rows.shape[:1])),)
 
-    # choices ---------------------------------------------------------------------------------------------------
-
     def _chosen(self, value: Value) -> Outcome:
-        """where(positions == position, rows, cache), or the other way round."""
-        condition, *kept = value.args
-        cache = next((each for each in reversed(kept) if self._is_cache(each) and each.shape == value.shape), None)
+        """Read where(positions == position, rows, cache), or where(positions != position, cache, rows)."""
+        condition, *sides = value.args
+        cache = next((each for each in reversed(sides) if self._is_cache(each) and each.shape == value.shape), None)
         if cache is None:
             return None
         condition = _truth(self._algebra, condition) or condition
         places = Positions(value.shape, self._folder)
         formula = places.truth(condition, places.of(condition))
-        rows, formula = (kept[0], formula) if cache is kept[1] else (kept[1], negation(formula))
-        found = self._position(value, formula)
-        if isinstance(found, str):
-            return _SEVERAL.format(why=found)
-        position, axis = found
+        rows, formula = (sides[0], formula) if cache is sides[1] else (sides[1], negation(formula))
+        place = self._position(value, formula)
+        if isinstance(place, str):
+            return _SEVERAL.format(why=place)
+        position, axis = place
         size = value.shape[axis]
         rows = rows.arg if rows.op == "expand" else rows
         one = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
@@ -202,7 +210,7 @@ class Writes:
         return _write(cache, rows, axis, **{"start" if inside else "position": position})
 
     def _position(self, value: Value, formula: Formula) -> tuple[Value | int, int] | str:
-        """Where `formula` says "this axis is at this position", or what else it says."""
+        """Return a position and an axis if `formula` says that they are equal; else describe what it says."""
         if isinstance(formula, bool) or formula[0] != "eq":
             return "not an equality of positions"
         terms = formula[1].terms
@@ -216,14 +224,14 @@ class Writes:
         leaf = leaves[0]
         if len(leaves) != 1 or terms[axis] != -terms[leaf]:
             return "not the difference of a position and one number"
-        position = self._of_batch(leaf, value)
+        position = self._as_batch(leaf, value)
         if position is None or (axis == 0 and position.rank):
             return "the position differs along more than the batch"
         offset = formula[1].constant * terms[axis]
         return self._algebra.shift(self._algebra.cast(position, torch.int64), -offset), axis
 
-    def _of_batch(self, leaf: Leaf, value: Value) -> Value | None:
-        """The tensor of a leaf as [] or [B]."""
+    def _as_batch(self, leaf: Leaf, value: Value) -> Value | None:
+        """Return the tensor of `leaf` as [] or, if it varies along the batch of `value` alone, as [B]; else None."""
         batch = Affine({0: 1})
         count = math.prod(leaf.value.shape)
         if count == 1:
@@ -232,7 +240,7 @@ class Writes:
         return self._algebra.reshape(leaf.value, (count,)) if count == value.shape[0] and varying == [batch] else None
 
     def _blended(self, value: Value) -> str | None:
-        """cache · (1 - onehot) + rows · onehot."""
+        """Report a write as cache · (1 - onehot) + rows · onehot."""
         factors = [each for product in value.args if product.op == "mul" for each in product.args]
         if len(factors) != 4 or not any(self._is_cache(each) and each.shape == value.shape for each in factors):
             return None
@@ -241,7 +249,7 @@ class Writes:
 
 
 def _truth(a: Algebra, x: Value) -> Value | None:
-    """The booleans that `x` gives as numbers, of which one may have made booleans again; None for other numbers."""
+    """Return the booleans below the casts of `x`, with its views and negations applied; None if there are none."""
     if x.op not in ("cast", "reshape", "expand", "not"):
         return x if x.dtype is torch.bool else None
     below = _truth(a, x.arg)
@@ -251,7 +259,7 @@ def _truth(a: Algebra, x: Value) -> Value | None:
 
 
 def _is_mask(a: Algebra, x: Value) -> bool:
-    """Whether `x` holds booleans as numbers, or 1 without them."""
+    """True if `x` is a boolean mask cast to numbers, or a linear function of one such as 1 - mask."""
     return _truth(a, x.below("shift", "scale")) is not None
 
 
@@ -260,8 +268,8 @@ def _write(cache: Value, rows: Value, axis: int, **place: Any) -> Reading:
 
 
 def _reads_what_it_writes(write: Reading) -> bool:
-    """Whether the rows are seen in the memory of the cache."""
-    base, source = (write.captures[name].below(*_SEEN) for name in ("cache", "rows"))
+    """True if the rows of `write` are a view of its cache."""
+    base, source = (write.captures[name].below(*_VIEWS) for name in ("cache", "rows"))
     return source is base
 
 
@@ -271,28 +279,28 @@ def _to_pages(cache: Value, rows: Value, slots: Value | None, nz_block: Any = No
 
 
 def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:
-    """block · Size + place [T], if every place is proven to lie in its page; of slot // Size, slot % Size the slot.
+    """Return the slots `block` · Size + `place` [T] if every place is proven to be inside of its page, else None.
 
-    `sizes` are the number of blocks and Size.
+    For block = slot // Size and place = slot % Size the result is slot. `sizes` are the number of blocks and Size.
     """
     blocks, size = sizes
     if not isinstance(size, int) or not 0 <= bounds(place)[0] <= bounds(place)[1] < size:
         return None
     source = (block.arg if block.op == "wrap" else block).below("reshape")
     rest = place.below("reshape")
-    parts = (source.op, rest.op) == ("floor_divide", "remainder") and source.attrs == rest.attrs == (size,)
-    if parts and source.arg is rest.arg:
+    is_split = (source.op, rest.op) == ("floor_divide", "remainder") and source.attrs == rest.attrs == (size,)
+    if is_split and source.arg is rest.arg:
         return wrapped(a, a.reshape(source.arg, block.shape), blocks * size)
-    counted = block.dtype == place.dtype and isinstance(blocks, int) and blocks * size <= 2**31
-    block, place = (each if counted else a.cast(each, torch.int64) for each in (block, place))
+    is_safe = block.dtype == place.dtype and isinstance(blocks, int) and blocks * size <= 2**31
+    block, place = (each if is_safe else a.cast(each, torch.int64) for each in (block, place))
     return a.add(a.scale(block, size), place)
 
 
 def _slide(value: Value) -> Reading | None:
-    """The last T - S positions of a cache of T, then S new ones."""
+    """Read `value` as the last T - S positions of a cache of T positions, then S new rows."""
     if len(value.args) != 2 or value.args[0].op != "slice":
         return None
-    (kept, rows), axis = value.args, value.attrs[0]
-    cache, size = kept.arg, value.shape[axis]
-    slid = kept.attrs == (axis, rows.shape[axis], size, 1) and cache.shape == value.shape
+    (retained, rows), axis = value.args, value.attrs[0]
+    cache, size = retained.arg, value.shape[axis]
+    slid = retained.attrs == (axis, rows.shape[axis], size, 1) and cache.shape == value.shape
     return Reading("slide", {"cache": cache, "rows": rows, "axis": axis}) if slid and axis < value.rank - 1 else None

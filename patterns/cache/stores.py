@@ -1,15 +1,16 @@
-"""Where the row of a token goes, its latent and its rotated key: stores, and how they hold numbers.
+"""Stores: the memory in which a token's row goes, its latent and its rotated key, and its encoding.
 
-    fresh                  rows in memory of their own
-    rows                   cache[b, start + s] = row          consecutive positions of every sequence
-    pages                  cache[slot] = row                  BSND, or NZ: blocks [D / 16, Size, 16] of a page
-    int8 by channel        cache[slot] = round(row / scale)   both rows, a scale of each channel or of all
-    int8 latents           the same of the latent alone, the rotated key as it is
-    packed                 cache[slot] = [int8(latent / s) | rotated key in bfloat16 | s]      bytes, s of 128 lanes
+   fresh                  rows in memory of their own
+   rows                   cache[b, start + s] = row          consecutive positions of every sequence
+   pages                  cache[slot] = row                  BSND, or NZ: blocks [D / 16, Size, 16] of a page
+   int8 by channel        cache[slot] = round(row / scale)   latent and key, one scale of each channel or of all
+   int8 latents           cache[slot] = round(row / scale)   the latent alone, the rotated key is not quantised
+   packed                 cache[slot] = [int8(latent / s) | rotated key in bfloat16 | s]      bytes, s of 128 lanes
 
-A store gives the writes as terms (`written`), what speaks against them (`guard`), both caches in pages [Block, Size, 1,
-D] (`caches`), the layout and the slots that an operator is told, what each operator is told of the numbers
-(`prolog_arguments`, `row_arguments`, `preprocess_arguments`), and its results in the model's shape (`restored`).
+A store gives the terms of the writes (`written`), refuses what an operator cannot write (`guard`), and gives the caches
+as pages [Block, Size, 1, D] (`caches`), the layout and the slots (`layout`, `index`), the arguments of each operator
+that depend on the encoding (`prolog_arguments`, `row_arguments`, `preprocess_arguments`), and an operator's results in
+the shapes of the model (`restored`).
 """
 
 from __future__ import annotations
@@ -27,73 +28,73 @@ from patterns.kit.orders import HALF
 
 Both = tuple[Tensor, Tensor]
 TILE = 128
-"""Lanes of which a packed row keeps a scale."""
+"""Lanes that share a scale in a packed row."""
 
 
 @dataclass(frozen=True)
 class Store(Group):
-    """Any store; by itself one of rows as they are, beside queries as they are."""
+    """The base of all stores, with the defaults of one without quantisation."""
 
     def guard_order(self, order: str) -> None:
-        """Refuse a cache that keeps the lanes of rotated keys in another order than an operator writes them."""
+        """Refuse an `order` of the rotated lanes in the cache other than halves, the order that the operators write."""
         require(order == HALF, "the cache keeps rotated lanes in pairs, the operator writes halves")
 
     def queries(self, p, rotated, absorbed):
-        """Queries as the attention reads them."""
+        """Return the terms of the queries that the attention reads: rotated and absorbed."""
         return rotated, absorbed
 
     def restored_queries(self, queries: Any, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """The same as the operator gives them, in the model's shape."""
+        """Return the operator's queries in the shapes of the model; `scale` is that of int8 queries."""
         return queries.restored(query, rope)
 
     def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """What `npu_mla_prolog_v3` is told of the numbers; `widths` are the lanes of both rows."""
+        """Return the quantisation arguments of `npu_mla_prolog_v3`; `widths`: lanes of latent and key."""
         return {}
 
     def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """What `npu_kv_rmsnorm_rope_cache_v2` is told of them."""
+        """Return the quantisation arguments of `npu_kv_rmsnorm_rope_cache_v2`; `widths`: lanes of latent and key."""
         return {}
 
     def preprocess_arguments(self, like: Tensor) -> dict[str, Any]:
-        """What `npu_mla_preprocess` is told of them, in the dtype of `like`."""
+        """Return the quantisation arguments of `npu_mla_preprocess`, in the dtype of `like`."""
         return {}
 
 
 @dataclass(frozen=True)
 class Fresh(Store):
-    """Rows that the model itself joins, writes or attends to."""
+    """Rows in fresh memory, which the model itself joins, writes or attends to."""
 
     def written(self, p, latent, rope):
-        """Both rows as they are."""
+        """Return the terms of the rows: nothing is written."""
         return latent, rope
 
     def guard(self, tokens: Any) -> None:
-        """Nothing speaks against them."""
+        """Accept any tokens."""
 
     def guard_order(self, order: str) -> None:
-        """Rows of the model's own are put in any order."""
+        """Accept any order: rows in fresh memory can be permuted."""
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
-        """Memory [.., 1, D] for the rows of tokens [.., H]."""
+        """Allocate memory [.., 1, D] for the latents and the rotated keys of `tokens` [.., H]."""
         latent, rope = (like.new_empty((*tokens.shape[:-1], 1, width)) for width in widths)
         return latent, rope
 
     def layout(self, tokens: Tensor) -> str:
-        """That of the tokens."""
+        """Return the layout of `tokens`: "BSND" for [B, S, H], "TND" for [T, H]."""
         return "BSND" if tokens.dim() == 3 else "TND"
 
     def index(self, tokens: Tensor) -> Tensor | None:
-        """There are no slots."""
+        """Return None: rows in fresh memory have no slots."""
         return None
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Both rows."""
+        """Return both rows as the operator gives them."""
         return latent, rope
 
 
 @dataclass(frozen=True)
 class Rows(Store):
-    """Rows at consecutive positions of contiguous caches, which are read as pages in their own order."""
+    """Rows at consecutive positions of contiguous caches, which are viewed as consecutive pages."""
 
     kv_cache: Any = tensor("*C Hckv")
     kr_cache: Any = tensor("*C Dr")
@@ -101,37 +102,37 @@ class Rows(Store):
     axis: Any = attribute()
 
     def written(self, p, latent, rope):
-        """Both writes."""
+        """Build the terms of the writes into both caches."""
         pairs = ((self.kv_cache, latent), (self.kr_cache, rope))
         return [p.write(cache=cache, rows=p.reshaped(row), start=self.start, axis=self.axis) for cache, row in pairs]
 
     def guard(self, tokens: Any) -> None:
-        """Refuse tokens that are not those of the sequences of the caches."""
+        """Refuse packed tokens, and another number of sequences than the caches have."""
         require(len(tokens.shape) == 3, "the tokens of all sequences are packed")
-        held = pages.sequences(self.kv_cache, self.start, self.axis)
-        require(tokens.shape[0] == held, "the caches hold other sequences than the hidden states")
+        cached = pages.sequences(self.kv_cache, self.start, self.axis)
+        require(tokens.shape[0] == cached, "the caches hold other sequences than the hidden states")
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
-        """Both caches as pages."""
+        """View both caches as pages."""
         return pages.cut(self.kv_cache, self.axis), pages.cut(self.kr_cache, self.axis)
 
     def layout(self, tokens: Tensor) -> str:
-        """Pages of whole rows."""
+        """Return "PA_BSND", pages in rows."""
         return "PA_BSND"
 
     def index(self, tokens: Tensor) -> Tensor | None:
-        """The slots of tokens [B, S, H]; -1 for what is beyond the end of a sequence."""
+        """Return the slots [B, S] of `tokens` [B, S, H], -1 for those beyond the end of a sequence."""
         batch, rows = tokens.shape[:2]
         return pages.slots(self.start, batch, rows, self.kv_cache.shape[self.axis], tokens.device)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Both caches."""
+        """Reshape both caches to the shapes of the model."""
         return latent.reshape(self.kv_cache.shape), rope.reshape(self.kr_cache.shape)
 
 
 @dataclass(frozen=True)
 class Slots(Store):
-    """Rows at slots of the pages of a cache."""
+    """Rows at slots of the pages of one cache; `lanes` is the width of a line where the pages are in NZ."""
 
     kv_cache: Any = tensor("*P")
     slots: Any = tensor("Rows", optional=True)
@@ -139,56 +140,56 @@ class Slots(Store):
     lanes: ClassVar[int] = pages.NZ
 
     def guard(self, tokens: Any) -> None:
-        """Refuse slots that are not proven, pages of several heads, and other blocks than those of NZ."""
+        """Refuse slots that are not proven, pages of several heads, and lines other than those of NZ."""
         require(
             self.slots is not None,
             "the place is not proven to lie in its page: slot % Size is; write page = slot // Size "
             "and place = slot % Size",
         )
         pages.refuse_others(self.nz_block, self.lanes)
-        of_a_head = self.nz_block is not None or all(size == 1 for size in self.kv_cache.shape[2:-1])
-        require(of_a_head, "the pages hold several heads")
+        is_one_head = self.nz_block is not None or all(size == 1 for size in self.kv_cache.shape[2:-1])
+        require(is_one_head, "the pages hold several heads")
 
     def layout(self, tokens: Tensor) -> str:
-        """Pages, and how they hold their rows."""
+        """Return "PA_BSND" for pages in rows, "PA_NZ" for pages in NZ."""
         return "PA_BSND" if self.nz_block is None else "PA_NZ"
 
     def index(self, tokens: Tensor) -> Tensor | None:
-        """The slots of tokens [.., H]."""
+        """Return the slots [..] of `tokens` [.., H] in int64."""
         return self.slots.to(torch.int64).reshape(tokens.shape[:-1])
 
 
 @dataclass(frozen=True)
 class Pages(Slots):
-    """Rows at the same slots of the pages of two caches, BSND or in NZ."""
+    """Rows at the same slots of the pages of two caches, in rows or in NZ."""
 
     kr_cache: Any = tensor("*Q")
     nz_block: Any = attribute()
 
     @property
     def blocks(self) -> tuple[Any, Any]:
-        """The lanes of a block of both caches, None for whole rows."""
+        """The lanes of a line of the latents' and of the keys' cache, None for pages in rows."""
         return self.nz_block, self.nz_block
 
     def written(self, p, latent, rope):
-        """Both writes."""
-        both = zip((self.kv_cache, self.kr_cache), (latent, rope), self.blocks, strict=True)
+        """Build the terms of the writes into both caches."""
+        writes = zip((self.kv_cache, self.kr_cache), (latent, rope), self.blocks, strict=True)
         return [
-            p.write_pages(cache=to, rows=p.reshaped(row), slots=self.slots, nz_block=block) for to, row, block in both
+            p.write_pages(cache=to, rows=p.reshaped(row), slots=self.slots, nz_block=block) for to, row, block in writes
         ]
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
-        """Both caches; those in NZ are the same memory."""
+        """View both caches as [Block, Size, 1, D]; the memory of pages in NZ is reinterpreted as is."""
         return pages.in_rows(self.kv_cache, self.nz_block), pages.in_rows(self.kr_cache, self.nz_block)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Both caches."""
+        """Reshape both caches to the shapes of the model."""
         return latent.reshape(self.kv_cache.shape), rope.reshape(self.kr_cache.shape)
 
 
 @dataclass(frozen=True)
 class Int8ChannelPages(Pages):
-    """Pages in int8 by static scales of each channel, or of all, of both rows."""
+    """Pages in int8 of latents and of rotated keys, each by a static scale of each channel or of all."""
 
     kv_scale: Any = tensor("C", optional=True)
     kr_scale: Any = tensor("R", optional=True)
@@ -197,29 +198,29 @@ class Int8ChannelPages(Pages):
     lanes: ClassVar[int] = pages.NZ_INT8
 
     def written(self, p, latent, rope):
-        """Both writes of int8."""
+        """Build the terms of the writes of quantised rows into both caches."""
         rows = ((latent, self.kv_scale, self.kv_by), (rope, self.kr_scale, self.kr_by))
         return super().written(p, *(_quantised(p, *each) for each in rows))
 
     def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """What `npu_mla_prolog_v3` is told of the numbers."""
+        """Return the inverse scales of both caches, [1, C] and [1, R], and the mode of quantisation."""
         latent, rope = (each.reshape(1, -1) for each in self._factors(widths, device))
         return dict(kv_cache_quant_mode=2, quant_scale_ckv=latent, quant_scale_ckr=rope)
 
     def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """What `npu_kv_rmsnorm_rope_cache_v2` is told of them."""
+        """Return the inverse scales of both caches, [C] and [R]."""
         latent, rope = self._factors(widths, device)
         return dict(k_rope_scale=rope, c_kv_scale=latent)
 
     def _factors(self, widths: tuple[Any, Any], device: torch.device) -> list[Tensor]:
-        """What both rows are multiplied by, [C] and [R]."""
+        """Return the inverse scales of latents [C] and of keys [R], by which rows are multiplied."""
         scales = ((self.kv_scale, self.kv_by), (self.kr_scale, self.kr_by))
-        return [multipliers(*of, width, device) for of, width in zip(scales, widths, strict=True)]
+        return [multipliers(*scale, width, device) for scale, width in zip(scales, widths, strict=True)]
 
 
 @dataclass(frozen=True)
 class Int8LatentPages(Pages):
-    """Pages of latents in int8 by static scales of each channel, or of all, and of rotated keys as they are."""
+    """Pages of latents in int8 by a static scale of each channel or of all, and of rotated keys as floats."""
 
     kr_block: Any = attribute()
     kv_scale: Any = tensor("C", optional=True)
@@ -228,68 +229,72 @@ class Int8LatentPages(Pages):
 
     @property
     def blocks(self) -> tuple[Any, Any]:
-        """Those of each cache."""
+        """The lanes of a line of the latents' and of the keys' cache, None for pages in rows."""
         return self.nz_block, self.kr_block
 
     def quantised(self, p, latent):
-        """A latent in int8."""
+        """Build the term of `latent` in int8."""
         return _quantised(p, latent, self.kv_scale, self.kv_by)
 
     def written(self, p, latent, rope):
-        """Both writes."""
+        """Build the terms of the writes into both caches, of the latents in int8."""
         return super().written(p, self.quantised(p, latent), rope)
 
     def guard(self, tokens: Any) -> None:
-        """As for all pages, of both caches."""
+        """Refuse unproven slots, several heads, lines other than those of NZ, and one cache alone in NZ."""
         super().guard(tokens)
         pages.refuse_others(self.kr_block)
-        alike = (self.nz_block is None) == (self.kr_block is None)
-        require(alike, "one cache holds rows in lines, the other whole ones")
+        is_same_layout = (self.nz_block is None) == (self.kr_block is None)
+        require(is_same_layout, "one cache holds rows in lines, the other whole ones")
 
     def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """What `npu_kv_rmsnorm_rope_cache_v2` is told of them."""
+        """Return the inverse scale of latents [C]."""
         return dict(c_kv_scale=multipliers(self.kv_scale, self.kv_by, widths[0], device))
 
 
 @dataclass(frozen=True)
 class PackedPages(Slots):
-    """Pages of packed rows: latents in int8 with a scale of each tile, and rotated keys, as bytes of one cache."""
+    """Pages of rows packed as bytes: a latent in int8, its rotated key, and a scale of each tile of the latent.
+
+    Attributes:
+        tile: lanes of a latent that share a scale.
+    """
 
     kv_cache: Any = tensor("*P Line")
     tile: Any = attribute()
 
     def written(self, p, latent, rope):
-        """The write of the packed row."""
+        """Build the term of the write of the packed row."""
         rope = p.reshaped(p.maybe_cast(p.reshaped(rope), to=torch.bfloat16))
         row = p.packed_kv_row(latent=p.reshaped(latent), rope=rope, tile=self.tile)
         return (p.write_pages(cache=self.kv_cache, rows=p.reshaped(row), slots=self.slots, nz_block=None),)
 
     def guard(self, tokens: Any) -> None:
-        """Refuse other tiles, slots that are not proven, and pages of several rows."""
-        said = "a line keeps a scale of every {tile} lanes, that of the operator of 128"
-        require(self.tile == TILE, said, tile=self.tile)
+        """Refuse tiles of other than 128 lanes, slots that are not proven, and pages of several heads."""
+        reason = "a line keeps a scale of every {tile} lanes, that of the operator of 128"
+        require(self.tile == TILE, reason, tile=self.tile)
         super().guard(tokens)
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
-        """The cache, and none of rotated keys."""
+        """View the packed cache as [Block, Size, 1, Line], and return an empty cache of rotated keys."""
         cache = pages.in_rows(self.kv_cache, None)
         return cache, like.new_empty((*cache.shape[:-1], 0))
 
     def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """What `npu_mla_prolog_v3` is told of the numbers."""
+        """Return the mode of packed rows, and a clip factor of 1."""
         alpha = torch.ones(1, dtype=torch.float32, device=device)
         rows = dict(ckvkr_repo_mode=1, quant_scale_repo_mode=1, tile_size=self.tile)
         return dict(kv_cache_quant_mode=3, k_nope_clip_alpha=alpha, **rows)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """The cache."""
+        """Reshape the packed cache to the shape of the model."""
         return (latent.reshape(self.kv_cache.shape),)
 
 
 PAGES: tuple[Any, ...] = (Pages, Int8ChannelPages)
-"""Pages that every operator which writes both rows is asked for; what it does not take, its contract says."""
+"""Pages that are tried with every operator that writes latents and keys; the operator's limits refuse some of them."""
 
 
 def _quantised(p, x, scale, by):
-    """The term of rows in int8 by a static scale times a number."""
+    """Build the term int8(round(x / (scale · by))), for a static `scale`."""
     return p.quantise(x=p.reshaped(x), scale=scale, by=by, shift=0, scheme="static")

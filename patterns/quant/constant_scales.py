@@ -1,4 +1,4 @@
-"""Rows that become int8 by scales which the model holds, of each head, of each channel or of all."""
+"""Rows quantised to int8 by constant scales, one of each head, of each channel or of all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from fusion import Group, attribute, scalar, tensor
 from fusion.analysis.dtypes import is_exact
 
 QINT8 = 12
-"""The number by which the operator is told the dtype of its result."""
+"""The code of torch.qint8, by which npu_quantize takes the dtype of its result."""
 
 
 @dataclass(frozen=True)
-class HeldScales(Group):
-    """x / scale + zero, or x · scale + zero; both with as many dims as x, of which they share some."""
+class ConstantScales(Group):
+    """The operands of x / scale + zero, or of x · scale + zero.
+
+    Attributes:
+        scale: the scale, with as many dims as x, 1 along those that share an entry.
+        zero: the zero point, likewise.
+        divided: True if x is divided by the scale, False if multiplied.
+    """
 
     x: Any = tensor("*B D")
     scale: Any = tensor("*S Ds")
@@ -25,39 +31,42 @@ class HeldScales(Group):
     divided: Any = attribute()
 
     def refuse(self) -> None:
-        """Any will do."""
+        """Accept any operands."""
 
     def quantised(self, wide: torch.dtype | None = None) -> Tensor:
-        """Return whole numbers [*B, D], of `x`, scale and zero point in the dtype `wide` if there is one."""
-        x, given = self.x, self._given()
+        """Emit npu_quantize [*B, D], with `x`, scale and zero point cast to the dtype `wide` if given.
+
+        The operator takes scales of the last dim, so that the dims along which the scales vary are flattened to it.
+        """
+        x, operands = self.x, self._operands()
         if wide is not None:
-            x, given = x.to(wide), [each.to(wide) if each.is_floating_point() else each for each in given]
-        dims = [axis for axis in range(x.dim()) if any(each.shape[axis] != 1 for each in given)]
+            x, operands = x.to(wide), [each.to(wide) if each.is_floating_point() else each for each in operands]
+        dims = [axis for axis in range(x.dim()) if any(each.shape[axis] != 1 for each in operands)]
         if not dims:
-            return self._called(x, [each.reshape(1) for each in given])
+            return self._quantize(x, [each.reshape(1) for each in operands])
         dims = [*dims, *([] if dims[-1] == x.dim() - 1 else [x.dim() - 1])]
         order = [*(axis for axis in range(x.dim()) if axis not in dims), *dims]
         sizes = [x.shape[axis] for axis in dims]
         shape = [x.shape[axis] if axis in dims else 1 for axis in range(x.dim())]
         rows = x.permute(order).flatten(-len(dims))
-        whole = self._called(rows, [each.expand(shape).reshape(-1) for each in given])
-        return whole.unflatten(-1, sizes).permute([order.index(axis) for axis in range(x.dim())])
+        int8 = self._quantize(rows, [each.expand(shape).reshape(-1) for each in operands])
+        return int8.unflatten(-1, sizes).permute([order.index(axis) for axis in range(x.dim())])
 
-    def _given(self) -> list[Tensor]:
-        """The scale, and the zero point in a dtype that the operator takes, if there is one."""
+    def _operands(self) -> list[Tensor]:
+        """Return the scale, and the zero point, if any, in a dtype that the operator takes."""
         zero = self.zero
         if zero is None:
             return [self.scale]
         return [self.scale, zero if self.divided and not zero.is_floating_point() else zero.to(self.x.dtype)]
 
-    def _called(self, x: Tensor, given: list[Tensor]) -> Tensor:
-        scale, zero = given if len(given) == 2 else (*given, None)
+    def _quantize(self, x: Tensor, operands: list[Tensor]) -> Tensor:
+        scale, zero = operands if len(operands) == 2 else (*operands, None)
         return torch.ops.npu.npu_quantize(x, scale, zero, QINT8, -1, self.divided)
 
 
 @dataclass(frozen=True)
 class KnownScale(Group):
-    """Rows of x · by + shift, numbers of the source."""
+    """The operands of x · by + shift, for constant numbers `by` and `shift`."""
 
     x: Any = tensor("*B D")
     by: Any = scalar()
@@ -67,9 +76,9 @@ class KnownScale(Group):
         """Accept any numbers."""
 
     def quantised(self) -> Tensor:
-        """Return whole numbers [*B, D], computed in the dtype of `x` if that holds both numbers, else in float32."""
-        is_held = all(is_exact(each, self.x.dtype) for each in (self.by, self.shift))
-        x = self.x if is_held else self.x.to(torch.float32)
+        """Emit npu_quantize [*B, D] in the dtype of `x` if that represents both numbers exactly, else in float32."""
+        fits = all(is_exact(each, self.x.dtype) for each in (self.by, self.shift))
+        x = self.x if fits else self.x.to(torch.float32)
         scale = torch.full((1,), self.by, dtype=x.dtype, device=x.device)
         zero = torch.full_like(scale, self.shift) if self.shift else None
         return torch.ops.npu.npu_quantize(x, scale, zero, QINT8, -1, False)

@@ -1,6 +1,6 @@
-"""The same layers, of which both that read x are one: lanes of the queries' latent, and those of a token's row.
+"""Schemes whose layers W_DQ and W_DKV are one: [.., c, .., k, k_r, ..] = x W_D, as serving code joins them.
 
-[.., c, .., k, k_r, ..] = x W_D        as serving code joins W_DQ and W_DKV
+c is the latent of the queries; k and k_r are the row of a token, its latent and its key before rotation.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer, int8
 
 @dataclass(frozen=True)
 class Joined(Group):
-    """W_D, and the lanes that are the latent of the queries."""
+    """W_D, and the lanes low_begin:low_end of its product that are the latent of the queries."""
 
     joined: Any = tensor("Nj He")
     low_begin: Any = attribute()
     low_end: Any = attribute()
 
-    def low_and_both(self, p, joined):
-        """The latent of the queries, and what holds the row."""
+    def latent_and_joined(self, p, joined):
+        """Return the terms of the queries' latent, and of the joined product, of which others read the row."""
         return p.lanes(p.reshaped(joined), self.low_begin, self.low_end), joined
 
     def guard_row(self, row: Any) -> None:
-        """A row may lie anywhere among its lanes."""
+        """Accept a row at any lanes of the joined product."""
 
     def apart(self, row: Any) -> Self:
-        """The same with a layer of its own for each."""
+        """Return the scheme with slices of W_D as W_DQ and W_DKV; `row` are the lanes of a token's row."""
         return replace(self, dq=self.joined[self.low_begin : self.low_end], dkv=self.joined[row.begin : row.end])
 
 
 @dataclass(frozen=True)
 class JoinedFloatLayers(Joined, FloatLayers):
-    """All in floats."""
+    """W_D and W_UQ in floats."""
 
     def down(self, p, x):
-        """Both products of x."""
+        """Build the terms of the queries' latent and of the joined product of `x`."""
         joined = p.linear(x=x, weight=self.joined, is_parameter_only=self.is_parameter_only)
-        return self.low_and_both(p, joined)
+        return self.latent_and_joined(p, joined)
 
 
 @dataclass(frozen=True)
 class JoinedInt8QueryLayer(JoinedFloatLayers, Int8QueryLayer):
-    """W_UQ alone in W8A8."""
+    """W_D in floats, W_UQ in W8A8."""
 
 
 @dataclass(frozen=True)
 class JoinedInt8Layers(Joined, Int8Layers):
-    """All in W8A8."""
+    """W_D and W_UQ in W8A8."""
 
     joined_scale: Any = tensor("Nj")
 
     def down(self, p, x):
-        """Both products of x."""
-        return self.low_and_both(p, int8_layer(p, x, self, "joined", tokens=p.reshaped(self.tokens)))
+        """Build the terms of the queries' latent and of the joined product of `x`."""
+        return self.latent_and_joined(p, int8_layer(p, x, self, "joined", tokens=p.reshaped(self.tokens)))
 
     def apart(self, row: Any) -> Self:
-        """The same with a layer of its own for each, and its scales."""
-        low, kept = (
+        """Return the scheme with slices of W_D and of its scales as W_DQ and W_DKV."""
+        low_scale, row_scale = (
             self.joined_scale[begin:end] for begin, end in ((self.low_begin, self.low_end), (row.begin, row.end))
         )
-        return replace(super().apart(row), dq_scale=low, dkv_scale=kept)
+        return replace(super().apart(row), dq_scale=low_scale, dkv_scale=row_scale)
 
 
 JOINED = (JoinedFloatLayers, JoinedInt8QueryLayer, JoinedInt8Layers)

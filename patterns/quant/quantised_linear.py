@@ -1,13 +1,13 @@
-"""y = x Wᵀ (+ b): a linear layer whose weight is kept in int8.
+"""y = x Wᵀ (+ b): a linear layer whose weight is stored in int8.
 
-    W8A8          y = (x8 W8ᵀ) · s · c (+ b), of int8 by a scale s of each token, c of each output channel
-    weight only   y = x ((W8 + z) · c)ᵀ (+ b), of floats, c and z of each output channel or of groups of its inputs
+    W8A8          y = (x8 W8ᵀ) · s · c (+ b), x8 in int8, a scale s of each token and c of each output channel
+    weight only   y = x ((W8 + z) · c)ᵀ (+ b), x in floats, c and z of each output channel or of groups of inputs
 
 *Matches* `_int_mm`, or a product of int8 in int32, float32 or bfloat16, multiplied by both scales in any order and
-cast; and a weight of int8 that is made floats for the product, in any order that means this. *Replaces with*
-`npu_quant_matmul`, whose sums are exact and which rounds once, the weight of Parameters prepared once, transposed and
-in FRACTAL_NZ; or with `npu_weight_quant_batchmatmul`, which reads the int8 weight as it lies and rounds each of its
-products with a scale.
+cast; and an int8 weight that is dequantised for the product, by any order of the same operations. *Replaces with*
+`npu_quant_matmul`, whose sums are exact and which rounds once: a weight that is a Parameter is transposed and cast to
+FRACTAL_NZ once, before the first call. Or *replaces with* `npu_weight_quant_batchmatmul`, which reads the int8 weight
+in place and rounds each of its entries times a scale.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from torch import Tensor
 
 from fusion import Group, Rule, alternative, attribute, lowering, pattern, require, rounding, tensor, variants
 
-NZ = 29  # the storage format in which the operator reads a weight fastest
+NZ = 29  # code of FRACTAL_NZ, the storage format in which the operator reads a weight fastest
 CODES = {torch.float16: 5, torch.bfloat16: 15}
-"""The numbers by which the operator is told the dtype of its result."""
+"""Codes of dtypes, as the operator takes the dtype of its result."""
 
 
 def prepared(weight: Tensor) -> Tensor:
-    """A weight [N, K] as the operator reads it, [K, N]."""
+    """Transpose `weight` [N, K] to [K, N], and cast it to FRACTAL_NZ."""
     return torch.ops.npu.npu_format_cast(weight.t().contiguous(), NZ)
 
 
 def refuse(dtype: torch.dtype) -> None:
-    """Refuse results that the operator does not give."""
+    """Refuse results in another `dtype` than float16 and bfloat16, those of npu_quant_matmul."""
     require(dtype in CODES, "the result is of {dtype}, the operator gives float16 and bfloat16", dtype=dtype)
 
 
 def multiplied(
     x: Tensor, weight: Tensor, scale: Tensor, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """x [*B, K] of int8 times a weight [K, N] as the operator reads it, times scales [N] and those of rows."""
+    """Emit npu_quant_matmul: `x` [*B, K] int8, `weight` [K, N] int8, `scale` [N], `rows` [T] scales of tokens.
+
+    Returns [*B, N] in `dtype`, with `bias` [N] added.
+    """
     as_given = bias is not None and (bias.dtype == torch.int32 or bias.dtype == dtype == torch.bfloat16)
     more = {} if bias is None else {"bias": bias if as_given else bias.float()}
     y = torch.ops.npu.npu_quant_matmul(
@@ -49,7 +52,7 @@ def multiplied(
 
 @dataclass(frozen=True)
 class W8A8(Group):
-    """Rows in int8, with a scale of each token, if there is one, and one of each channel."""
+    """A product of int8 rows `x` and an int8 `weight`, with a `scale` of each channel, and optionally of `tokens`."""
 
     x: Any = tensor("*B K")
     weight: Any = tensor("N K")
@@ -60,20 +63,21 @@ class W8A8(Group):
     is_parameter_only: Any = attribute()
 
     def term(self, p) -> Any:
-        """The layer."""
+        """Build the term of the layer."""
         return p.int8_matmul(**vars(self))
 
     def refuse(self) -> None:
-        """What the operator returns."""
+        """Refuse results other than float16 and bfloat16."""
         refuse(self.dtype)
 
 
 @dataclass(frozen=True)
 class WeightOnly(Group):
-    """Rows in floats; of the weight a scale, and perhaps a zero point; the result seen in heads, if it is.
+    """A product of rows `x` in floats and an int8 `weight`, dequantised by a `scale` and optionally an `offset`.
 
     Attributes:
-        dtype: that in which the model holds the weight times its scale.
+        heads: H if the model views the result as [*B, H, D], None for [*B, N].
+        dtype: the dtype of the dequantised weight in the model.
     """
 
     x: Any = tensor("*B K")
@@ -85,24 +89,21 @@ class WeightOnly(Group):
     dtype: Any = attribute()
 
     def term(self, p) -> Any:
-        """The layer."""
+        """Build the term of the layer."""
         return p.int8_weight_linear(**vars(self))
 
     def refuse(self) -> None:
-        """The operator returns what the rows are."""
+        """Accept any rows: the operator returns their dtype."""
 
 
 @dataclass(frozen=True)
 class QuantisedLinear(Rule):
-    """Linear layer whose weight is kept in int8."""
+    """A linear layer whose weight is stored in int8."""
 
     aliases = ("quantized_linear", "quant_matmul", "weight_only_linear", "weight_quant_batchmatmul")
 
     def reference(self, x: Tensor, weight: Tensor, scale: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """The meaning: x [*B, K], weight [N, K] of int8, scale [N]; in W8A8 x of int8, tokens [*B, 1].
-
-        Returns [*B, N].
-        """
+        """Compute [*B, N] of `x` [*B, K], `weight` [N, K] int8, `scale` [N]; `tokens` [*B, 1] if x is int8 (W8A8)."""
         if tokens is None:
             return x @ (weight.to(x.dtype) * scale[:, None]).t()
         return (x.double() @ weight.double().t()).float() * tokens * scale
@@ -110,24 +111,24 @@ class QuantisedLinear(Rule):
     @pattern
     @variants(layer=(W8A8,))
     def scaled(self, p, layer):
-        """Rows in int8."""
+        """(x8 W8ᵀ) · s · c (+ b), of int8 rows"""
         return layer.term(p)
 
     @alternative
     @pattern
     @variants(layer=(WeightOnly,))
     def scaled_weight(self, p, layer):
-        """Rows in floats, perhaps of int8 that is dequantised first."""
+        """x ((W8 + z) · c)ᵀ (+ b), of rows in floats, which may be dequantised int8"""
         return layer.term(p)
 
     def guard(self, layer: W8A8 | WeightOnly):
-        """What the operator returns."""
+        """Refuse results that the operator does not return."""
         layer.refuse()
 
     @lowering
     @variants(layer=(W8A8,))
     def int8(self, layer: W8A8):
-        """One operator over the rows of all tokens."""
+        """Emit npu_quant_matmul on rows [*B, K] in int8, a Parameter's weight prepared."""
         rows = None if layer.tokens is None else layer.tokens.float().reshape(-1)
         weight = prepared(layer.weight) if layer.is_parameter_only else layer.weight.t()
         return multiplied(layer.x, weight, layer.scale, rows, layer.bias, layer.dtype)
@@ -135,7 +136,7 @@ class QuantisedLinear(Rule):
     @lowering
     @variants(layer=(WeightOnly,))
     def weight_only(self, layer: WeightOnly):
-        """Run one operator over the rows of all tokens; a bias beside bfloat16 in float32."""
+        """Emit npu_weight_quant_batchmatmul on rows [T, K]; the bias in float32 if x is bfloat16."""
         x, (outputs, inputs), scale, bias = layer.x, layer.weight.shape, layer.scale, layer.bias
         with rounding("the weight times its scale", layer.dtype, x.dtype):
             y = torch.ops.npu.npu_weight_quant_batchmatmul(

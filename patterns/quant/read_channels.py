@@ -1,9 +1,9 @@
-"""Numbers that are rounded to int8 by scales that the model holds, of each head, of each channel or of all.
+"""Rows quantised to int8 by constant scales, of each head, of each channel or of all.
 
     divided     int8(clamp(round(x / s + z)))        multiplied     int8(clamp(round(x · s + z)))
 
-s and z are the same for every token, as those by which the rows of a cache are stored (C8), tensors or numbers of the
-source. Of the rounding and its bounds it does not matter which stands first.
+s and z, tensors or numbers, are the same for every token, as for the rows of an int8 cache (C8). The order of rounding
+and clamping does not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INT8_ROWS = word(
     "int8_rows",
     "int8(clamp(round(x / scale + zero))), or x · scale",
     x="[*B, D]", scale="as many dims as x, 1 where all share it", zero="as the scale; absent for 0",
-    divided="whether x is divided by the scale",
+    divided="True if x is divided by the scale, False if multiplied",
 )  # fmt: skip
 INT8_BY_NUMBER = word(
     "int8_by_number", "int8(clamp(round(x · by + shift)))",
@@ -35,47 +35,49 @@ _VIEWS = ("reshape", "permute", "expand", "slice", "cast")
 
 @reader(gives=(INT8_ROWS, INT8_BY_NUMBER))
 def int8_rows(graph: Graph) -> Iterator[Found]:
-    """Yield the readings of every int8 value that is quantised so, and why others are not."""
+    """Read every int8 value that is quantised by constant scales; report why similar values are not read."""
     for value in graph.places:
         if value.op != "cast" or value.dtype != torch.int8 or not is_computed(graph, value):
             continue
         below = rounded(value.arg)
         if not below.rounded or not is_float(below.quotient):
             continue
-        found = _scaled(graph.algebra, below.quotient)
-        is_bounded_alike = (below.low, below.high) == (-128, 127)
-        if found is None:
-            found = _by_number(below.quotient) if is_bounded_alike and not below.unbounded else None
+        outcome = _scaled(graph.algebra, below.quotient)
+        has_int8_bounds = (below.low, below.high) == (-128, 127)
+        if outcome is None:
+            outcome = _by_number(below.quotient) if has_int8_bounds and not below.unbounded else None
         elif below.unbounded:
-            found = Miss("quantisation", UNBOUNDED)
-        elif not is_bounded_alike:
-            found = Miss("quantisation", _BOUNDS.format(low=below.low, high=below.high))
-        if found is not None:
-            yield value, found
+            outcome = Miss("quantisation", UNBOUNDED)
+        elif not has_int8_bounds:
+            outcome = Miss("quantisation", _BOUNDS.format(low=below.low, high=below.high))
+        if outcome is not None:
+            yield value, outcome
 
 
 def _scaled(a: Algebra, quotient: Value) -> Reading | None:
-    """x by a scale, perhaps with a zero point; None where there is no such scale."""
+    """Read `quotient` = x / scale or x · scale, plus an optional zero point; None if it has no constant scale."""
     zero: Value | None = None
     if quotient.op == "add":
         pairs = (quotient.args, quotient.args[::-1])
-        quotient, zero = next(((x, z) for x, z in pairs if _is_held(z) and x.shape == quotient.shape), (quotient, None))
+        quotient, zero = next(
+            ((x, z) for x, z in pairs if _is_input(z) and x.shape == quotient.shape), (quotient, None)
+        )
     for x, factor in (quotient.args, quotient.args[::-1]) if quotient.op == "mul" else ():
         divided = factor.op == "power" and factor.attrs == (-1.0,)
         scale = factor.arg if divided else factor
-        if x.shape != quotient.shape or not _is_held(scale) or not _is_of_channels(x, scale):
+        if x.shape != quotient.shape or not _is_input(scale) or not _is_per_channel(x, scale):
             continue
-        if zero is not None and not _is_of_channels(x, zero):
+        if zero is not None and not _is_per_channel(x, zero):
             return None
-        said = {"x": exact(x), "scale": _wide(a, exact(scale), x.rank), "divided": divided}
-        return Reading("int8_rows", said | ({} if zero is None else {"zero": _wide(a, exact(zero), x.rank)}))
+        captures = {"x": exact(x), "scale": _with_rank(a, exact(scale), x.rank), "divided": divided}
+        return Reading("int8_rows", captures | ({} if zero is None else {"zero": _with_rank(a, exact(zero), x.rank)}))
     return None
 
 
 def _by_number(quotient: Value) -> Reading | None:
     """Return the reading of x · by + shift; None without a factor, and for a quotient of tensors.
 
-    A tensor that divides x may be a scale of each token, with which the number is one scale.
+    A tensor that divides x may be a scale of each token, and the number then a part of that scale.
     """
     product, shift = (quotient.arg, quotient.attrs[0]) if quotient.op == "shift" else (quotient, 0.0)
     x, by = unscaled(product)
@@ -85,17 +87,20 @@ def _by_number(quotient: Value) -> Reading | None:
     return Reading("int8_by_number", {"x": exact(x), "by": by, "shift": shift})
 
 
-def _is_held(factor: Value) -> bool:
-    """Whether a factor is an input, perhaps seen or cast otherwise."""
+def _is_input(factor: Value) -> bool:
+    """True if `factor` is an input, or a view or a cast of one."""
     return factor.below(*_VIEWS).op == "input"
 
 
-def _is_of_channels(x: Value, factor: Value) -> bool:
-    """Whether a factor differs between the last dim and one other alone; of one row with all dims it may be of rows."""
+def _is_per_channel(x: Value, factor: Value) -> bool:
+    """True if `factor` varies along the last dim of `x` and at most one more, or along one dim alone.
+
+    A factor with as many entries and dims as `x`, of one row, may be one of each row instead: False.
+    """
     own = [axis for axis, size in enumerate((*(1,) * (x.rank - factor.rank), *factor.shape)) if size != 1]
-    of_rows = factor.rank == x.rank and prod(factor.shape) == prod(x.shape)
-    return not of_rows and len(own) < (3 if x.rank - 1 in own else 2)
+    is_full = factor.rank == x.rank and prod(factor.shape) == prod(x.shape)
+    return not is_full and len(own) < (3 if x.rank - 1 in own else 2)
 
 
-def _wide(a: Algebra, factor: Value, rank: int) -> Value:
+def _with_rank(a: Algebra, factor: Value, rank: int) -> Value:
     return a.reshape(factor, (*(1,) * (rank - factor.rank), *factor.shape))

@@ -1,7 +1,7 @@
 """Int8 products with their scales: (x · wᵀ) · s[token] · c[channel] (+ bias).
 
-The sums may be computed in int32 (`_int_mm` or a product in int32), or in float32 or bfloat16, which round them; or of
-operands that were multiplied by their scales before.
+The sums are computed in int32 (`_int_mm` or a matmul in int32), or in float32 or bfloat16, which round them; or the
+operands were dequantised before the product.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ INT8_MATMUL = word(
     "int8_matmul",
     "(x · weightᵀ) · scale · tokens (+ bias), sums in int32",
     x="[*B, K]", weight="[N, K]", scale="[N]", tokens="[*B, 1]", bias="[N]", dtype="of the result",
-    is_parameter_only="whether the weight is computed from Parameters alone",
+    is_parameter_only="True if the weight is computed from Parameters alone",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layers(Products):
-    """Products of rows with one matrix."""
+    """A reader of products of rows with one matrix."""
 
     def bare(self, value: Value) -> Read:
-        """Of whole numbers, or of numbers that were multiplied by their scales before."""
+        """Read a matmul of int8 operands, or of dequantised ones."""
         return _bare(self.a, value) if value.op == "matmul" else None
 
     def channels(self, found: Product, factor: Value, value: Value) -> Value | None:
-        """One line for all rows."""
+        """Return `factor` as [N] if it has one entry for each of the N channels of `value`, else None."""
         line = (*(1,) * (value.rank - 1), value.shape[-1])
         return self.a.reshape(factor, line[-1:]) if _padded(factor, value.rank) == line else None
 
     def tokens(self, factor: Value, rows: Sequence[Dim]) -> Value | None:
-        """One of each row."""
+        """Return `factor` as [*rows, 1] if it has one entry for each row, else None."""
         return self.a.reshape(factor, (*rows, 1)) if _padded(factor, len(rows) + 1) == (*rows, 1) else None
 
 
@@ -56,17 +56,20 @@ def _padded(factor: Value, rank: int) -> tuple[Dim, ...]:
 
 def _bare(a: Algebra, value: Value) -> Read:
     x, y = (int8_of(a, each) for each in value.args)
-    if math.prod(value.args[1].shape[:-2]) != 1:  # of batches on both sides it is no layer
+    if math.prod(value.args[1].shape[:-2]) != 1:  # a batched product of two tensors is no linear layer
         several = x is not None and y is not None and math.prod(x.below("expand").shape[:-2]) == 1
         return _SEVERAL.format(number=math.prod(value.shape[:-2])) if several else None
     if x is None or y is None:
         return _dequantised(a, *value.args)
-    odd = "" if value.dtype in SUMS else NARROW_SUMS
-    return Product(x, swapped(a, a.reshape(y, y.shape[-2:])), odd=odd)
+    reason = "" if value.dtype in SUMS else NARROW_SUMS
+    return Product(x, swapped(a, a.reshape(y, y.shape[-2:])), odd=reason)
 
 
 def _dequantised(a: Algebra, x: Value, y: Value) -> Product | None:
-    """A product of whole numbers each of which was multiplied by its scale first: its sums end nowhere."""
+    """Read the product of dequantised operands as an int8 product with scales; None for other operands.
+
+    The dtype of the sums is not checked: float16 overflows by sums of int8, but not by those of dequantised numbers.
+    """
     left, right = scaled_int8(a, x), scaled_int8(a, swapped(a, a.reshape(y, y.shape[-2:])))
     if left is None or right is None or right.rows is None or right.ones:
         return None
@@ -76,44 +79,44 @@ def _dequantised(a: Algebra, x: Value, y: Value) -> Product | None:
 
 
 @proof
-def _reading(graph: Graph, found: Product, value: Value) -> Reading | str | None:
-    if found.odd:
-        return found.odd
-    if found.channels is None:
+def _reading(graph: Graph, product: Product, value: Value) -> Reading | str | None:
+    if product.odd:
+        return product.odd
+    if product.channels is None:
         return "there is no scale for each output channel"
-    a, tokens, ones = graph.algebra, found.tokens, [] if found.one is None else [found.one]
+    a, tokens, ones = graph.algebra, product.tokens, [] if product.one is None else [product.one]
     if tokens is not None and math.prod(tokens.shape) == 1 and graph.is_fixed(tokens):
         tokens, ones = None, [*ones, a.reshape(tokens, (1,))]
-    channels = times_ones(a, exact(found.channels), ones)  # a cast of Parameters by the lowering is prepared
+    channels = times_ones(a, exact(product.channels), ones)  # the lowering's cast of a Parameter runs once
     if tokens is not None:
-        tokens = a.scale(tokens, found.factor)
-    elif found.factor != 1:
-        channels = a.scale(a.cast(channels, torch.float32), found.factor)
-    optional = {name: each for name, each in (("tokens", tokens), ("bias", found.bias)) if each is not None}
-    how = {"x": found.x, "weight": found.weight, "scale": channels, "dtype": value.dtype}
-    return Reading("int8_matmul", {**how, "is_parameter_only": graph.is_fixed(found.weight), **optional})
+        tokens = a.scale(tokens, product.factor)
+    elif product.factor != 1:
+        channels = a.scale(a.cast(channels, torch.float32), product.factor)
+    optional = {name: each for name, each in (("tokens", tokens), ("bias", product.bias)) if each is not None}
+    how = {"x": product.x, "weight": product.weight, "scale": channels, "dtype": value.dtype}
+    return Reading("int8_matmul", {**how, "is_parameter_only": graph.is_fixed(product.weight), **optional})
 
 
 @reader(gives=(INT8_MATMUL,))
 def int8_matmuls(graph: Graph) -> Iterator[Found]:
-    """All scaled products of whole numbers, as far as each goes on; why others are none."""
+    """Read every int8 product with all factors and the bias that follow; report why others are not read."""
     layers = Layers(graph.algebra)
     places = list(graph.places) if torch.int8 in graph.dtypes else []
     products = {value: each for value in places if (each := layers.of(value))}
-    held, seen = (
+    read, tried = (
         {node for value, each in products.items() if isinstance(each, kinds) for node in graph.places[value]}
         for kinds in (Product, Product | str)
     )
     for value, each in products.items():
-        if not is_computed(graph, value) or are_read_by(graph.places[value], held):
-            continue  # only seen in another shape, or all that reads it is a product still
-        made = each if isinstance(each, str) else _reading(graph, each, value)
-        if isinstance(made, Reading):
-            yield value, made
-        elif made is not None and not are_read_by(graph.places[value], seen):
-            yield value, Miss("quantised_linear", made)  # else what goes on from it says why
-        below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
+        if not is_computed(graph, value) or are_read_by(graph.places[value], read):
+            continue  # a view, or an intermediate of larger products alone
+        outcome = each if isinstance(each, str) else _reading(graph, each, value)
+        if isinstance(outcome, Reading):
+            yield value, outcome
+        elif outcome is not None and not are_read_by(graph.places[value], tried):
+            yield value, Miss("quantised_linear", outcome)  # a user of it gives the reason otherwise
+        below, _ = unscaled(value)  # also read without the factor: rules of rotated or absorbed lanes need that
         inner = products.get(below)
-        alone = _reading(graph, inner, below) if isinstance(inner, Product) else None
-        if isinstance(alone, Reading):
-            yield below, alone
+        bare = _reading(graph, inner, below) if isinstance(inner, Product) else None
+        if isinstance(bare, Reading):
+            yield below, bare

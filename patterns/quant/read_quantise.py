@@ -1,10 +1,11 @@
-"""Numbers that are rounded to int8: by a scale of their row, by one that the model holds, or by one of each head.
+"""Values quantised to int8: by a scale of each row (dynamic), by a constant scale (static), or by one of each head.
 
     static      int8(clamp(round(n / s + z)))       head    int8(clamp(round(x · s))), x [B, N, S, C], s [N]
 
-n = x + bias [D], s = scale · by, z = zero_point [1] + shift: what is a number alone has no tensor. The scale is [1],
-or without a zero point one of each channel [C], as the model holds it where that is divided by. Of the rounding and
-its bounds it does not matter which stands first; with a zero point the sum is rounded, once, to the nearest.
+n = x + bias [D], s = scale · by, z = zero_point [1] + shift; by and shift are numbers, and the tensors are absent where
+there is a number alone. The scale is [1], or without a zero point also one of each channel [C]: the model's own tensor
+where the model divides by it, its reciprocal in float32 where the model multiplies. The order of rounding and clamping
+does not matter; with a zero point, the sum is rounded once, to the nearest.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ QUANTISE = word(
     "quantise",
     "int8(clamp(round((x + bias) / (scale · by) + zero_point + shift))); of scheme head int8(clamp(round(x · scale)))",
     x="[*B, D], of scheme head [B, N, S, C]",
-    scheme='"dynamic": max|x| / 127 of each token; "several dims": the same over the dims `axes`; '
-    '"static": one that the model holds; "head": a factor of each',
-    scale="[*B, 1] or [*B] or a multiple of it, [1], [D] or [N]", dtype="of a dynamic scale",
-    times="as of a token_scale", axes="as of a token_scale", by="a number", shift="a number", bias="[D]",
+    scheme='"dynamic": a scale max|x| / 127 of each token; "several dims": a scale max|x| / 127 over the dims `axes`; '
+    '"static": a constant scale; "head": a factor of each head',
+    scale="[*B, 1] or [*B], or a multiple of that, if dynamic; [1] or [D] if static; [N] of heads",
+    dtype="of a dynamic scale", times="a multiple of a dynamic scale, as in token_scale",
+    axes="dims of a row, as in token_scale", by="a number", shift="a number", bias="[D]",
     zero_point="[1] in int8",
 )  # fmt: skip
 TOKEN_SCALE = word(
-    "token_scale", "max|x| / 127 · times over the dims `axes`, as sizes of 1 or absent: [*B, 1] or [*B]",
+    "token_scale", "max|x| / 127 · times over the dims `axes`, which have size 1 or are absent: [*B, 1] or [*B]",
     x="[*B, D]", dtype="of the scale", times="a number, absent for 1",
     axes="dims of x, absent for the last alone",
 )  # fmt: skip
@@ -52,7 +54,7 @@ TOKEN_SCALE = word(
 
 @reader(gives=(QUANTISE, TOKEN_SCALE))
 def quantised(graph: Graph) -> Iterator[Found]:
-    """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise."""
+    """Read every int8 value that is cast from floats, and every dynamic scale; report why others are not read."""
     largest = largest_of(graph)
     become_int8 = {value.below(*_PASSED) for value in graph.places if value.dtype == torch.int8}
     for value in graph.places:
@@ -63,7 +65,7 @@ def quantised(graph: Graph) -> Iterator[Found]:
             continue
         heads = _by_head(graph.algebra, below)
         if heads is not None:
-            yield value, _found("quantise", heads)
+            yield value, _outcome("quantise", heads)
         if not is_computed(graph, value):
             continue
         tokens = dynamic(graph, value, below, largest)
@@ -74,17 +76,17 @@ def quantised(graph: Graph) -> Iterator[Found]:
             continue
         if tokens is not None:
             yield value, Miss("quantisation", tokens)
-        held = _static(graph.algebra, below, dynamic=tokens not in (None, UNSCALED))
-        if held is not None:
-            yield value, _found("quantise", held)
+        static = _static(graph.algebra, below, dynamic=tokens not in (None, UNSCALED))
+        if static is not None:
+            yield value, _outcome("quantise", static)
 
 
-def _found(rule: str, outcome: Reading | str) -> Reading | Miss:
+def _outcome(rule: str, outcome: Reading | str) -> Reading | Miss:
     return Miss(rule, outcome) if isinstance(outcome, str) else outcome
 
 
 def _unbounded(below: Rounded, what: str) -> str:
-    """Why the bounds of int8 are not those of the operator, "" if they are."""
+    """Return the reason if the bounds of `below` are not those of int8, "" if they are; `what` names the values."""
     if below.unbounded:
         return UNBOUNDED
     alike = (below.low, below.high) == (_LEAST, _MOST)
@@ -92,7 +94,7 @@ def _unbounded(below: Rounded, what: str) -> str:
 
 
 def _by_head(a: Algebra, below: Rounded) -> Reading | str | None:
-    """Queries by a factor of each head; why they are not; None if nothing is like it."""
+    """Read a product with a factor of each head; the reason if the operator differs; None for other values."""
     product = below.quotient
     for x, factor in (product.args, product.args[::-1]) if product.op == "mul" else ():
         heads = x.shape[1] if x.rank == 4 else 1
@@ -105,11 +107,11 @@ def _by_head(a: Algebra, below: Rounded) -> Reading | str | None:
 
 
 def _static(a: Algebra, outer: Rounded, dynamic: bool) -> Reading | str | None:
-    """Numbers by a scale that the model holds; why they are not; None if nothing is like it.
+    """Read a quotient by a constant scale; the reason if the operator differs; None for other values.
 
-    What is nearly `dynamic` needs no other reason, unless it has a zero point.
+    `dynamic` is True if the value is reported as nearly dynamic: bounds are then no further reason.
     """
-    rest, zero = _zero(outer.quotient)
+    rest, zero = _split_zero_point(outer.quotient)
     inner = outer if zero is None else rounded(rest)
     how = _scaled(a, inner.quotient)
     if zero is None:
@@ -119,27 +121,27 @@ def _static(a: Algebra, outer: Rounded, dynamic: bool) -> Reading | str | None:
         return reason or Reading("quantise", {**how, "shift": 0.0, "scheme": "static"})
     scale = None if how is None else how.get("scale")
     if how is None or (scale is not None and scale.shape != (1,)):
-        return _SEVERAL if outer.rounded and _divided(inner.quotient) else None
+        return _SEVERAL if outer.rounded and _is_quotient(inner.quotient) else None
     reason = _unproven(zero, outer, inner) or (_TIMES if scale is not None and scale.op == "power" else "")
     z = {"zero_point": zero, "shift": 0.0} if isinstance(zero, Value) else {"shift": zero}
     return reason or Reading("quantise", {**how, **z, "scheme": "static"})
 
 
 def _unproven(zero: Value | float, outer: Rounded, inner: Rounded) -> str:
-    """Why a zero point, and what is done with it, is not what the operator does, "" if it is."""
+    """Return why the zero point `zero`, added between `inner` and `outer`, differs from the operator's; "" if not."""
     if inner.rounded:
         return _BEHIND
     if not outer.rounded:
         return _CUT
     if isinstance(zero, Value):
-        odd = "" if zero.dtype == torch.int8 else _FLOAT.format(dtype=zero.dtype)
+        reason = "" if zero.dtype == torch.int8 else _FLOAT.format(dtype=zero.dtype)
     else:
-        odd = "" if zero == round(zero) and _LEAST <= zero <= _MOST else _PART.format(zero=zero)
-    return _unbounded(outer, "numbers") or odd
+        reason = "" if zero == round(zero) and _LEAST <= zero <= _MOST else _PART.format(zero=zero)
+    return _unbounded(outer, "numbers") or reason
 
 
-def _zero(value: Value) -> tuple[Value, Value | float | None]:
-    """What is left without the zero point, and that: a tensor [1], as it was before it was cast, or a number."""
+def _split_zero_point(value: Value) -> tuple[Value, Value | float | None]:
+    """Split `value` into a rest and its zero point: a number, or a tensor [1] before its cast; None for none."""
     if value.op == "shift":
         return value.arg, value.attrs[0]
     for rest, one in (value.args, value.args[::-1]) if value.op == "add" else ():
@@ -150,51 +152,54 @@ def _zero(value: Value) -> tuple[Value, Value | float | None]:
 
 
 def _scaled(a: Algebra, value: Value) -> dict[str, Any] | None:
-    """x (+ bias) that one scale, or one of each channel, divides, times a number; None where there is no such scale."""
+    """Return the captures of (x + bias) / (scale · by), one scale or one of each channel; None for other values."""
     quotient, number = unscaled(value)
     parts = _factored(quotient, number)
-    found: dict[str, Any] = {}
+    captures: dict[str, Any] = {}
     if parts is not None:
         (quotient, more), (factor, outside) = (unscaled(each) for each in parts)
         number *= more * outside
         scale = exact(a.power(exact(factor), -1))
         if scale.op == "power":
             scale = a.power(a.cast(exact(factor), torch.float32), -1)
-        found["scale"] = a.reshape(scale, (prod(factor.shape),))
+        captures["scale"] = a.reshape(scale, (prod(factor.shape),))
     if (parts is None and number == 1) or not number:
         return None
-    return {**found, **_biased(a, exact(quotient)), "by": 1 / number}
+    return {**captures, **_biased(a, exact(quotient)), "by": 1 / number}
 
 
 def _factored(quotient: Value, number: float) -> tuple[Value, Value] | None:
-    """x and a factor of all of it; where nothing else scales it, one of each channel; None for x itself."""
+    """Split `quotient` into x and one factor of all of it, or of each channel if `number` is 1; None for others."""
     pairs = (quotient.args, quotient.args[::-1]) if quotient.op == "mul" else ()
     for x, factor in pairs:
         if prod(factor.shape) == 1:
             return x, factor
-    for x, factor in sorted(pairs, key=lambda pair: not _is_held(pair[1])) if number == 1 else ():
+    for x, factor in sorted(pairs, key=lambda pair: not _is_from_input(pair[1])) if number == 1 else ():
         if factor.shape[-1:] == x.shape[-1:] == (prod(factor.shape),):
             return x, factor
     return None
 
 
-def _is_held(factor: Value) -> bool:
-    """Whether a factor is an input, or a part or a function of one: of a single token's channels x are as many."""
+def _is_from_input(factor: Value) -> bool:
+    """True if `factor` is an input, or computed from one by unary ops.
+
+    The channels of a single token have the shape of such a factor, but are computed otherwise.
+    """
     while len(factor.args) == 1:
         factor = factor.arg
     return not factor.args
 
 
 def _biased(a: Algebra, x: Value) -> dict[str, Value]:
-    """x without a bias of each channel, and that bias."""
+    """Return x and the bias [D] of `x` = x + bias as captures; `x` alone if there is no bias."""
     for rest, line in (x.args, x.args[::-1]) if x.op == "add" else ():
         channels = line.shape[-1:] == x.shape[-1:] == (prod(line.shape),)
-        if channels and rest.shape == x.shape and (prod(rest.shape) != prod(line.shape) or _is_held(line)):
+        if channels and rest.shape == x.shape and (prod(rest.shape) != prod(line.shape) or _is_from_input(line)):
             return {"x": exact(rest), "bias": a.reshape(exact(line), x.shape[-1:])}
     return {"x": x}
 
 
-def _divided(value: Value) -> bool:
-    """Whether a value is a quotient."""
+def _is_quotient(value: Value) -> bool:
+    """True if `value` is a product with a reciprocal."""
     factors = [unscaled(each)[0] for each in value.args] if value.op == "mul" else []
     return any(each.op == "power" and each.attrs == (-1.0,) for each in factors)

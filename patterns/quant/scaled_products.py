@@ -1,7 +1,7 @@
-"""What is done to int8 products until all scales are in them: casts, factors, one bias.
+"""Int8 products with the casts, the factors and the bias that follow, until all scales are applied.
 
-The sums may be computed in int32, or in float32 or bfloat16, which round them. Which values are products, and what a
-scale of each of their channels is, is said by each kind: of layers, or of experts.
+The sums are computed in int32, or in float32 or bfloat16, which round them. A subclass of `Products` (layers, experts)
+recognises the products and the scales of their channels and tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusion.graph import Algebra, Dim, Value
 from fusion.graph.proof import proven
 
 SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
-"""Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
+"""Dtypes in which sums of int8 products are computed; float16 overflows at 65504."""
 _HOLD_INT8 = SUMS | {torch.int16, torch.int64, torch.float16, torch.float64}
 _RESULTS = frozenset({torch.float16, torch.bfloat16})
 _EARLY = "a bias of {dtype} is added before all scales are in the product, where the operator adds one of int32"
@@ -31,7 +31,16 @@ NARROW_SUMS = "sums of products are computed in float16, which ends at 65504"
 
 @dataclass(frozen=True)
 class Product:
-    """(x · w) · tokens · channels · one · factor + bias, as far as it was read; rows as in the value."""
+    """A product (x · w) · tokens · channels · one · factor + bias; factors that are not read yet are None.
+
+    Attributes:
+        x: int8 rows [*B, K], with the dims *B of the value.
+        tokens: scales [*B, 1].
+        channels: scales of output channels.
+        one: a factor [1] in a tensor.
+        factor: a factor that is a number.
+        odd: why the operator does not compute the product; "" if it may.
+    """
 
     x: Value
     weight: Value
@@ -44,16 +53,16 @@ class Product:
 
     @property
     def complete(self) -> bool:
-        """Whether both scales are in it."""
+        """True if the scales of tokens and of channels are read."""
         return self.tokens is not None and self.channels is not None
 
 
 Read = Product | str | None
-"""How a value is a product of whole numbers; why it is none that the operator computes; None if neither."""
+"""A product of int8; the reason why the operator does not compute it; None for other values."""
 
 
 def int8_of(a: Algebra, value: Value) -> Value | None:
-    """The int8 that `value` holds in another dtype, perhaps through others that hold all of it."""
+    """Return the int8 tensor whose exact cast to another dtype is `value`, with its views; None for other values."""
     if value.op == "cast" and value.arg.dtype == torch.int8:
         return value.arg
     if value.op == "cast" and value.arg.dtype in _HOLD_INT8:
@@ -64,94 +73,94 @@ def int8_of(a: Algebra, value: Value) -> Value | None:
 
 @dataclass(frozen=True)
 class Products(ABC):
-    """Products of one kind. Each value is looked at once; what is known of all of them is kept."""
+    """A memoised reader of the products of one kind in the values of `a`."""
 
     a: Algebra
     _known: dict[Value, Read] = field(default_factory=dict[Value, Read], repr=False)
 
     @abstractmethod
     def bare(self, value: Value) -> Read:
-        """A product without any factor."""
+        """Read `value` as a product without factors."""
 
     @abstractmethod
     def channels(self, found: Product, factor: Value, value: Value) -> Value | None:
-        """The scales of channels that a factor of `value` is; None where it is something else."""
+        """Return `factor`, an operand of `value`, as scales of channels; None if it is something else."""
 
     @abstractmethod
     def tokens(self, factor: Value, rows: Sequence[Dim]) -> Value | None:
-        """The scales [.., 1] that a factor is of these rows; None where it is something else."""
+        """Return `factor` as scales [*rows, 1]; None if it is something else."""
 
     def of(self, value: Value) -> Read:
-        """How `value` is a product."""
+        """Read `value` as a product with the factors and the bias that it includes."""
         if value not in self._known:
-            of_args = (self.of(each) for each in value.args) if value.op in _ENDS else ()
-            place, found = next(((n, each) for n, each in enumerate(of_args) if isinstance(each, Product)), (0, None))
-            if found is not None:
+            reads = (self.of(each) for each in value.args) if value.op in _ENDS else ()
+            place, product = next(((n, each) for n, each in enumerate(reads) if isinstance(each, Product)), (0, None))
+            if product is not None:
                 other = value.args[1 - place] if len(value.args) == 2 else None
-                self._known[value] = self._further(found, value, other)
+                self._known[value] = self._further(product, value, other)
             else:
                 self._known[value] = self.bare(value)
         return self._known[value]
 
-    def _further(self, found: Product, value: Value, other: Value | None) -> Read:
-        """A product after one more step."""
+    def _further(self, product: Product, value: Value, other: Value | None) -> Read:
+        """Extend `product` by the op of `value`, whose second operand is `other`."""
         if value.op == "reshape":
-            return self._with_rows(found, value) if value.shape[-1:] == value.arg.shape[-1:] else None
+            return self._with_rows(product, value) if value.shape[-1:] == value.arg.shape[-1:] else None
         if value.op == "cast":
-            early = value.dtype == torch.float16 and found.channels is None
-            if found.channels is not None and value.arg.dtype in _RESULTS:
-                return None  # what is computed from the result
-            cut = value.dtype is None or not value.dtype.is_floating_point
-            return None if cut else _NARROW if early else found
+            is_early = value.dtype == torch.float16 and product.channels is None
+            if product.channels is not None and value.arg.dtype in _RESULTS:
+                return None  # an op on the result of the layer
+            is_truncated = value.dtype is None or not value.dtype.is_floating_point
+            return None if is_truncated else _NARROW if is_early else product
         if value.op == "scale":
-            return replace(found, factor=found.factor * value.attrs[0])
+            return replace(product, factor=product.factor * value.attrs[0])
         assert other is not None
-        return self._scaled(found, other, value) if value.op == "mul" else self._biased(found, other, value)
+        return self._scaled(product, other, value) if value.op == "mul" else self._biased(product, other, value)
 
-    def _with_rows(self, found: Product, value: Value) -> Product:
+    def _with_rows(self, product: Product, value: Value) -> Product:
         a, rows = self.a, value.shape[:-1]
-        tokens = None if found.tokens is None else a.reshape(found.tokens, (*rows, 1))
-        return replace(found, x=a.reshape(found.x, (*rows, found.x.shape[-1])), tokens=tokens)
+        tokens = None if product.tokens is None else a.reshape(product.tokens, (*rows, 1))
+        return replace(product, x=a.reshape(product.x, (*rows, product.x.shape[-1])), tokens=tokens)
 
-    def _scaled(self, found: Product, factor: Value, value: Value) -> Read:
-        if found.bias is not None and is_float(found.bias):
-            return None if found.complete else "a bias is added before all scales are in the product"
-        made: Product | str = found
+    def _scaled(self, product: Product, factor: Value, value: Value) -> Read:
+        if product.bias is not None and is_float(product.bias):
+            return None if product.complete else "a bias is added before all scales are in the product"
+        outcome: Product | str = product
         for each in factor.args if factor.op == "mul" else (factor,):
-            made = made if isinstance(made, str) else self._taken(made, each, value)
-        return None if isinstance(made, str) and found.complete else made
+            outcome = outcome if isinstance(outcome, str) else self._times_factor(outcome, each, value)
+        return None if isinstance(outcome, str) and product.complete else outcome
 
-    def _taken(self, found: Product, factor: Value, value: Value) -> Product | str:
-        """The product with one more factor, of tokens or of channels."""
+    def _times_factor(self, product: Product, factor: Value, value: Value) -> Product | str:
+        """Extend `product` by one factor: of channels, of tokens, or of all entries."""
         a = self.a
         factor, number = unscaled(factor)
-        found = replace(found, factor=found.factor * number)
-        more = self.channels(found, factor, value)
+        product = replace(product, factor=product.factor * number)
+        more = self.channels(product, factor, value)
         if more is not None:
-            return replace(found, channels=more if found.channels is None else a.mul(found.channels, more))
-        tokens = self.tokens(factor, value.shape[:-1]) if found.tokens is None else None
+            return replace(product, channels=more if product.channels is None else a.mul(product.channels, more))
+        tokens = self.tokens(factor, value.shape[:-1]) if product.tokens is None else None
         if tokens is not None:
-            return replace(found, tokens=tokens)
+            return replace(product, tokens=tokens)
         if math.prod(factor.shape) == 1:
             one = a.reshape(factor, (1,))
-            return replace(found, one=one if found.one is None else a.mul(found.one, one))
+            return replace(product, one=one if product.one is None else a.mul(product.one, one))
         return "a scale is neither one for each token nor one for each output channel"
 
-    def _biased(self, found: Product, bias: Value, value: Value) -> Read:
+    def _biased(self, product: Product, bias: Value, value: Value) -> Read:
         line = self.a.reshape(bias, bias.shape[-1:]) if bias.rank and math.prod(bias.shape[:-1]) == 1 else bias
-        early = found.channels is None and is_float(bias)
-        if found.bias is None and line.shape == value.shape[-1:] and not early:
-            return replace(found, bias=line)
-        if found.complete:
+        is_early = product.channels is None and is_float(bias)
+        if product.bias is None and line.shape == value.shape[-1:] and not is_early:
+            return replace(product, bias=line)
+        if product.complete:
             return None
-        return _EARLY.format(dtype=bias.dtype) if early and line.shape == value.shape[-1:] else _NO_BIAS
+        return _EARLY.format(dtype=bias.dtype) if is_early and line.shape == value.shape[-1:] else _NO_BIAS
 
 
 def times_ones(a: Algebra, channels: Value, ones: Sequence[Value]) -> Value:
-    """Scales of channels times numbers [1], in float32 where there are any."""
+    """Multiply scales of channels by numbers `ones` [1], in float32; return `channels` as is if there are none."""
     return reduce(partial(times_one, a), ones, channels)
 
 
 def times_one(a: Algebra, channels: Value, one: Value) -> Value:
-    """The same of one number [1]."""
+    """Multiply scales of channels by a number `one` [1], in float32."""
     return proven(a.mul(*(a.cast(each, torch.float32) for each in (channels, one))))

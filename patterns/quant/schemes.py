@@ -1,11 +1,11 @@
-"""How the three linear layers before attention over a latent are computed: in floats, or W8A8.
+"""Schemes of the three linear layers before attention over a latent: in floats, or W8A8.
 
     c = norm(x W_DQ)      heads = c W_UQ      row = x W_DKV
     W8A8 by token: y = (x8 W8) · s · d, with x8 = round(x / s), s = max|x| / 127 of each token, d of each channel
     W8A8 static:   y = (W8 x8 + b) · d, with x8 = round((x + β) / s + z) of constants s and z
 
-A scheme gives both latents (`down`), what the heads of the queries are read from (`queries`, `heads`), and what
-`npu_mla_prolog_v3` is told (`weights`, `factor`, `arguments`).
+A scheme gives the terms of x W_DQ and x W_DKV (`down`) and of the heads of the queries (`queries`, `heads`), and the
+arguments of `npu_mla_prolog_v3` that depend on it (`weights`, `factor`, `arguments`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from patterns.quant.quantisation import quantised_rows, rounded_scale
 from patterns.quant.quantised_linear import prepared
 
 Order = Callable[[Tensor], Tensor]
-"""What puts rows of a layer in another order."""
+"""A permutation of the rows of a weight."""
 
 
 def int8_layer(p, x, layers, name, **more):
-    """The term of the W8A8 layer of this name among others; `more` are scales of tokens, or a bias."""
+    """Build the term of W8A8 layer `name` of `layers` on int8 rows `x`; `more` are `tokens` (scales) or a `bias`."""
     weight, scale = getattr(layers, name), getattr(layers, f"{name}_scale")
     how = dict(weight=weight, scale=scale, dtype=layers.layer_dtype, is_parameter_only=layers.is_parameter_only)
     return p.int8_matmul(x=p.reshaped(x), **how, **more)
@@ -35,7 +35,11 @@ def int8_layer(p, x, layers, name, **more):
 
 @dataclass(frozen=True)
 class FloatLayers(Group):
-    """All three layers in floats."""
+    """The three layers in floats.
+
+    Attributes:
+        factor_of_lanes: a number that multiplies the lanes of the queries that are rotated.
+    """
 
     dq: Any = tensor("Hcq He")
     uq: Any = tensor("Nq Hcq")
@@ -44,56 +48,60 @@ class FloatLayers(Group):
     factor_of_lanes: Any = scalar()
 
     def like(self, x, gamma):
-        """What has the dtype of the model."""
+        """Return the value that has the dtype of the model: the hidden states."""
         return x
 
     def down(self, p, x):
-        """x W_DQ and x W_DKV."""
+        """Build the terms x W_DQ and x W_DKV."""
         return [p.linear(x=x, weight=each, is_parameter_only=self.is_parameter_only) for each in (self.dq, self.dkv)]
 
-    def queries(self, p, norm, of):
-        """Lanes to rotate, absorbed queries, and their latent."""
-        turning, latent = p.maybe_scaled(p.reshaped(norm), self.factor_of_lanes), p.maybe_scaled(norm, of.factor)
-        how = dict(weight=self.uq, width=of.width)
-        lanes = p.head_lanes(x=turning, start=of.first, heads_first=of.heads_first, **how)
-        return lanes, p.absorbed_query(x=p.reshaped(latent), start=of.begin, up=of.up, **how), (latent,)
+    def queries(self, p, norm, queries):
+        """Build the terms of the lanes to rotate and of the absorbed queries, and of their latent."""
+        turning, latent = p.maybe_scaled(p.reshaped(norm), self.factor_of_lanes), p.maybe_scaled(norm, queries.factor)
+        how = dict(weight=self.uq, width=queries.width)
+        lanes = p.head_lanes(x=turning, start=queries.first, heads_first=queries.heads_first, **how)
+        return lanes, p.absorbed_query(x=p.reshaped(latent), start=queries.begin, up=queries.up, **how), (latent,)
 
-    def guard(self, of: Any) -> None:
-        """Refuse queries of which both parts are not multiplied alike."""
-        _alike(self.factor_of_lanes * of.factor_of_tables, of.factor)
+    def guard(self, queries: Any) -> None:
+        """Refuse `queries` whose rotated and absorbed parts are multiplied by different numbers."""
+        _guard_factors(self.factor_of_lanes * queries.factor_of_tables, queries.factor)
 
     def factor(self, behind_norm: float) -> float:
-        """What the latent of the queries is multiplied by, if the model multiplies its norm by this number."""
+        """Return the factor of the queries' latent that the operator applies, for `behind_norm` of the model."""
         return behind_norm
 
     def guard_row(self, row: Any) -> None:
-        """Refuse a layer of x that gives more than the row of a token."""
+        """Refuse a layer W_DKV that gives other lanes than those of the row of a token."""
         row.guard(self.dkv)
 
     def apart(self, row: Any) -> Self:
-        """The same with a layer of its own for the row of a token."""
+        """Return the scheme itself: W_DQ and W_DKV are two layers already."""
         return self
 
-    def reordered(self, of_heads: Order, of_row: Order) -> Self:
-        """The same with the rows of W_UQ and of W_DKV in other orders."""
-        return replace(self, uq=of_heads(self.uq), dkv=of_row(self.dkv))
+    def reordered(self, uq_order: Order, dkv_order: Order) -> Self:
+        """Return the scheme with the rows of W_UQ permuted by `uq_order`, and those of W_DKV by `dkv_order`."""
+        return replace(self, uq=uq_order(self.uq), dkv=dkv_order(self.dkv))
 
     def weights(self) -> list[Tensor]:
-        """W_DQ, W_UQ and W_DKV as the operators read them."""
+        """Prepare W_DQ, W_UQ and W_DKV as the operators read them, [K, N] in FRACTAL_NZ."""
         return [prepared(each) for each in (self.dq, self.uq, self.dkv)]
 
     def arguments(self) -> dict[str, Any]:
-        """What `npu_mla_prolog_v3` is told of scales."""
+        """Return the quantisation arguments of `npu_mla_prolog_v3`: none."""
         return {}
 
     def restored(self, latent: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """The latent of the queries as the model has it."""
+        """Return the results that the model has of the queries' latent: `latent` alone."""
         return (latent,)
 
 
 @dataclass(frozen=True)
 class Int8QueryLayer(FloatLayers):
-    """W_UQ alone in W8A8; the heads that it gives may be multiplied by a number."""
+    """W_UQ in W8A8, W_DQ and W_DKV in floats.
+
+    Attributes:
+        factor_of_heads: a number that multiplies the heads that are absorbed.
+    """
 
     uq_scale: Any = tensor("Nq")
     scale_dtype: Any = attribute()
@@ -101,37 +109,37 @@ class Int8QueryLayer(FloatLayers):
     factor_of_heads: Any = scalar()
 
     def like(self, x, gamma):
-        """What has the dtype of the model."""
+        """Return the value that has the dtype of the model: the gain of the norm."""
         return gamma
 
-    def queries(self, p, norm, of):
-        """As in floats, their latent in int8 with its scale."""
-        latent = p.maybe_scaled(norm, of.factor)
+    def queries(self, p, norm, queries):
+        """Build the terms of the lanes to rotate and of the absorbed queries, and of the int8 latent and its scale."""
+        latent = p.maybe_scaled(norm, queries.factor)
         int8, scale = quantised_rows(p, p.reshaped(latent), self.scale_dtype)
         heads = int8_layer(p, int8, self, "uq", tokens=p.reshaped(scale))
         turning, multiplied = (p.maybe_scaled(heads, by) for by in (self.factor_of_lanes, self.factor_of_heads))
-        lanes = p.layer_lanes(layer=turning, width=of.width, start=of.first, heads_first=of.heads_first)
-        absorbed = p.layer_query(layer=multiplied, width=of.width, start=of.begin, up=of.up)
+        lanes = p.layer_lanes(layer=turning, width=queries.width, start=queries.first, heads_first=queries.heads_first)
+        absorbed = p.layer_query(layer=multiplied, width=queries.width, start=queries.begin, up=queries.up)
         return lanes, absorbed, (int8, scale)
 
-    def guard(self, of: Any) -> None:
-        """Refuse queries of which both parts are not multiplied alike."""
-        _alike(self.factor_of_lanes * of.factor_of_tables, self.factor_of_heads)
+    def guard(self, queries: Any) -> None:
+        """Refuse `queries` whose rotated and absorbed parts are multiplied by different numbers."""
+        _guard_factors(self.factor_of_lanes * queries.factor_of_tables, self.factor_of_heads)
 
-    def reordered(self, of_heads: Order, of_row: Order) -> Self:
-        """The same with the rows of W_UQ and of W_DKV, and their scales, in other orders."""
-        return replace(super().reordered(of_heads, of_row), uq_scale=of_heads(self.uq_scale))
+    def reordered(self, uq_order: Order, dkv_order: Order) -> Self:
+        """Return the scheme with the rows and scales of W_UQ permuted, and the rows of W_DKV."""
+        return replace(super().reordered(uq_order, dkv_order), uq_scale=uq_order(self.uq_scale))
 
     def factor(self, behind_norm: float) -> float:
-        """The same times the number of the heads: int8 stays as it is, its scale takes both."""
+        """Return `behind_norm` times the factor of the heads, both of which the int8 latent's scale takes."""
         return behind_norm * self.factor_of_heads
 
     def arguments(self) -> dict[str, Any]:
-        """What `npu_mla_prolog_v3` is told of scales."""
+        """Return the scale of W_UQ [1, Nq] and the mode of quantisation."""
         return dict(weight_quant_mode=1, dequant_scale_w_uq_qr=_row(self.uq_scale))
 
     def restored(self, latent: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """The latent of the queries in int8, and its scale [.., 1] without the number of the heads."""
+        """Return the int8 latent of the queries and its scale [.., 1], divided by the factor of the heads."""
         scale = scale.reshape(*latent.shape[:-1], 1)
         one = scale if self.factor_of_heads == 1 else scale / self.factor_of_heads
         return latent, rounded_scale(one, self.scale_dtype)
@@ -139,30 +147,30 @@ class Int8QueryLayer(FloatLayers):
 
 @dataclass(frozen=True)
 class Int8Layers(Int8QueryLayer):
-    """All three layers in W8A8; `tokens` are the scales of x."""
+    """The three layers in W8A8, of int8 hidden states with scales `tokens`."""
 
     tokens: Any = tensor("*B 1")
     dq_scale: Any = tensor("Hcq")
     dkv_scale: Any = tensor("Nk")
 
     def down(self, p, x):
-        """x W_DQ and x W_DKV."""
+        """Build the terms x W_DQ and x W_DKV of int8 hidden states."""
         return [int8_layer(p, x, self, name, tokens=p.reshaped(self.tokens)) for name in ("dq", "dkv")]
 
-    def reordered(self, of_heads: Order, of_row: Order) -> Self:
-        """The same with the rows of W_UQ and of W_DKV, and their scales, in other orders."""
-        return replace(super().reordered(of_heads, of_row), dkv_scale=of_row(self.dkv_scale))
+    def reordered(self, uq_order: Order, dkv_order: Order) -> Self:
+        """Return the scheme with the rows and scales of W_UQ and of W_DKV permuted."""
+        return replace(super().reordered(uq_order, dkv_order), dkv_scale=dkv_order(self.dkv_scale))
 
     def arguments(self) -> dict[str, Any]:
-        """What `npu_mla_prolog_v3` is told of scales."""
-        of_x = dict(dequant_scale_x=self.tokens.float().reshape(-1, 1), dequant_scale_w_dq=_row(self.dq_scale))
-        more = dict(of_x, dequant_scale_w_dkv_kr=_row(self.dkv_scale), weight_quant_mode=2)
+        """Return the scales of x [T, 1] and of the three weights [1, N], and the mode of quantisation."""
+        scales = dict(dequant_scale_x=self.tokens.float().reshape(-1, 1), dequant_scale_w_dq=_row(self.dq_scale))
+        more = dict(scales, dequant_scale_w_dkv_kr=_row(self.dkv_scale), weight_quant_mode=2)
         return {**super().arguments(), **more}
 
 
 @dataclass(frozen=True)
 class TokenInt8Layers(Group):
-    """All three layers in W8A8 of norms that stand in the model, each token with a scale of its own."""
+    """The three layers in W8A8 with a dynamic scale of each token, of floats that a norm gives."""
 
     dq: Any = tensor("Hcq He")
     dq_scale: Any = tensor("Hcq")
@@ -175,15 +183,15 @@ class TokenInt8Layers(Group):
     is_parameter_only: Any = attribute()
 
     def down(self, p, norm):
-        """The latent of the queries and the row of both caches, of a norm of x."""
+        """Build the terms of the queries' latent and of the row of both caches, of `norm`, the norm of x."""
         x8 = self._quantised(p, norm)
         return self._layer(p, x8, "dq"), self._layer(p, x8, "dkv")
 
     def heads(self, p, norm):
-        """All heads of the queries, of a norm of their latent."""
+        """Build the term of all heads of the queries, of `norm`, the norm of their latent."""
         return self._layer(p, self._quantised(p, norm, "_cq"), "uq")
 
-    def _quantised(self, p, x, of=""):
+    def _quantised(self, p, x, suffix=""):
         return quantised_rows(p, p.reshaped(x), self.scale_dtype)
 
     def _layer(self, p, x8, name):
@@ -191,12 +199,16 @@ class TokenInt8Layers(Group):
         return int8_layer(p, int8, self, name, tokens=p.reshaped(scale))
 
     def guard(self) -> None:
-        """Nothing speaks against them."""
+        """Accept any scales."""
 
 
 @dataclass(frozen=True)
 class StaticInt8Layers(TokenInt8Layers):
-    """W8A8 static: n / s + z of constants s and z, behind a norm that may add a bias; layers may add one in int32."""
+    """The three layers in W8A8 by constant scales and zero points, with an optional bias in int32 for each layer.
+
+    The input is round((n + beta) / (scale · factor) + zero_point + shift), n the norm of x; fields in `_cq` are those
+    of the norm of the queries' latent.
+    """
 
     beta: Any = tensor("He", optional=True)
     beta_cq: Any = tensor("Hcq", optional=True)
@@ -212,26 +224,26 @@ class StaticInt8Layers(TokenInt8Layers):
     factor_cq: Any = scalar()
     shift_cq: Any = scalar()
 
-    def _quantised(self, p, x, of=""):
+    def _quantised(self, p, x, suffix=""):
         names = dict(bias="beta", scale="scale", by="factor", zero_point="zero_point", shift="shift")
-        how = {said: getattr(self, name + of) for said, name in names.items()}
+        how = {capture: getattr(self, name + suffix) for capture, name in names.items()}
         return p.quantise(x=p.reshaped(x), scheme="static", **how)
 
     def _layer(self, p, x8, name):
         return int8_layer(p, x8, self, name, bias=getattr(self, f"{name}_bias"))
 
     def guard(self) -> None:
-        """Refuse biases that are not added to the int8 products."""
+        """Refuse biases of other dtypes than int32, the dtype of the sums that they are added to."""
         for each in (self.dq_bias, self.uq_bias, self.dkv_bias):
             dtype = torch.int32 if each is None else each.dtype
             require(dtype == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=dtype)
 
 
-def _alike(rotated: float, absorbed: float) -> None:
-    alike, both = math.isclose(rotated, absorbed, rel_tol=1e-6), dict(rotated=rotated, absorbed=absorbed)
-    require(alike, "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}", **both)
+def _guard_factors(rotated: float, absorbed: float) -> None:
+    is_same, factors = math.isclose(rotated, absorbed, rel_tol=1e-6), dict(rotated=rotated, absorbed=absorbed)
+    require(is_same, "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}", **factors)
 
 
 def _row(scale: Tensor) -> Tensor:
-    """Scales of channels [N] in float32, [1, N]."""
+    """Reshape scales of channels [N] to [1, N], in float32."""
     return scale.float().reshape(1, -1)

@@ -12,8 +12,8 @@ import torch
 
 import fusion
 from fusion.options import Options
-from fusion.report.failures import stage
 from fusion.report import progress
+from fusion.report.failures import stage
 
 
 class Terminal(io.StringIO):

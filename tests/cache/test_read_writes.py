@@ -292,8 +292,8 @@ def outside_of_the_first_axis(cache: Tensor, rows: Tensor, position: Tensor) -> 
 PLACES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "no run": ("run", "not proven to be consecutive", {"axis": 1, "index": LINES}),
     "a run of sequences": ("run", "rows of the batch", {"axis": 0, "number": 1}),
-    "no choice": ("kept_outside", "not chosen by a comparison", {"axis": 1, "number": 1}),
-    "a choice among sequences": ("kept_outside", "rows of the batch", {"axis": 0, "position": POSITION}),
+    "no choice": ("inside_only", "not chosen by a comparison", {"axis": 1, "number": 1}),
+    "a choice among sequences": ("inside_only", "rows of the batch", {"axis": 0, "position": POSITION}),
     "a choice, by coordinates": ("row_by_row", "given for every sequence", {"axis": 0, "position": POSITION}),
     "a run of each sequence, by coordinates": ("row_by_row", "given for every sequence", {"axis": 1, "start": EACH}),
 }
