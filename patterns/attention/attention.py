@@ -1,12 +1,13 @@
 """out = softmax(scale · q kᵀ, masked) v  (Vaswani et al., Attention Is All You Need, 2017).
 
-*Matches* attention in every layout and spelling that the canonicaliser reads: sdpa, matmuls around a softmax, grouped
-heads, masks that are added, chosen or filled in, windows, sinks; over rows, or over the pages of a cache that a block
-table names; alone, or with the log-sum-exp of its scores, by which it is merged with attention over other keys.
-*Replaces with* `npu_fused_infer_attention_score_v2`, told in words what the mask lets through where that is proven,
-else shown the mask; with its first version where the second is left out, with `npu_incre_flash_attention` and
-`npu_prompt_flash_attention` where both are, or `_npu_paged_attention` of atb; or with `npu_fusion_attention` for
-encoders.
+*Matches* attention in every layout and spelling that the canonicaliser reads: sdpa; matmuls around a softmax; grouped
+heads; masks that are added, filled in or applied by where; sliding windows; sinks; keys and values in rows, or in cache
+pages that a block table names; the output alone, or with the log-sum-exp of the scores, which merges the output with
+attention over other keys.
+*Replaces with* `npu_fused_infer_attention_score_v2`, with a sparse mode and lengths where the mask is proven to be
+causal, a window or a length, else with the dense mask; with version 1 of the operator where version 2 is not available;
+with `npu_incre_flash_attention` and `npu_prompt_flash_attention` where neither is; with atb's `_npu_paged_attention`;
+or with `npu_fusion_attention` for encoders.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from patterns.attention.encodings import Floats, Int8
 from patterns.attention.masks.biases import Bias
 from patterns.attention.masks.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
-from patterns.attention.sources import SOURCES, NumberedSegments, PagedSegments, Rows, Segments
+from patterns.attention.sources import SOURCES, PagedSegments, Rows, Segments, SegmentsById
 from patterns.attention.varlen.pages import Pages
 
 _PACKED = "packed sequences take no bias"
@@ -57,10 +58,10 @@ class Attention(SoftmaxAttention):
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
-        """Behind any mask, or none, with or without a bias."""
+        """softmax(scale · q kᵀ + bias, masked) v over floats, with or without log Σ exp of the scores."""
         k, v = encoding.terms(p, *source.terms(p))
-        said = dict(q=q, k=k, sink=sink, scale=scale, **encoding.said(), **seen.said(), **bias.said())
-        return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
+        captures = dict(q=q, k=k, sink=sink, scale=scale, **encoding.captures(), **seen.said(), **bias.said())
+        return result.terms(partial(p.softmax_attention, v=v, **captures), partial(p.softmax_lse, **captures))
 
     @pattern
     @variants(source=SOURCES, result=(Output,))
@@ -76,11 +77,11 @@ class Attention(SoftmaxAttention):
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
-        """The same over int8, of whose scores the operator gives no log-sum-exp."""
+        """softmax(scale · q kᵀ + bias, masked) v over int8 keys and values, without the log-sum-exp."""
         return self.written(p, source, result, q, encoding, seen, bias, sink, scale)
 
     @pattern
-    @variants(source=(PagedSegments, Segments, NumberedSegments), result=(Output,))
+    @variants(source=(PagedSegments, Segments, SegmentsById), result=(Output,))
     def segmented(
         self,
         p,
@@ -93,13 +94,13 @@ class Attention(SoftmaxAttention):
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
-        """Of segments of packed tokens, each to itself."""
+        """softmax(scale · q kᵀ + bias, masked) v of packed segments, each over its own keys and values."""
         k, v = encoding.terms(p, *source.terms(p))
-        said = dict(q=q, k=k, v=v, sink=sink, scale=scale, output_view=result.view)
-        return source.attended(p)(**said, **seen.said(), **bias.said())
+        captures = dict(q=q, k=k, v=v, sink=sink, scale=scale, output_view=result.view)
+        return source.attended(p)(**captures, **seen.said(), **bias.said())
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
-        """How pages hold their rows, what the log-sum-exp of the operator is of, and what a bias stands beside."""
+        """Refuse combinations of encoding, pages, result, mask, bias and sink that no lowering computes."""
         encoding.refuse(source, result, sink)
         result.refuse(seen, sink, bias.values)
         require(sink is None or bias.values is None, "with a sink the operator reads packed sequences, without a bias")
@@ -108,52 +109,52 @@ class Attention(SoftmaxAttention):
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1, 0))
     def batched(self, q, encoding, source, result, seen, bias, sink, scale, version):
-        """One sequence beside the other, what is seen told in words or shown by the mask."""
+        """Emit one call on q [B, N, S, D] in layout BNSD or BSND; the mask as a sparse mode and lengths, or dense."""
         require(sink is None, "with a sink the operator reads packed sequences")
-        y, lse = source.batched(q, seen, encoding.told(Call(scale, version, result.lse), q, source), bias)
+        y, lse = source.batched(q, seen, encoding.with_scales(Call(scale, version, result.lse), q, source), bias)
         return result.restored(bias.restored(y, seen), lse, seen)
 
     @lowering
     @variants(source=(Rows,), seen=(Structured, Dense), version=(2, 1))
     def as_heads(self, q, encoding, source, result, seen, bias, sink, scale, version):
-        """The heads of all sequences as those of one, where positions stand before sequences in memory."""
+        """Emit one call with batch 1 and B · N heads, where q, k and v have the memory layout [S, B, N, D]."""
         require(sink is None, "with a sink the operator reads packed sequences")
         bias.refuse("a bias may differ from sequence to sequence")
-        y, lse = source.as_heads(q, seen, encoding.told(Call(scale, version, result.lse), q, source))
+        y, lse = source.as_heads(q, seen, encoding.with_scales(Call(scale, version, result.lse), q, source))
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
     def packed(self, q, encoding, source, result, seen, bias, sink, scale, version):
-        """One sequence after the other."""
+        """Emit one call on packed rows [B · S, N, D] (layout TND) with the end of each sequence."""
         bias.refuse(_PACKED)
         y, lse = source.packed(
-            q, seen, encoding.told(Call(scale, version, result.lse), q, source), **_beside(sink, version)
+            q, seen, encoding.with_scales(Call(scale, version, result.lse), q, source), **_sink_argument(sink, version)
         )
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
     def as_pages(self, q, encoding, source, result, seen, bias, sink, scale, version):
-        """The same with the keys of a sequence as one page of a paged cache, as they lie."""
+        """Emit one TND call that reads keys and values in place, as pages of T rows by an arange block table."""
         bias.refuse(_PACKED)
         y, lse = source.as_pages(
-            q, seen, encoding.told(Call(scale, version, result.lse), q, source), **_beside(sink, version)
+            q, seen, encoding.with_scales(Call(scale, version, result.lse), q, source), **_sink_argument(sink, version)
         )
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1))
-    def beside_sink(self, q, encoding, source, result, seen, bias, sink, scale, version):
-        """Attention without the sink, and the share that the sink takes, from the log-sum-exp of the scores."""
+    def sink_from_lse(self, q, encoding, source, result, seen, bias, sink, scale, version):
+        """Emit attention without the sink, and multiply the output by exp(lse) / (exp(lse) + exp(sink))."""
         require(sink is not None, "there is no sink")
-        y, lse = source.batched(q, seen, encoding.told(Call(scale, version, lse=True), q, source), bias)
-        return calls.viewed(calls.beside_sink(y, lse, sink), result.view)
+        y, lse = source.batched(q, seen, encoding.with_scales(Call(scale, version, lse=True), q, source), bias)
+        return calls.viewed(calls.with_sink(y, lse, sink), result.view)
 
     @lowering
     @variants(source=(Pages,), seen=(Structured,))
     def by_atb(self, q, encoding, source, result, seen, bias, sink, scale):
-        """One query of each sequence over pages, of the transformer library, which reads the lengths on the host."""
+        """Emit atb's _npu_paged_attention for one query of each sequence over pages, with lengths read on the host."""
         encoding.refuse_int8("of the transformer library")
         bias.refuse("the operator of the transformer library takes no bias")
         require(sink is None and not result.lse, "the operator of the transformer library gives attention alone")
@@ -162,7 +163,7 @@ class Attention(SoftmaxAttention):
     @lowering
     @variants(seen=(Unmasked,))
     def encoder(self, q, encoding, source, result, seen, bias, sink, scale):
-        """Every query sees every key."""
+        """Emit npu_fusion_attention on full sequences of which every query sees every key."""
         seen.refuse_others()
         encoding.refuse_int8("for encoders")
         bias.refuse("the operator for encoders adds a bias before it multiplies by the scale")
@@ -171,7 +172,6 @@ class Attention(SoftmaxAttention):
         return calls.viewed(source.encoded(q, scale), result.view)
 
 
-def _beside(sink: Tensor | None, version: int) -> dict[str, Any]:
-    """What the operator is told of a sink."""
+def _sink_argument(sink: Tensor | None, version: int) -> dict[str, Any]:
     require(sink is None or version == 2, "the first version of the operator takes no sink")
     return {} if sink is None else dict(learnable_sink=sink)

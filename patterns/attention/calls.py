@@ -1,4 +1,4 @@
-"""How attention is put to npu_fused_infer_attention_score: layouts, lengths and masks, as they are read where they lie.
+"""Calls of npu_fused_infer_attention_score and of the operators that it replaced, in layouts that need no copies.
 
 y, lse = fused(q, k, v, lengths, Call(scale, version, lse), input_layout=..., **spec.arguments(...))
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 from fusion import bounded, require
 
 BAND = 2048
-"""The mask of sparse modes 2, 3 and 4 is fixed: what it holds is not read for a larger one."""
+"""Size of the constant mask [BAND, BAND] of sparse modes 2, 3 and 4, whatever the lengths of queries and keys are."""
 KEYS = "actual_seq_kvlen"
 UNLIMITED = 2147483647
-"""A window of tokens that hides none."""
+"""A `next_tokens` that hides no key."""
 FIRST_NAMES = {
     "num_query_heads": "num_heads",
     "softmax_scale": "scale",
@@ -31,19 +31,21 @@ FIRST_NAMES = {
     "key_quant_mode": "key_antiquant_mode",
     "value_quant_mode": "value_antiquant_mode",
 }
-"""What the first version of the operator calls the arguments of the second."""
+"""Argument of npu_fused_infer_attention_score_v2 -> its name in npu_fused_infer_attention_score."""
 
 Parts = tuple[Tensor, Tensor]
-"""A result [B, N, S, E] and the log-sum-exp of its scores [B, N, S, 1], empty unless asked for."""
+"""An output [B, N, S, E] and its log-sum-exp [B, N, S, 1], which is unspecified unless the call asks for it."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The factor of the scores, the version of the operator (0 for those that it has replaced), and whether it gives
-    the log-sum-exp of the scores.
+    """The options of an attention call that no operand determines.
 
     Attributes:
-        int8: what is told of keys and values in int8, None for floats.
+        scale: the factor of the scores.
+        version: 2 or 1, the version of npu_fused_infer_attention_score; 0 for the operators that it replaced.
+        lse: True if the call returns the log-sum-exp of the scores.
+        int8: `Scales` or `TokenScales` of int8 keys and values (see `encodings`); None for floats.
     """
 
     scale: float
@@ -54,14 +56,14 @@ class Call:
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """A mask without its entries, as the operator takes it.
+    """A mask as a kind, a window and lengths, from which the operator derives the entries.
 
     Attributes:
         kind: "none", "causal_upper_left" (key j ≤ query i) or "causal_lower_right" (the last query sees
             the last key).
-        window: how many keys before its own a query sees; None for all.
-        kv_len: how many keys every sequence has, where that is known.
-        kv_lens: the same of each sequence, [B].
+        window: the number of keys before its own that a query sees; None for all.
+        kv_len: the number of keys that every sequence sees; None for all keys, or where `kv_lens` is given.
+        kv_lens: the number of keys of each sequence [B]; None if `kv_len` says all.
     """
 
     kind: str = "none"
@@ -70,7 +72,7 @@ class MaskSpec:
     kv_lens: Tensor | None = None
 
     def arguments(self, device: torch.device, queries: Any) -> dict[str, Any]:
-        """Sparse mode with what belongs to it; a single query has no causal order."""
+        """Return sparse_mode, atten_mask and the window as arguments of the operator; {} for the kind "none"."""
         if self.kind == "none":
             return {}
         triangle = torch.ones(BAND, BAND, dtype=torch.bool, device=device).triu(1)
@@ -79,11 +81,14 @@ class MaskSpec:
         return dict(sparse_mode=2 if self.kind == "causal_upper_left" else 3, atten_mask=triangle)
 
     def towards_last(self) -> MaskSpec:
-        """The same, causal towards the last key, as which a causal order of as many queries as keys counts as well."""
+        """Replace an upper-left causal kind by lower-right, which is the same mask for as many queries as keys."""
         return replace(self, kind="causal_lower_right" if self.kind == "causal_upper_left" else self.kind)
 
     def from_last(self, queries: Any, keys: Any) -> MaskSpec:
-        """The same for an operator whose causal order ends at the last key, whichever it is, with `kv_len` known."""
+        """Return the mask as one whose causal order is lower-right, with `kv_len` set; `self` if it has `kv_lens`.
+
+        An upper-left causal mask of `queries` rows is the lower-right one over the first `queries` of the `keys`.
+        """
         if self.kv_lens is not None:
             return self
         kv_len = queries if self.kind == "causal_upper_left" else keys if self.kv_len is None else self.kv_len
@@ -92,7 +97,7 @@ class MaskSpec:
 
 
 def viewed(y: Tensor, view: Any) -> Tensor:
-    """[B, N, S, E] in the arrangement and the dtype of the model, whose symbolic sizes are named."""
+    """Apply the reshapes, permutes and casts of `view` to `y` [B, N, S, E]; "B" and "S" in a shape are sizes of `y`."""
     sizes: dict[Any, Any] = {"B": y.shape[0], "S": y.shape[2]}
     for op, how in view:
         match op:
@@ -106,7 +111,7 @@ def viewed(y: Tensor, view: Any) -> Tensor:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments: Any) -> Parts:
-    """The operator for lengths as numbers or in a tensor: its output, and the log-sum-exps if the call has them."""
+    """Call the version of the operator that `call` names, with the `lengths` of the keys as numbers or as a tensor."""
     if call.version == 0:
         return _older(q, k, v, lengths, call, **arguments)
     arguments |= dict(softmax_scale=call.scale) | (dict(return_softmax_lse=True) if call.lse else {})
@@ -116,7 +121,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments
         operator = torch.ops.npu.npu_fused_infer_attention_score
         arguments = {FIRST_NAMES.get(name, name): value for name, value in arguments.items()}
     overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
-    with bounded():  # a result is a mean of values
+    with bounded():  # a mean of values is as bounded as the values
         return overload(q, k, v, **{FIRST_NAMES[KEYS] if call.version == 1 else KEYS: lengths}, **arguments)
 
 
@@ -132,54 +137,60 @@ def _older(
     num_key_value_heads: Any,
     **arguments: Any,
 ) -> Parts:
-    """The same by the operators that it has replaced: one for a single query of each sequence, one for several."""
+    """Call npu_incre_flash_attention for one query of each sequence, npu_prompt_flash_attention for several.
+
+    The second result is `q`, in the place of a log-sum-exp.
+    """
     require(not call.lse and call.int8 is None, "the older operators give no log-sum-exp and are told no int8 scales")
     require("pse_shift" not in arguments, "a bias is told to the operator that has replaced the older ones alone")
-    told = dict(
+    options = dict(
         num_heads=num_query_heads, num_key_value_heads=num_key_value_heads, scale_value=call.scale,
         input_layout=input_layout,
     )  # fmt: skip
     mode = arguments.pop("sparse_mode", 0)
     if q.shape[1 if input_layout == "BSND" else 2] == 1:
-        told |= {name: arguments[name] for name in ("atten_mask", "block_table", "block_size") if name in arguments}
+        options |= {name: arguments[name] for name in ("atten_mask", "block_table", "block_size") if name in arguments}
         operator = torch.ops.npu.npu_incre_flash_attention
         overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
-        with bounded():  # a mean of values
-            return overload(q, k, v, actual_seq_lengths=lengths, **told), q
+        with bounded():  # a mean of values is as bounded as the values
+            return overload(q, k, v, actual_seq_lengths=lengths, **options), q
     require("block_table" not in arguments, "the older operator for several queries reads no pages")
     numbers = not isinstance(lengths, Tensor) and all(isinstance(each, int) and each > 0 for each in lengths or ())
     require(numbers, "the older operator for several queries is told lengths in numbers, and of keys that there are")
-    told |= {name: arguments[name] for name in ("atten_mask", "pre_tokens") if name in arguments}
-    told |= dict(sparse_mode=mode, next_tokens=arguments.get("next_tokens", UNLIMITED))
-    with bounded():  # a mean of values
-        return torch.ops.npu.npu_prompt_flash_attention(q, k, v, actual_seq_lengths_kv=lengths, **told), q
+    options |= {name: arguments[name] for name in ("atten_mask", "pre_tokens") if name in arguments}
+    options |= dict(sparse_mode=mode, next_tokens=arguments.get("next_tokens", UNLIMITED))
+    with bounded():  # a mean of values is as bounded as the values
+        return torch.ops.npu.npu_prompt_flash_attention(q, k, v, actual_seq_lengths_kv=lengths, **options), q
 
 
 def heads_last(x: Tensor) -> bool:
-    """Whether x [B, N, S, D] lies in memory as [B, S, N, D]."""
+    """True if `x` [B, N, S, D] has the memory layout [B, S, N, D]."""
     return x.stride(1) < x.stride(2)
 
 
 def positions_first(x: Tensor) -> bool:
-    """Whether x [B, N, S, D] lies in memory as [S, B, N, D], the heads of all sequences beside each other."""
-    beside = x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return beside and (x.shape[2] == 1 or x.stride(2) > x.stride(0))
+    """True if `x` [B, N, S, D] has the memory layout [S, B, N, D], with the heads of all sequences adjacent."""
+    adjacent = x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return adjacent and (x.shape[2] == 1 or x.stride(2) > x.stride(0))
 
 
-def of_one(x: Tensor) -> Tensor:
-    """What lies so, as [1, B · N, S, D]."""
+def batch_as_heads(x: Tensor) -> Tensor:
+    """View `x` [B, N, S, D] of memory layout [S, B, N, D] as the heads of one sequence, [1, B · N, S, D]."""
     return x.permute(2, 0, 1, 3).flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
 
 def ends_of(batch: Any, size: Any, device: torch.device, beside: Any = None) -> Any:
-    """Where each sequence ends: numbers, or a tensor if those `beside` are one or their number is symbolic."""
+    """Return the ends of `batch` packed sequences of `size` rows: a list of numbers, or a tensor [B].
+
+    It is a tensor if `batch` is symbolic, or if `beside`, the lengths of the other operand, is a tensor.
+    """
     if isinstance(batch, int) and not isinstance(beside, Tensor):
         return [size * (number + 1) for number in range(batch)]
     return torch.arange(1, batch + 1, device=device) * size
 
 
 def each_length(spec: MaskSpec, q: Tensor) -> Any:
-    """How many keys each sequence of queries [B, ..] has: numbers, or a tensor [B]."""
+    """Return the number of keys of each sequence of `q` [B, ..] by `spec`: a list of numbers, or a tensor [B]."""
     batch: Any = q.shape[0]
     if spec.kv_lens is not None:
         return spec.kv_lens
@@ -187,21 +198,32 @@ def each_length(spec: MaskSpec, q: Tensor) -> Any:
 
 
 def laid(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1) -> Tensor:
-    """Pages of `size` rows of `heads` as an operator is told that they lie, in the words of `paged_rows`.
+    """Reshape `pages` of `size` rows and `heads` heads to the dims that operators take, without a copy.
 
-    [Block, Size, N · D] for "BSND", [Block, N, Size, D] for "BNSD", [Block, N, D / L, Size, L] for "NZ".
+    Refuse pages that are not contiguous.
+
+    [Block, Size, N · D] for the layout "BSND", [Block, N, Size, D] for "BNSD", [Block, N, D / L, Size, L] for "NZ".
     """
     what = "lines of the pages" if layout == "NZ" else "pages"
-    together = "the {what} do not lie together, so that reading them in place would copy them all"
-    require(pages.is_contiguous(), together, what=what)
+    reason = "the {what} do not lie together, so that reading them in place would copy them all"
+    require(pages.is_contiguous(), reason, what=what)
     dims = {"BSND": (size, -1), "BNSD": (heads, size, -1), "NZ": (heads, -1, size, pages.shape[-1])}
     return pages.reshape(pages.shape[0], *dims[layout])
 
 
 def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, ends: Any = None, **arguments: Any) -> Parts:
-    """Queries [B, N, S, D] one sequence after the other, over packed keys or pages: [B, N, S, E] and [B, N, S, 1].
+    """Call the operator on queries packed to [B · S, N, D] (layout TND), over packed keys or pages.
 
-    `ends` says where sequences end that are not all as long.
+    Args:
+        q: queries [B, N, S, D].
+        k, v: keys and values, packed [.., M, D] or in pages.
+        lengths: the ends of packed keys, or the lengths in pages.
+        call: scale, version and results.
+        ends: the ends of the packed queries; None for B sequences of S rows.
+        arguments: further arguments of the operator.
+
+    Returns:
+        The output [B, N, S, E] and its log-sum-exp [B, N, S, 1].
     """
     batch: Any = q.shape[0]
     heads, queries = q.shape[1:3]
@@ -215,7 +237,7 @@ def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, ends:
 
 
 def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """A whole sequence that attends to itself."""
+    """Call npu_fusion_attention without a mask, in layout BSH if q, k and v have it in memory, else in BNSD."""
     heads = q.shape[1]
     if not (heads_last(q) and heads_last(k) and heads_last(v)):
         return torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BNSD", scale=scale)[0]
@@ -225,17 +247,20 @@ def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def by_atb(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Any, scale: float) -> Tensor:
-    """One query [B, N, 1, D] of each sequence over pages [Block, Size, M, D], of which a row without keys gives 0."""
+    """Call atb's _npu_paged_attention with one query of each sequence, `q` [B, N, 1, D].
+
+    Keys and values are pages [Block, Size, M, D]. The output for a sequence of length 0 is 0.
+    """
     require(q.shape[2] == 1, "the operator of the transformer library is for one query of each sequence")
     rows, heads = q.squeeze(2), (k.shape[2], q.shape[1])
     if not isinstance(lengths, Tensor):
         lengths = torch.full((q.shape[0],), lengths[0], device=q.device)
-    out = torch.zeros(rows.shape, dtype=q.dtype, device=q.device)  # the kernel leaves such a row as it is
+    out = torch.zeros(rows.shape, dtype=q.dtype, device=q.device)  # the kernel does not write rows of length 0
     attended = torch.ops.atb._npu_paged_attention.functional
     return attended(rows, k, v, *heads, scale, table, lengths.int(), out).unsqueeze(2)
 
 
-def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """y · exp(lse) / (exp(lse) + exp(sink)): y [B, N, S, E], lse [B, N, S, 1], sink [N]."""
+def with_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Compute y · exp(lse) / (exp(lse) + exp(sink)) [B, N, S, E] of `y`, `lse` [B, N, S, 1] and `sink` [N]."""
     share = torch.sigmoid(lse - sink.to(lse.dtype).reshape(-1, 1, 1))
     return (y * share).to(y.dtype)

@@ -1,11 +1,11 @@
-"""The facet of attention that says in which numbers keys and values lie: in floats, or in int8 (C8).
+"""The facet of attention for the encoding of keys and values: floats, or int8 (C8).
 
-    Floats      in the dtype of the queries
-    Int8        k = (x + offset) · scale and v likewise, which the operator computes as it reads x
+    Floats      keys and values in the dtype of the queries
+    Int8        k = (x + offset) · scale, and v likewise: the operator dequantises x as it reads x
 
-Scales are those of each channel, of each head or of all, or those of each token. What the dtype of the queries does not
-hold as it is would be rounded, for all tokens alike: it is refused; scales of tokens are told in float32. An offset of
-keys adds one number to all scores of a query, which a softmax does not see: the operator is not told it.
+Scales are per tensor, per head, per channel or per token. Scales per token are passed in float32; all others in the
+dtype of the queries, and refused if that dtype rounds them, which would change all tokens alike. An offset of keys adds
+one number to all scores of a query and cancels in the softmax: the operator gets none.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ ALONE = "int8 keys are read with one sequence beside the other"
 
 @dataclass(frozen=True)
 class Floats(Group):
-    """Floats, of which the operator is told nothing."""
+    """Keys and values in floats, without scales."""
 
     def terms(self, p, k, v) -> tuple[Any, Any]:
-        """Keys and values, of the rows of a source."""
+        """Return the terms of keys and values, given the terms `k` and `v` that a source gives."""
         return k, v
 
-    def said(self) -> dict[str, Any]:
-        """What the words for attention say of them: nothing."""
+    def captures(self) -> dict[str, Any]:
+        """Return the captures that the encoding adds to the words of attention."""
         return {}
 
     def refuse(self, source: Any, result: Any, sink: Any) -> None:
-        """Refuse pages in other blocks of NZ."""
+        """Refuse pages in NZ blocks of other widths, and a `result` or a `sink` that the encoding excludes."""
         source.refuse_blocks(pages.NZ, pages.NZ)
 
     def refuse_int8(self, operator: str) -> None:
-        """Every operator reads them."""
+        """Refuse int8 for an operator that reads floats alone; `operator` is the rest of its name in the reason."""
 
-    def told(self, call: Call, q: Tensor, source: Any) -> Call:
-        """The call with what the operator is told of the numbers of a source."""
+    def with_scales(self, call: Call, q: Tensor, source: Any) -> Call:
+        """Return `call` with the scales of the keys and values of `source`; floats have none."""
         return call
 
 
 @dataclass(frozen=True)
 class Int8(Floats):
-    """int8, as the words `int8_keys` and `int8_values` say.
+    """Keys and values in int8, with the captures of the words `int8_keys` and `int8_values`.
 
     Attributes:
-        mixed: whether the model computes with them in another dtype than that of the queries.
+        k_scale, v_scale: [1, M or 1, 1, D or 1], or [B, M or 1, T, 1] per token; None for 1.
+        v_offset: [1, M or 1, 1, D or 1]; None for 0.
+        k_by, v_by, v_offset_by: numbers that multiply the tensors above.
+        v_shift: a number that is added to int8 values in addition to the offset.
+        shifted: True if keys have an offset.
+        mixed: True if the model dequantises to another dtype than that of the queries.
     """
 
     k_scale: Any = tensor("One Mk Row Dk", optional=True)
@@ -67,32 +72,32 @@ class Int8(Floats):
     mixed: Any = attribute()
 
     def terms(self, p, k, v) -> tuple[Any, Any]:
-        """As of floats."""
+        """Return the terms of dequantised keys and values, given the terms `k` and `v` that a source gives."""
         offset = dict(offset=self.v_offset, offset_by=self.v_offset_by, shift=self.v_shift)
         keys = p.int8_keys(x=k, scale=self.k_scale, by=self.k_by, shifted=self.shifted)
         return keys, p.int8_values(x=v, scale=self.v_scale, by=self.v_by, **offset)
 
-    def said(self) -> dict[str, Any]:
-        """In which dtype the model computes with them."""
+    def captures(self) -> dict[str, Any]:
+        """Return `mixed`, the capture that the encoding adds to the words of attention."""
         return dict(mixed=self.mixed)
 
     def refuse(self, source: Any, result: Any, sink: Any) -> None:
-        """Refuse offsets of keys where more than a softmax sees them, and pages in other blocks of NZ."""
+        """Refuse pages in NZ blocks of other widths, and an offset of keys with a sink or a log-sum-exp."""
         require(not self.shifted or (sink is None and not result.lse), "the offset of int8 keys does not cancel")
         source.refuse_blocks(pages.NZ_INT8, pages.NZ_INT8)
 
     def refuse_int8(self, operator: str) -> None:
-        """Some do not."""
+        """Refuse int8 for the operator with the name `operator`."""
         require(False, "the operator {operator} reads no int8", operator=operator)
 
-    def told(self, call: Call, q: Tensor, source: Any) -> Call:
-        """Return the call with the scales; the operator gives keys and values in the dtype of the queries."""
-        wide = torch.float32 if self.mixed else q.dtype
+    def with_scales(self, call: Call, q: Tensor, source: Any) -> Call:
+        """Return `call` with the scales of the keys and values of `source`, and declare their rounding."""
+        wide = torch.float32 if self.mixed else q.dtype  # the operator dequantises to the dtype of the queries
         with rounding("the keys and values that int8 stands for", wide, q.dtype):
             return replace(call, int8=self._scales(q, source))
 
     def _scales(self, q: Tensor, source: Any) -> TokenScales | Scales:
-        """Return what the operator is told of keys and values."""
+        """Return the scales as `TokenScales` if they are per token, else as `Scales` in the dtype of `q`."""
         if self.k_scale is not None and (self.k_scale.shape[0] != 1 or self.k_scale.shape[2] != 1):
             key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
             return TokenScales(key, value)
@@ -100,27 +105,27 @@ class Int8(Floats):
         return Scales(key, value, self._offset(q), source.first.shape[1])
 
     def _offset(self, q: Tensor) -> Tensor | None:
-        """That of values, in the dtype of the queries."""
-        whole, offset = float(self.v_shift), self.v_offset
+        """Return the offset of values in the dtype of `q`, which must represent it exactly; None for 0."""
+        shift, offset = float(self.v_shift), self.v_offset
         require(
-            whole == round(whole) and abs(whole) <= 256,
+            shift == round(shift) and abs(shift) <= 256,
             "the offset {whole:g} is no whole number of 8 bits",
-            whole=whole,
+            whole=shift,
         )
         if offset is None:
-            return q.new_full((1,), whole) if whole else None
-        held = offset.dtype in (torch.int8, q.dtype) and self.v_offset_by in (1, -1) and not whole
-        require(held, "the dtype of the queries does not hold the offset of int8 values as it is")
+            return q.new_full((1,), shift) if shift else None
+        exact = offset.dtype in (torch.int8, q.dtype) and self.v_offset_by in (1, -1) and not shift
+        require(exact, "the dtype of the queries does not hold the offset of int8 values as it is")
         return offset.to(q.dtype) * self.v_offset_by
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What the operator is told of int8 keys and values.
+    """The scales of int8 keys and values per tensor, head or channel, as arguments of the operator.
 
     Attributes:
-        key, value: scales that broadcast to [1, M, 1, D].
-        offset: that of values, None without one.
+        key, value: the scales, which broadcast to [1, M, 1, D].
+        offset: the offset of values, which broadcasts likewise; None for 0.
         heads: M.
     """
 
@@ -130,37 +135,37 @@ class Scales:
     heads: Any
 
     def arguments(self, q: Tensor, k: Tensor, layout: str) -> dict[str, Any]:
-        """For queries and keys of a layout, by the names of the second version of the operator."""
+        """Return scales, offsets and their modes as arguments of version 2 for queries and keys in `layout`."""
         require(layout in ("BSND", "BNSD"), ALONE)
-        told = {"dequant_scale_key": self.key, "dequant_scale_value": self.value}
+        scales = {"dequant_scale_key": self.key, "dequant_scale_value": self.value}
         if self.offset is not None:
-            told |= {"dequant_offset_key": torch.zeros_like(self.offset), "dequant_offset_value": self.offset}
-        lines, one = k.dim() == 5, q.shape[1 if layout == "BSND" else 2] == 1
-        if one and not lines and all(each.numel() == 1 for each in told.values()):
-            return {name: each.reshape(1) for name, each in told.items()}
-        if one and not lines and all(each.shape[-1] == 1 for each in told.values()):
-            of_heads = {name: each.expand(1, self.heads, 1, 1).flatten() for name, each in told.items()}
-            return dict(of_heads, key_quant_mode=2, value_quant_mode=2)
+            scales |= {"dequant_offset_key": torch.zeros_like(self.offset), "dequant_offset_value": self.offset}
+        nz, one = k.dim() == 5, q.shape[1 if layout == "BSND" else 2] == 1
+        if one and not nz and all(each.numel() == 1 for each in scales.values()):
+            return {name: each.reshape(1) for name, each in scales.items()}
+        if one and not nz and all(each.shape[-1] == 1 for each in scales.values()):
+            by_head = {name: each.expand(1, self.heads, 1, 1).flatten() for name, each in scales.items()}
+            return dict(by_head, key_quant_mode=2, value_quant_mode=2)
         width = q.shape[-1]
-        alike = all(each.shape[-1] in (1, width) for each in told.values())
+        alike = all(each.shape[-1] in (1, width) for each in scales.values())
         require(alike, "int8 values are narrower than keys, and have scales of each channel")
         lead = (1, self.heads, 1) if one else (self.heads,)
-        if lines:
+        if nz:
             lead = (self.heads, 1) if layout == "BNSD" else (self.heads,)
-        wide = {name: each.expand(1, self.heads, 1, width) for name, each in told.items()}
-        fast = dict(inner_precise=1) if lines else {}
+        wide = {name: each.expand(1, self.heads, 1, width) for name, each in scales.items()}
+        fast = dict(inner_precise=1) if nz else {}
         return {name: each.reshape(*lead, width) for name, each in wide.items()} | fast
 
 
 @dataclass(frozen=True)
 class TokenScales:
-    """What the operator is told of int8 keys and values with scales [B, M or 1, T, 1] of each token, in float32."""
+    """The scales of int8 keys and values per token, [B, M or 1, T, 1] in float32, as arguments of the operator."""
 
     key: Tensor
     value: Tensor
 
     def arguments(self, q: Tensor, k: Tensor, layout: str) -> dict[str, Any]:
-        """As of `Scales`."""
+        """Return scales, [1, B, T] if heads share them, else [B, M, T], and modes as arguments of version 2."""
         require(layout in ("BSND", "BNSD"), ALONE)
         mode, dims = (1, (1, 0, 2)) if self.key.shape[1] == 1 else (3, (0, 1, 2))
         scales = [each.squeeze(-1).permute(dims).contiguous() for each in (self.key, self.value)]

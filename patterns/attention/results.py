@@ -1,4 +1,4 @@
-"""The facet of attention that says what is used of it: its result, or the log-sum-exp of its scores as well."""
+"""The facet of attention for its results: the output alone, or with the log-sum-exp of the scores."""
 
 from __future__ import annotations
 
@@ -11,57 +11,65 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, require
 from patterns.attention.calls import viewed
 
-Term = Callable[..., Any]
+TermBuilder = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class SoftmaxAttention(Rule):
-    """What the rules of attention have in common."""
+    """Base of the rules of softmax attention, with their reference."""
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
+        """Compute softmax(scale · q kᵀ) v and log Σ exp(scale · q kᵀ), [B, N, S, E] and [B, N, S, 1], without a mask.
+
+        The arguments are `q` [B, N, S, D], `k` [B, N, T, D] and `v` [B, N, T, E].
+        """
         scores = (q @ k.transpose(-2, -1)).float() * scale
         return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
 class Output(Group):
-    """The result [B, N, S, E], in the arrangement of the model."""
+    """The output alone.
+
+    Attributes:
+        view: the reshapes, permutes and casts from [B, N, S, E] to the value of the model.
+        lse: True if the log-sum-exp is a result as well.
+    """
 
     view: Any = attribute()
     lse = False
 
-    def terms(self, attended: Term, summed: Term) -> Any:
-        """The results of a form, of the terms of attention and of its log-sum-exp."""
+    def terms(self, attended: TermBuilder, summed: TermBuilder) -> Any:
+        """Return the terms of the results, built by `attended` (the output) and `summed` (the log-sum-exp)."""
         return attended(output_view=self.view)
 
     def refuse(self, seen: Any, sink: Any = None, bias: Any = None) -> None:
-        """Any mask, any sink and any bias will do."""
+        """Refuse masks, sinks and biases that change the log-sum-exp; the output alone takes any."""
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
-        """What the rule gives of what the operator gives."""
+        """Return the results of the rule, given output `y` [B, N, S, E] and `lse` [B, N, S, 1] of the operator."""
         return viewed(y, self.view)
 
 
 @dataclass(frozen=True)
 class OutputAndLse(Output):
-    """The same and log Σ exp of the scores, [B, N, S, 1], to merge it with attention over other keys."""
+    """The output and log Σ exp of the scores [B, N, S, 1], which merges the output with attention over other keys."""
 
     lse = True
 
-    def terms(self, attended: Term, summed: Term) -> Any:
-        """Both."""
+    def terms(self, attended: TermBuilder, summed: TermBuilder) -> Any:
+        """Return the terms of output and log-sum-exp, built by `attended` and `summed`."""
         return attended(output_view=self.view), summed()
 
     def refuse(self, seen: Any, sink: Any = None, bias: Any = None) -> None:
-        """What the log-sum-exp of the operator is not of."""
+        """Refuse masks, sinks and biases with which the operator's log-sum-exp is not that of the model."""
         require(sink is None, "the log-sum-exp of the operator does not count the sink")
         require(bias is None, "whether the log-sum-exp of the operator counts the bias is not documented")
         finite = seen.fully_masked_row == "mean" or seen.levels is not None
         require(not finite, "a query without keys has a finite log-sum-exp, of which the operator says +inf")
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
-        """Both."""
+        """Return output and log-sum-exp of the rule, with -inf as the log-sum-exp of a query without keys."""
         return viewed(y, self.view), seen.restored_lse(lse)
 
 

@@ -1,11 +1,11 @@
 """out, lse = softmax(scale · q kᵀ + mask) v, log Σ exp(scale · q kᵀ + mask): attention over some of the keys.
 
-*Matches* attention whose log-sum-exp is used beside it, alone, or merged with what other keys gave:
+*Matches* attention whose output and log-sum-exp are used, alone or merged with out₀ and lse₀ of other keys:
 
     lse' = log(exp(lse₀) + exp(lse))      out' = exp(lse₀ - lse') out₀ + exp(lse - lse') out
 
-*Replaces with* atb's `npu_ring_mla`, which takes queries and keys in two parts: lanes like those of values, and the
-rest.
+*Replaces with* atb's `npu_ring_mla`, which takes queries and keys as two operands each: as many lanes as values have,
+and the remaining lanes.
 """
 
 from __future__ import annotations
@@ -23,37 +23,43 @@ from patterns.attention.masks.visibility import Visibility
 from patterns.attention.results import SoftmaxAttention
 
 TRIANGLE = 512
+"""Size of the constant mask [TRIANGLE, TRIANGLE], whatever the lengths of queries and keys are."""
 
 
 @dataclass(frozen=True)
 class Alone(Group):
-    """Nothing but these keys gave anything."""
+    """The results of these keys alone."""
 
     view: Any = attribute()
 
     def terms(self, p, attended, lse, like):
-        """The result, in the arrangement of the model, and its log-sum-exp."""
+        """Return the terms of the output, built by `attended`, and of its log-sum-exp `lse`."""
         return attended(output_view=self.view), lse
 
     def arguments(self) -> dict[str, Any]:
-        """What the operator is told."""
+        """Return the arguments of npu_ring_mla that depend on the results of other keys."""
         return dict(calc_type="calc_type_first_ring")
 
     def restored(self, y: Tensor) -> Tensor:
-        """The result as the model has it."""
+        """Return the output of the rule, given output `y` [B, N, S, E] of the operator."""
         return viewed(y, self.view)
 
 
 @dataclass(frozen=True)
 class Merged(Group):
-    """Other keys gave a result and a log-sum-exp before."""
+    """The results of these keys merged with those of other keys.
+
+    Attributes:
+        before, lse: the output [B, N, S, E] of the other keys and its log-sum-exp [B, N, S, 1].
+        view: the reshapes, permutes and casts from the output of these keys, [B, N, S, E], to the model's value.
+    """
 
     before: Any = tensor("B N S E")
     lse: Any = tensor("B N S I")
     view: Any = attribute()
 
     def terms(self, p, attended, lse, like):
-        """Both of all keys."""
+        """Return the terms of out' in the dtype of `like`, with out built by `attended`, and of lse'."""
         out = p.reshaped(attended(output_view=self.view))
         top = p.op("aten.maximum.default", self.lse, lse)
         old, new = p.op("exp", self.lse - top), p.op("exp", lse - top)
@@ -62,19 +68,19 @@ class Merged(Group):
         return p.as_dtype(y * p.power(total, -1.0), like), top + p.op("log", total)
 
     def arguments(self) -> dict[str, Any]:
-        """What the operator is told."""
+        """Return the results of the other keys as arguments of npu_ring_mla, [B · S, N, E] and [N, B · S]."""
         pre_out = self.before.transpose(1, 2).flatten(0, 1)
         prev_lse = self.lse.squeeze(-1).transpose(0, 1).flatten(1)
         return dict(calc_type="calc_type_default", pre_out=pre_out, prev_lse=prev_lse)
 
     def restored(self, y: Tensor) -> Tensor:
-        """The result as it is."""
+        """Return `y`, the merged output [B, N, S, E] of the operator."""
         return y
 
 
 @dataclass(frozen=True)
 class RingMla(SoftmaxAttention):
-    """Attention over some of the keys, with what other keys gave."""
+    """Attention over some of the keys, alone or merged with the results of other keys."""
 
     aliases = ("ring_attention",)
 
@@ -90,12 +96,15 @@ class RingMla(SoftmaxAttention):
         seen: Any = Visibility,
         scale=scalar(),
     ):
-        """Behind whatever mask."""
-        said = dict(q=q, k=k, scale=scale, **seen.said())
-        return others.terms(p, partial(p.softmax_attention, v=v, **said), p.softmax_lse(**said), q)
+        """softmax(scale · q kᵀ, masked) v and log Σ exp of the scores, alone or merged with out₀ and lse₀."""
+        captures = dict(q=q, k=k, scale=scale, **seen.said())
+        return others.terms(p, partial(p.softmax_attention, v=v, **captures), p.softmax_lse(**captures), q)
 
     def guard(self, q: Any, k: Any, v: Any, seen: Visibility):
-        """What the operator can be told."""
+        """Refuse lengths, windows, dense masks, and causal masks that are not square.
+
+        Refuse symbolic sizes as well, fewer keys than queries, and queries without more lanes than values.
+        """
         rows, keys = q.shape[2], k.shape[2]
         numbers = all(isinstance(each, int) for each in (q.shape[0], rows, keys))
         every = seen.window is None and seen.kv_len is None and seen.kv_lens is None
@@ -107,25 +116,28 @@ class RingMla(SoftmaxAttention):
 
     @lowering
     def run(self, q, k, v, others, seen, scale):
-        """One call, over sequences that are packed one after the other."""
-        y, lse = _stepped(q, k, v, scale, seen.mask_kind != "none", **others.arguments())
+        """Emit npu_ring_mla on packed queries [B · S, N, D], keys [B · T, M, D] and values [B · T, M, E]."""
+        y, lse = _ring_mla(q, k, v, scale, seen.mask_kind != "none", **others.arguments())
         return others.restored(y), lse
 
 
-def _stepped(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **how: Any) -> Parts:
-    """Output [B, N, S, E] and log-sum-exp [B, N, S, 1]."""
+def _ring_mla(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **options: Any) -> Parts:
+    """Call npu_ring_mla; return output [B, N, S, E] and log-sum-exp [B, N, S, 1].
+
+    `options` are the arguments that depend on the results of other keys.
+    """
     batch, heads, rows = q.shape[:3]
     width: Any = v.shape[3]
     packed = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
     query, key, value = packed
     lengths = [torch.full((batch,), size, dtype=torch.int32) for size in (rows, k.shape[2])]
     made: dict[str, Any] = dict(dtype=q.dtype, device=q.device)
-    hidden = 1.0 if q.dtype == torch.bfloat16 else -10000.0  # the kernel multiplies what it is given in bfloat16
+    hidden = 1.0 if q.dtype == torch.bfloat16 else -10000.0  # in bfloat16 the kernel multiplies the mask itself
     mask = torch.full((TRIANGLE, TRIANGLE), hidden, **made).triu(1) if causal else torch.empty((1, 1), **made)
     y, lse = torch.ops.atb.npu_ring_mla(
         query[..., :width], query[..., width:], key[..., :width], key[..., width:], value, mask,
         lengths[0] if causal else torch.stack(lengths), heads, k.shape[1], qk_scale=scale,
         kernel_type="kernel_type_high_precision", mask_type="mask_type_triu" if causal else "no_mask",
-        input_layout="type_bsnd", **how,
+        input_layout="type_bsnd", **options,
     )  # fmt: skip
     return y.unflatten(0, (batch, rows)).transpose(1, 2), lse.unflatten(1, (batch, rows)).transpose(0, 1).unsqueeze(-1)

@@ -1,63 +1,63 @@
-"""What values mean in softmax attention; queries [B, N, S, D], keys [B, M, T, D], values [B, M, T, E], M divides N."""
+"""Words of softmax attention: queries [B, N, S, D], keys [B, M, T, D], values [B, M, T, E], where M divides N."""
 
 from fusion import word
 
 PARTS = 8
-"""So many parts of the keys can be merged at once."""
+"""The most parts of the keys that one reading of `lse_merge` merges."""
 
-_SEEN = {
-    "mask": "a dense mask [B, N, S, T] where one is kept, True for a key that is hidden",
-    "count": "how many first keys, perhaps none, every query of a sequence sees [B], where a dense mask says no more",
-    "mask_kind": '"none", "causal_upper_left" (j ≤ i), "causal_lower_right" (the last query sees the last key '
-    'there is) or "dense"',
-    "window": "how many keys before its own a query sees, None for all",
-    "kv_len": "how many keys there are for every sequence, None for all T",
-    "kv_lens": "how many keys there are for each sequence [B]",
-    "levels": "by how much keys are lowered [B, N, S, T], where a query without keys sees those that are lowered least",
-    "fully_masked_row": '"zero", "nan", "mean", "lowest", "lowest_or_nan" or "lowest_or_zero": what a query without '
-    "keys gives",
+_VISIBLE = {
+    "mask": "the dense mask [B or 1, 1, S, T], True for a hidden key; absent where there is none",
+    "count": "the number of first keys, possibly 0, that every query of a sequence sees [B], if a dense mask says no "
+    "more; absent else",
+    "mask_kind": '"none", "causal_upper_left" (key j ≤ query i), "causal_lower_right" (the last query sees the last '
+    'key) or "dense" (see mask)',
+    "window": "the number of keys before its own that a query sees; None for all",
+    "kv_len": "the number of keys of every sequence; None for all T",
+    "kv_lens": "the number of keys of each sequence [B]",
+    "levels": "the numbers, at most 0, that masks add to the scores [B or 1, 1, S, T], if a query without a visible "
+    "key attends to the keys with the greatest of them; absent else",
+    "fully_masked_row": 'the output for a query without a visible key: "zero", "nan", "mean" (of all values) or, by '
+    'levels, "lowest", "lowest_or_nan" or "lowest_or_zero" (NaN or 0 if all levels are -inf)',
 }
-"""What every reading of attention says of the keys that are seen."""
+"""Captures of each word of attention for the keys that a query sees."""
 
 _BIAS = {
-    "bias": "what is added to the scaled scores [B or 1, N, S, T], in the dtype of the queries; absent without one",
-    "empty_bias": '"zero" or "nan": what a query gives that sees no key, if the bias may hold -inf; absent if not',
+    "bias": "the addend of the scaled scores [B or 1, N, S, T], in the dtype of the queries; absent for none",
+    "empty_bias": 'the output for a query without a visible key, "zero" or "nan", if the bias may be -inf; absent else',
 }
+_VIEW = 'the reshapes, permutes and casts from [B, N, S, E] to the value; symbolic sizes are "B", "S" or -1'
+_SINK = "[N], a score with a share of the softmax, but without a value"
+_MIXED = "True if k and v are dequantised from int8 to another dtype than that of q; absent else"
 
 SOFTMAX_ATTENTION = word(
     "softmax_attention",
-    "softmax(scale · q kᵀ + bias) v over the keys that are seen, arranged as output_view says",
-    q="[B, N, S, D]", k="[B, M, T, D]", v="[B, M, T, E]", scale="a number", **_SEEN,
-    output_view="steps from [B, N, S, E] to the value; sizes that are symbolic by name",
-    sink="[N], a score that takes its share and has no value",
-    mixed="True where k and v are read from int8 in another dtype than that of q; absent if not",
-    **_BIAS,
+    "softmax(scale · q kᵀ + bias) v over the visible keys",
+    q="[B, N, S, D]", k="[B, M, T, D]", v="[B, M, T, E]", scale="a number", **_VISIBLE, output_view=_VIEW,
+    sink=_SINK, mixed=_MIXED, **_BIAS,
 )  # fmt: skip
 SEGMENTED_ATTENTION = word(
     "segmented_attention",
-    "such attention of segments of packed tokens, each to its own keys alone",
-    q="[1, N, S, D]", k="[1, M, T, D]", v="[1, M, T, E]", scale="a number", **_SEEN,
-    output_view="as of softmax_attention", sink="[N]",
-    ends="where each segment of the queries ends", key_ends="the same of the keys", **_BIAS,
+    "softmax_attention of packed segments, each over its own keys alone",
+    q="[1, N, S, D]", k="[1, M, T, D]", v="[1, M, T, E]", scale="a number", **_VISIBLE, output_view=_VIEW, sink=_SINK,
+    ends="the end of each segment in the queries", key_ends="the end of each segment in the keys", **_BIAS,
 )  # fmt: skip
 NUMBERED_ATTENTION = word(
     "numbered_attention",
-    "the same of packed tokens of which data says the segment",
-    q="[1, N, T, D]", k="[1, M, T, D]", v="[1, M, T, E]", scale="a number", **_SEEN,
-    output_view="as of softmax_attention", sink="[N]",
-    segment="the number of each token's segment, of T elements, which never falls from one token to the next",
-    segments="below which number these are", **_BIAS,
+    "softmax_attention of packed tokens, each over the keys with its own segment id",
+    q="[1, N, T, D]", k="[1, M, T, D]", v="[1, M, T, E]", scale="a number", **_VISIBLE, output_view=_VIEW, sink=_SINK,
+    segment="the segment id of each token, T elements that never decrease",
+    segments="the number of segments; ids are less", **_BIAS,
 )  # fmt: skip
 PAGED_SEGMENTS = word(
     "paged_segments",
-    "rows of segments, one after the other, each gathered from pages by a row of a block table [1, M, T, D]",
-    rows="the value", pages="[Block, ..]", block_table="[Segment, P]", size="rows of a page",
-    layout='"BSND", "BNSD" or "NZ": how a page lies',
+    "keys or values of packed segments [1, M, T, D], each segment gathered from pages by a row of a block table",
+    rows="the gathered value", pages="[Block, ..]", block_table="[Segment, P]", size="rows of a page",
+    layout='the layout of a page: "BSND", "BNSD" or "NZ"',
 )  # fmt: skip
 SOFTMAX_LSE = word(
     "softmax_lse",
-    "log Σ exp of the scores of such an attention [B, N, S]",
-    q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink="[N]", mixed="as of softmax_attention", **_SEEN, **_BIAS,
+    "log Σ exp of the scores of softmax_attention over the visible keys [B, N, S]",
+    q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink=_SINK, mixed=_MIXED, **_VISIBLE, **_BIAS,
 )  # fmt: skip
 LSE_MERGE = word(
     "lse_merge",

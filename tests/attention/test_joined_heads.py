@@ -12,7 +12,7 @@ from fusion import testing
 from fusion.graph import Algebra
 from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level
-from patterns.attention.core.joined_heads import of_all_heads
+from patterns.attention.core.joined_heads import with_all_heads
 from patterns.attention.reasons.not_softmax import JOINED
 from tests.engine.graphs import numbers
 
@@ -134,4 +134,4 @@ def test_a_chain_in_which_each_value_stands_twice_is_walked_once():
         bounded = a.make("clip", (scores,), (-1.0, 1.0), scores.shape, scores.dtype)
         scores = a.make("add", (scores, bounded), (), scores.shape, scores.dtype)
     weights = a.softmax(scores, -1, "nan")
-    assert of_all_heads(a, a.make("matmul", (weights, values), (), scores.shape, scores.dtype)) is None
+    assert with_all_heads(a, a.make("matmul", (weights, values), (), scores.shape, scores.dtype)) is None

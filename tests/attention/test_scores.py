@@ -125,7 +125,7 @@ NO_SCORES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[Tensor, Ten
 def test_of_what_is_no_scores_over_keys_nothing_is_told(name: str):
     form, given = NO_SCORES[name]
     found = scores(form, *given)
-    assert (found.product, found.odd) == (None, "")
+    assert (found.product, found.reason) == (None, "")
 
 
 def test_a_factor_of_one_number_stays_one_however_rows_are_arranged():
@@ -142,7 +142,7 @@ def test_scores_that_are_replaced_before_their_rows_are_arranged_are_told():
     def replaced(q: Tensor, k: Tensor, wide: Tensor) -> Tensor:
         return torch.where(wide > 0, q @ k.mT, wide).reshape(N * S, T)
 
-    assert scores(replaced, *QK, WIDE).odd == REPLACED
+    assert scores(replaced, *QK, WIDE).reason == REPLACED
 
 
 def test_of_a_sum_the_product_is_found_that_has_one_key_for_all():

@@ -1,4 +1,4 @@
-"""Which addend of masked and biased scores is the product of queries and keys: a bias may be a product itself."""
+"""Search for the product q kᵀ in masked and biased scores, where a bias may be a product, too."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import prod
 from fusion.graph import Value
 
 _PASSED = ("cast", "scale", "reshape", "permute", "tanh", "clip")
-"""What scores go through between their product and the softmax."""
+"""Ops between q kᵀ and the softmax whose first argument is the scores."""
 
 
 def computed_from(x: Value, source: Value) -> bool:
-    """Whether `source` is among what `x` is computed from."""
+    """True if `x` is `source` or is computed from `source`."""
     seen, waiting = {x}, [x]
     while waiting:
         new = {each for each in waiting.pop().args if each.id >= source.id} - seen
@@ -22,7 +22,7 @@ def computed_from(x: Value, source: Value) -> bool:
 
 
 def product_in(z: Value, biases: Collection[Value] = ()) -> Value | None:
-    """The product of queries and keys of which `z` consists of scores, which is none of the biases."""
+    """Return the product q kᵀ that the scores `z` are computed from; None if all products below are `biases`."""
     while z.op in _PASSED or (z.op == "cat" and z.attrs == (z.rank - 1,)):
         z = z.arg
     if z.op in ("add", "where", "mul"):
@@ -31,7 +31,7 @@ def product_in(z: Value, biases: Collection[Value] = ()) -> Value | None:
 
 
 def addends_of(z: Value, biases: Collection[Value]) -> list[tuple[Value, Value | None]]:
-    """What may be scores of a sum, a choice or a product, with the product in it; the likeliest first."""
+    """Pair the last two arguments of `z`, an add, where or mul, with the q kᵀ in each; likely scores come first."""
 
     def unlikely(addend: tuple[Value, Value | None]) -> tuple[bool, bool]:
         shape = () if addend[1] is None else addend[1].shape

@@ -1,4 +1,4 @@
-"""Softmax attention of which the weights are normalised behind the product with values: (exp(z) v) / Σ exp(z)."""
+"""Softmax attention that is normalised after the product with values: (exp(z) v) / Σ exp(z)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from fusion.graph import Algebra, Value
 from fusion.graph.proof import proven
 
 Finish = tuple[Step, ...]
+"""Reshapes, permutes and casts of a product of weights and values, innermost first."""
 
 
 def stripped(root: Value) -> tuple[Value, Finish]:
-    """The contraction below what only casts it or arranges it otherwise, and the arrangement, innermost first."""
+    """Strip from `root` a cast, and the reshapes and permutes below the cast.
+
+    Returns:
+        The value below them, and the reshapes and permutes, innermost first.
+    """
     finish: list[tuple[str, tuple[Any, ...]]] = []
     value = root.arg if root.op == "cast" else root
     while value.op in ("reshape", "permute"):
@@ -25,9 +30,12 @@ def stripped(root: Value) -> tuple[Value, Finish]:
 
 
 def divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
-    """Move a factor of each row from behind the product with values before it, by which weights become shares.
+    """Rewrite `root` = (exp(z) v) · w, for a number w of each row, to (exp(z) · w) v.
 
-    softmax(z) v for (exp(z) v) / Σ exp(z), with sums arranged as the product; None for any other `root`.
+    exp(z) may be softmax(z) if `row_shares` recognises softmax(z) · w, as with a sink.
+
+    Returns:
+        The product (exp(z) · w) v and the steps from it to `root`; None for any other `root`.
     """
     value, finish = stripped(root)
     for product, inverse in (value.args, value.args[::-1]) if value.op == "mul" else ():
@@ -38,14 +46,18 @@ def divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
         share = a.mul(exp, _wide(a, _moved(a, divided, "reshape", (*exp.shape[:-1], 1)), exp.dtype))
         if share is not None and (exp.op == "exp" or row_shares(a, share) is not None):
             weights = _replaced(a, sum_of.arg, exp, share)
-            whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
+            moved = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
             widened = (("cast", (root.dtype,)),) if root is value else ()
-            return whole, (*steps, *finish, *widened)
+            return moved, (*steps, *finish, *widened)
     return None
 
 
 def _below_views(a: Algebra, product: Value, inverse: Value) -> tuple[Value, Value, Finish]:
-    """What a product [.., E] arranges and casts, 1 / sums [.., 1] as its rows lie, and the arrangement of it."""
+    """Strip the views of rows and the casts from `product` [.., E], and apply the inverse views to `inverse` [.., 1].
+
+    Returns:
+        The value below, the rearranged `inverse`, and the stripped views, innermost first.
+    """
     steps: list[Step] = []
     wanted = (*product.shape[:-1], 1)
     while inverse.shape == wanted and (product.op == "cast" or row_step(product) is not None):
@@ -62,7 +74,7 @@ def _below_views(a: Algebra, product: Value, inverse: Value) -> tuple[Value, Val
 
 
 def _moved(a: Algebra, x: Value, op: str, how: Sequence[Any]) -> Value:
-    """Arrange numbers of rows otherwise: what is computed element by element, from arranged arguments."""
+    """Apply `op`, a permute or reshape by `how`, to `x`, or to the arguments of elementwise ops that compute `x`."""
     if x.op in ("permute", "reshape"):
         below = _moved(a, x.arg, x.op, x.attrs or x.shape)
         if below is not x:
@@ -83,14 +95,14 @@ _BUILT: Mapping[str, Callable[..., Value | None]] = {
 
 
 def _wide(a: Algebra, inverse: Value, dtype: Any) -> Value:
-    """1 / Σ exp(z) of a sum that was not rounded to the dtype of the product."""
+    """Return `inverse`, the power of a sum, without a cast between sum and power if the sum has `dtype`."""
     below = inverse.arg if inverse.op == "power" else inverse
     rounded = below is not inverse and below.op == "cast" and below.arg.dtype == dtype
     return a.power(below.arg, inverse.attrs[0]) if rounded else inverse
 
 
 def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
-    """`x`, which casts and reshapes `old`, of `new`."""
+    """Apply to `new` the casts and reshapes by which `x` is computed from `old`."""
     if x is old:
         return new
     below = _replaced(a, x.arg, old, new)

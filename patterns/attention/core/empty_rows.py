@@ -1,8 +1,8 @@
-"""Rows without keys: what attention gives for a query that sees no key, a fact of how its softmax is written.
+"""Rows without keys: the output of attention for a query that sees no key, which depends on the spelling of softmax.
 
--inf hides each key         NaN, or 0 where that is replaced; beside a sink 0, unless -inf is subtracted from -inf
-one number hides each key   the mean of all values where the greatest score is subtracted first; what -inf gives
-                            where nothing is; beside a sink 0; else what the dtype makes of it
+keys hidden by -inf         NaN, or 0 where NaN is replaced; with a sink 0, unless -inf is subtracted from -inf
+keys hidden by a number     the mean of all values if the row maximum is subtracted first; as for -inf if nothing is
+                            subtracted; with a sink 0; else the result of rounding in the dtype
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from fusion.analysis.rounding import exact
 from fusion.graph import Value
 
 _ALIKE = 2.0**-8
-"""How far shares may be from 1/T: as far as bfloat16 rounds them."""
+"""Tolerance of shares around 1/T, relative: the rounding of bfloat16."""
 
 
 def leaf_of(sink: Value) -> Value:
-    """Return the tensor of a sink, before it is cast, scaled or repeated for all rows."""
+    """Return the tensor that `sink` is a cast, a view, a multiple or a shift of."""
     return sink.below("reshape", "expand", "permute", "slice", "cast", "scale", "shift")
 
 
 @dataclass(frozen=True)
 class Shift:
-    """A number that is added to each row of scores.
+    """The addition of one number to each row of scores.
 
     Attributes:
         by: the numbers [*rows, 1].
         scores: the scores [*rows, T].
-        factor: what their sum is multiplied by on the way to the softmax.
-        sink: a score beside them to which the number is added as well.
+        factor: the factor of the sum on the way to the softmax.
+        sink: a score [*rows, 1] to which the number is added as well; None without one.
     """
 
     by: Value
@@ -42,7 +42,10 @@ class Shift:
     sink: Value | None = None
 
     def on(self, row: float, sink: float) -> tuple[float, float] | None:
-        """Add the number to a row of one score and to the sink, where both are given behind `factor`."""
+        """Add the number to `row`, the score of all keys of a row multiplied by `factor`, and to the score `sink`.
+
+        None if the number, or the rounding of the sum, is unknown.
+        """
         before = dict.fromkeys((self.scores, exact(self.scores)), row / self.factor)
         by = on_equal_rows(self.by, before, {} if self.sink is None else {leaf_of(self.sink): sink})
         moved = None if by is None else held_number(row / self.factor + by, self.scores.dtype)
@@ -53,12 +56,12 @@ class Shift:
 
 @dataclass(frozen=True)
 class Empty:
-    """What a softmax makes of rows without a key.
+    """The behaviour of a softmax on rows without a key.
 
     Attributes:
         softmax: the softmax, over the scores alone or over scores and a sink.
-        shifts: what is added to whole rows of the scores that a mask was put on, the last one first.
-        sunk: whether there is a sink, a score near 0 that has no value.
+        shifts: additions to rows of masked scores, the last one first.
+        sunk: True if there is a sink, a score near 0 without a value.
     """
 
     softmax: Value
@@ -66,9 +69,9 @@ class Empty:
     sunk: bool = False
 
     def of(self, number: float) -> str:
-        """Return what a row of scores that are all `number` gives: "mean" (of all values), "zero", "nan", or "".
+        """Name the output for a row of scores that are all `number`: "mean" (of all values), "zero", "nan" or "".
 
-        "" stands for anything else, as the sum of all values is, and for what is not known.
+        "" stands for an unknown output and for all others, such as the sum of all values.
         """
         row, sink = number, 0.0
         for each in reversed(self.shifts):
@@ -84,7 +87,7 @@ class Empty:
 
 
 def result(weight: float, keys: Any) -> str:
-    """Name what a row gives in which each of so many keys has this weight: "mean", "zero", "nan", or "" for others."""
+    """Name the output for a row whose `keys` keys all have the share `weight`: "mean", "zero", "nan"; "" for others."""
     if math.isnan(weight):
         return "nan"
     return "zero" if weight == 0 else "mean" if abs(weight * counted(keys) - 1) <= _ALIKE else ""

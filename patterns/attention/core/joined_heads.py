@@ -1,6 +1,6 @@
-"""Products of single heads that a model computes one by one and joins, as one product of all heads.
+"""Concatenated products of single heads, rewritten to one product of all heads.
 
-cat_h (x_h y_h)  →  x y with x = stack_h x_h, where these are cut from one tensor or are the same for all heads
+cat_h (x_h y_h)  →  x y with x = stack_h x_h, where the x_h are slices of one tensor or the same for all heads
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from math import prod
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul
 from fusion.graph.proof import must, proof, proven
+from patterns.attention.core.products import VIEWS
 
-_VIEWS = ("cast", "reshape", "permute", "slice")
-"""Ops between a softmax and its product with values."""
-_OF_SCORES = ("cast", "scale", "shift", "add", "where", "mul", "clip")
-"""Ops on single scores between their product and the softmax."""
+_ON_SCORES = ("cast", "scale", "shift", "add", "where", "mul", "clip")
+"""Elementwise ops between q kᵀ and the softmax."""
 
 
-def of_all_heads(a: Algebra, root: Value) -> Value | None:
-    """Attention with one product for all heads in the place of one for each; None where there is none of these."""
-    whole = joined(a, root) if root.op == "cat" else root
-    found = None if whole is None else _attended(a, whole)
-    return None if found is root else found
+def with_all_heads(a: Algebra, root: Value) -> Value | None:
+    """Rewrite attention `root` with a product for each head to one product of all heads; None if nothing is joined."""
+    product = joined(a, root) if root.op == "cat" else root
+    result = None if product is None else _attended(a, product)
+    return None if result is root else result
 
 
 @proof
 def joined(a: Algebra, z: Value) -> Value:
-    """One product, arranged, for products of the same shape that are joined along a dim; None for others."""
+    """Rewrite `z`, a concatenation of products of one shape, to a view of one product; None for others."""
     pieces = list(z.args)
     must(z.op == "cat" and len(pieces) > 1 and len({each.shape for each in pieces}) == 1)
     products = [each.below("reshape") for each in pieces]
@@ -39,7 +38,7 @@ def joined(a: Algebra, z: Value) -> Value:
 
 @proof
 def _stacked(a: Algebra, pieces: Sequence[Value]) -> Value:
-    """Values of one shape along a new first dim."""
+    """Stack `pieces`, of one op and shape, along a new first dim by stacking their arguments; None if impossible."""
     first, count = pieces[0], len(pieces)
     shape = (count, *first.shape)
     must(all((each.op, each.shape, each.dtype) == (first.op, first.shape, first.dtype) for each in pieces))
@@ -52,26 +51,26 @@ def _stacked(a: Algebra, pieces: Sequence[Value]) -> Value:
         case "slice":
             return _uncut(a, pieces)
         case "reshape":
-            return a.reshape(_of_args(a, pieces), shape)
+            return a.reshape(_stacked_args(a, pieces), shape)
         case "permute":
             must(all(each.attrs == first.attrs for each in pieces))
-            return a.permute(_of_args(a, pieces), (0, *(axis + 1 for axis in first.attrs)))
+            return a.permute(_stacked_args(a, pieces), (0, *(axis + 1 for axis in first.attrs)))
         case _:
             return proven(None)
 
 
-def _of_args(a: Algebra, pieces: Sequence[Value]) -> Value:
+def _stacked_args(a: Algebra, pieces: Sequence[Value]) -> Value:
     return proven(_stacked(a, [each.arg for each in pieces]))
 
 
 def _operand(a: Algebra, pieces: Sequence[Value], rank: int) -> Value:
-    """What stands on one side of all products, of so many dims behind the new one."""
+    """Stack `pieces`, the same operand of all products, along a new first dim, with `rank` dims after it."""
     stack = proven(_stacked(a, pieces))
     return a.reshape(stack, (len(pieces), *(1,) * (rank + 1 - stack.rank), *stack.shape[1:]))
 
 
 def _uncut(a: Algebra, pieces: Sequence[Value]) -> Value:
-    """Parts of one width that lie one behind the other in a tensor."""
+    """Undo the slicing of a tensor into adjacent `pieces` of one width: return them along a new first dim."""
     source, (axis, start, stop, _) = pieces[0].arg, pieces[0].attrs
     must(isinstance(start, int) and isinstance(stop, int))
     width, count = stop - start, len(pieces)
@@ -83,20 +82,20 @@ def _uncut(a: Algebra, pieces: Sequence[Value]) -> Value:
 
 
 def _attended(a: Algebra, x: Value) -> Value:
-    """`x`, down to a product of weights and values, with scores of one product; itself for others."""
+    """Rebuild `x`, a view of a product of weights and values, with joined scores; `x` itself for others."""
     if x.op in ("cast", "reshape", "permute"):
-        return _of(a, x, [_attended(a, x.arg)])
+        return _rebuilt(a, x, [_attended(a, x.arg)])
     if x.op != "matmul":
         return x
-    return _of(a, x, [_weights(a, each) if each.below(*_VIEWS).op == "softmax" else each for each in x.args])
+    return _rebuilt(a, x, [_weights(a, each) if each.below(*VIEWS).op == "softmax" else each for each in x.args])
 
 
 def _weights(a: Algebra, x: Value) -> Value:
-    return _of(a, x, [_scores(a, x.arg, {}) if x.op == "softmax" else _weights(a, x.arg)])
+    return _rebuilt(a, x, [_scores(a, x.arg, {}) if x.op == "softmax" else _weights(a, x.arg)])
 
 
 def _scores(a: Algebra, x: Value, known: dict[Value, Value]) -> Value:
-    """Scores of which the product is one; themselves where it is none of joined ones. Each value is walked once."""
+    """Rebuild the scores `x` on one product of all heads, memoised in `known`; `x` itself if nothing is joined."""
     if x not in known:
         known[x] = _scores_of(a, x, known)
     return known[x]
@@ -106,14 +105,14 @@ def _scores_of(a: Algebra, x: Value, known: dict[Value, Value]) -> Value:
     if x.op == "cat":
         return joined(a, x) or x
     if x.op in ("reshape", "permute"):
-        return _of(a, x, [_scores(a, x.arg, known)])
-    if x.op not in _OF_SCORES:
+        return _rebuilt(a, x, [_scores(a, x.arg, known)])
+    if x.op not in _ON_SCORES:
         return x
-    return _of(a, x, [_scores(a, each, known) if prod(each.shape) == prod(x.shape) else each for each in x.args])
+    return _rebuilt(a, x, [_scores(a, each, known) if prod(each.shape) == prod(x.shape) else each for each in x.args])
 
 
-def _of(a: Algebra, x: Value, args: Sequence[Value]) -> Value:
-    """`x` of other arguments, equal to its own."""
+def _rebuilt(a: Algebra, x: Value, args: Sequence[Value]) -> Value:
+    """Rebuild `x` on `args`, which are equal to its own arguments."""
     if all(one is other for one, other in zip(args, x.args, strict=True)):
         return x
     if x.op in ("reshape", "permute"):

@@ -29,8 +29,8 @@ SEVERAL = (
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Attention taken apart: the product of weights and values, the softmax, the scores, and what follows."""
+class Pieces:
+    """The parts of an attention: the product P v, its weights, their scores, and the steps after the product."""
 
     product: Value
     weights: Weights
@@ -39,21 +39,25 @@ class Parts:
 
     @property
     def empty(self) -> Empty:
-        """What the softmax makes of a row without a key."""
+        """The behaviour of the softmax on rows without a key."""
         return empty_rows(self.weights, self.scores)
 
 
 Outcome = dict[Value, Reading | Miss]
-"""What values mean, that of an attention last but for its mask."""
+"""The reading or miss of each value, in this order: operands, the attention, its mask."""
 
 Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
-"""Queries, keys and values by their names, what else they mean, and how many keys and lanes of a value there are."""
+"""The captures q, k and v (or those of int8 attention), readings of other values, and (T, E)."""
 
 
-def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
-    """Those of rows of a frame; or why they are none."""
-    a, scores, q = assumed.algebra, of.scores, attended.queries
-    if q.shape[:-1] != of.weights.softmax.shape[:-1]:
+def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame, parts: Pieces) -> Inputs | Miss | str:
+    """Read the operands of attention `parts` with the rows of `frame`: q [B, N, S, D], k [B, M, T, D], v [B, M, T, E].
+
+    Returns:
+        The inputs, or a miss or a reason if the operands have no such form.
+    """
+    a, scores, q = assumed.algebra, parts.scores, attended.queries
+    if q.shape[:-1] != parts.weights.softmax.shape[:-1]:
         return SEVERAL
     k, v = attended.keys_and_values(frame)
     if k is None or v is None:
@@ -67,29 +71,29 @@ def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame,
         )
     k, v = (_spread(a, each, shared) for each in (k, v))
     sizes = k.shape[2], v.shape[-1]
-    whole = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
-    if whole is not None:
-        return whole if isinstance(whole, Miss) else (*whole, sizes)
-    given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
+    quantised = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
+    if quantised is not None:
+        return quantised if isinstance(quantised, Miss) else (*quantised, sizes)
+    out_dtype = parts.product.dtype if ("cast", (root.dtype,)) in parts.finish else root.dtype
     int8 = are_int8(a, k, v)
     for dtype in filter(None, (root.dtype, assumed.rounded(root))):
         narrow = [narrowed(a, each, dtype) for each in (q, k, v)]
         if all(each.dtype == dtype for each in (narrow[:1] if int8 else narrow)):
-            (q, k, v), given = narrow, given if dtype == root.dtype else dtype
-    mixed = int8 and not given == q.dtype == k.dtype == v.dtype
-    if len({given, q.dtype} if mixed else {given, q.dtype, k.dtype, v.dtype}) != 1:
-        have = [str(each).removeprefix("torch.") for each in (q.dtype, k.dtype, v.dtype, given)]
+            (q, k, v), out_dtype = narrow, out_dtype if dtype == root.dtype else dtype
+    mixed = int8 and not out_dtype == q.dtype == k.dtype == v.dtype
+    if len({out_dtype, q.dtype} if mixed else {out_dtype, q.dtype, k.dtype, v.dtype}) != 1:
+        have = [str(each).removeprefix("torch.") for each in (q.dtype, k.dtype, v.dtype, out_dtype)]
         return "queries, keys, values and result have different dtypes: {}, {}, {} and {}".format(*have)
-    said = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
-    return said | ({"mixed": True} if mixed else {}), {}, sizes
+    captures = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
+    return captures | ({"mixed": True} if mixed else {}), {}, sizes
 
 
-def _divides(part: Any, whole: Any) -> bool:
-    return part == whole or (isinstance(part, int) and isinstance(whole, int) and part > 0 and whole % part == 0)
+def _divides(part: Any, total: Any) -> bool:
+    return part == total or (isinstance(part, int) and isinstance(total, int) and part > 0 and total % part == 0)
 
 
 def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
-    """[B, M, T, D] with each head as often as it takes to have so many."""
+    """Repeat each head of `kv` [B, M, T, D] so that there are `heads`."""
     batch, own, *rows = kv.shape
     if own == heads:
         return kv

@@ -1,4 +1,4 @@
-"""Which values may be attention, by the nodes that hold them and what these read and give."""
+"""Selection of values that may be attention, by the inputs and users of their nodes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 
 
 def is_one_call(graph: Graph, value: Value) -> bool:
-    """Whether the model calls attention by its name."""
+    """True if a node of `value` is a call of scaled_dot_product_attention."""
     return any("scaled_dot_product" in str(node.target) for node in graph.places[value])
 
 
 def only_arranges(graph: Graph, value: Value) -> bool:
-    """Whether a node only passes on a contraction that the node before it holds, in another arrangement."""
+    """True if the node of `value` only reshapes or permutes an input that ends in the same contraction and dtype."""
     product, _ = stripped(value)
-    held = (graph.held.get(source) for source in graph.places[value][0].all_input_nodes)
-    return any(isinstance(each, Value) and each.dtype == value.dtype and stripped(each)[0] is product for each in held)
+    feeds = (graph.held.get(source) for source in graph.places[value][0].all_input_nodes)
+    return any(isinstance(each, Value) and each.dtype == value.dtype and stripped(each)[0] is product for each in feeds)
 
 
 def is_end(graph: Graph, value: Value) -> bool:
-    """Whether what uses a value does more than to scale it, to cast it or to arrange it otherwise."""
-    held = [graph.held.get(user) for node in graph.places[value] for user in node.users]
-    return not any(isinstance(each, Value) and each.op in ATTENDING for each in held)
+    """True if no user of `value` may be attention: a product, a multiple, a cast or a view."""
+    users = [graph.held.get(user) for node in graph.places[value] for user in node.users]
+    return not any(isinstance(each, Value) and each.op in ATTENDING for each in users)

@@ -1,6 +1,6 @@
-"""The product of weights and values that attention ends in, P v, from what the canonical form makes of it.
+"""The product P v of weights and values at the end of attention, recovered from its canonical forms.
 
-c (P v) of P (c v)        (vᵀ Pᵀ)ᵀ        (exp(z) v) / Σ exp(z)        s (P k8) of int8 values
+c (P v) for P (c v)        (vᵀ Pᵀ)ᵀ        (exp(z) v) / Σ exp(z)        s (P k8) for int8 values
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.core.divided_late import Finish, divided_late, stripped
 
-_VIEWS = ("cast", "reshape", "permute", "slice")
+VIEWS = ("cast", "reshape", "permute", "slice")
 """Ops between a softmax and its product with values."""
 
 
 def contraction(a: Algebra, root: Value, computed: Container[Value]) -> tuple[Value, Finish]:
-    """The product of weights and values that `root` is computed from, and how it is arranged, innermost first.
+    """Return the product of weights and values that `root` is computed from, and the steps to `root`, innermost first.
 
-    Of values that the model multiplies by a number the canonical form has it outside, c (P v). It is put back, P (c v),
-    where the model computes v, and not what `root` is c times; `computed` is what it does.
+    Canonically, a factor c of the values is outside of the product: c (P v). It is moved back, P (c v), if v, but not
+    P v, is among the values `computed` by the model.
     """
-    found = factored_products.weighted_sum(a, root) or divided_late(a, root)
-    if found:
-        return found
+    rewritten = factored_products.weighted_sum(a, root) or divided_late(a, root)
+    if rewritten:
+        return rewritten
     value, finish = stripped(root)
     if value.op != "scale" or value.arg in computed:
         return _values_behind(a, value, finish)
     product, inner = stripped(value.arg)
-    weighted = product.op == "matmul" and any(each.below(*_VIEWS).op == "softmax" for each in product.args)
+    weighted = product.op == "matmul" and any(each.below(*VIEWS).op == "softmax" for each in product.args)
     if product in computed or not weighted:
         return value, finish
     product, arranged = _values_behind(a, product, (*inner, *finish))
@@ -40,8 +40,8 @@ def contraction(a: Algebra, root: Value, computed: Container[Value]) -> tuple[Va
 
 
 def _values_behind(a: Algebra, value: Value, finish: Finish) -> tuple[Value, Finish]:
-    """P v for the transpose of vᵀ Pᵀ; itself for others."""
-    if value.op != "matmul" or [each.below(*_VIEWS).op == "softmax" for each in value.args] != [False, True]:
+    """Rewrite `value` vᵀ Pᵀ to P v, with the transpose as the first step; other values stay."""
+    if value.op != "matmul" or [each.below(*VIEWS).op == "softmax" for each in value.args] != [False, True]:
         return value, finish
     product = matmul(a, *(swapped(a, each) for each in value.args[::-1]))
     last = value.rank - 1
@@ -50,7 +50,7 @@ def _values_behind(a: Algebra, value: Value, finish: Finish) -> tuple[Value, Fin
 
 
 def _is_viewed(values: Value, computed: Container[Value]) -> bool:
-    """Whether the model computes the values, perhaps arranged otherwise or not repeated for several heads."""
-    while values not in computed and values.op in (*_VIEWS, "expand"):
+    """True if `values`, or a value that they are a view, cast or expansion of, is in `computed`."""
+    while values not in computed and values.op in (*VIEWS, "expand"):
         values = values.arg
     return values in computed

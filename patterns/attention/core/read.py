@@ -1,8 +1,8 @@
-"""Softmax attention, read from contractions: out = softmax(scale · q kᵀ + mask) v, in whatever layout it is written.
+"""The reader of softmax attention in any layout, from its products: out = softmax(scale · q kᵀ + mask) v.
 
-From the product with values (`products`) and the softmax (`weights`) down to that of queries and keys (`scores`); then,
-for each way in which rows of scores may be sequences, heads and queries (`frames`), the `operands`, the `masks`, the
-bias (`read_bias`) and the `output_view`.
+The product with values is read by `products`, the softmax by `weights`, the scores down to q kᵀ by `scores`. Then each
+assignment of the rows to sequences, heads and queries (`frames`) is tried: `operands`, `masks`, the bias (`read_bias`)
+and the `output_view`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fusion.graph import Found, Graph, Miss, Reading, Value
 from patterns.attention.core.addends import product_in
 from patterns.attention.core.divided_late import Finish, stripped
 from patterns.attention.core.frames import Attended, Frame, per_head
-from patterns.attention.core.joined_heads import of_all_heads
-from patterns.attention.core.operands import APART, SEVERAL, Outcome, Parts, operands_of
+from patterns.attention.core.joined_heads import with_all_heads
+from patterns.attention.core.operands import APART, SEVERAL, Outcome, Pieces, operands_of
 from patterns.attention.core.output_view import named_view, view_steps
 from patterns.attention.core.places import ATTENDING, is_end, is_one_call, only_arranges
 from patterns.attention.core.products import contraction
-from patterns.attention.core.row_heads import told_apart
+from patterns.attention.core.row_heads import rows_as_heads
 from patterns.attention.core.scores import Scores, scores_of
 from patterns.attention.core.weights import Weights, dropped, empty_rows, weights_of
 from patterns.attention.masks.assumed import Assumed
@@ -51,7 +51,7 @@ _VALUED = (
     "off the weights"
 )
 _OTHERS = (None, APART, _REPEATED, SEVERAL)
-"""Why a product is not that of queries and keys, where what is added to it may be."""
+"""Outcomes for a product that is not q kᵀ, after which another addend of the scores is tried as q kᵀ."""
 _SUNK = (
     "a sink stands beside the scores of rows that a list names: this package passes none to "
     "npu_sparse_flash_attention, whose argument sinks it does not compute"
@@ -67,7 +67,7 @@ _GIVEN = (
 
 @reader(gives=_GIVEN)
 def attentions(graph: Graph) -> Iterator[Found]:
-    """Every attention that nodes compute, its mask if that lists keys; why what looks like one is none."""
+    """Read every softmax attention of the graph, with its mask if this lists keys; yield misses for lookalikes."""
     return completed(graph, _attentions(graph))
 
 
@@ -75,10 +75,10 @@ def _attentions(graph: Graph) -> Iterator[Found]:
     assumed = Assumed.of(graph)
     read, in_int8 = partial(attention, assumed), torch.int8 in graph.dtypes
     for value in list(graph.places):
-        if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
+        if value.op == "aten.scaled_dot_product_attention.default":  # which the canonicaliser has not expanded
             yield value, Miss("softmax_attention", left_whole(graph.places[value][0]))
-        if value.op in ("cat", "matmul") and (whole := of_all_heads(graph.algebra, value)) is not None:
-            yield from _named(value, whole, read(whole))
+        if value.op in ("cat", "matmul") and (joined := with_all_heads(graph.algebra, value)) is not None:
+            yield from _named(value, joined, read(joined))
             continue
         if value.op not in ATTENDING or only_arranges(graph, value):
             continue
@@ -95,7 +95,7 @@ def _attentions(graph: Graph) -> Iterator[Found]:
         if isinstance(reading, Reading) and "empty_bias" in reading.captures and is_one_call(graph, value):
             bias = reading.captures["bias"].below("reshape", "expand")
             outcome = missed(f"{unproven(bias)}; {GUARDED}", value, (bias,))
-        listed = _listed(assumed, value) if outcome else []
+        listed = _over_lists(assumed, value) if outcome else []
         yield from ((value, each) for each in listed if isinstance(outcome, Miss) or isinstance(each, Reading))
         if listed and isinstance(outcome, Miss):
             continue
@@ -103,21 +103,21 @@ def _attentions(graph: Graph) -> Iterator[Found]:
             yield value, outcome
             continue
         yield from outcome.items()
-        for kept in (kept_wide, weights_kept):
-            said = kept(graph, value, outcome.get(value))
-            yield from () if said is None else ((value, said),)
+        for diagnose in (kept_wide, weights_kept):
+            miss = diagnose(graph, value, outcome.get(value))
+            yield from () if miss is None else ((value, miss),)
 
 
-def _named(value: Value, whole: Value, outcome: Outcome | Miss | None) -> Iterator[Found]:
-    """What is read of a value in another form, of the value itself."""
+def _named(value: Value, joined: Value, outcome: Outcome | Miss | None) -> Iterator[Found]:
+    """Yield for `value` what `outcome` has for the equal value `joined`."""
     if isinstance(outcome, Miss):
         yield value, replace(outcome, of=value)
     elif outcome:
-        yield from ((value if each is whole else each, said) for each, said in outcome.items())
+        yield from ((value if each is joined else each, reading) for each, reading in outcome.items())
 
 
 def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
-    """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it."""
+    """Read `root` as attention, with its mask if this lists keys; a miss says why not; None if nothing looks alike."""
     outcome = _attention(assumed, root)
     if not isinstance(outcome, str):
         return outcome
@@ -125,12 +125,12 @@ def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
 
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
-    """By each product among what is added up to the scores, until one is that of queries and keys."""
+    """Read `root` as attention, trying each product among the addends of the scores as q kᵀ."""
     a, walk = assumed.algebra, Scores()
     outcome: Outcome | Miss | str | None = None
     while True:
-        found = _found(assumed, root, walk)
-        latest = _reading(assumed, root, *found) if isinstance(found, tuple) else found
+        parts = _read_parts(assumed, root, walk)
+        latest = _reading(assumed, root, *parts) if isinstance(parts, tuple) else parts
         outcome = latest if not walk.biases or latest not in _OTHERS else outcome
         value = contraction(a, root, assumed.computed)[0]
         weights = weights_of(a, value.arg, walk) if value.op == "matmul" and outcome in _OTHERS else None
@@ -140,10 +140,13 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
         walk = Scores(biases=walk.biases | {product})
 
 
-def _found(
+def _read_parts(
     assumed: Assumed, root: Value, walk: Scores = Scores()
 ) -> tuple[Value, Weights, Scores, Finish] | Miss | str | None:
-    """The product with values below `root`, the weights, their scores, and how the product is arranged; or why not."""
+    """Read the product P v below `root`, its weights, their scores and the steps from the product to `root`.
+
+    A miss or a reason if `root` is no attention; None if nothing looks alike.
+    """
     a = assumed.algebra
     value, finish = contraction(a, root, assumed.computed)
     if value.op != "matmul":
@@ -160,7 +163,7 @@ def _found(
         return OVER_QUERIES
     scores = scores_of(a, walk, weights.softmax.arg)
     if scores.product is None:
-        return missed(scores.odd, value, scores.at) if scores.odd else None
+        return missed(scores.reason, value, scores.at) if scores.reason else None
     if not scores.scale or not isfinite(scores.scale):
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
@@ -168,14 +171,14 @@ def _found(
     return value, weights, scores, finish
 
 
-def _listed(assumed: Assumed, root: Value) -> list[Reading | Miss]:
-    """Attention over rows that the model gathers by lists, or why it is none; nothing if nothing is gathered so."""
-    a, found = assumed.algebra, _found(assumed, root)
-    if not isinstance(found, tuple):
+def _over_lists(assumed: Assumed, root: Value) -> list[Reading | Miss]:
+    """Read `root` as attention over rows gathered by lists of keys; a miss if it is none, [] without such lists."""
+    a, parts = assumed.algebra, _read_parts(assumed, root)
+    if not isinstance(parts, tuple):
         return []
-    product, weights, scores, finish = found
+    product, weights, scores, finish = parts
     shape = weights.softmax.shape[:-1]
-    assert scores.product is not None  # as of all that is found
+    assert scores.product is not None  # `_read_parts` returns no others
     attended = Attended.by(a, scores, product, weights)
     if attended is None or not 2 <= len(shape) <= 4:
         return []
@@ -188,47 +191,48 @@ def _listed(assumed: Assumed, root: Value) -> list[Reading | Miss]:
     rounded = assumed.rounded(root)
     narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
-    said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}
-    beyond = next((why for why, met in said.items() if met), "")
+    reasons = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}
+    reason = next((why for why, met in reasons.items() if met), "")
     empty = empty_rows(weights, scores)
-    return listed_attention(masks, operands, scores.scale, empty, beyond, partial(shows_one, assumed)) or []
+    return listed_attention(masks, operands, scores.scale, empty, reason, partial(shows_one, assumed)) or []
 
 
 def _reading(
     assumed: Assumed, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
 ) -> Outcome | Miss | str:
+    """Read attention in the first frame of its rows that fits; the first reason if none does."""
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
     if not 1 <= len(shape) <= 4:
         return (
             "scores of more than five dims; npu_fused_infer_attention_score requires [B, N, S, T]; "
             "flatten the first of them"
         )
-    assert scores.product is not None  # as of all that is found
+    assert scores.product is not None  # `_read_parts` returns no others
     if scores.product.shape[-1] != product.args[1].shape[-2]:
         return _REPEATED if scores.product.shape[-1] == 1 else _CUT
     attended = Attended.by(a, scores, product, weights)
     if attended is None:
         return APART
-    odd: list[Miss | str] = []
+    reasons: list[Miss | str] = []
     for frame in attended.frames(shape, scores.sink is not None):
-        found = _framed(assumed, root, attended, frame, Parts(product, weights, scores, finish))
-        if not isinstance(found, str) and not (isinstance(found, Miss) and found.rule == RULE):
-            return found
-        odd.append(found)
-    return next((each for each in odd if each != APART), APART)
+        outcome = _framed(assumed, root, attended, frame, Pieces(product, weights, scores, finish))
+        if not isinstance(outcome, str) and not (isinstance(outcome, Miss) and outcome.rule == RULE):
+            return outcome
+        reasons.append(outcome)
+    return next((each for each in reasons if each != APART), APART)
 
 
-def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
-    """What it is if the rows are those of a frame."""
-    a, scores = assumed.algebra, of.scores
-    found = operands_of(assumed, root, attended, frame, of)
-    if not isinstance(found, tuple):
-        return found
-    operands, beside, (keys, width) = found
+def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, parts: Pieces) -> Outcome | Miss | str:
+    """Read the attention `parts` with rows split as `frame`; a miss or a reason if that is no attention."""
+    a, scores = assumed.algebra, parts.scores
+    inputs = operands_of(assumed, root, attended, frame, parts)
+    if not isinstance(inputs, tuple):
+        return inputs
+    operands, others, (keys, width) = inputs
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
     narrow = "q" in operands and operands["q"].dtype is not root.dtype
-    widened = (("cast", (root.dtype,)),) if narrow and ("cast", (root.dtype,)) not in of.finish else ()
-    steps = named_view(frame.sizes, of.weights, width, (*of.finish, *widened))
+    widened = (("cast", (root.dtype,)),) if narrow and ("cast", (root.dtype,)) not in parts.finish else ()
+    steps = named_view(frame.sizes, parts.weights, width, (*parts.finish, *widened))
     if steps is None:
         return "the result is arranged by several symbolic sizes; compile it for static sizes of all but one of them"
     captures["output_view"] = steps
@@ -238,7 +242,7 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
             return "the sink is not one number for each head; npu_fused_infer_attention_score requires [N]"
         captures["sink"] = sink
     in_floats = "q" in operands
-    seen = _seen(assumed, of, frame, keys, operands["q"].dtype if in_floats else None)
+    seen = _masks(assumed, parts, frame, keys, operands["q"].dtype if in_floats else None)
     if isinstance(seen, Miss):
         return seen
     masks, mask = seen
@@ -246,16 +250,16 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
     reading = Reading(name, captures | mask, masks.positions.names())
     listed = _lists(assumed, frame, keys, masks.terms, reading)
     if in_floats and mask.get("mask") not in listed:
-        told = told_apart(a, reading)
-        if told is not reading:
-            one = frame.of_one_query()
-            listed = _lists(assumed, one, keys, one.masked(a, masks.terms), told)
-        reading = told
-    return {**beside, root: reading, **listed}
+        by_heads = rows_as_heads(a, reading)
+        if by_heads is not reading:
+            one = frame.with_one_query()
+            listed = _lists(assumed, one, keys, one.aligned_terms(a, masks.terms), by_heads)
+        reading = by_heads
+    return {**others, root: reading, **listed}
 
 
 def _lists(assumed: Assumed, frame: Frame, keys: Any, terms: Sequence[Term], reading: Reading) -> Outcome:
-    """What the mask of an attention is if it lists keys."""
+    """Read the mask of the attention `reading` as lists of keys, or as misses if there is a sink; {} without lists."""
     mask = reading.captures.get("mask")
     masks = assumed.masks((*frame.shape, keys), terms, (*frame.sizes, keys), keep_lists=True)
     listed = {} if mask is None else topk_mask(masks, mask, assumed.sorted_by_scores)
@@ -266,38 +270,49 @@ def _lists(assumed: Assumed, frame: Frame, keys: Any, terms: Sequence[Term], rea
     return {places: Miss("sparse_attention", _SUNK, (sink,)) for places in lists}
 
 
-def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:
-    """The masks of the scores, and what is said of them and of a bias; or why it cannot be said."""
-    of_scores = (*frame.shape, keys), frame.masked(assumed.algebra, of.scores.terms), (*frame.sizes, keys)
-    masks = assumed.masks(*of_scores)
-    found = parted(masks)
-    mask, bias = _told(assumed, found, frame, dtype, of)
-    untold = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else isinstance(bias, str)
-    whole = unparted(masks, dtype) if untold and masks.are_shared(of.empty) else None
+def _masks(assumed: Assumed, parts: Pieces, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:
+    """Describe the masks and the bias of the scores of `parts` with the rows of `frame`.
+
+    Args:
+        assumed: the graph, with the assumptions on masks that are passed in.
+        parts: the product, weights and scores of the attention.
+        frame: which dims of the rows are sequences, heads and queries.
+        keys: T.
+        dtype: the dtype of the queries; None for int8.
+
+    Returns:
+        The masks, and the captures for masks and bias; a miss if these cannot be described.
+    """
+    scores = (*frame.shape, keys), frame.aligned_terms(assumed.algebra, parts.scores.terms), (*frame.sizes, keys)
+    masks = assumed.masks(*scores)
+    split = parted(masks)
+    mask, bias = _described(assumed, split, frame, dtype, parts)
+    is_unknown = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else isinstance(bias, str)
+    joint = unparted(masks, dtype) if is_unknown and masks.are_shared(parts.empty) else None
     lowered = isinstance(mask, str) and mask.startswith(NOT_LOST)
-    finite = lowered or of.scores.floor > -inf or (whole is not None and stays_finite(whole))
-    if whole is not None and finite:  # numbers that are added are exact as a bias, whether they hide a key or not
-        told = _told(assumed, whole, frame, dtype, of)
-        fits = isinstance(told[1], dict) and (lowered or "empty_bias" not in told[1])
-        found, (mask, bias) = (whole, told) if fits else (found, (mask, bias))
+    finite = lowered or parts.scores.floor > -inf or (joint is not None and stays_finite(joint))
+    if joint is not None and finite:  # numbers that are added are exact as a bias, whether they hide a key or not
+        described = _described(assumed, joint, frame, dtype, parts)
+        fits = isinstance(described[1], dict) and (lowered or "empty_bias" not in described[1])
+        split, (mask, bias) = (joint, described) if fits else (split, (mask, bias))
     if isinstance(mask, str):
-        return missed(mask, of.product, found.masks.blamed().at)
+        return missed(mask, parts.product, split.masks.blamed().at)
     if isinstance(bias, dict):
-        return found.masks, mask | bias | ({"fully_masked_row": "zero"} if "empty_bias" in bias else {})
-    (_, term), *_ = found.biases
-    why = unproven(term.mask, hides_by_truths(found.masks.positions, term))
+        return split.masks, mask | bias | ({"fully_masked_row": "zero"} if "empty_bias" in bias else {})
+    (_, term), *_ = split.biases
+    why = unproven(term.mask, hides_by_truths(split.masks.positions, term))
     supposed = why
     if why == TRUTHS:
-        supposed = assumed.masks(*of_scores, suppose=True).spec(of.empty)
+        supposed = assumed.masks(*scores, suppose=True).spec(parts.empty)
     why = f"{why}; and {supposed}" if isinstance(supposed, str) and supposed != why else why
-    return missed(f"{why}; {bias}", of.product, term.at)
+    return missed(f"{why}; {bias}", parts.product, term.at)
 
 
-def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) -> tuple[Any, Any]:
-    """What is said of the masks, and of the bias beside them, {} without one; each a reason where it cannot be said."""
-    floor = of.scores.floor
-    mask = found.masks.spec(of.empty, bool(found.biases), found.over, floor)
-    if isinstance(mask, str) or not found.biases:
+def _described(assumed: Assumed, split: Parted, frame: Frame, dtype: Any, parts: Pieces) -> tuple[Any, Any]:
+    """Return the captures for masks and for the bias ({} without one), or a reason in the place of either."""
+    floor = parts.scores.floor
+    mask = split.masks.spec(parts.empty, bool(split.biases), split.over, floor)
+    if isinstance(mask, str) or not split.biases:
         return mask, {}
-    in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
-    return mask, bias_of(assumed, found, frame, dtype, of.empty.of(-inf), in_words, floor)
+    structured = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
+    return mask, bias_of(assumed, split, frame, dtype, parts.empty.of(-inf), structured, floor)

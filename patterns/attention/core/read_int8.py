@@ -1,4 +1,4 @@
-"""Keys and values of attention that lie in int8 and become floats as they are read (C8 caches).
+"""The reader of attention over int8 keys and values that the model dequantises (C8 caches).
 
 k = (x + offset) · scale        x [B, M, T, D] in int8, a scale and an offset of each channel, of each head or of all
 k = x · scale                   a scale of each token, or of each token and head
@@ -25,7 +25,7 @@ _SCALE = {
 INT8_KEYS = word(
     "int8_keys",
     "(x + offset) · scale · by",
-    **_SCALE, shifted="whether there is an offset, by which all scores of a query differ alike",
+    **_SCALE, shifted="True if there is an offset, which adds one number to all scores of a query",
 )  # fmt: skip
 INT8_VALUES = word(
     "int8_values",
@@ -41,65 +41,65 @@ _ONE = "of keys and values only the {of} lie in int8"
 
 @reader(gives=(INT8_KEYS, INT8_VALUES), needs=("softmax_attention",))
 def int8_cache(graph: Graph) -> Iterator[Found]:
-    """Keys and values in int8, of attention that reads both so; why others are none."""
+    """Read keys and values of every attention that dequantises both from int8: `int8_keys` and `int8_values`."""
     a = graph.algebra
     for root, attention in graph.readings.all("softmax_attention"):
         k, v = (attention.captures[name] for name in ("k", "v"))
         grids = {"keys": grid_of(a, k), "values": grid_of(a, v)}
-        held = {of: _scales(a, grid, of) for of, grid in grids.items() if grid is not None}
-        if not held or (len(held) == 1 and _is_latent(k, v)):
+        scales = {name: _scales(a, grid, name) for name, grid in grids.items() if grid is not None}
+        if not scales or (len(scales) == 1 and _is_latent(k, v)):
             continue
-        reasons = [each for each in held.values() if isinstance(each, str)]
-        reasons += [_ONE.format(of=of) for of in held if len(held) == 1]
-        reasons += [_UNLIKE] if len(held) == 2 and not reasons and not _alike(*held.values()) else []
-        keys, values = held.get("keys"), held.get("values")
+        reasons = [each for each in scales.values() if isinstance(each, str)]
+        reasons += [_ONE.format(of=name) for name in scales if len(scales) == 1]
+        reasons += [_UNLIKE] if len(scales) == 2 and not reasons and not _alike(*scales.values()) else []
+        keys, values = scales.get("keys"), scales.get("values")
         if reasons or not isinstance(keys, dict) or not isinstance(values, dict):
-            yield next(iter(_made(graph, k, v)), k), Miss("attention", reasons[0], of=root)
+            yield next(iter(_dequantised(graph, k, v)), k), Miss("attention", reasons[0], of=root)
             continue
         shifted = keys.pop("offset", None) is not None or keys.pop("shift") != 0
-        said = {name: what for name, what in keys.items() if name in ("x", "scale", "by")}
-        yield k, Reading("int8_keys", said | {"shifted": shifted})
+        captures = {name: each for name, each in keys.items() if name in ("x", "scale", "by")}
+        yield k, Reading("int8_keys", captures | {"shifted": shifted})
         yield v, Reading("int8_values", values)
 
 
 def _is_latent(k: Value, v: Value) -> bool:
-    """Whether both hold int8, though only one of them consists of it: a latent, beside rotated lanes in floats."""
+    """True if both are computed from int8 at least in part, as keys of an int8 latent with rotated lanes in floats."""
     return all(any(source.dtype == torch.int8 for source in each.sources()) for each in (k, v))
 
 
 def _alike(keys: Any, values: Any) -> bool:
-    """Whether both or none have a scale of each token, and of each head or of none."""
+    """True if the scales of `keys` and `values` are per token with equal dims of heads, or neither is per token."""
     scales = [each.get("scale") for each in (keys, values)]
-    tokens = [scale is not None and _is_of_tokens(scale) and scale.shape[1] for scale in scales]
+    tokens = [scale is not None and _is_per_token(scale) and scale.shape[1] for scale in scales]
     return tokens[0] == tokens[1]
 
 
-def _made(graph: Graph, *each: Value) -> list[Value]:
-    """The values that nodes hold of which keys and values are views: what is not read in int8 is made before."""
-    below = [x.below("reshape", "permute", "expand", "slice") for x in each]
+def _dequantised(graph: Graph, *values: Value) -> list[Value]:
+    """Return, of `values` without their views, those that nodes of the graph dequantise from int8."""
+    below = [x.below("reshape", "permute", "expand", "slice") for x in values]
     return [x for x in below if x in graph.places and grid_of(graph.algebra, x) is not None]
 
 
-def _scales(a: Algebra, grid: Grid, of: str) -> dict[str, Any] | str:
-    """How keys or values lie in int8; or why the operator is not told so."""
-    said: dict[str, Any] = {"x": grid.base, "by": grid.number, "offset_by": 1.0, "shift": grid.shift}
-    for name, by, parts in (("scale", "by", grid.factors), ("offset", "offset_by", grid.offsets)):
+def _scales(a: Algebra, grid: Grid, name: str) -> dict[str, Any] | str:
+    """Return the captures of an int8 operand with `grid`, or why the operator does not take the operand `name`."""
+    captures: dict[str, Any] = {"x": grid.base, "by": grid.number, "offset_by": 1.0, "shift": grid.shift}
+    for kind, by, parts in (("scale", "by", grid.factors), ("offset", "offset_by", grid.offsets)):
         if len(parts) > 1:
-            return _SEVERAL.format(of=of)
+            return _SEVERAL.format(of=name)
         for part in parts:
             below, number = unscaled(exact(_shared(a, part, grid.base.shape)))
-            said |= {name: exact(below), by: said[by] * number}
-    scale, offset = said.get("scale"), said.get("offset")
-    if scale is not None and _is_of_tokens(scale) and (offset is not None or grid.shift):
-        return _SHIFTED.format(of=of)
-    if scale is not None and _is_of_tokens(scale) and scale.shape[3] == 1 and scale.shape[2] == grid.base.shape[2]:
-        return said | {"scale": a.expand(scale, (grid.base.shape[0], *scale.shape[1:]))}
-    odd = [each for each in (scale, offset) if each is not None and _is_of_tokens(each)]
-    return _TOKENS.format(of=of) if odd else said
+            captures |= {kind: exact(below), by: captures[by] * number}
+    scale, offset = captures.get("scale"), captures.get("offset")
+    if scale is not None and _is_per_token(scale) and (offset is not None or grid.shift):
+        return _SHIFTED.format(of=name)
+    if scale is not None and _is_per_token(scale) and scale.shape[3] == 1 and scale.shape[2] == grid.base.shape[2]:
+        return captures | {"scale": a.expand(scale, (grid.base.shape[0], *scale.shape[1:]))}
+    by_token = [each for each in (scale, offset) if each is not None and _is_per_token(each)]
+    return _TOKENS.format(of=name) if by_token else captures
 
 
-def _is_of_tokens(x: Value) -> bool:
-    """Whether a scale or an offset [B or 1, M or 1, T or 1, D or 1] differs between tokens."""
+def _is_per_token(x: Value) -> bool:
+    """True if `x` [B or 1, M or 1, T or 1, D or 1] differs between sequences or tokens."""
     return x.shape[0] != 1 or x.shape[2] != 1
 
 
@@ -115,6 +115,6 @@ def _shared(a: Algebra, x: Value, shape: Sequence[Any]) -> Value:
     return x
 
 
-def are_int8(a: Algebra, *each: Value) -> bool:
-    """Whether all of these floats are read from int8: in whatever dtype, the operator reads them so itself."""
-    return all(x.dtype != torch.int8 and grid_of(a, x) is not None for x in each)
+def are_int8(a: Algebra, *values: Value) -> bool:
+    """True if all `values` are floats that are dequantised from int8."""
+    return all(x.dtype != torch.int8 and grid_of(a, x) is not None for x in values)

@@ -1,11 +1,11 @@
-"""Attention of one query of each head over keys that heads share, where heads have stood in the place of queries.
+"""Attention of one query of each head over keys that all heads share, with the heads in the dim of queries.
 
-Scores [B, M, G, T] are those of M heads with G queries, or of groups of G heads with one: of the latter where a row of
-queries [M · G · D] is opened to them, as one token is projected.
+Scores [B, M, G, T] are those of M heads with G queries, or of groups of G heads with one query: the latter, if the
+queries [M · G · D] of one token were split into these dims.
 
-Scores [B, N, T] may be those of one head with N queries, or of N heads with one query. They are read as the latter
-where a part of the queries is a product of N matrices, one for each row: heads differ in their weights, queries do not;
-or where the values are lanes of the keys, which are a latent then: that is attended to by many heads.
+Scores [B, N, T] are those of one head with N queries, or of N heads with one query: the latter, if a part of the
+queries is a product of N matrices, one for each row, as heads differ in their weights and queries do not; or if the
+values are lanes of the keys, as many heads attend to one latent.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from patterns.latent.read.head_lanes import sources
 from patterns.latent.read.read import joined_parts
 
 
-def told_apart(a: Algebra, attention: Reading) -> Reading:
-    """Attention whose mask lists no keys as it is read anew if its rows are heads; else itself."""
-    said = attention.captures
-    q, k, v, mask = said["q"], said["k"], said["v"], said.get("mask")
+def rows_as_heads(a: Algebra, attention: Reading) -> Reading:
+    """Rewrite `attention` of one head with N queries to N heads with one query, if its rows are heads.
+
+    The mask must be the same for all rows. Any other `attention` is returned as it is.
+    """
+    captures = attention.captures
+    q, k, v, mask = captures["q"], captures["k"], captures["v"], captures.get("mask")
     batch, one, heads, _ = q.shape
     alike = mask is None or (mask.op == "expand" and mask.arg.rank == 4 and mask.arg.shape[1:3] == (1, 1))
-    alone = one == k.shape[1] == v.shape[1] == 1 and not {"sink", "bias", "levels"} & set(said)
+    alone = one == k.shape[1] == v.shape[1] == 1 and not {"sink", "bias", "levels"} & set(captures)
     if not alike or not alone or not (_is_latent(a, k, v, heads) or _are_by_heads(a, q, heads)):
         return attention
-    captures: dict[str, Any] = {**said, "q": a.reshape(q, (batch, heads, 1, q.shape[-1]))}
-    if not said["output_view"] or said["output_view"][0][0] != "reshape":
+    by_heads: dict[str, Any] = {**captures, "q": a.reshape(q, (batch, heads, 1, q.shape[-1]))}
+    if not captures["output_view"] or captures["output_view"][0][0] != "reshape":
         rows = (batch if isinstance(batch, int) else "B", 1, heads, v.shape[-1])
-        captures["output_view"] = (("reshape", rows), *said["output_view"])
+        by_heads["output_view"] = (("reshape", rows), *captures["output_view"])
     if mask is not None:
-        captures["mask"] = mask.arg
-    return Reading(attention.op, captures, attention.relies)
+        by_heads["mask"] = mask.arg
+    return Reading(attention.op, by_heads, attention.relies)
 
 
 MOST = 128
-"""The most heads that attention is known to have."""
+"""The most heads that a row of queries is taken for."""
 
 
 def in_groups(q: Value) -> bool:
-    """Whether the last dims before the lanes of queries [.., M, G, D] are heads, opened from one dim."""
+    """True if the dims M and G of queries `q` [.., M, G, D] are heads: split from one dim, and at most `MOST`."""
     shared, group = q.shape[-3:-1]
     if not all(isinstance(each, int) for each in (shared, group)) or not 1 < group <= shared * group <= MOST:
         return False
@@ -49,7 +52,7 @@ def in_groups(q: Value) -> bool:
 
 
 def _is_opened(x: Value, axis: int) -> bool:
-    """Whether a dim and the one behind it were one, as far as one can look back."""
+    """True if a reshape below `x`, casts and ops on lanes split dims `axis` and `axis` + 1 from one dim."""
     while x.op == "cast" or x.op in _BY_LANES:
         alike = (each for each in x.args if each.shape[:-1] == x.shape[:-1])
         below = next(alike, None)
@@ -68,11 +71,11 @@ def _is_opened(x: Value, axis: int) -> bool:
 
 
 _BY_LANES = ("scale", "mul", "add", "cat", "slice")
-"""Ops on lanes, beside each other."""
+"""Ops that read and give lanes, and leave the dims of rows as they are."""
 
 
 def _is_latent(a: Algebra, k: Value, v: Value, heads: Any) -> bool:
-    """Whether values are the first or the last lanes of keys, of which so many heads may be."""
+    """True if `v` is the first or the last lanes of `k`, and `heads` is at most `MOST`."""
     width, count = k.shape[-1], v.shape[-1]
     if not all(isinstance(each, int) for each in (width, count, heads)) or heads > MOST:
         return False
@@ -81,12 +84,12 @@ def _is_latent(a: Algebra, k: Value, v: Value, heads: Any) -> bool:
 
 
 def _are_by_heads(a: Algebra, q: Value, heads: Any) -> bool:
-    """Whether a part of the queries is a product for each head."""
+    """True if some lanes of `q` [B, 1, N, D] are a product with one matrix for each of the N `heads`."""
     return any(_by_heads(a, part, heads) for _, part in joined_parts(a, q))
 
 
 def _by_heads(a: Algebra, part: Value, heads: Any) -> bool:
-    """Whether rows [B, 1, N, D] are products [N, B, D], each of a matrix of its own."""
+    """True if `part` [B, 1, N, D] is a batched product [N, B, D], with one matrix for each of the N `heads`."""
     for each in sources(part):
         if each.op == "matmul":
             own = each.rank == 3 and each.args[1].shape[:-2] == (heads,) == each.shape[:1]

@@ -1,6 +1,6 @@
-"""Scores: from the argument of the softmax down to the product of queries and keys.
+"""Scores: the walk from the argument of the softmax down to the product q kᵀ.
 
-Factors may stand on them; masks may be added, chosen or filled in.
+On the way are factors, views, masks that are added, filled in or applied by where, biases, sinks and clamps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from patterns.attention.masks.visible import MASKED
 from patterns.attention.reasons.blame import passed_in
 
 PLAIN = ("cast", "scale", "reshape", "permute")
-"""What scores go through that nothing has hidden or capped yet."""
+"""Ops on scores that neither hide nor cap any of them."""
 _UNEVEN = "the scores are scaled by a tensor that is not the same for all keys"
 _OF_FLOATS = "; a mask of floats that is passed in is not known to hold 0 and 1 alone, as one of booleans is"
 SWALLOWED = (
@@ -41,12 +41,21 @@ BIASED = "what is added to the scores is computed from them, and no mask"
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
+    """Scores of an attention: scale · factors · product, arranged by `steps` and masked by `terms`.
 
-    `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifts` are added to rows, which a
-    softmax does not see, the last one first. `at`: what is odd. `biases`: products that are added to that of queries
-    and keys, as a bias of pairs is. `floor`: behind the masks lower scores are raised to it. `overflow`: from it on,
-    lower scores that are met below are -inf in a dtype to which they are cast.
+    Attributes:
+        product: q kᵀ; None if the walk has not reached a product.
+        scale: the product of all factors that are numbers.
+        factors: tensors that multiply the scores, [*rows of the softmax, 1] or of one element.
+        steps: the reshapes and permutes of rows from the product to the softmax, innermost first.
+        terms: the masks and biases, outermost first.
+        sink: the score of a sink [*rows, 1] that is concatenated as the last key; None without one.
+        reason: why the walk ended at another op than a product; "" if no reason is known.
+        at: the values that `reason` is about.
+        shifts: additions of one number to each row, which cancel in the softmax, outermost first.
+        biases: products among the addends that are taken for biases, not for q kᵀ.
+        floor: a lower bound to which masked scores are clamped.
+        overflow: the threshold below which scores become -inf by a later cast to a narrower dtype.
     """
 
     product: Value | None = None
@@ -55,7 +64,7 @@ class Scores:
     steps: tuple[Step, ...] = ()
     terms: tuple[Term, ...] = ()
     sink: Value | None = None
-    odd: str = ""
+    reason: str = ""
     at: tuple[Value, ...] = ()
     shifts: tuple[Shift, ...] = ()
     biases: frozenset[Value] = frozenset()
@@ -63,56 +72,56 @@ class Scores:
     overflow: float = -math.inf
 
 
-def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
-    """Walk down from the argument of the softmax to the product of queries and keys."""
+def scores_of(a: Algebra, walk: Scores, z: Value) -> Scores:
+    """Walk from `z` down to q kᵀ; add each op on the way to `walk`, which describes the ops above `z`."""
     match z.op:
         case "matmul":
-            return replace(found, product=z)
+            return replace(walk, product=z)
         case "cast" if is_rounding(z):
-            overflow = max(found.overflow, _overflow(z.dtype) * abs(found.scale))
-            return scores_of(a, replace(found, overflow=overflow), z.arg)
-        case "cast" if product_in(z, found.biases) is not None:
-            said = f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats"
-            return replace(found, odd=said, at=(z,))
+            overflow = max(walk.overflow, _overflow(z.dtype) * abs(walk.scale))
+            return scores_of(a, replace(walk, overflow=overflow), z.arg)
+        case "cast" if product_in(z, walk.biases) is not None:
+            reason = f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats"
+            return replace(walk, reason=reason, at=(z,))
         case "reshape" | "permute":
             step = row_step(z)
             if step is None:
-                whole = _of_keys_first(a, z) or _of_split_keys(a, z, found.biases)
-                return _split(found, z) if whole is None else scores_of(a, found, whole)
-            return scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
+                rewritten = _queries_first(a, z) or _added_after_join(a, z, walk.biases)
+                return _masked_before_join(walk, z) if rewritten is None else scores_of(a, walk, rewritten)
+            return scores_of(a, replace(walk, steps=(step, *walk.steps)), z.arg)
         case "scale":
-            return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
+            return scores_of(a, replace(walk, scale=walk.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
-            if found.scale != 1 or found.factors or found.terms or found.steps or found.sink is not None:
-                return replace(found, odd="a sink is scaled or masked like a score", at=(z,))
-            return _beside_sink(a, found, *z.args)
+            if walk.scale != 1 or walk.factors or walk.terms or walk.steps or walk.sink is not None:
+                return replace(walk, reason="a sink is scaled or masked like a score", at=(z,))
+            return _with_sink(a, walk, *z.args)
         case "add" | "where":
-            return _masked(a, found, z)
-        case "clip" if product_in(z.arg, found.biases) is not None:
-            return _clamped(a, found, z)
-        case "mean" if (one := _of_single_rows(a, z)) is not None:
-            return scores_of(a, replace(found, scale=found.scale / z.arg.shape[-1]), one)
+            return _masked(a, walk, z)
+        case "clip" if product_in(z.arg, walk.biases) is not None:
+            return _clamped(a, walk, z)
+        case "mean" if (one := _product_of_one_row(a, z)) is not None:
+            return scores_of(a, replace(walk, scale=walk.scale / z.arg.shape[-1]), one)
         case "tanh":
-            return replace(found, odd="the scores are capped softly by tanh, which the operator does not do", at=(z,))
+            return replace(walk, reason="the scores are capped softly by tanh, which the operator does not do", at=(z,))
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
             scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
-            return scores_of(a, replace(found, scale=found.scale * _number(factor)), scores)
-        case "mul" if (whole := factored_products.scaled_sum(a, z)) is not None:
-            return scores_of(a, found, whole)
+            return scores_of(a, replace(walk, scale=walk.scale * _number(factor)), scores)
+        case "mul" if (rewritten := factored_products.scaled_sum(a, z)) is not None:
+            return scores_of(a, walk, rewritten)
         case "mul":
-            return _multiplied(a, found, z)
+            return _multiplied(a, walk, z)
         case _:
-            return found
+            return walk
 
 
 def _overflow(dtype: torch.dtype | None) -> float:
-    """The negative number from which on lower ones are rounded to -inf."""
-    held = torch.finfo(dtype or torch.float64)
-    return -(held.max + math.ldexp(held.eps, math.frexp(held.max)[1] - 2))
+    """Return the negative number of which all lower ones are rounded to -inf in `dtype`."""
+    limits = torch.finfo(dtype or torch.float64)
+    return -(limits.max + math.ldexp(limits.eps, math.frexp(limits.max)[1] - 2))
 
 
-def _of_keys_first(a: Algebra, z: Value) -> Value | None:
-    """q kᵀ for the transpose of k qᵀ; None for others."""
+def _queries_first(a: Algebra, z: Value) -> Value | None:
+    """Rewrite `z`, a permute of k qᵀ that swaps its last dims, to a permute of q kᵀ; None for others."""
     last = z.rank - 1
     if z.op != "permute" or z.arg.op != "matmul" or z.attrs[-1] != last - 1:
         return None
@@ -122,8 +131,8 @@ def _of_keys_first(a: Algebra, z: Value) -> Value | None:
 
 
 @proof
-def _of_single_rows(a: Algebra, z: Value) -> Value:
-    """q kᵀ of one query and one key, which is the sum of their elementwise product, for the mean of that."""
+def _product_of_one_row(a: Algebra, z: Value) -> Value:
+    """Return q kᵀ, a sum, for `z`, the mean of the elementwise product of one query and one key; None for others."""
     pairs = z.arg.below("reshape")
     must(z.attrs == (-1,) and z.shape[-2:] == (1, 1) and pairs.op == "mul")
     q, k = pairs.args if pairs is z.arg else (a.reshape(each, z.arg.shape) for each in _alike(pairs))
@@ -132,39 +141,39 @@ def _of_single_rows(a: Algebra, z: Value) -> Value:
 
 
 def _alike(product: Value) -> Sequence[Value]:
-    """Its factors, of which none is broadcast."""
+    """Return the factors of `product` if none is broadcast; unproven else."""
     must(all(each.shape == product.shape for each in product.args))
     return product.args
 
 
-def _stood_split(z: Value, biases: Collection[Value]) -> bool:
-    """Whether keys of scores stood in several dims, as rows and columns, before they were joined again."""
+def _joins_keys(z: Value, biases: Collection[Value]) -> bool:
+    """True if `z` joins several dims of keys, such as rows and columns of an image, to the one dim of q kᵀ."""
     product = product_in(z, biases) if z.op == "reshape" else None
     return product is not None and (product.shape[-1], prod(product.shape)) == (z.shape[-1], prod(z.shape))
 
 
-def _split(found: Scores, z: Value) -> Scores:
-    """Why such scores are none, where more was done to them than to add something."""
-    said = "scores are masked while their keys stand in several dims, as rows and columns"
-    return replace(found, odd=said, at=(z,)) if _stood_split(z, found.biases) else found
+def _masked_before_join(walk: Scores, z: Value) -> Scores:
+    """Return `walk` with a reason if `z` joins several dims of keys in which scores were masked; else `walk`."""
+    reason = "scores are masked while their keys stand in several dims, as rows and columns"
+    return replace(walk, reason=reason, at=(z,)) if _joins_keys(z, walk.biases) else walk
 
 
 @proof
-def _of_split_keys(a: Algebra, z: Value, biases: Collection[Value]) -> Value | None:
-    """Scores with all that was added to them while keys stood in several dims, added behind that; None for others."""
-    must(_stood_split(z, biases))
-    scores, beside = z.arg, list[Value]()
+def _added_after_join(a: Algebra, z: Value, biases: Collection[Value]) -> Value | None:
+    """Move the addends of scores with several dims of keys behind `z`, which joins these dims; None for others."""
+    must(_joins_keys(z, biases))
+    scores, added = z.arg, list[Value]()
     while scores.op == "add":
         (scores, below), (other, _) = addends_of(scores, biases)
         must(below is not None and scores.shape == z.arg.shape)
-        beside.insert(0, other)
-    must(beside)
-    total = reduce(lambda x, y: proven(a.add(x, y)), beside)
+        added.insert(0, other)
+    must(added)
+    total = reduce(lambda x, y: proven(a.add(x, y)), added)
     return a.add(a.reshape(scores, z.shape), a.reshape(a.expand(total, z.arg.shape), z.shape))
 
 
 def _number(x: Value) -> float:
-    """The number of which a tensor consists, 0 where it has others."""
+    """Return the number that all elements of `x` are; 0 if there is none."""
     if x.op == "full":
         return float(x.attrs[0])
     if x.op in ("expand", "reshape") or (x.op == "cast" and is_float(x)):
@@ -172,55 +181,55 @@ def _number(x: Value) -> float:
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
 
 
-def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
-    """Below a factor that is the same for all keys: queries may be multiplied by it instead."""
+def _multiplied(a: Algebra, walk: Scores, z: Value) -> Scores:
+    """Walk below `z`, scores times a factor that is the same for all keys, so that it can multiply the queries."""
     for scores, factor in (z.args, z.args[::-1]):
-        product = product_in(scores, found.biases)
+        product = product_in(scores, walk.biases)
         if product is None:
             continue
         if factor.shape[-1:] not in ((), (1,)):
-            return replace(found, odd=_UNEVEN + (_OF_FLOATS if passed_in(factor) else ""), at=(z,))
+            return replace(walk, reason=_UNEVEN + (_OF_FLOATS if passed_in(factor) else ""), at=(z,))
         if computed_from(factor, product):
-            return replace(found, odd="the scores are scaled by what is computed from them", at=(z,))
-        if found.steps and prod(factor.shape) != 1:
-            factor = arranged(a, a.expand(factor, (*z.shape[:-1], 1)), found.steps)
-        return scores_of(a, replace(found, factors=(*found.factors, factor)), scores)
-    return found
+            return replace(walk, reason="the scores are scaled by what is computed from them", at=(z,))
+        if walk.steps and prod(factor.shape) != 1:
+            factor = arranged(a, a.expand(factor, (*z.shape[:-1], 1)), walk.steps)
+        return scores_of(a, replace(walk, factors=(*walk.factors, factor)), scores)
+    return walk
 
 
-def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
-    """Below a mask that is added or filled in, or a number of each row; or a sum of products, as one product."""
-    z = _kept_by_factor(a, z) or z
-    addends = [each for each in addends_of(z, found.biases) if each[1] is not None]
-    whole = factored_products.joined(a, *z.args) if z.op == "add" and len(addends) == 2 else None
-    if whole is not None:
-        return scores_of(a, found, whole)
+def _masked(a: Algebra, walk: Scores, z: Value) -> Scores:
+    """Walk below `z`, an add or where: a mask, a number of each row, or a sum of products as one product."""
+    z = _masked_by_factor(a, z) or z
+    addends = [each for each in addends_of(z, walk.biases) if each[1] is not None]
+    joined = factored_products.joined(a, *z.args) if z.op == "add" and len(addends) == 2 else None
+    if joined is not None:
+        return scores_of(a, walk, joined)
     scores, product = addends[0] if addends else (z, None)
     if product is None:
-        return found
-    term = mask_on(z, scores, found.scale, found.overflow)
+        return walk
+    term = mask_on(z, scores, walk.scale, walk.overflow)
     if isinstance(term, Term) and term.how == "add":
-        of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
-        if of_rows and computed_from(term.mask, product) and found.sink is None and not found.terms:
-            return _shifted(a, found, Shift(term.mask, scores, found.scale))
+        by_row = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
+        if by_row and computed_from(term.mask, product) and walk.sink is None and not walk.terms:
+            return _shifted(a, walk, Shift(term.mask, scores, walk.scale))
     if isinstance(term, Term) and computed_from(term.mask, product):
         term = BIASED if term.how == "add" else "which keys are seen depends on the scores themselves"
-    elif found.factors:
+    elif walk.factors:
         term = "the scores are scaled by a tensor after they are masked: what it makes of a hidden one is not known"
-    elif found.steps and isinstance(term, Term):
-        term = replace(term, mask=broadcast_arranged(a, term.mask, z.shape, found.steps))
+    elif walk.steps and isinstance(term, Term):
+        term = replace(term, mask=broadcast_arranged(a, term.mask, z.shape, walk.steps))
     if isinstance(term, str):
-        return replace(found, odd=term, at=(z,))
-    return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
+        return replace(walk, reason=term, at=(z,))
+    return scores_of(a, replace(walk, terms=(*walk.terms, term)), scores)
 
 
-def _kept_by_factor(a: Algebra, z: Value) -> Value | None:
-    """s where b is 1, else a number, for s · b + number · (1 - b), as GPT-2 has it; None for others.
+def _masked_by_factor(a: Algebra, z: Value) -> Value | None:
+    """Rewrite `z` = s · b + number · (1 - b), as in GPT-2, to where(b, s, number); None for others.
 
-    Nor for scores that were hidden before: 0 times -inf is no number.
+    None as well for masked scores s, as 0 · -inf is NaN.
     """
-    for kept, other in (z.args, z.args[::-1]) if z.op == "add" else ():
-        for scores, factor in (kept.args, kept.args[::-1]) if kept.op == "mul" else ():
+    for masked, other in (z.args, z.args[::-1]) if z.op == "add" else ():
+        for scores, factor in (masked.args, masked.args[::-1]) if masked.op == "mul" else ():
             seen, number, rest = truth_of(a, factor), 1.0, other
             inverse = a.shift(a.scale(factor, -1), 1)
             while rest.op == "scale" and rest is not inverse:
@@ -231,13 +240,13 @@ def _kept_by_factor(a: Algebra, z: Value) -> Value | None:
 
 
 def _is_of_products(scores: Value) -> bool:
-    """Whether scores are a product, or a sum of some, of which nothing is hidden yet."""
+    """True if `scores` are a product, or a sum of products, without a mask."""
     below = scores.below(*PLAIN)
     return below.op == "matmul" or (below.op == "add" and all(map(_is_of_products, below.args)))
 
 
 def truth_of(a: Algebra, x: Value) -> Value | None:
-    """Return the booleans of which `x` holds 1 for True and 0 for False; None for any other."""
+    """Return the booleans b if `x` is b as numbers 1 and 0; None for any other `x`."""
     if x.op in ("reshape", "permute", "expand", "slice"):
         seen = truth_of(a, x.arg)
         return None if seen is None else a.seen_as(seen, x)
@@ -250,43 +259,43 @@ def truth_of(a: Algebra, x: Value) -> Value | None:
     return x.arg if chosen and [each.attrs[0] for each in x.args[1:]] == [1, 0] else None
 
 
-def _beside_sink(a: Algebra, found: Scores, scores: Value, sink: Value) -> Scores:
-    """Walk down beside a sink, below the same number of each row that is subtracted from scores and sink."""
-    for whole, less in differences(scores):
+def _with_sink(a: Algebra, walk: Scores, scores: Value, sink: Value) -> Scores:
+    """Walk below `scores`, to which `sink` is concatenated, and below a number subtracted from both in each row."""
+    for unshifted, less in differences(scores):
         minus = next(each for each in scores.args if each.op == "scale" and each.arg is less)
         if sink.op == "add" and minus in sink.args:
             own = sink.args[1] if sink.args[0] is minus else sink.args[0]
-            return _shifted(a, replace(found, sink=own), Shift(minus, whole, 1.0, own))
-    return scores_of(a, replace(found, sink=sink), scores)
+            return _shifted(a, replace(walk, sink=own), Shift(minus, unshifted, 1.0, own))
+    return scores_of(a, replace(walk, sink=sink), scores)
 
 
-def _shifted(a: Algebra, found: Scores, shift: Shift) -> Scores:
-    """Walk below a number of each row, of which a softmax sees nothing unless the number swallows the scores.
+def _shifted(a: Algebra, walk: Scores, shift: Shift) -> Scores:
+    """Walk below `shift`, which cancels in the softmax unless the scores are lost in rounding next to the number.
 
-    One that hides a key does: -1e9 may be subtracted only where it is the greatest score of the row.
+    They are lost next to a number that hides a key: -1e9 may be subtracted only if it is the greatest of the row.
     """
-    below = scores_of(a, replace(found, shifts=(*found.shifts, shift)), shift.scores)
+    below = scores_of(a, replace(walk, shifts=(*walk.shifts, shift)), shift.scores)
     swallowed = swallows(shift.by, shift.scores, below)
-    return replace(found, odd=SWALLOWED, at=(shift.by,)) if swallowed else below
+    return replace(walk, reason=SWALLOWED, at=(shift.by,)) if swallowed else below
 
 
 def swallows(by: Value, scores: Value, below: Scores) -> bool:
-    """True if `by`, a number for each row of `scores`, may be one that hides a key although others are seen."""
+    """True if `by`, a number for each row of `scores`, may be one that hides keys, in a row with visible keys."""
     same = _unscaled(scores)
-    read = list(by.sources(lambda x: _decides(x, same)))
+    read = list(by.sources(lambda x: _deciding(x, same)))
     low = any(each.op == "full" and abs(each.attrs[0]) >= -MASKED for each in read)
     return low or (bool(below.terms) and below.product in read)
 
 
 def _unscaled(x: Value) -> Value:
-    """Return `x` below views, casts and positive factors, which change no order."""
+    """Strip views, casts and positive factors from `x`, which leave its greatest element the greatest."""
     while x.op in PLAIN and (x.op != "scale" or x.attrs[0] > 0):
         x = x.arg
     return x
 
 
-def _decides(x: Value, scores: Value) -> Sequence[Value]:
-    """Return what decides about the magnitude of `x`: nothing in `scores` where those that are seen outweigh others."""
+def _deciding(x: Value, scores: Value) -> Sequence[Value]:
+    """Return the arguments that decide the magnitude of `x`, but no `scores` whose maximum or sum of exps `x` is."""
     reduces = (x.op == "greatest" and -1 in x.attrs) or (x.op, x.attrs) == ("largest", (1,))
     total = log_sum(x)
     rows = x.arg if reduces else total and total.x
@@ -300,14 +309,14 @@ def _decides(x: Value, scores: Value) -> Sequence[Value]:
     return x.args[1:] if x.op == "where" else x.args
 
 
-def _clamped(a: Algebra, found: Scores, z: Value) -> Scores:
-    """Below a clamp at the least number of the dtype, or lower: of numbers it leaves all but -inf as they are."""
+def _clamped(a: Algebra, walk: Scores, z: Value) -> Scores:
+    """Walk below the clamp `z` if its bound is the lowest number of the dtype, so that it changes -inf alone."""
     low, high = z.attrs
     if z.dtype is None or high != math.inf or low > torch.finfo(z.dtype).min:
-        return replace(found, odd="the scores are clamped, which the operator does not do", at=(z,))
-    below = scores_of(a, found, z.arg)
-    if len(below.terms) == len(found.terms):
+        return replace(walk, reason="the scores are clamped, which the operator does not do", at=(z,))
+    below = scores_of(a, walk, z.arg)
+    if len(below.terms) == len(walk.terms):
         return below
-    if found.terms or found.factors or not found.scale > 0 or low * found.scale > MASKED:
-        return replace(found, odd="masked scores are clamped, and then masked once more or made small again", at=(z,))
-    return replace(below, floor=low * found.scale)
+    if walk.terms or walk.factors or not walk.scale > 0 or low * walk.scale > MASKED:
+        return replace(walk, reason="masked scores are clamped, and then masked once more or made small again", at=(z,))
+    return replace(below, floor=low * walk.scale)

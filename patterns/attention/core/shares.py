@@ -1,4 +1,4 @@
-"""Weights that are shares of a row without a softmax that says so: exponentials, times numbers of each row.
+"""Weights of attention without a softmax op: exponentials, or a softmax, times one number for each row.
 
 exp(z) / (Σ exp(z) + exp(sink))      exp(z - logaddexp(lse, sink))      softmax(z) · sigmoid(lse - sink)
 """
@@ -22,48 +22,49 @@ from patterns.attention.core.empty_rows import Empty, Shift, leaf_of, result
 from patterns.attention.core.scores import Scores, scores_of, swallows
 
 _HIDING = (-math.inf, -1e4, -1e9)
-"""Numbers of several magnitudes that hide keys, beside the least of a dtype."""
+"""Numbers by which models hide keys, of several magnitudes; the lowest of a dtype is added."""
 _EMPTY = ("nan", "zero")
 _LESS = ("greatest", "nothing", "log_sum", "log_of_sum", "unknown")
 
 
 @proof
 def shared(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Rewrite weights `p` [*rows, T] as those of a softmax over scores, and of a sink behind them if there is one.
+    """Rewrite weights `p` [*rows, T] to a softmax over the scores, or to all but the last weight of one with a sink.
 
-    What rows without keys give is computed from `p` for several numbers that may hide keys; the softmax gives the same.
+    The softmax has the output of `p` for rows without keys, compared by several numbers that hide keys; if there is
+    none, a softmax with an unknown output for such rows. None if `p` is not shares of a row.
     """
-    found = proven(row_shares(a, p))
-    below = scores_of(a, walk, found.x)
-    steps = p.sources(lambda each: () if each is found.x else each.args)
-    others = [less for each in steps for _, less in differences(each) if less is not found.less]
-    must(below.product is not None and not any(swallows(each, found.x, below) for each in others))
-    least = torch.finfo(proven(found.x.dtype)).min
-    numbers = [proven(held_number(each, found.x.dtype)) for each in (*_HIDING, least)]
-    measured = [_measured(p, found, each) for each in numbers]
-    softmaxes = list(_softmaxes(a, found))
+    shares = proven(row_shares(a, p))
+    below = scores_of(a, walk, shares.x)
+    steps = p.sources(lambda each: () if each is shares.x else each.args)
+    others = [less for each in steps for _, less in differences(each) if less is not shares.less]
+    must(below.product is not None and not any(swallows(each, shares.x, below) for each in others))
+    least = torch.finfo(proven(shares.x.dtype)).min
+    numbers = [proven(held_number(each, shares.x.dtype)) for each in (*_HIDING, least)]
+    measured = [_measured(p, shares, each) for each in numbers]
+    softmaxes = list(_softmaxes(a, shares))
     alike = (each for each in softmaxes if [each.of(number) for number in numbers] == measured)
-    softmax = next(alike, softmaxes[-1]).softmax  # the last one tells nothing of rows without keys
+    softmax = next(alike, softmaxes[-1]).softmax  # the last one has an unknown output for rows without keys
     keys: Any = p.shape[-1]
-    return a.cast(softmax if found.sink is None else a.cut(softmax, -1, 0, keys), p.dtype)
+    return a.cast(softmax if shares.sink is None else a.cut(softmax, -1, 0, keys), p.dtype)
 
 
-def _measured(p: Value, found: RowShares, number: float) -> str:
-    """Compute what weights make of a row of one number, beside a sink of 0."""
-    sink = {} if found.sink is None else {leaf_of(found.sink): 0.0}
-    share = on_equal_rows(p, {found.x: number, exact(found.x): number}, sink)
-    return "" if share is None else result(share, found.x.shape[-1])
+def _measured(p: Value, shares: RowShares, number: float) -> str:
+    """Name the output of the weights `p` for a row of scores that are all `number`, with a sink of 0."""
+    sink = {} if shares.sink is None else {leaf_of(shares.sink): 0.0}
+    share = on_equal_rows(p, {shares.x: number, exact(shares.x): number}, sink)
+    return "" if share is None else result(share, shares.x.shape[-1])
 
 
-def _softmaxes(a: Algebra, found: RowShares) -> Iterator[Empty]:
-    """Build a softmax of each kind over the scores, with what is subtracted from them and from the sink."""
-    minus = None if found.less is None else a.scale(found.less, -1)
-    scores, sink = found.z, found.sink
+def _softmaxes(a: Algebra, shares: RowShares) -> Iterator[Empty]:
+    """Yield a softmax of each kind over the scores and the sink, less the number subtracted from each row."""
+    minus = None if shares.less is None else a.scale(shares.less, -1)
+    scores, sink = shares.z, shares.sink
     if sink is not None:
-        beside = sink if minus is None else proven(a.add(sink, minus))
-        scores = a.cat([found.z, beside], -1)
+        shifted = sink if minus is None else proven(a.add(sink, minus))
+        scores = a.cat([shares.z, shifted], -1)
     for empty in _EMPTY:
         for less in _LESS:
             softmax = a.softmax(scores, -1, empty, less)
-            shifts = () if minus is None or softmax.arg is found.x else (Shift(minus, found.x, 1.0, sink),)
+            shifts = () if minus is None or softmax.arg is shares.x else (Shift(minus, shares.x, 1.0, sink),)
             yield Empty(softmax, shifts, sink is not None)

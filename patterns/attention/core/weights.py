@@ -1,6 +1,7 @@
-"""Weights: from what multiplies the values down to the softmax, whose rows stand in the order of the scores' product.
+"""Weights: the walk from P in P v, the factor of the values, down to the softmax, with rows in the order of q kᵀ.
 
-They may be grouped by key heads, permuted, cast, cut from a softmax with a sink, or 0 where the scores are hidden.
+Weights may be grouped by key heads, permuted, cast, sliced from a softmax with a sink, or multiplied by 0 for hidden
+keys.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from patterns.attention.masks.visible import MASKED
 
 @dataclass(frozen=True)
 class Weights:
-    """softmax(..), how its rows are arranged where they multiply v, and whether a sink is cut off."""
+    """The weights of an attention.
+
+    Attributes:
+        softmax: the softmax over keys, and over a sink as the last one.
+        rows: the layout of rows from the softmax to the product with values.
+        cut: True if the last weights, those of a sink, are sliced off.
+    """
 
     softmax: Value
     rows: Arrangement
@@ -32,19 +39,19 @@ class Weights:
 
 
 def empty_rows(weights: Weights, scores: Scores) -> Empty:
-    """Read what the softmax makes of a row without a key."""
+    """Return the behaviour of the softmax of `weights` over `scores` on rows without a key."""
     return Empty(weights.softmax, scores.shifts, scores.sink is not None)
 
 
 def dropped(p: Value) -> bool:
-    """Whether what multiplies the values went through dropout."""
+    """True if `p`, the factor of the values, is a softmax after dropout."""
     while p.op in ("cast", "reshape", "permute", "getitem") or (p.op.endswith("getitem>") and p.args):
         p = p.arg
     return "dropout" in p.op and any(each.op == "softmax" for each in p.args)
 
 
 def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
-    """The softmax that `p`, which multiplies the values, is computed from; None where it is something else."""
+    """Read `p`, the factor of the values, as weights of a softmax; None for other factors."""
     steps, cut = (), False
     while p.op != "softmax":
         step = row_step(p)
@@ -53,31 +60,31 @@ def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
         elif p.op in ("slice", "narrow") and p.attrs[:2] == (p.rank - 1, 0) and p.attrs[3:] in ((), (1,)):
             cut = True
         elif p.op in _REWRITTEN:
-            whole = _REWRITTEN[p.op](a, p, walk)
-            if whole is None:
+            rewritten = _REWRITTEN[p.op](a, p, walk)
+            if rewritten is None:
                 return None
-            p = whole
+            p = rewritten
             continue
         elif not is_rounding(p):
             return None
         p = p.arg
-    p, order = _turned(a, p, walk)
+    p, order = _in_product_order(a, p, walk)
     steps = (("permute", order), *steps) if order else steps
     rows = arrangement(p.shape[:-1], steps)
     return None if rows is None else Weights(p, rows, cut)
 
 
-def _of_columns(a: Algebra, turned: Value, walk: Scores) -> Value | None:
-    """softmax(zᵀ) over rows for the transpose of a softmax over columns; None for others."""
-    p = _unrounded(turned.arg)
-    if p.op != "softmax" or turned.attrs[-1] - p.rank != p.attrs[0]:
+def _transposed_softmax(a: Algebra, permuted: Value, walk: Scores) -> Value | None:
+    """Rewrite `permuted`, the transpose of softmax(z) over columns, to softmax(zᵀ) over rows; None for others."""
+    p = _unrounded(permuted.arg)
+    if p.op != "softmax" or permuted.attrs[-1] - p.rank != p.attrs[0]:
         return None
-    z = _permuted(a, p.arg, turned.attrs)
+    z = _permuted(a, p.arg, permuted.attrs)
     return a.softmax(z, -1, *p.attrs[1:])
 
 
-def _of_product(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Rewrite weights times numbers of each row, or times 0 where a key is hidden and 1 elsewhere."""
+def _multiplied(a: Algebra, p: Value, walk: Scores) -> Value | None:
+    """Rewrite weights times numbers of each row, or times a mask of 0 and 1, to a softmax; None for others."""
     for weights, factor in (p.args, p.args[::-1]):
         seen = truth_of(a, factor)
         if seen is not None:
@@ -86,8 +93,8 @@ def _of_product(a: Algebra, p: Value, walk: Scores) -> Value | None:
     return shared(a, p, walk)
 
 
-def _hidden_twice(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Rewrite weights that are replaced by 0 where a key, or each key of a query, is hidden."""
+def _zeroed(a: Algebra, p: Value, walk: Scores) -> Value | None:
+    """Rewrite where(gone, 0, weights), for gone keys or rows, to a softmax of masked scores; None for others."""
     condition, *sides = p.args
     zero = [each.op == "full" and each.attrs[0] == 0 for each in sides]
     if zero.count(True) != 1:
@@ -97,20 +104,26 @@ def _hidden_twice(a: Algebra, p: Value, walk: Scores) -> Value | None:
     return hidden and a.cast(a.softmax(hidden.scores, -1, "zero", hidden.less), p.dtype)
 
 
-def _behind_first(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Rewrite weights behind that of a sink which stands first as those before one that stands last."""
-    whole = _unrounded(p.arg)
-    pieces = whole.arg.args if whole.op == "softmax" and whole.arg.op == "cat" else ()
+def _after_first_sink(a: Algebra, p: Value, walk: Scores) -> Value | None:
+    """Rewrite softmax([sink, scores])[.., 1:] to softmax([scores, sink])[.., :-1]; None for other slices."""
+    weights = _unrounded(p.arg)
+    pieces = weights.arg.args if weights.op == "softmax" and weights.arg.op == "cat" else ()
     last = p.rank - 1
-    alone = len(pieces) == 2 and pieces[0].shape[-1] == 1 and (whole.attrs[0], whole.arg.attrs) == (-1, (last,))
+    alone = len(pieces) == 2 and pieces[0].shape[-1] == 1 and (weights.attrs[0], weights.arg.attrs) == (-1, (last,))
     if not alone or p.attrs != (last, 1, p.arg.shape[-1], 1):
         return None
     keys: Any = p.shape[-1]
-    return a.cast(a.cut(a.softmax(a.cat(pieces[::-1], -1), *whole.attrs), -1, 0, keys), p.dtype)
+    return a.cast(a.cut(a.softmax(a.cat(pieces[::-1], -1), *weights.attrs), -1, 0, keys), p.dtype)
 
 
 class _Hidden(NamedTuple):
-    """Scores that are -inf where a key is hidden, what a softmax subtracts from them, and its weights times 0."""
+    """Scores of a softmax whose weights are set to 0 for hidden keys.
+
+    Attributes:
+        scores: the scores with -inf for hidden keys.
+        less: what the softmax subtracts from each row, such as "greatest".
+        times_zero: the result, "zero" or "nan", of the weights of a row without keys times 0.
+    """
 
     scores: Value
     less: str
@@ -118,17 +131,17 @@ class _Hidden(NamedTuple):
 
 
 def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | None:
-    """Read weights of scores that are replaced by a low number where `gone` holds, or in whole rows of it.
+    """Read weights `p` as a softmax over scores of which `gone` holds only at those replaced by a low number.
 
-    None where something else may hide a key: of a row in which all are hidden by one or the other, plain attention
-    shares the weights among them before those of one are made 0.
+    `gone` may also hold in full rows of such scores. None if something else may hide a key as well: in a row where each
+    key is hidden by one or the other, the model has shares of all keys before those of `gone` become 0.
     """
     softmax = _softmax_below(a, p, walk)
     scores = None if softmax is None else _unrounded(softmax.arg)
     if softmax is None or scores is None or scores.op != "where" or not logic.hides(a, gone, scores, MASKED):
         return None
     place = next(place for place in (1, 2) if scores.args[place].op == "full" and scores.args[place].attrs[0] <= MASKED)
-    if not all(map(_hides_no_key, scores.args[3 - place].sources(_of_scores))):
+    if not all(map(_hides_no_key, scores.args[3 - place].sources(_score_arguments))):
         return None
     fill, infinite = scores.args[place].attrs[0], logic.constant(a, -math.inf, (), scores.dtype)
     args = [infinite if at == place else each for at, each in enumerate(scores.args)]
@@ -138,26 +151,26 @@ def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | 
 
 
 def _softmax_below(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Return the softmax over keys that weights are, perhaps rounded; None for any other."""
+    """Return the softmax over keys that the weights `p` are a rounding or a spelling of; None for others."""
     p = _unrounded(p)
-    found = p if p.op == "softmax" else shared(a, p, walk) if p.op in ("mul", "exp") else None
-    return found if found is not None and found.op == "softmax" and found.attrs[0] == -1 else None
+    softmax = p if p.op == "softmax" else shared(a, p, walk) if p.op in ("mul", "exp") else None
+    return softmax if softmax is not None and softmax.op == "softmax" and softmax.attrs[0] == -1 else None
 
 
-def _of_scores(x: Value) -> Sequence[Value]:
-    """What scores are made of, down to products: not where they are taken, nor a number by which all are multiplied."""
+def _score_arguments(x: Value) -> Sequence[Value]:
+    """Return the arguments of `x` that contain scores, down to matmuls: no indices, and no factors of one number."""
     if x.op == "mul":
         return [each for each in x.args if each.shape != ()]
     return () if x.op == "matmul" else x.args[:1] if x.op in _TAKING else x.args
 
 
 def _hides_no_key(x: Value) -> bool:
-    """Whether a step of scores, or a number in them, leaves every key to be seen."""
+    """True if `x`, an op on scores or a constant among them, hides no key."""
     return x.attrs[0] > MASKED if x.op == "full" else x.op in _SEEING
 
 
 def _unrounded(x: Value) -> Value:
-    """What is rounded to another dtype of floats, before it is."""
+    """Strip the casts between floats from `x`."""
     while is_rounding(x):
         x = x.arg
     return x
@@ -167,12 +180,18 @@ _TAKING = ("take", "index")
 _SEEING = ("matmul", *PLAIN, *_TAKING, "mul", "add", "slice", "narrow", "cat", "expand")
 """Ops of scores, and of a bias that is computed from the queries, which hide no key."""
 
-_REWRITTEN = {"permute": _of_columns, "mul": _of_product, "exp": shared, "where": _hidden_twice, "slice": _behind_first}
-"""Of weights, ops that are read as another value."""
+_REWRITTEN = {
+    "permute": _transposed_softmax, "mul": _multiplied, "exp": shared, "where": _zeroed, "slice": _after_first_sink,
+}  # fmt: skip
+"""Op -> rewriting of weights with this op to other weights."""
 
 
-def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int, ...]]:
-    """The softmax of scores whose rows stand in the order of the product, and the order in which they stood."""
+def _in_product_order(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int, ...]]:
+    """Permute the rows of `softmax` to the order of q kᵀ.
+
+    Returns:
+        The permuted softmax, and the permutation of rows that restores `softmax`; () if the order is right.
+    """
     scores = scores_of(a, walk, softmax.arg)
     if scores.product is None:
         return softmax, ()
@@ -187,11 +206,11 @@ def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int,
 
 
 _HEADS_FIRST = {4: (0, 2, 1), 3: (1, 0)}
-"""How rows [B, S, N], or [S, N] of one sequence, are arranged with heads before positions, by the rank of scores."""
+"""Rank of the scores -> permutation of rows [B, S, N], or [S, N] of one sequence, to heads before positions."""
 
 
 def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool:
-    """Whether rows have heads behind positions: all share the keys, and masks depend on positions alone."""
+    """True if rows are [.., S, N], heads after positions: heads share the keys, and masks depend on S, not on N."""
     rank = softmax.rank
     if rank not in _HEADS_FIRST or prod(product.args[1].shape[rank - 3 : -2]) != 1:
         return False
@@ -202,9 +221,10 @@ def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool
 
 
 def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
-    """Where the dims of a product stand among the rows of its softmax, those of size 1 in their order.
+    """Return the place of each dim of q kᵀ among the rows of its softmax, with dims of size 1 in their order.
 
-    Rows that a reshape alone has moved stay where they are, unless queries and the heads of keys have changed places.
+    None if dims were joined or split; or if a reshape changed dims of size 1, unless the queries are in the place of
+    several heads of keys.
     """
     before, after = (
         [tuple(e for e in run if rows.sizes[e] != 1) for run in runs] for runs in (rows.before, rows.after)
@@ -220,9 +240,9 @@ def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
 
 
 def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
-    """`z` permuted, below all that is done to single scores."""
+    """Permute scores `z` by `order`, moving the permute below elementwise ops and concatenations."""
     if z.op in ("cast", "scale", "add", "where", "cat", "mul", "clip"):
-        whole = [a.reshape(each, (*(1,) * (len(order) - each.rank), *each.shape)) for each in z.args]
-        args = [each if not each.shape else _permuted(a, x, order) for each, x in zip(z.args, whole, strict=True)]
+        padded = [a.reshape(each, (*(1,) * (len(order) - each.rank), *each.shape)) for each in z.args]
+        args = [each if not each.shape else _permuted(a, x, order) for each, x in zip(z.args, padded, strict=True)]
         return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
     return a.permute(z, order)
