@@ -16,7 +16,7 @@ from fusion.options import Options
 from fusion.runtime.verification import relative_error
 from fusion.testing import LEVELS, Trial, capture
 from patterns.attention.masks.assumed import Assumed
-from patterns.sparse.indexer.indexer import read
+from patterns.sparse.indexer import read
 from patterns.sparse.indexer.read_scores import NOT_A_SUM, parts
 from patterns.sparse.lists import rows
 from tests.latent import lookalikes_latent_attention

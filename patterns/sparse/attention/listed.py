@@ -2,7 +2,7 @@
 
     out[i] = softmax(scale · q[i] · kv[places[i]] where an entry is not hidden) · kv[places[i], :C]
 
-An entry counts as often as it stands in a list, as for the operator.
+An entry counts as often as it is listed, as for the operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from patterns.sparse.lists.rows import Gathered, distinct, gathered
 from patterns.sparse.lists.slots import Tabled, by_table
 
 ShowsOne = Callable[[Value], "frozenset[str] | None"]
-"""Names the inputs that a proof relies on that each query sees an entry of its list; None where there is no proof."""
+"""Names the inputs that a proof relies on that each query sees an entry of its list; None without a proof."""
 
 _LOWERED = (
     "softmax: a query that sees none of its list gives what depends on its scores; npu_sparse_flash_attention requires "
@@ -38,10 +38,14 @@ _LOWERED = (
 
 @dataclass(frozen=True)
 class Operands:
-    """Attention of heads for each list: q [*rows, D], k [X, M, K, D], v [X, M, K, E], and the result.
+    """Operands of attention for each list.
 
-    The first rows are the X · M lists, the others their N heads. `finish` is how [*rows, E] becomes the result of
-    `dtype`.
+    Attributes:
+        q: queries [*rows, D]; the first rows are the X · M lists, the others their N heads.
+        k: keys [X, M, K, D].
+        v: values [X, M, K, E].
+        dtype: dtype of the result.
+        finish: reshapes and permutes from [*rows, E] to the result.
     """
 
     q: Value
@@ -53,9 +57,17 @@ class Operands:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Attention of queries [*rows, D] over the rows of keys and values that the entries of lists name.
+    """Attention of queries [*rows, D] over rows of keys and values that the entries of lists name.
 
-    `empty` is what a query without keys gives; `relies` names the inputs of which that takes something as given.
+    Attributes:
+        q: the queries.
+        k: rows of keys, with the source that they are gathered from.
+        v: rows of values, of a source with as many rows.
+        entries: entries of the lists, and the mask that hides some of them.
+        empty: "zero", "nan" or "mean", the result of a query without keys.
+        scale: factor of the scores.
+        operands: shapes of the gathered operands, and the steps after the attention.
+        relies: inputs that are assumed to show each query an entry.
     """
 
     q: Value
@@ -64,55 +76,56 @@ class _Listed:
     entries: Entries
     empty: str
     scale: float
-    of: Operands
+    operands: Operands
     relies: frozenset[str] = frozenset()
 
-    def paged(self, by: Tabled) -> _Listed:
-        """The same over rows that a block table names."""
-        a, entries = self.entries.masks.a, replace(self.entries, places=by.places)
-        k, v = (Gathered(by.rows(a, each.source), by.places, by.counted_back) for each in (self.k, self.v))
+    def paged(self, tabled: Tabled) -> _Listed:
+        """Return the attention over the rows of the block table of `tabled`, by its places instead of slots."""
+        a, entries = self.entries.masks.a, replace(self.entries, places=tabled.places)
+        k, v = (Gathered(tabled.rows(a, each.source), tabled.places, tabled.counted_back) for each in (self.k, self.v))
         return replace(self, k=k, v=v, entries=entries if self.empty == "mean" else unclamped(a, entries))
 
     def relied_on(self, shows_one: ShowsOne) -> frozenset[str] | None:
         """Apply `shows_one` to the lists, with -1 where entries are hidden; None if there are no such lists."""
-        found = self.reading()
-        if not isinstance(found, Reading):
+        reading = self.reading()
+        if not isinstance(reading, Reading):
             return None
-        return shows_one(shown(self.entries.masks.a, found.captures["places"], found.captures.get("hidden")))
+        return shows_one(shown(self.entries.masks.a, reading.captures["places"], reading.captures.get("hidden")))
 
     @proof
     def reading(self) -> Reading | Miss | None:
-        """What it means; why the operator does nothing like it."""
+        """Build the `listed_attention` reading; a `Miss` if masks differ by head, None if sizes are not proven."""
         entries, empty, k = self.entries, self.empty, self.k
         masks, lists, (groups, size) = entries.masks, entries.lists, k.source.shape[:2]
         a, rows = masks.a, masks.positions.shape[:-1]
-        told = not entries.others(size if empty == "zero" else None) and empty != "mean"  # a list of -1 alone gives NaN
-        hidden = None if told else masks.hidden_entries(lists)
-        if hidden is None and not told:
+        # `GatheredRows.restored` takes a list that begins with -1 for one without keys, and gives NaN, never the mean
+        is_unmasked = not entries.others(size if empty == "zero" else None) and empty != "mean"
+        hidden = None if is_unmasked else masks.hidden_entries(lists)
+        if hidden is None and not is_unmasked:
             return _miss("the mask of the rows that are listed differs from head to head")
         places = entries.places
         counted_back = k.counted_back and not entries.least(places)
         places = wrapped(a, places, size) if counted_back else places
         positive = counted_back or bounds(places)[0] >= 0 or (places is k.places and not k.counted_back)
-        batch, heads = _batch(groups, *self.of.k.shape[:2]), prod(rows[lists:])
-        view = proven(named((("permute", (0, 2, 1, 3)), *self.of.finish), {batch[1]: "S", batch[0]: "B"}))
-        said: dict[str, Any] = {
+        batch, heads = _batch(groups, *self.operands.k.shape[:2]), prod(rows[lists:])
+        view = proven(named((("permute", (0, 2, 1, 3)), *self.operands.finish), {batch[1]: "S", batch[0]: "B"}))
+        captures: dict[str, Any] = {
             "q": a.permute(a.reshape(self.q, (*batch, heads, self.q.shape[-1])), (0, 2, 1, 3)),
             "k": a.reshape(k.source, (groups, 1, *k.source.shape[1:])),
             "v": a.reshape(self.v.source, (groups, 1, *self.v.source.shape[1:])),
             "places": a.reshape(places, (*batch, places.shape[-1])), "scale": self.scale, "fully_masked_row": empty,
-            "distinct": distinct(places), "ends": positive if told else entries.is_tail() and empty != "mean",
+            "distinct": distinct(places), "ends": positive if is_unmasked else entries.is_tail() and empty != "mean",
             "output_view": view,
         }  # fmt: skip
         if hidden is not None:
-            said["hidden"] = a.reshape(hidden, (*batch, places.shape[-1]))
-        return Reading("listed_attention", said, masks.positions.names() | self.relies)
+            captures["hidden"] = a.reshape(hidden, (*batch, places.shape[-1]))
+        return Reading("listed_attention", captures, masks.positions.names() | self.relies)
 
 
 @proof
 def listed_attention(
     masks: Masks,
-    of: Operands,
+    operands: Operands,
     scale: float,
     softmax: Empty,
     beyond: str = "",
@@ -120,31 +133,31 @@ def listed_attention(
 ) -> list[Reading | Miss] | None:
     """Read attention over listed rows, or why there is none; None if rows are not gathered by one list.
 
-    Rows that a list names by their slots in pages are read as those of a block table besides.
+    If a list names rows by their slots in pages, a second reading has the rows of a block table instead.
 
     Args:
-        masks: those of its scores, [*rows, K].
-        of: its operands.
-        scale: what the scores are multiplied by.
-        softmax: what the softmax makes of a row without a key.
-        beyond: what else is done to the scores, of which the operator knows nothing.
-        shows_one: of lists [B, S, K] with -1 for hidden entries, by which each query is known to see one.
+        masks: masks of the scores, [*rows, K].
+        operands: operands of the attention.
+        scale: factor of the scores.
+        softmax: result of the softmax for a row without a key.
+        beyond: reason why other steps on the scores are not those of the operator, "" if there are none.
+        shows_one: names the inputs by which each query of lists [B, S, K], with -1 for hidden entries, sees an entry.
     """
     a = masks.a
-    k, v = (proven(gathered(a, each)) for each in (of.k, of.v))
+    k, v = (proven(gathered(a, each)) for each in (operands.k, operands.v))
     must((k.places, k.counted_back) == (v.places, v.counted_back) and k.source.shape[:2] == v.source.shape[:2])
     if beyond:
         return [_miss(beyond)]
-    q = uncast(a, of.q)
-    if len({q.dtype, k.source.dtype, v.source.dtype, of.dtype}) != 1:
+    q = uncast(a, operands.q)
+    if len({q.dtype, k.source.dtype, v.source.dtype, operands.dtype}) != 1:
         return [_miss("queries, listed rows and result have different dtypes")]
     seen = masks.visible()
     if isinstance(seen, str):
         return [_miss(seen)]
-    rows, count = masks.positions.shape[:-1], prod(of.k.shape[:2])
+    rows, count = masks.positions.shape[:-1], prod(operands.k.shape[:2])
     lists = proven(next((place for place in range(1, len(rows)) if prod(rows[:place]) == count), None))
     entries = Entries(masks, lists, k.places, conjuncts(seen))
-    seeing = _Listed(q, k, v, unclamped(a, entries), "zero", scale, of)
+    seeing = _Listed(q, k, v, unclamped(a, entries), "zero", scale, operands)
     empty = "zero" if seen is True else unseen(masks.positions, masks.terms, softmax)
     relies = seeing.relied_on(shows_one) if empty in ("", "mean") else None
     if relies is not None:
@@ -153,14 +166,14 @@ def listed_attention(
         return [_miss(_LOWERED)]
     else:
         listed = replace(seeing, entries=entries if empty == "mean" else seeing.entries, empty=empty)
-    found = proven(listed.reading())
+    reading = proven(listed.reading())
     table = by_table(a, listed.entries.places, k.source.shape[1]) if k.groups == 1 else None
-    paged = listed.paged(table).reading() if table is not None and isinstance(found, Reading) else None
-    return [found, paged] if isinstance(paged, Reading) else [found]
+    paged = listed.paged(table).reading() if table is not None and isinstance(reading, Reading) else None
+    return [reading, paged] if isinstance(paged, Reading) else [reading]
 
 
 def shown(a: Algebra, places: Value, hidden: Value | None) -> Value:
-    """Build a list with -1 where an entry is hidden."""
+    """Write -1 over the entries of `places` for which `hidden` is True; `places` if `hidden` is None."""
     return (
         places if hidden is None else proven(where(a, hidden, constant(a, -1, (), places.dtype), places, places.dtype))
     )
@@ -171,7 +184,7 @@ def _miss(reason: str) -> Miss:
 
 
 def _batch(groups: Any, first: Any, second: Any) -> tuple[Any, Any]:
-    """B and S of first · second lists in so many groups."""
+    """Split first · second lists over rows of `groups` groups into B and S; a group is a sequence."""
     if groups == 1:
         return 1, first * second
     if groups == first:

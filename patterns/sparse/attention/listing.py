@@ -1,8 +1,8 @@
-"""The facet of sparse attention that says where its list of keys comes from.
+"""The facet of sparse attention for the source of its list of keys.
 
 Listing         a list of keys behind a mask
 GatheredRows    a list by which the model gathers the rows that it attends to
-IndexedRows     the same of a list that an indexer makes
+IndexedRows     a list of an indexer by which the model gathers the rows that it attends to
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from patterns.sparse.indexer.indexer import Indexer, Seen
 from patterns.sparse.lists.fixed_keys import FixedKeys
 
 _EVERY = Seen(mask_kind="none", kv_len=None, kv_lens=None, row_lens=None, segment=None, segments=None)
-"""Where a list says itself what is seen, every query may see all of the keys."""
+"""Visible keys where the list alone hides keys: all of them."""
 
 
 @dataclass(frozen=True)
 class Listing(Seen):
-    """A list of keys, of which a mask shows those that can be seen at all.
+    """A list of keys, and a mask that shows some of them.
 
     Attributes:
-        places: numbers of keys, for each query.
-        distinct: whether no row of them names a key twice.
-        hidden: which keys are hidden besides, where there are no words for it.
-        ends: whether an entry that it hides is followed by hidden ones alone.
-        room: the entry that names the first key, and how many keys there are, where an entry may name none of them.
-        fixed: keys that are seen whether they are listed or not.
+        places: positions of the listed keys of each query.
+        distinct: True if no row of `places` names a key twice.
+        hidden: True for a key that the mask hides, listed or not, where no other attribute describes the mask.
+        ends: True if in each list only hidden entries follow a hidden one.
+        room: value of the entry that names key 0, and the number of keys; another entry names none. None if each names
+            one.
+        fixed: keys that are visible in addition to the listed ones.
     """
 
     places: Any = tensor("B S K")
@@ -43,69 +44,69 @@ class Listing(Seen):
     fixed: Any = FixedKeys
 
     def listed(self, p) -> Any:
-        """The mask of keys that are listed in whatever way."""
+        """Return the mask of the listed keys as `topk_mask`, whatever computes the list."""
         hidden = dict(hidden=self.hidden, ends=self.ends, room=self.room, **vars(self.fixed))
-        return p.topk_mask(places=self.places, distinct=self.distinct, **hidden, **self.seen())
+        return p.topk_mask(places=self.places, distinct=self.distinct, **hidden, **self.captures())
 
     def indexed(self, p, indexer: Indexer) -> Any:
-        """The same of what an indexer finds behind the same mask."""
-        places = p.lightning_indexer(places=self.places, **indexer.said(p), **self.seen())
-        return p.topk_mask(places=places, distinct=self.distinct, **self.seen())
+        """Return the mask of the listed keys as `topk_mask` of a list that `indexer` computes under that mask."""
+        places = p.lightning_indexer(places=self.places, **indexer.captures(p), **self.captures())
+        return p.topk_mask(places=places, distinct=self.distinct, **self.captures())
 
     def refuse(self, seen: Any, indexer: Indexer | None, averaged: bool) -> None:
-        """Refuse a query that no key is left for, of which the operator gives 0, unless that is restored.
+        """Refuse a query without keys if the result is neither the operator's 0 nor one that `restored` can give.
 
-        `averaged` says whether the mean of all values can be had.
+        `averaged` is True if the mean of all values can be computed.
         """
         require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
-        listed = self.hides_nothing() or indexer is not None  # then what is listed is seen
+        listed = self.hides_nothing() or indexer is not None  # then each listed key is visible
         left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and listed)
         restored = indexer is not None and self._is_nan(seen)
-        restored |= self._tells_blind() and (self._is_nan(seen) or averaged)
+        restored |= self._marks_empty_rows() and (self._is_nan(seen) or averaged)
         gives = "NaN" if seen.fully_masked_row == "nan" else "the mean of all values"
         why = "a query for which no key is left gives {gives}, the operator gives 0"
         require(left or restored, why, gives=gives)
 
-    def _tells_blind(self) -> bool:
-        """Whether the list that the operator is given is empty where a query sees no key."""
+    def _marks_empty_rows(self) -> bool:
+        """True if `own` gives an empty list to each query without keys."""
         return self.hidden is not None or self.room is not None or self.segment is not None
 
     def _is_nan(self, seen: Any) -> bool:
-        """Whether a query that sees no key gives NaN; the list of an indexer, of which it is empty, says which do."""
+        """True if a query may have no keys, and gives NaN then."""
         return seen.fully_masked_row == "nan" and not self.every_row_nonempty
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """A list says itself what its query sees, where each sees a number of keys of its own."""
+        """Return `Seen.lengths`; those of all keys if each query has a length of its own, to which its list is cut."""
         return Seen.lengths(self if self.row_lens is None else _EVERY, queries, keys, room)
 
     def is_distinct(self) -> bool:
-        """Whether the list that the operator is given names no key twice: what is named again is left out of it."""
+        """True if the list for the operator names no key twice: `own` removes repetitions."""
         return True
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
-        """Queries [B, S, N, C] and [B, S, N, Dr] for which the operator gives what the model does."""
+        """Return `queries` [B, S, N, C] and [B, S, N, Dr] unchanged."""
         return queries
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """The result [B, S, N, C] over lists [B, S, 1, K] with what plain attention gives without a key."""
+        """Write NaN or the `mean`, as the model, over the results `y` [B, S, N, C] of empty lists [B, S, 1, K]."""
         if self._is_nan(seen):
             return y.masked_fill(listed[..., :1] < 0, torch.nan)
-        blind = self._tells_blind() and not self.every_row_nonempty and seen.fully_masked_row == "mean"
-        return torch.where(listed[..., :1] < 0, mean(), y) if blind else y
+        averaged = self._marks_empty_rows() and not self.every_row_nonempty and seen.fully_masked_row == "mean"
+        return torch.where(listed[..., :1] < 0, mean(), y) if averaged else y
 
     def own(self, seen: Any) -> Tensor:
-        """The list of the model as the operator takes it, [B, S, 1, K]: each key once, then -1.
+        """Return the model's list for the operator, int32 [B, S, 1, K]: distinct visible keys, then -1.
 
-        It leaves out what lies behind the mask itself.
+        Keys that a causal order or a length of the sequence hides stay in the list: the operator hides them.
         """
-        shown = self._tells_blind() or not self._is_nan(seen)
+        shown = self._marks_empty_rows() or not self._is_nan(seen)
         require(shown, "the model's own list does not say which queries see no key")
         places = self.places.to(torch.int32)
         if self.room is not None:
             first, keys = self.room
             places = places - first
             places = places.masked_fill((places < 0) | (places >= keys), -1)
-        places = self.fixed.beside(places)
+        places = self.fixed.append_to(places)
         if self.hidden is not None:
             there = places.to(torch.int64) if self.room is None else places.to(torch.int64).clamp(min=0)
             places = places.masked_fill(self.hidden.gather(-1, there), -1)
@@ -134,11 +135,12 @@ class GatheredRows(Group):
     """A list of rows that the model gathers, each of which counts as often as it is listed.
 
     Attributes:
-        places: numbers of rows, negative ones of entries that are hidden.
-        hidden: which entries are hidden besides.
-        distinct: whether no row of them names a key twice.
-        ends: whether behind a hidden entry there are hidden ones alone.
-        fully_masked_row: what a query without keys gives.
+        places: positions of rows; a negative one is a hidden entry.
+        hidden: True for a further hidden entry.
+        distinct: True if no row of `places` names a key twice.
+        ends: True if in each list only hidden entries follow a hidden one.
+        fully_masked_row: "zero", "nan" or "mean" (of the listed rows), the result of a query whose entries are all
+            hidden.
     """
 
     places: Any = tensor("B S K")
@@ -148,50 +150,57 @@ class GatheredRows(Group):
     fully_masked_row: Any = attribute()
 
     def gathered(self, p) -> dict[str, Any]:
-        """As the reader says it."""
+        """Return the captures of the list, as `listed_attention` has them."""
         return dict(vars(self))
 
     def refuse(self, seen: Any, indexer: Indexer | None, averaged: bool) -> None:
-        """What a query without keys gives is restored."""
+        """Allow every result of a query without keys, as `posed` and `restored` give it."""
 
     def is_distinct(self) -> bool:
-        """Whether the list that the operator is given names no key twice."""
+        """True if the list for the operator names no key twice."""
         return self.distinct
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """Every query may see all of the keys: the list says itself what is seen."""
+        """Return mode and lengths of visible keys where the list alone hides keys."""
         return _EVERY.lengths(queries, keys, room)
 
     def segment_ends(self) -> Tensor | None:
-        """A list names rows of all tokens."""
+        """Return None: a list names rows of all tokens, not of segments."""
         return None
 
     def own(self, seen: Any) -> Tensor:
-        """The list as the operator takes it, [B, S, 1, K]: it ends at the first negative entry."""
+        """Return the list for the operator, int32 [B, S, 1, K], with -1 for hidden entries, after all others.
+
+        A row with hidden entries alone stays as it is if its query gives the mean of the listed rows.
+        """
         places = self.places.to(torch.int32)
         if self.hidden is not None:
-            hidden = self.hidden & ~self._blind() if self.fully_masked_row == "mean" else self.hidden
+            hidden = self.hidden & ~self._all_hidden() if self.fully_masked_row == "mean" else self.hidden
             places = places.masked_fill(hidden, -1)
         return (places if self.ends else places.sort(dim=-1, descending=True).values).unsqueeze(2)
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
-        """Queries that are 0 where all of their list is hidden, and seen so: they give the mean of what it names."""
+        """Write 0 over queries whose entries are all hidden, if they give the mean.
+
+        The scores of such a query are equal, and `own` hides none of its entries: the operator gives the mean of the
+        listed rows.
+        """
         if self.fully_masked_row != "mean":
             return queries
-        return [each.masked_fill(self._blind().unsqueeze(-1), 0) for each in queries]
+        return [each.masked_fill(self._all_hidden().unsqueeze(-1), 0) for each in queries]
 
-    def _blind(self) -> Tensor:
-        """Which queries see nothing, [B, S, 1]."""
+    def _all_hidden(self) -> Tensor:
+        """Return True for queries whose entries are all hidden, bool [B, S, 1]."""
         assert self.hidden is not None
         return self.hidden.all(-1, keepdim=True)
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """The result [B, S, N, C] with NaN where all of a list is hidden, if that is what the model gives."""
+        """Write NaN over the results `y` [B, S, N, C] of empty lists, if the model gives NaN there."""
         return _without_keys(y, listed, self.fully_masked_row)
 
 
 def _without_keys(y: Tensor, listed: Tensor, given: str) -> Tensor:
-    """A result [B, S, N, C] with what the model gives, where that is NaN, of queries whose list is empty."""
+    """Write NaN over the results `y` [B, S, N, C] of empty lists [B, S, 1, K], if `given` is "nan"."""
     return y.masked_fill(listed[..., :1] < 0, torch.nan) if given == "nan" else y
 
 
@@ -200,9 +209,10 @@ class IndexedRows(Seen):
     """The list of an indexer, by which the model gathers the rows of keys that a query sees.
 
     Attributes:
-        fully_masked_row: what a query without keys gives.
-        dtype, entries: of the list, and how many each query has.
-        distinct: whether no row of it names a key twice.
+        fully_masked_row: "zero" or "nan", the result of a query without keys.
+        distinct: True if no row of the list names a key twice.
+        dtype: dtype of the list.
+        entries: length of the list.
     """
 
     fully_masked_row: Any = attribute()
@@ -211,27 +221,27 @@ class IndexedRows(Seen):
     entries: Any = attribute()
 
     def gathered(self, p, indexer: Indexer) -> dict[str, Any]:
-        """As the reader says it."""
-        places = p.indexer_list(dtype=self.dtype, entries=self.entries, **indexer.said(p), **self.seen())
+        """Return the captures of the list that `indexer` computes, as `listed_attention` has them."""
+        places = p.indexer_list(dtype=self.dtype, entries=self.entries, **indexer.captures(p), **self.captures())
         rows = dict(fully_masked_row=self.fully_masked_row, distinct=self.distinct)
         return dict(places=places, ends="indexer", **rows)
 
     def is_distinct(self) -> bool:
-        """An indexer names no key twice."""
+        """True if the list for the operator names no key twice, as that of an indexer."""
         return True
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """The list says itself what is seen."""
+        """Return mode and lengths of visible keys where the list alone hides keys."""
         return _EVERY.lengths(queries, keys, room)
 
     refuse = GatheredRows.refuse
     posed = Listing.posed
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """The same of rows that are gathered, unless every query is known to see a key."""
+        """Write NaN over the results `y` [B, S, N, C] of empty lists, if the model does and there may be any."""
         return y if self.every_row_nonempty else _without_keys(y, listed, self.fully_masked_row)
 
     def own(self, seen: Any) -> Tensor:
-        """The model's list is not built."""
+        """Refuse the model's own list, which an indexer computes anew."""
         require(False, "the list is that of an indexer")
         return self.kv_lens

@@ -1,4 +1,4 @@
-"""Packed rows of a latent (656 bytes for DeepSeek-V3.2) that sparse attention unpacks itself: as rows, or in pages."""
+"""Groups of packed rows of a latent (656 bytes in DeepSeek-V3.2), which sparse attention unpacks: rows, or pages."""
 
 from __future__ import annotations
 
@@ -11,43 +11,50 @@ from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
 from patterns.attention.calls import Parts
-from patterns.sparse.attention.pages import ROWS, of_rows, paged, read, refuse_segments
+from patterns.sparse.attention.pages import ROWS, paged, read, refuse_nz, refuse_segments
 
 
 @dataclass(frozen=True)
 class PackedRows(Group):
-    """Rows [*B, T, Row] that the model unpacks, see `unpacked_latent`."""
+    """Packed rows [*B, T, Row], which the model unpacks, see `unpacked_latent`."""
 
     rows: Any = tensor("*F Row")
     tile: Any = attribute()
     paged = averaged = False
 
     def term(self, p) -> Any:
-        """The rows as the model unpacks them."""
+        """Return the packed rows, gathered if they are in pages."""
         return self.rows
 
     def latent_terms(self, p) -> tuple[Any, Any]:
-        """Of a latent and its rotated lanes."""
+        """Return the unpacked latent, and its rotated lanes."""
         rows = self.term(p)
         return p.unpacked_latent(rows=rows, tile=self.tile), p.unpacked_rope(rows=rows)
 
     def keys(self, batch: Any) -> Any:
-        """How many keys each sequence has."""
+        """Return the number of keys of each of `batch` sequences."""
         return prod(self.rows.shape[:-1]) // batch
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Refuse blocks of NZ; rows have none."""
+        """Allow rows: only pages can be in FRACTAL_NZ."""
 
     def refuse_lists(self, distinct: bool) -> None:
-        """Refuse lists that may name a key twice."""
+        """Refuse a list that may name a key twice."""
         require(distinct, "a list may name a key twice, of which the operator over packed rows reads too little")
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The rows as the operator reads them, and what it is told of where they lie."""
+        """Return the packed rows [B, T, 1, Row] for the operator, and the arguments of their layout."""
         return self.rows.reshape(batch, -1, 1, self.rows.shape[-1]), ROWS
 
     def attended(self, queries: Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
-        """Absorbed queries [B, S, N, C] and rotated lanes over the listed rows, as [B, S, N, C]."""
+        """Emit npu_kv_quant_sparse_flash_attention of absorbed `queries` over the `listed` rows, [B, S, N, C].
+
+        Args:
+            queries: absorbed queries [B, S, N, C], and their rotated lanes [B, S, N, Dr].
+            listed: lists of keys, int32 [B, S, 1, K].
+            scale: factor of the scores.
+            seen: arguments of visible keys.
+        """
         rows, where = self.where(queries[0].shape[0])
         return torch.ops.npu.npu_kv_quant_sparse_flash_attention(
             torch.cat(queries, dim=-1), rows, rows, listed, scale, 2, 2, sparse_block_size=1, layout_query="BSND",
@@ -56,13 +63,13 @@ class PackedRows(Group):
         )  # fmt: skip
 
     def attended_in_segments(self, queries: Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
-        """See `refuse_segments`."""
+        """Refuse segments of packed tokens."""
         return refuse_segments()
 
 
 @dataclass(frozen=True)
 class PackedPages(PackedRows):
-    """The same in pages that a block table [B, P] names."""
+    """Packed rows in pages that a block table [B, P] names."""
 
     pages: Any = tensor("*K W")
     block_table: Any = tensor("B P")
@@ -71,14 +78,14 @@ class PackedPages(PackedRows):
     paged = True
 
     def term(self, p) -> Any:
-        """As they are gathered."""
+        """Return the rows that the block table gathers."""
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return p.paged_rows(rows=self.rows, pages=self.pages, **how)
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Refuse blocks of NZ."""
-        of_rows(self.layout)
+        """Refuse pages in FRACTAL_NZ."""
+        refuse_nz(self.layout)
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The pages, and the table."""
+        """Return the pages [Block, Size, 1, Row], and the arguments of their layout."""
         return read(self.pages, self.size), paged(self.block_table)

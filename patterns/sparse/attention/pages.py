@@ -1,4 +1,4 @@
-"""Where the latent of sparse attention lies: in rows, or in pages of rows of one head, by one block table."""
+"""Groups of the latent that sparse attention reads: in rows, or in pages of one head that a block table names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from patterns.attention.sources import Rows
 from patterns.attention.varlen.pages import Pages
 
 ROWS: dict[str, Any] = {"layout_kv": "BSND"}
-"""What an operator is told of rows."""
+"""Layout arguments of an operator that reads rows."""
 
 
 def attended(queries: calls.Parts, kv: calls.Parts, listed: Tensor, scale: float, **where: Any) -> Tensor:
-    """Absorbed queries [B, S, N, C] and rotated lanes over the listed rows of a latent, as [B, S, N, C]."""
+    """Emit npu_sparse_flash_attention of absorbed `queries` over the `listed` rows of the latent `kv`, [B, S, N, C].
+
+    Args:
+        queries: absorbed queries [B, S, N, C], and their rotated lanes [B, S, N, Dr].
+        kv: the latent, and its rotated lanes, as rows [B, T, 1, C] or pages [Block, Size, 1, C].
+        listed: lists of keys, int32 [B, S, 1, K].
+        scale: factor of the scores.
+        where: further arguments: the layout of `kv`, and the visible keys.
+    """
     (query, query_rope), (rows, key_rope) = queries, kv
     return torch.ops.npu.npu_sparse_flash_attention(
         query, rows, rows, listed, scale, query_rope=query_rope, key_rope=key_rope, sparse_block_size=1,
@@ -28,24 +36,27 @@ def attended(queries: calls.Parts, kv: calls.Parts, listed: Tensor, scale: float
 
 @dataclass(frozen=True)
 class LatentRows(Rows):
-    """Rows of a latent, and of its rotated lanes."""
+    """Rows of a latent and of its rotated lanes."""
 
     averaged = True
 
     def mean(self, batch: Any, keys: Any) -> Tensor:
-        """The mean of the first so many rows of each sequence, [B, 1, 1, C]."""
+        """Average the first `keys` rows of the latent of each sequence, [B, 1, 1, C]."""
         return self.read(batch)[0][:, :keys].mean(1, keepdim=True)
 
     def refuse_lists(self, distinct: bool) -> None:
-        """A key counts as often as a list names it."""
+        """Allow every list: npu_sparse_flash_attention counts a key as often as it is listed."""
 
     def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
-        """See `attended`."""
+        """Emit npu_sparse_flash_attention over the `listed` rows; `seen` are arguments of visible keys."""
         rows, turned = self.read(queries[0].shape[0])
         return attended(queries, (rows, turned), listed, scale, **ROWS, **seen)
 
     def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
-        """Attend in segments of packed tokens that end at `ends`, from whose first key lists [1, T, 1, K] count."""
+        """Emit npu_sparse_flash_attention in TND for segments of packed tokens that end at `ends`, int32 [segments].
+
+        Entries of `listed` [1, T, 1, K] count from the first key of the segment of the query.
+        """
         (query, query_rope), (rows, key_rope) = queries, self.read(1)
         return torch.ops.npu.npu_sparse_flash_attention(
             query[0], rows[0], rows[0], listed[0], scale, query_rope=query_rope[0], key_rope=key_rope[0],
@@ -56,7 +67,7 @@ class LatentRows(Rows):
 
 @dataclass(frozen=True)
 class LatentPages(Pages):
-    """Pages of a latent and of its rotated lanes, each as the model names them."""
+    """Pages of a latent and pages of its rotated lanes, each with a block table."""
 
     averaged = False
     layout: Any = attribute()
@@ -65,48 +76,48 @@ class LatentPages(Pages):
     rope_layout: Any = attribute()
 
     def terms(self, p) -> tuple[Any, Any]:
-        """Both, by whatever tables."""
-        of_rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
-        return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **of_rope)
+        """Return the rows of the latent and of its rotated lanes, each gathered by a block table."""
+        rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
+        return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **rope)
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Refuse pages that the operator cannot read."""
-        of_rows(self.layout, self.rope_layout)
+        """Refuse pages in FRACTAL_NZ, and two different block tables."""
+        refuse_nz(self.layout, self.rope_layout)
         one = self.block_table is self.rope_table and self.size == self.rope_size
         require(
             one, "the pages of a latent and of its rotated lanes have block tables of their own: the operator has one"
         )
 
     def refuse_lists(self, distinct: bool) -> None:
-        """A key counts as often as a list names it."""
+        """Allow every list: npu_sparse_flash_attention counts a key as often as it is listed."""
 
     def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
-        """See `attended`."""
+        """Emit npu_sparse_flash_attention over the `listed` rows; `seen` are arguments of visible keys."""
         rows, turned = (read(each, self.size) for each in (self.first_pages, self.second_pages))
         return attended(queries, (rows, turned), listed, scale, **paged(self.block_table), **seen)
 
     def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
-        """See `refuse_segments`."""
+        """Refuse segments of packed tokens."""
         return refuse_segments()
 
 
 def refuse_segments() -> Tensor:
-    """Refuse segments of rows that do not lie as packed tokens."""
+    """Refuse segments of packed tokens over a latent that is no plain rows."""
     why = "latent: it lies in pages, or packed in int8; segments of packed tokens require rows in TND"
     require(False, why)
     return torch.empty(0)
 
 
 def paged(block_table: Tensor) -> dict[str, Any]:
-    """What an operator is told of pages."""
+    """Return the layout arguments of an operator that reads pages by `block_table`."""
     return {"layout_kv": "PA_BSND", "block_table": block_table.int()}
 
 
-def of_rows(*layouts: str) -> None:
-    """Refuse blocks of NZ."""
+def refuse_nz(*layouts: str) -> None:
+    """Refuse `layouts` of pages other than rows of tokens, such as FRACTAL_NZ."""
     require(set(layouts) == {"BSND"}, "the operator reads pages as rows of tokens, not in blocks of NZ")
 
 
 def read(pages: Tensor, size: Any) -> Tensor:
-    """Pages as [Block, Size, 1, D]."""
+    """Reshape `pages` of one head to [Block, Size, 1, D]."""
     return calls.laid(pages, size).unsqueeze(2)

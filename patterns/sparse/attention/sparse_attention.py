@@ -29,7 +29,7 @@ from patterns.sparse.indexer.indexer import INDEXERS
 
 SOURCES = (LatentRows, LatentPages, PackedRows, PackedPages)
 VALUES = ("transposed", "multiplied")
-"""How the values of all heads are expanded, see `expanded`."""
+"""Products of a result with W_UV, see `expanded`."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class SparseAttention(Rule):
     aliases = ("dsa", "sparse_flash_attention", "top_k_attention")
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor, scale: float) -> Tensor:
-        """The meaning: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E], places [B, S, K] → [B, N, S, E]."""
+        """Compute [B, N, S, E] of q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] over the keys `places` [B, S, K]."""
         scores = (q @ k.transpose(-2, -1)).float() * scale
         listed = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(-1, places, True)
         return scores.masked_fill(~listed.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype) @ v
 
     def within(self) -> frozenset[str]:
-        """The whole layer, and a buffer of the rows that are listed."""
+        """Name the fusion of the full layer, and that of a buffer of the listed rows."""
         return frozenset({"sparse_attention_pto", "gather_selection_kv_cache"})
 
     @pattern
@@ -61,7 +61,7 @@ class SparseAttention(Rule):
         seen: Any = Visibility,
         scale=scalar(),
     ):
-        """The keys are what an indexer finds behind the same mask."""
+        """softmax(scale · q kᵀ, masked to the top-K keys of an indexer) v"""
         attended = dict(seen.said(), scale=scale, mask=listing.indexed(p, indexer))
         return encoding.terms(p, source, result, attended)
 
@@ -77,7 +77,7 @@ class SparseAttention(Rule):
         seen: Any = Visibility,
         scale=scalar(),
     ):
-        """The keys are listed in whatever way."""
+        """softmax(scale · q kᵀ, masked to the listed keys) v"""
         return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
 
     @pattern
@@ -85,7 +85,7 @@ class SparseAttention(Rule):
     def by_gathered_rows(
         self, p, source, listing: Any = GatheredRows, encoding: Any = Plain, result: Any = Output, scale=scalar()
     ):
-        """The rows that are listed are gathered first."""
+        """softmax(scale · q k[places]ᵀ) v[places]"""
         return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")
 
     @pattern
@@ -100,12 +100,12 @@ class SparseAttention(Rule):
         result: Any = Output,
         scale=scalar(),
     ):
-        """The rows that an indexer lists are gathered first."""
+        """softmax(scale · q k[places]ᵀ) v[places], with places the top-K keys of an indexer"""
         attended = dict(listing.gathered(p, indexer), scale=scale)
         return encoding.terms(p, source, result, attended, "listed_attention")
 
     def guard(self, indexer: Any, listing: Any, source: Any, seen: Any):
-        """What the operator gives for a query without keys, and how it reads pages."""
+        """Refuse NZ pages, repeated keys that the operator miscounts, and queries without keys if not restorable."""
         if indexer is not None:
             indexer.refuse_blocks()
         listing.refuse(seen, indexer, source.averaged)
@@ -115,21 +115,21 @@ class SparseAttention(Rule):
     @lowering
     @variants(values=VALUES)
     def indexed(self, indexer, listing, encoding, source, result, seen, scale, values):
-        """The indexer, sparse attention, and the values of all heads."""
+        """Emit the indexer, sparse attention over its list, and the product with W_UV for each head."""
         require(indexer is not None, "the keys are not listed by an indexer")
-        y = _attended(indexer.found(listing), listing, encoding, source, seen, scale)
+        y = _attended(indexer.select(listing), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 
     @lowering
     @variants(values=VALUES)
     def listed(self, listing, encoding, source, result, seen, scale, values):
-        """Sparse attention over the model's own list."""
+        """Emit sparse attention over the model's own list, and the product with W_UV for each head."""
         y = _attended(listing.own(seen), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 
 
 def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, seen: Any, scale: float) -> Tensor:
-    """Absorbed queries over the listed rows of a latent, as [B, S, N, C]."""
+    """Emit attention of absorbed queries over the `listed` rows [B, S, 1, K] of a latent, [B, S, N, C]."""
     query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
     room = source.keys(query.shape[0])
     keys = room if encoding.first_rows is None else encoding.first_rows

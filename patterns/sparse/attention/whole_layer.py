@@ -6,8 +6,8 @@
 
 *Matches* a step of DeepSeek-V3.2 (2025) in plain code: prolog, indexer, the writes into three caches of pages, and
 attention over what the indexer lists, of tokens by sequence or packed. *Replaces with* `npu_sparse_attention_pto`,
-which is no part of torch_npu and has sizes, epsilons and the scale of the scores compiled in: a model that has others
-is told so. The rule is opt-in.
+which is no part of torch_npu and has sizes, epsilons and the scale of the scores compiled in: a model with other ones
+is refused. The rule is opt-in.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from patterns.latent.prolog.terms import LatentRow, Tables
 from patterns.quant.quantised_linear import prepared
 from patterns.quant.schemes import FloatLayers
 from patterns.sparse.attention.listing import Listing
-from patterns.sparse.attention.pages import LatentPages, of_rows
+from patterns.sparse.attention.pages import LatentPages, refuse_nz
 from patterns.sparse.attention.sparse_attention import VALUES
 from patterns.sparse.indexer.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 from patterns.sparse.indexer.indexer import PagedIndexer
 
 LISTED, EPSILON = 2048, 1e-5
-"""What the operator has compiled in beside that of the indexer: the length of a list, the epsilon of its RMS norms."""
+"""Length of a list, and epsilon of the RMS norms, that the operator has compiled in."""
 
 
 @dataclass(frozen=True)
 class IndexKeys(RotatedLanes):
-    """Keys of an indexer, a norm of a layer of x, and the pages that they are written to."""
+    """Keys of an indexer, a layer norm of a linear layer of x, and the pages that they are written to."""
 
     weight: Any = tensor("Di He")
     gamma: Any = tensor("Di")
@@ -54,7 +54,7 @@ class IndexKeys(RotatedLanes):
     is_parameter_only: Any = attribute()
 
     def written(self, p, x, lanes, tables, like, slots):
-        """The write."""
+        """Write the keys of the tokens `x` to `slots` of the pages."""
         layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
         key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
         rows = self.term(p, p.reshaped(key), lanes, tables, like, None)
@@ -63,26 +63,31 @@ class IndexKeys(RotatedLanes):
 
 @dataclass(frozen=True)
 class IndexQueries(RotatedLanes):
-    """Queries of an indexer, a layer of the latent of the queries, and the weights of its heads, a layer of x."""
+    """Queries of an indexer, a linear layer of their latent, and the weights of its heads, a linear layer of x."""
 
     weight: Any = tensor("Hiq Hcq")
-    of_heads: Any = tensor("M He")
+    head_weight: Any = tensor("M He")
     is_parameter_only: Any = attribute()
-    of_heads_is_parameter_only: Any = attribute()
+    head_weight_is_parameter_only: Any = attribute()
 
     def terms(self, p, x, latent, lanes, tables, like):
-        """Both."""
+        """Compute the rotated queries, and the weights of the heads in float32."""
         layer = p.linear(x=p.reshaped(latent), weight=self.weight, is_parameter_only=self.is_parameter_only)
-        heads = p.linear(x=x, weight=self.of_heads, is_parameter_only=self.of_heads_is_parameter_only)
+        heads = p.linear(x=x, weight=self.head_weight, is_parameter_only=self.head_weight_is_parameter_only)
         query = self.term(p, p.reshaped(layer), lanes, tables, like, False)
         return p.maybe_packed(query), p.maybe_cast(p.maybe_packed(p.reshaped(heads)), to=torch.float32)
 
 
 @dataclass(frozen=True)
 class OneTable(Group):
-    """The block table by which the model gathers rows from all three caches, as a latent only so many first ones.
+    """The block table by which the model gathers rows from all three caches.
 
-    `layout` is how the pages of a latent lie, `index_layout` how those of the indexer's keys do.
+    Attributes:
+        block_table: pages of each sequence, in all caches.
+        size: rows of a page.
+        layout: layout of the pages of the latent.
+        index_layout: layout of the pages of the indexer's keys.
+        first_rows: number of first rows of each sequence that are read of the latent, None for all.
     """
 
     block_table: Any = tensor("B P")
@@ -92,19 +97,19 @@ class OneTable(Group):
     first_rows: Any = attribute()
 
     def terms(self, p, kv, kr) -> LatentPages:
-        """A latent and its rotated lanes."""
+        """Return the written caches `kv` and `kr` as pages that the block table names."""
         how = (self.block_table, self.size, self.layout)
         return LatentPages(p.whatever("*F"), p.whatever("*G"), kv, kr, *how, *how)
 
     def indexer(self, p, query, weights, count, written) -> PagedIndexer:
-        """An indexer of keys that are gathered so."""
+        """Return an indexer over the `written` cache of its keys, gathered by the block table."""
         how = dict(block_table=self.block_table, size=self.size, layout=self.index_layout)
         return PagedIndexer(query, p.whatever("B T Di"), weights, count, None, None, written, **how)
 
 
 @dataclass(frozen=True)
 class Heads(Group):
-    """Queries of heads and both projections, where the model has them in the graph, see `Plain`."""
+    """Queries of heads, W_UK and W_UV, where the model projects by them in the graph, see `Plain`."""
 
     nope: Any = tensor("B N S D", optional=True, needed=False)
     up_key: Any = tensor("N D C", optional=True, needed=False)
@@ -113,7 +118,7 @@ class Heads(Group):
 
 @dataclass(frozen=True)
 class Prolog(Group):
-    """What stands before attention, see `MlaProlog`."""
+    """Projections, rotations and writes of the latent before attention, see `MlaProlog`."""
 
     projection: Any = FloatLayers
     queries: Any = Queries
@@ -124,7 +129,7 @@ class Prolog(Group):
 
 @dataclass(frozen=True)
 class Index(Group):
-    """What chooses `count` keys."""
+    """The indexer, which lists `count` keys for each query."""
 
     queries: Any = IndexQueries
     keys: Any = IndexKeys
@@ -134,7 +139,7 @@ class Index(Group):
 
 @dataclass(frozen=True)
 class Attended(Group):
-    """Attention over the keys that are listed."""
+    """Attention over the listed keys."""
 
     table: Any = OneTable
     heads: Any = Heads
@@ -153,14 +158,14 @@ class SparseAttentionPto(Rule):
     opt_in = True
 
     def reference(self, x: Tensor, dq: Tensor, gamma: Tensor, iq: Tensor, iw: Tensor, keys: Tensor) -> Tensor:
-        """The meaning of the list without rotation: x [B, S, H], keys [B, T, Di] → places [B, S, 2048]."""
+        """Compute the list [B, S, 2048] without rotation, of x [B, S, H] and keys [B, T, Di]."""
         c = torch.nn.functional.rms_norm(x @ dq.T, gamma.shape, gamma, EPSILON)
         products = torch.einsum("bsmd,btd->bsmt", (c @ iq.T).unflatten(-1, (-1, keys.shape[-1])), keys).relu()
         return torch.einsum("bsmt,bsm->bst", products, x @ iw.T).topk(LISTED, -1).indices
 
     @pattern
     def written(self, p, x=tensor("*B He"), prolog: Any = Prolog, index: Any = Index, attended: Any = Attended):
-        """All of it."""
+        """softmax((query kᵀ + query_rope k_rᵀ) · scale over the list) k, and all three caches after the writes"""
         projection, tables, table, heads = prolog.projection, prolog.tables, attended.table, attended.heads
         low, both = projection.down(p, x)
         rotated, absorbed, (latent,) = prolog.queries.terms(p, low, projection, tables, x)
@@ -172,27 +177,27 @@ class SparseAttentionPto(Rule):
         listed = replace(attended.listing, places=p.whatever("B S K")).indexed(
             p, table.indexer(p, query, weights, index.count, written)
         )
-        said = dict(attended.seen.said(), scale=attended.scale, mask=listed)
-        return encoding.terms(p, table.terms(p, kv, kr), attended.result, said), kv, kr, written
+        captures = dict(attended.seen.said(), scale=attended.scale, mask=listed)
+        return encoding.terms(p, table.terms(p, kv, kr), attended.result, captures), kv, kr, written
 
     def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):
-        """What the operator has compiled in, and how the tokens, the weights and the caches are laid out."""
+        """Refuse epsilons, factors and layouts that the operator does not have, and lengths that it cannot be given."""
         projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
-        of_rows(attended.table.layout, attended.table.index_layout)
+        refuse_nz(attended.table.layout, attended.table.index_layout)
         latent, rope = row.widths
         own = (latent + rope) ** -0.5
-        said = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"
-        require(math.isclose(attended.scale, own, rel_tol=1e-6), said, scale=attended.scale, own=own)
+        reason = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"
+        require(math.isclose(attended.scale, own, rel_tol=1e-6), reason, scale=attended.scale, own=own)
         norms = (
             ("the queries' norm", queries.eps, EPSILON),
             ("the latent's norm", row.eps, EPSILON),
             ("the norm of the indexer's keys", index.keys.eps, EPSILON_OF_KEYS),
         )
         for what, eps, compiled in norms:
-            said = "eps={eps} of {what} is not the {compiled} that the operator has compiled in"
-            require(math.isclose(eps, compiled, rel_tol=1e-6), said, eps=eps, what=what, compiled=compiled)
-        said = "{count} keys are listed, by the operator {listed}, which it has compiled in"
-        require(index.count == LISTED, said, count=index.count, listed=LISTED)
+            reason = "eps={eps} of {what} is not the {compiled} that the operator has compiled in"
+            require(math.isclose(eps, compiled, rel_tol=1e-6), reason, eps=eps, what=what, compiled=compiled)
+        reason = "{count} keys are listed, by the operator {listed}, which it has compiled in"
+        require(index.count == LISTED, reason, count=index.count, listed=LISTED)
         ones = projection.factor(queries.factor) == row.factor == 1
         require(ones, "a latent is multiplied by a number, by the operator by none")
         listing = attended.listing
@@ -201,8 +206,8 @@ class SparseAttentionPto(Rule):
             "the pages that are gathered: the operator counts from the last one, and reads as many keys"
         )
         require(listing.row_lens is None, own_lens)
-        told = listing.kv_lens is not None or listing.kv_len is not None
-        require(told, "nothing says how many keys the sequences have, which the operator reads from a tensor")
+        has_length = listing.kv_lens is not None or listing.kv_len is not None
+        require(has_length, "nothing says how many keys the sequences have, which the operator reads from a tensor")
         left = "a query that may see no key is left as it was by the operator, which writes nothing there"
         require(listing.every_row_nonempty, left)
         queries.guard(row)
@@ -216,7 +221,7 @@ class SparseAttentionPto(Rule):
     @lowering
     @variants(values=VALUES)
     def run(self, x: Tensor, prolog: Prolog, index: Index, attended: Attended, values: str):
-        """One call, and the values of all heads."""
+        """Emit npu_sparse_attention_pto, and the product with W_UV for each head: y and the three caches."""
         queries, row, storage, table = prolog.queries, prolog.row, prolog.storage, attended.table
         projection, keys = queries.reordered_layers(prolog.projection, row), index.keys
         x = x.reshape(table.block_table.shape[0], -1, x.shape[-1])  # of tokens that the model may have packed
@@ -224,10 +229,10 @@ class SparseAttentionPto(Rule):
         mode, lengths = attended.listing.lengths(x, table.block_table.shape[1] * table.size, None)
         require(mode == 3 or x.shape[1] == 1, "each query sees the keys of those behind it too")
         kv_cache, kr_cache = storage.caches(x, row.widths, up)
-        of_index = (prepared(each) for each in (index.queries.weight, keys.weight, index.queries.of_heads))
+        weights = (prepared(each) for each in (index.queries.weight, keys.weight, index.queries.head_weight))
         y, kv, kr, written = torch.ops.custom_pypto.npu_sparse_attention_pto.functional(
             x, dq, uq, up, dkv, gain_q, gain, sin, cos, storage.index(x).int(), kv_cache, kr_cache,
-            table.block_table.int(), lengths, *of_index, keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
+            table.block_table.int(), lengths, *weights, keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
             pages.in_rows(keys.cache, None),
         )  # fmt: skip
         y = viewed(expanded(y, attended.heads.up_value, values), attended.result.view)

@@ -1,4 +1,4 @@
-"""Queries and keys of an indexer: the first of their lanes are rotated, as both operators of custom_pypto do it."""
+"""Queries and keys of an indexer whose first lanes are rotated, as by both operators of custom_pypto."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from patterns.kit.orders import HALF, INTERLEAVED
 from patterns.rotary.token_tables import rotated_lanes
 
 EPSILON_OF_KEYS = 1e-6
-"""What both add under the root of the norm of the keys."""
+"""Epsilon of the layer norm of the keys in both operators."""
 
 
 @dataclass(frozen=True)
 class Lanes(Group):
-    """Which lanes of queries and keys alike are rotated: those up to `split` of `end`."""
+    """Lanes of queries and keys of an indexer: [0, split) are rotated, [split, end) are not."""
 
     split: Any = attribute()
     end: Any = attribute()
@@ -23,19 +23,25 @@ class Lanes(Group):
 
 @dataclass(frozen=True)
 class RotatedLanes(Group):
-    """How the first lanes of queries, or keys, of an indexer are rotated."""
+    """Rotation of the first lanes of queries, or of keys, of an indexer.
+
+    Attributes:
+        source: order of the lanes before the rotation, as in `patterns.kit.orders`.
+        result: order of the lanes after it.
+        dtype: dtype of the rotation.
+    """
 
     source: Any = attribute()
     result: Any = attribute()
     dtype: Any = attribute()
 
     def term(self, p, x, lanes, tables, like, heads_first):
-        """They, joined with the others."""
+        """Join the rotated lanes of `x` with those that are not rotated."""
         first, rest = p.lanes(x, 0, lanes.split), p.lanes(x, lanes.split, lanes.end)
         return p.joined(rotated_lanes(p, first, tables, self, like, heads_first), rest)
 
     def guard(self, what: str) -> None:
-        """Refuse lanes that the operator would rotate otherwise."""
+        """Refuse lanes that are not rotated from pairs to halves, as by the operator."""
         orders = dict(what=what, source=self.source, result=self.result)
-        said = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
-        require((self.source, self.result) == (INTERLEAVED, HALF), said, **orders)
+        reason = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
+        require((self.source, self.result) == (INTERLEAVED, HALF), reason, **orders)

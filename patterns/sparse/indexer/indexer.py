@@ -1,4 +1,4 @@
-"""A lightning indexer, as forms and lowerings speak of it: keys as rows, or in pages by a block table of its own."""
+"""Groups of a lightning indexer: visible keys, and an indexer over keys in rows, or in pages of a block table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from torch.nn.functional import pad
 from fusion import Group, attribute, bounded, require, tensor
 from patterns.attention.calls import MaskSpec, laid
 from patterns.cache.pages import SIZES, cut
-from patterns.sparse.attention.pages import of_rows, read
+from patterns.sparse.attention.pages import read, refuse_nz
 
 
 @dataclass(frozen=True)
 class Seen(Group):
-    """Which keys can be seen at all, as of `Visibility`."""
+    """Keys that an indexer may list for a query, or that a query may see of its list.
+
+    Attributes:
+        mask_kind: "none", "causal_upper_left" or "causal_lower_right", as in `Visibility`.
+        kv_len: number of keys of every sequence, None for all keys.
+        kv_lens: number of keys of each sequence.
+        row_lens: number of keys that each query sees; with R = 1 that of the first one, and one more for each later
+            one.
+        segment: non-decreasing segment id of each packed token, which sees its own segment up to itself.
+        segments: exclusive upper bound of the segment ids.
+        every_row_nonempty: True if every query is proven to see a key.
+    """
 
     mask_kind: Any = attribute()
     kv_len: Any = attribute()
@@ -27,40 +38,42 @@ class Seen(Group):
     segments: Any = attribute()
     every_row_nonempty: Any = attribute()
 
-    def seen(self) -> dict[str, Any]:
-        """As the readers say it."""
+    def captures(self) -> dict[str, Any]:
+        """Return the captures of visible keys, as the words of sparse attention have them."""
         seen = dict(mask_kind=self.mask_kind, window=None, kv_len=self.kv_len, kv_lens=self.kv_lens)
         own = dict(row_lens=self.row_lens, segment=self.segment, segments=self.segments)
         return seen | own | dict(every_row_nonempty=self.every_row_nonempty)
 
     def hides_nothing(self) -> bool:
-        """Whether every query may see all of the keys."""
-        told = (self.kv_len, self.kv_lens, self.row_lens, self.segment)
-        return self.mask_kind == "none" and all(each is None for each in told)
+        """True if every query may see all of the keys."""
+        limits = (self.kv_len, self.kv_lens, self.row_lens, self.segment)
+        return self.mask_kind == "none" and all(each is None for each in limits)
 
     def segment_ends(self) -> Tensor | None:
-        """Return where each segment ends, int32 [segments]: behind as many tokens as have no larger number."""
+        """Return the end of each segment, int32 [segments]: the number of tokens with no greater id; or None."""
         if self.segment is None:
             return None
         line = self.segment.reshape(-1, 1)
         return (line <= torch.arange(self.segments, device=line.device)).sum(0).to(torch.int32)
 
     def segment_starts(self) -> Tensor:
-        """Return where the segment of each token starts, int32 [T]: behind as many tokens as have a smaller number."""
+        """Return the start of the segment of each token, int32 [T]: the number of tokens with a smaller id."""
         line = self.segment.reshape(-1)
         return torch.searchsorted(line, line, out_int32=True)
 
     def own_lengths(self, queries: Any, keys: Any) -> Tensor:
-        """How many of the keys each query sees, [B, S] in int32."""
+        """Expand `row_lens` to the number of keys that each query sees, int32 [B, S], clamped to 0 .. `keys`."""
         lengths = self.row_lens
         if lengths.shape[1] != queries:
             lengths = lengths + torch.arange(queries, device=lengths.device)
         return lengths.clamp(0, keys).to(torch.int32)
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """Sparse mode, and how many of the keys of queries [B, S, ..] there are, [B] in int32, None for the whole room.
+        """Return the sparse mode, and the number of keys of each sequence, int32 [B], or None for all `room` keys.
 
-        In mode 3 the last query sees the last of these keys; in mode 0 every query sees all of them.
+        In mode 3 the last of the queries [B, S, ..] sees up to the last of these keys; in mode 0 every query sees all
+        of them. `keys` is the number of keys that the model has, `room` the number that the operator reads without
+        lengths.
         """
         mode = 0 if self.mask_kind == "none" else 3
         spec = MaskSpec(self.mask_kind, None, self.kv_len, self.kv_lens).from_last(queries.shape[1], keys)
@@ -73,7 +86,7 @@ class Seen(Group):
 
 @dataclass(frozen=True)
 class Indexer(Group):
-    """An indexer of keys that lie as rows, and how many of them it lists."""
+    """An indexer over keys in rows, and the number of keys that it lists."""
 
     query: Any = tensor("B S H Di")
     key: Any = tensor("B T Di")
@@ -82,25 +95,25 @@ class Indexer(Group):
     query_scale: Any = tensor("B S H", optional=True)
     key_scale: Any = tensor("B T", optional=True)
 
-    def said(self, p) -> dict[str, Any]:
-        """As the readers say it."""
-        found = dict(query=self.query, weights=self.weights, count=self.count, query_scale=self.query_scale)
-        return found | self.rows(p)
+    def captures(self, p) -> dict[str, Any]:
+        """Return the captures of the indexer, as `lightning_indexer` and `indexer_list` have them."""
+        captures = dict(query=self.query, weights=self.weights, count=self.count, query_scale=self.query_scale)
+        return captures | self.rows(p)
 
     def rows(self, p) -> dict[str, Any]:
-        """The keys of the indexer, and the scales of those in int8."""
+        """Return the captures of the keys and of the scales of int8 keys, gathered if they are in pages."""
         return dict(key=self.key, key_scale=self.key_scale)
 
     def refuse_blocks(self) -> None:
-        """Refuse blocks of NZ; rows have none."""
+        """Allow rows: only pages can be in FRACTAL_NZ."""
 
-    def found(self, seen: Seen) -> Tensor:
-        """What it lists of the keys that can be seen [B, S, 1, count], -1 where there are not so many."""
+    def select(self, seen: Seen) -> Tensor:
+        """Emit the indexer over the keys that `seen` shows: a list [B, S, 1, count], with -1 after the last key."""
         if seen.row_lens is not None:
             batch, queries = self.query.shape[:2]
             lengths = seen.own_lengths(queries, self.key.shape[1]).flatten()
-            alone = Seen(mask_kind="none", kv_len=None, kv_lens=lengths, row_lens=None, segment=None, segments=None)
-            return self.apart(queries).found(alone).unflatten(0, (batch, queries)).squeeze(2)
+            every = Seen(mask_kind="none", kv_len=None, kv_lens=lengths, row_lens=None, segment=None, segments=None)
+            return self.apart(queries).select(every).unflatten(0, (batch, queries)).squeeze(2)
         ends = seen.segment_ends()
         if ends is not None:
             return self.in_segments(ends)
@@ -116,7 +129,10 @@ class Indexer(Group):
         )
 
     def in_segments(self, ends: Tensor) -> Tensor:
-        """List keys of each query's own segment, counted from the first of these [1, T, 1, K]."""
+        """Emit npu_lightning_indexer in TND for segments that end at `ends`, int32 [segments].
+
+        The result [1, T, 1, K] counts keys from the first one of the segment of each query.
+        """
         require(self.key_scale is None, "int8 keys of packed tokens are not put to npu_quant_lightning_indexer in TND")
         query, key = self.query[0], self.key[0].unsqueeze(1)
         weights = query.new_ones(query.shape[:2]) if self.weights is None else self.weights[0]
@@ -125,9 +141,10 @@ class Indexer(Group):
         return torch.ops.npu.npu_lightning_indexer(query, key, weights, **lengths, **how)[0].unsqueeze(0)
 
     def weighted(self) -> tuple[Tensor, Tensor]:
-        """Weights and scales of int8 queries, [B, S, N] in float16, whose product the operator rounds to float16 again.
+        """Return weights and query scales [B, S, N] in float16, which the operator multiplies and rounds to float16.
 
-        What float16 may not hold is divided by the largest product of its query, which changes no order.
+        Of other dtypes, the weights are the product of both, divided by the largest one of the query, which changes no
+        order, and the scales are 1.
         """
         weights, scale = self.weights, self.query_scale
         if weights.dtype == torch.float16 and (scale is None or scale.dtype == torch.float16):
@@ -139,22 +156,26 @@ class Indexer(Group):
         return weights, torch.ones_like(weights)
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
-        """The keys of the indexer, how many it reads untold, and what it is told of where they lie."""
+        """Return the keys for the operator, their number if it needs no lengths, and the arguments of their layout.
+
+        Rows are [B, T, 1, Di]; pages are [Block, Size, 1, Di], and need lengths: their number is None.
+        """
         return self.key.unsqueeze(2), self.key.shape[1], dict(layout_key="BSND")
 
     def apart(self, queries: Any) -> Indexer:
-        """Take every query for a sequence of its own, whose keys are read as pages in their own order.
+        """Return an indexer for which each of `queries` queries is a sequence of its own, over the same keys in pages.
 
-        Keys that no page divides are copied, with room behind them that no query sees.
+        Rows are read as pages in their own order. Keys that no size of a page divides are padded with rows that no
+        query sees.
         """
-        whole = self.with_room()
-        pages = cut(whole.key.unsqueeze(2), 1).squeeze(2)
+        padded = self.with_room()
+        pages = cut(padded.key.unsqueeze(2), 1).squeeze(2)
         size = pages.shape[1]
-        table = torch.arange(pages.shape[0], device=pages.device).reshape(whole.key.shape[0], -1)
-        rows = dict(vars(whole), pages=pages, block_table=table, size=size, layout="BSND")
-        if whole.key_scale is None:
+        table = torch.arange(pages.shape[0], device=pages.device).reshape(padded.key.shape[0], -1)
+        rows = dict(vars(padded), pages=pages, block_table=table, size=size, layout="BSND")
+        if padded.key_scale is None:
             return PagedIndexer(**rows).apart(queries)
-        return PagedInt8Indexer(**rows, scale_pages=whole.key_scale.reshape(-1, size)).apart(queries)
+        return PagedInt8Indexer(**rows, scale_pages=padded.key_scale.reshape(-1, size)).apart(queries)
 
     def with_room(self) -> Indexer:
         """Pad keys [B, T, Di] and their scales [B, T] so that the smallest page divides T."""
@@ -166,12 +187,12 @@ class Indexer(Group):
         return replace(self, key=pad(self.key, (0, 0, 0, room)), key_scale=scale)
 
     def scales(self) -> Tensor:
-        """The scales of int8 keys as they lie."""
-        return held(self.key_scale).unsqueeze(2)
+        """Return the scales of int8 keys for the operator, float16 [B, T, 1]."""
+        return float16_scale(self.key_scale).unsqueeze(2)
 
 
-def held(scale: Tensor) -> Tensor:
-    """Scales of int8 keys in float16, which would not hold those of another dtype."""
+def float16_scale(scale: Tensor) -> Tensor:
+    """Return scales of int8 keys that are in float16; refuse another dtype, whose numbers float16 may not represent."""
     why = "scales of int8 keys are held in {dtype}, the operator takes float16, which does not hold all of them"
     require(scale.dtype == torch.float16, why, dtype=scale.dtype)
     return scale
@@ -179,7 +200,7 @@ def held(scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PagedIndexer(Indexer):
-    """The same of keys in pages."""
+    """An indexer over keys in pages that a block table names."""
 
     pages: Any = tensor("*I Y")
     block_table: Any = tensor("B O")
@@ -187,13 +208,13 @@ class PagedIndexer(Indexer):
     layout: Any = attribute()
 
     def rows(self, p) -> dict[str, Any]:
-        """The keys as they are gathered."""
+        """Return the captures of the keys, gathered by the block table."""
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return dict(key=p.paged_rows(rows=self.key, pages=self.pages, **how))
 
     def refuse_blocks(self) -> None:
-        """Refuse blocks of NZ."""
-        of_rows(self.layout)
+        """Refuse pages in FRACTAL_NZ."""
+        refuse_nz(self.layout)
 
     def in_segments(self, ends: Tensor) -> Tensor:
         """Refuse segments: one block table names the pages of all."""
@@ -201,20 +222,20 @@ class PagedIndexer(Indexer):
         return ends
 
     def apart(self, queries: Any) -> Indexer:
-        """Each with the pages of its sequence."""
-        of_queries = (self.query, self.weights, self.query_scale)
-        query, weights, scale = (None if x is None else x.flatten(0, 1).unsqueeze(1) for x in of_queries)
+        """Return an indexer for which each query is a sequence of its own, by the same pages."""
+        operands = (self.query, self.weights, self.query_scale)
+        query, weights, scale = (None if x is None else x.flatten(0, 1).unsqueeze(1) for x in operands)
         table = self.block_table.unsqueeze(1).expand(-1, queries, -1).flatten(0, 1)
         return replace(self, query=query, weights=weights, query_scale=scale, block_table=table)
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
-        """The same of pages, of which it reads none untold."""
+        """Return the pages [Block, Size, 1, Di], None since pages need lengths, and the arguments of their layout."""
         return read(self.pages, self.size), None, dict(layout_key="PA_BSND", block_table=self.block_table.int())
 
 
 @dataclass(frozen=True)
 class PagedInt8Indexer(PagedIndexer):
-    """The same of int8 keys, of which the scales lie in pages by the same block table."""
+    """An indexer over int8 keys in pages, and their scales in pages."""
 
     scale_pages: Any = tensor("*J")
     scale_table: Any = tensor("B M")
@@ -222,19 +243,19 @@ class PagedInt8Indexer(PagedIndexer):
     scale_layout: Any = attribute()
 
     def rows(self, p) -> dict[str, Any]:
-        """Keys and scales as they are gathered."""
+        """Return the captures of keys and scales, each gathered by a block table."""
         how = dict(block_table=self.scale_table, size=self.scale_size, layout=self.scale_layout)
         return super().rows(p) | dict(key_scale=p.paged_rows(rows=self.key_scale, pages=self.scale_pages, **how))
 
     def refuse_blocks(self) -> None:
-        """Refuse blocks of NZ, and scales that lie elsewhere."""
-        of_rows(self.layout)
+        """Refuse pages in FRACTAL_NZ, and scales whose block table is not that of the keys."""
+        refuse_nz(self.layout)
         one = self.block_table is self.scale_table and self.size == self.scale_size
         require(one, "int8 keys and their scales have block tables of their own: the operator has one")
 
     def scales(self) -> Tensor:
-        """The pages of scales, [Block, Size, 1]."""
-        return laid(held(self.scale_pages), self.size)
+        """Return the pages of scales for the operator, float16 [Block, Size, 1]."""
+        return laid(float16_scale(self.scale_pages), self.size)
 
 
 INDEXERS = (Indexer, PagedIndexer, PagedInt8Indexer)

@@ -1,12 +1,12 @@
-"""What stands before a lightning indexer in int8: queries, keys and head weights, and the writes of keys and scales.
+"""Operands of a lightning indexer in int8: queries, keys and head weights, and the writes of keys and their scales.
 
     q = int8(rope(c W_IQ) H_q)    k = int8(rope(LayerNorm(x W_IK)) H_k)    w = x W_IW / √(N · D), in float16
     index_cache[slot] = k         scale_cache[slot] = scale of k, in float16
 
 *Matches* a step of DeepSeek-V3.2 (2025) in W8A8C8 over pages, whose latent c is in int8 with a scale of each token;
-what reads queries and caches stays. *Replaces with* `npu_lightning_indexer_prolog_pto`, which is no part of torch_npu
-and has sizes, the norm's epsilon and the factor of the weights compiled in: a model that has others is told so. The
-rule is opt-in.
+the readers of queries and caches are left as they are. *Replaces with* `npu_lightning_indexer_prolog_pto`, which is no
+part of torch_npu and has sizes, the epsilon of the norm and the factor of the weights compiled in: a model with other
+ones is refused. The rule is opt-in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from patterns.sparse.indexer.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedL
 
 @dataclass(frozen=True)
 class TurnedLanes(RotatedLanes):
-    """The same times a matrix, in int8 with a scale of each token and head, kept in float16."""
+    """Rotated lanes times a matrix [D, D], in int8 with a float16 scale of each token and head."""
 
     rotation: Any = tensor("Di Di")
     rotation_is_parameter_only: Any = attribute()
@@ -36,30 +36,30 @@ class TurnedLanes(RotatedLanes):
     scale_dtype: Any = attribute()
 
     def turned(self, p, x, lanes, tables, like, heads_first):
-        """What is quantised."""
+        """Rotate the first lanes of `x`, and multiply the rows by the matrix and the factor, before quantisation."""
         rows = self.term(p, x, lanes, tables, like, heads_first)
         how = dict(weight=self.rotation, is_parameter_only=self.rotation_is_parameter_only)
         return p.maybe_scaled(p.linear(x=p.reshaped(rows), **how), self.factor)
 
     def quantised(self, p, turned):
-        """The numbers, and their scales."""
-        whole, scale = quantised_rows(p, turned, self.scale_dtype)
-        return whole, p.as_dtype(p.reshaped(scale), torch.float16)
+        """Quantise the rows `turned`: int8 values, and their scales in float16."""
+        int8, scale = quantised_rows(p, turned, self.scale_dtype)
+        return int8, p.as_dtype(p.reshaped(scale), torch.float16)
 
     def guard(self, what: str) -> None:
-        """Refuse other orders, and what is multiplied by a number besides."""
+        """Refuse other orders of lanes, and a factor beside the matrix."""
         super().guard(what)
-        said = "{what} of the indexer are turned and multiplied by {factor}, in the operator by no number besides"
-        require(self.factor == 1, said, what=what, factor=self.factor)
+        reason = "{what} of the indexer are turned and multiplied by {factor}, in the operator by no number besides"
+        require(self.factor == 1, reason, what=what, factor=self.factor)
 
     def matrix(self) -> Tensor:
-        """That which rows are multiplied by, [D, D]."""
+        """Return the matrix [D, D] that multiplies the rows from the right."""
         return self.rotation.t().contiguous()
 
 
 @dataclass(frozen=True)
 class Int8Queries(TurnedLanes):
-    """Queries [.., N, D], a layer in W8A8 of the latent of the queries."""
+    """Queries [.., N, D]: a linear layer in W8A8 of the int8 latent of the queries."""
 
     latent: Any = tensor("*B Hcq")
     tokens: Any = tensor("*B 1")
@@ -69,7 +69,7 @@ class Int8Queries(TurnedLanes):
     is_parameter_only: Any = attribute()
 
     def rows(self, p, lanes, tables):
-        """What is quantised."""
+        """Compute the rows that are quantised."""
         how = dict(weight=self.weight, scale=self.scale, is_parameter_only=self.is_parameter_only)
         layer = p.int8_matmul(x=self.latent, tokens=self.tokens, dtype=self.layer_dtype, **how)
         return self.turned(p, p.reshaped(layer), lanes, tables, self.layer_dtype, False)
@@ -77,7 +77,7 @@ class Int8Queries(TurnedLanes):
 
 @dataclass(frozen=True)
 class Int8Keys(TurnedLanes):
-    """Keys [.., D], a norm of a layer of x."""
+    """Keys [.., D]: a layer norm of a linear layer of x."""
 
     weight: Any = tensor("Di He")
     gamma: Any = tensor("Di")
@@ -86,7 +86,7 @@ class Int8Keys(TurnedLanes):
     is_parameter_only: Any = attribute()
 
     def rows(self, p, x, lanes, tables, heads_first):
-        """What is quantised; packed tokens may have a dim for their only head, as `p.per_token` asks."""
+        """Compute the rows that are quantised; `heads_first`, as in `p.per_token`, is of packed tokens."""
         layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
         key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
         return self.turned(p, p.reshaped(key), lanes, tables, x, heads_first)
@@ -94,23 +94,23 @@ class Int8Keys(TurnedLanes):
 
 @dataclass(frozen=True)
 class HeadWeights(Group):
-    """Weights of the heads [.., N], a layer of x times a number, in float16."""
+    """Weights of the heads [.., N]: a linear layer of x times a factor, in float16."""
 
     weight: Any = tensor("N He")
     factor: Any = scalar()
     is_parameter_only: Any = attribute()
 
     def term(self, p, x):
-        """They."""
+        """Compute the weights of the heads for `x`."""
         layer = p.linear(x=p.reshaped(x), weight=self.weight, is_parameter_only=self.is_parameter_only)
         wide = p.maybe_cast(p.reshaped(layer), to=torch.float32)
         return p.as_dtype(p.maybe_scaled(wide, self.factor), torch.float16)
 
     def guard(self, lanes: int) -> None:
-        """Refuse another number."""
+        """Refuse another factor than 1 / √(N · lanes)."""
         own = (self.weight.shape[0] * lanes) ** -0.5
-        said = "weights of heads are multiplied by {factor}, by the operator by {own}, which it has compiled in"
-        require(math.isclose(self.factor, own, rel_tol=1e-6), said, factor=self.factor, own=own)
+        reason = "weights of heads are multiplied by {factor}, by the operator by {own}, which it has compiled in"
+        require(math.isclose(self.factor, own, rel_tol=1e-6), reason, factor=self.factor, own=own)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class LightningIndexerPrologPto(Rule):
     opt_in = True
 
     def reference(self, latent: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, turn: Tensor) -> Tensor:
-        """The meaning of a query without rotation: latent [T, Hcq] in int8, tokens [T, 1] → turned [T, N, D]."""
+        """Compute float queries [T, N, D] without rotation, of int8 `latent` [T, Hcq] with scales `tokens` [T, 1]."""
         layer = (latent.double() @ weight.double().t()) * tokens * scale
         return layer.to(turn.dtype).unflatten(-1, (-1, turn.shape[0])) @ turn
 
@@ -140,14 +140,14 @@ class LightningIndexerPrologPto(Rule):
         tables: Any = Tables,
         storage: Any = Pages,
     ):
-        """All of it."""
+        """int8 queries q, head weights w, and both caches after the writes of int8 keys and of their scales"""
         query, query_scale = queries.quantised(p, queries.rows(p, lanes, tables))
         key, key_scale = keys.quantised(p, p.reshaped(keys.rows(p, x, lanes, tables, heads_first)))
         return query, query_scale, *storage.written(p, key, key_scale), heads.term(p, x)
 
     @lookalike("queries of the indexer are rounded to float16 before they are quantised, by the operator they are not")
     def rounded(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
-        """Another dtype between."""
+        """int8(float16(rope(c W_IQ) H_q))"""
         return queries.quantised(p, p.cast(queries.rows(p, lanes, tables), to=torch.float16))[0]
 
     @lookalike(
@@ -156,28 +156,28 @@ class LightningIndexerPrologPto(Rule):
         "gives all of it"
     )
     def alone(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
-        """A part of it."""
+        """int8(rope(c W_IQ) H_q) without keys, head weights or writes"""
         return queries.quantised(p, queries.rows(p, lanes, tables))[0]
 
     def guard(self, x: Any, queries: Int8Queries, keys: Int8Keys, heads: HeadWeights, lanes: Lanes, storage: Pages):
-        """What the operator has compiled in, and how it reads and writes."""
-        said = "eps={eps} of the norm of the indexer's keys is not the {own} that the operator has compiled in"
-        require(math.isclose(keys.eps, EPSILON_OF_KEYS, rel_tol=1e-6), said, eps=keys.eps, own=EPSILON_OF_KEYS)
+        """Refuse an epsilon, factor, dtype or lane order that the operator does not have, and NZ pages."""
+        reason = "eps={eps} of the norm of the indexer's keys is not the {own} that the operator has compiled in"
+        require(math.isclose(keys.eps, EPSILON_OF_KEYS, rel_tol=1e-6), reason, eps=keys.eps, own=EPSILON_OF_KEYS)
         queries.guard("queries")
         keys.guard("keys")
-        said = "queries of the indexer are computed in {dtype}, by the operator in {own}"
-        require(queries.layer_dtype == x.dtype, said, dtype=queries.layer_dtype, own=x.dtype)
+        reason = "queries of the indexer are computed in {dtype}, by the operator in {own}"
+        require(queries.layer_dtype == x.dtype, reason, dtype=queries.layer_dtype, own=x.dtype)
         require(storage.nz_block is None, "the operator keeps pages as rows of tokens, not in blocks of NZ")
         storage.guard(x)
         heads.guard(lanes.end)
 
     @lowering
     def run(self, x, queries, keys, heads, lanes, tables, storage):
-        """One call."""
+        """Emit npu_lightning_indexer_prolog_pto: int8 queries [.., N, D], scales, both caches, weights [.., N]."""
         rows = x.reshape(-1, x.shape[-1])
         cos, sin = tables.in_halves(x, keys.result, lanes.split, x.dtype)
         key_cache, scale_cache = storage.caches(x, (None, None), x)
-        whole, scale, weights, *caches = torch.ops.custom_pypto.npu_lightning_indexer_prolog_pto.functional(
+        query, scale, weights, *caches = torch.ops.custom_pypto.npu_lightning_indexer_prolog_pto.functional(
             rows, queries.latent.reshape(rows.shape[0], -1), queries.tokens.float().reshape(-1, 1),
             prepared(queries.weight), queries.scale.float().reshape(-1, 1), prepared(keys.weight),
             prepared(heads.weight), keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
@@ -185,6 +185,6 @@ class LightningIndexerPrologPto(Rule):
             scale_cache, storage.slots.to(torch.int64).reshape(-1), EPSILON_OF_KEYS,
         )  # fmt: skip
         tokens = x.shape[:-1]
-        given = (whole, scale.to(torch.float16), weights.to(torch.float16))
-        whole, scale, weights = (each.reshape(*tokens, *each.shape[1:]) for each in given)
-        return whole, scale, *storage.restored(*caches), weights
+        results = (query, scale.to(torch.float16), weights.to(torch.float16))
+        query, scale, weights = (each.reshape(*tokens, *each.shape[1:]) for each in results)
+        return query, scale, *storage.restored(*caches), weights

@@ -21,30 +21,33 @@ from patterns.sparse.indexer.indexer import INDEXERS, Seen
 
 @dataclass(frozen=True)
 class IndexerTopk(Rule):
-    """Lists of keys."""
+    """Lists of keys of a lightning indexer, which the model itself uses."""
 
     aliases = ("indexer", "lightning_indexer", "quant_lightning_indexer")
 
     def reference(self, query: Tensor, key: Tensor, weights: Tensor, count: int) -> Tensor:
-        """The meaning: query [B, S, N, D], key [B, T, D], weights [B, S, N] → [B, S, count]."""
+        """Compute places [B, S, count] of query [B, S, N, D], key [B, T, D] and weights [B, S, N]."""
         products = torch.einsum("bsnd,btd->bsnt", query, key).relu()
         return torch.einsum("bsnt,bsn->bst", products, weights).topk(count, -1).indices
 
     @pattern
     @variants(indexer=INDEXERS)
     def listed(self, p, indexer, seen: Any = Seen, dtype=attribute(), entries=attribute(), offset=attribute()):
-        """A list that other code reads."""
-        return p.indexer_list(dtype=dtype, entries=entries, offset=offset, **indexer.said(p), **seen.seen())
+        """top-K over j of Σ_n w[b, s, n] · relu(q[b, s, n] · k[b, j]) + offset, -1 after the last visible key"""
+        return p.indexer_list(dtype=dtype, entries=entries, offset=offset, **indexer.captures(p), **seen.captures())
 
     def guard(self, indexer: Any):
-        """How it reads pages."""
+        """Refuse pages of keys in FRACTAL_NZ, and scales with another block table than the keys."""
         indexer.refuse_blocks()
 
     @lowering
     @refused_on("ascend950", "the operator lists keys in no order there, the model the best first")
     def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any, offset: Any) -> Tensor:
-        """The operator, of whose list [B, S, 1, K] there may be fewer entries where there are fewer keys."""
-        places = indexer.found(seen)
+        """Emit npu_lightning_indexer, of int8 keys npu_quant_lightning_indexer: lists [B, S, K] in `dtype`.
+
+        With a symbolic number of `entries` the list is cut to the number of keys, of which there may be fewer than K.
+        """
+        places = indexer.select(seen)
         if seen.segment is not None:
             places = torch.where(places < 0, places, places + seen.segment_starts().reshape(-1, 1, 1))
         if not isinstance(entries, int):

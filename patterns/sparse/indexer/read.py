@@ -1,8 +1,8 @@
-"""The lightning indexer: which keys a query attends to (DeepSeek-V3.2, 2025).
+"""Lightning indexers, which list the keys that each query attends to (DeepSeek-V3.2, 2025).
 
-    places = top-k over j of Σ_n w[i, n] · relu(q[i, n] · k[j]), of the keys j that a mask lets through
+    places = top-k over j of Σ_n w[i, n] · relu(q[i, n] · k[j]), of the keys j that a mask shows
 
-Positive factors that all scores have are left out: they change no order.
+Constant positive factors of the scores are dropped, since they change no order.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ _EVENED = (
     "of these are listed is not what it is for the scores"
 )
 _FUNCTIONS = ("sigmoid", "tanh", "exp")
-"""Of single elements that keep their order but where they saturate."""
+"""Elementwise functions that keep the order of their arguments, unless they saturate."""
 _SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
 
 
 def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], bool]) -> dict[Value, Reading | Miss]:
-    """A reading of `mask`, if it lets through what each row lists, or a part of it; why it is none, by the list.
+    """Map `mask` to a `topk_mask` reading if it shows each query the keys of a list, or its list to the reason why not.
 
-    `sorted_by_scores` says whether a list is sorted so.
+    Without a list, thresholds on the scores are mapped to a reason; a list that names every key, or any other mask,
+    gives an empty result. `masks` are those of the scores, and `mask` is all of them as one. `sorted_by_scores` is True
+    for a list with the largest scores first.
     """
     a, positions, formula = masks.a, masks.positions, masks.visible()
     rank = len(positions.shape)
@@ -72,13 +74,13 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
         listed, fixed, bounds = union
         lists = [listed]
     if not lists:
-        return {} if isinstance(formula, str) else _beside_lists(mask, masks.sizes[3])
+        return {} if isinstance(formula, str) else _other_keys(mask, masks.sizes[3])
     chosen = lists[0].value
     (*at, key), places = lists[0].index, chosen.arg
     others = tuple(part for part in bounds.rest if part != ("is", lists[0]))
     batch, _, queries, _ = masks.sizes
     own, query = positions.axis(0), positions.axis(rank - 2)
-    rows = {queries: query, batch * queries: own.times(queries) + query}  # how many lists, and which is of a query
+    rows = {queries: query, batch * queries: own.times(queries) + query}  # number of lists -> list of a query
     count = prod(places.shape[:-1])
     ahead = key + positions.axis(rank - 1).times(-1)
     if ahead.terms or rows.get(count) != _row(at, places.shape[:-1]):
@@ -87,7 +89,7 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
     if room is not None and not all(isinstance(each, int) for each in room):
         return {places: _miss(_BEYOND)}
     left = replace(bounds, rest=others)
-    empty = room is not None and not fixed  # then a query may see no key, whatever others there are
+    empty = room is not None and not fixed  # then a list may name no key at all
     words: dict[str, Any] | None = None if empty and left != NOTHING else in_words(masks, left)
     if words is None and lists_all(chosen):
         return {}  # the mask says it all
@@ -105,21 +107,21 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
     return {mask: Reading("topk_mask", captures, positions.names())}
 
 
-def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
-    """Why a mask that is made of a list shows other keys than those in it."""
-    found = list_in(mask)
-    if found is None:
+def _other_keys(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
+    """Map the list in `mask`, or thresholds on scores, to the reason why the mask shows keys that no list names."""
+    listed = list_in(mask)
+    if listed is None:
         return {each: _miss(_THRESHOLD) for each in mask.sources(_below_logic) if _is_threshold(each)}
-    return {found.arg: _miss(_MORE if names_keys(found, keys) else _BLOCKS)}
+    return {listed.arg: _miss(_MORE if names_keys(listed, keys) else _BLOCKS)}
 
 
 def _below_logic(x: Value) -> Sequence[Value]:
-    """What a mask is made of, down to what is compared."""
+    """Return the operands of `x` if it is a logical op or a view; none for a comparison, where a search ends."""
     return x.args if x.op in ("not", "and", "or", "where", "cast", "reshape", "expand", "permute") else ()
 
 
 def _is_threshold(x: Value) -> bool:
-    """Whether scores are compared with one of their own largest."""
+    """True if `x` compares scores with one of their own largest ones."""
     sides = [each.below("cast", "reshape", "expand", "slice") for each in x.args] if x.op == "compare" else []
     return any(
         one.op == "largest" and one.arg.below("cast", "reshape") is other.below("cast", "reshape")
@@ -128,11 +130,11 @@ def _is_threshold(x: Value) -> bool:
 
 
 def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
-    """The number of a row among rows of these sizes."""
-    found = number(0)
+    """Return the row-major index of the row at the positions `at`, among rows of `sizes`."""
+    index = number(0)
     for place, size in zip(at, sizes, strict=True):
-        found = found.times(size) + place
-    return found
+        index = index.times(size) + place
+    return index
 
 
 def _miss(reason: str) -> Miss:
@@ -141,10 +143,14 @@ def _miss(reason: str) -> Miss:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What is chosen from: a sum over heads, below masks that are added or filled in.
+    """Scores that a top-k chooses from: a sum over heads, which masks and factors are applied to.
 
-    `scales` [B, S, 1, T], some of them 1, are those of keys that it is multiplied by. `positions_first` says whether
-    the sum has its positions before its sequences.
+    Attributes:
+        total: the sum over heads, below the masks that were stripped so far.
+        shape: shape of the scores where they are masked, [.., S, T].
+        terms: masks, the outermost first.
+        scales: factors of the sum, scales of keys [B, S, 1, T], of which any dim may be 1.
+        positions_first: True if `total` is [S, B, .., T].
     """
 
     total: Value
@@ -154,43 +160,47 @@ class _Scores:
     positions_first: bool = False
 
     def with_one_query(self, a: Algebra) -> _Scores:
-        """Scores [B, T] of one query of each sequence, as [B, 1, T]."""
+        """Insert the dim of the only query into scores and masks [B, T]: [B, 1, T]."""
         seen = (replace(each, mask=a.reshape(each.mask, _opened(each.mask.shape))) for each in self.terms)
         return replace(self, shape=_opened(self.shape), terms=tuple(seen))
 
 
 def _opened(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """A dim of size 1 before the last one."""
+    """Insert a dim of size 1 before the last one of `shape`."""
     return (*shape[:-1], 1, *shape[-1:])
 
 
 @reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
 def lightning_indexers(graph: Graph) -> Iterator[Found]:
-    """What lists the keys that attention sees, if it is a lightning indexer; why it is none."""
+    """Read every list that a `topk_mask` shows as `lightning_indexer`, or give the reason why it is none."""
     assumed = Assumed.of(graph)
     for _, each in graph.readings.all("topk_mask"):
         places = each.captures["places"]
-        if (
-            places.below("cast", "reshape", "expand", "permute", "slice").op == "input"
-        ):  # a list that was made elsewhere
+        if places.below("cast", "reshape", "expand", "permute", "slice").op == "input":  # made outside of the graph
             continue
-        found = lightning_indexer(assumed, places.below("reshape"))
-        yield places, _miss(found) if isinstance(found, str) else found
+        result = lightning_indexer(assumed, places.below("reshape"))
+        yield places, _miss(result) if isinstance(result, str) else result
 
 
 def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
-    """What lists the keys, if it is a lightning indexer; why it is none."""
-    found = indexed(assumed, places)
-    if isinstance(found, str):
-        return found
-    listed = assumed.algebra.reshape(places, (*found.captures["query"].shape[:2], places.attrs[0]))
-    captures = {**found.captures, "places": listed}
-    return Reading("lightning_indexer", captures, found.masks.positions.names())
+    """Read `places` as the list of a lightning indexer; the reason if it is none."""
+    indexer = indexed(assumed, places)
+    if isinstance(indexer, str):
+        return indexer
+    listed = assumed.algebra.reshape(places, (*indexer.captures["query"].shape[:2], places.attrs[0]))
+    captures = {**indexer.captures, "places": listed}
+    return Reading("lightning_indexer", captures, indexer.masks.positions.names())
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """A lightning indexer: what is said of it, the masks of what it chooses from, and where they let a key through."""
+    """A lightning indexer.
+
+    Attributes:
+        captures: query, key, weights, scales of int8 rows, count and the keys that can be seen.
+        masks: masks of the scores.
+        seen: formula over the positions of the scores, true where a key is visible.
+    """
 
     captures: dict[str, Any]
     masks: Masks
@@ -198,25 +208,25 @@ class Indexed:
 
 
 def indexed(assumed: Assumed, places: Value) -> Indexed | str:
-    """The indexer that lists places; why it is none."""
+    """Read the indexer whose list is `places`, [.., K]; the reason if there is none."""
     a = assumed.algebra
     if places.op == "stable_largest_index" and _is_rectified(places.arg):
         return _STABLE
     if places.op != "largest_index":
         return "the keys that are listed are not the largest of a row of scores"
-    found = _unmasked(a, _Scores(places.arg, places.arg.shape, ()))
-    if isinstance(found, str):
-        return found if _is_rectified(places.arg) else NOT_A_SUM
-    said = parts(a, found.total, found.scales, found.positions_first or _is_exchanged(found))
-    if isinstance(said, str):
-        return said
-    batch, queries, _, _ = said["query"].shape
-    keys = said["key"].shape[1]
-    found = found.with_one_query(a) if queries == 1 != batch and len(found.shape) == 2 else found
-    rows = prod(found.shape[:-2]), prod(places.shape[:-1])
-    if found.shape[-2:] != (queries, keys) or rows != (batch, batch * queries):
+    scores = _unmasked(a, _Scores(places.arg, places.arg.shape, ()))
+    if isinstance(scores, str):
+        return scores if _is_rectified(places.arg) else NOT_A_SUM
+    captures = parts(a, scores.total, scores.scales, scores.positions_first or _is_exchanged(scores))
+    if isinstance(captures, str):
+        return captures
+    batch, queries, _, _ = captures["query"].shape
+    keys = captures["key"].shape[1]
+    scores = scores.with_one_query(a) if queries == 1 != batch and len(scores.shape) == 2 else scores
+    rows = prod(scores.shape[:-2]), prod(places.shape[:-1])
+    if scores.shape[-2:] != (queries, keys) or rows != (batch, batch * queries):
         return NOT_A_SUM
-    masks = assumed.masks(found.shape, found.terms, (batch, 1, queries, keys))
+    masks = assumed.masks(scores.shape, scores.terms, (batch, 1, queries, keys))
     formula = masks.visible()
     if isinstance(formula, str):
         return formula
@@ -227,68 +237,70 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     count = _at_most(places.attrs[0])
     if count is None:
         return "how many keys are listed is not known"
-    return Indexed({**said, "count": count, **words}, masks, formula)
+    return Indexed({**captures, "count": count, **words}, masks, formula)
 
 
 def _at_most(count: Any) -> int | None:
-    """The number of keys that are listed where there are so many."""
+    """Return K of a count that is K or min(K, T) with a symbolic T; None for another symbolic count."""
     if isinstance(count, int):
         return count
     numbers = [int(each) for each in count.args if each.is_Integer] if count.func.__name__ == "Min" else []
     return numbers[0] if numbers else None
 
 
-def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
-    """Take masks, casts, positive factors and scales of keys off the scores."""
-    z = found.total
+def _unmasked(a: Algebra, scored: _Scores) -> _Scores | str:
+    """Strip masks, casts, positive factors and scales of keys from `scored`; the reason if one of them cannot be."""
+    z = scored.total
     match z.op:
         case "scale":
-            return _unmasked(a, replace(found, total=z.arg)) if z.attrs[0] > 0 else SIGN
+            return _unmasked(a, replace(scored, total=z.arg)) if z.attrs[0] > 0 else SIGN
         case "cast" if is_rounding(z):
-            return _unmasked(a, replace(found, total=z.arg))
+            return _unmasked(a, replace(scored, total=z.arg))
         case "reshape":
-            return _unmasked(a, replace(found, total=z.arg))
-        case "shift" | "softmax" if _is_in_order(found):
-            return _unmasked(a, replace(found, total=z.arg))
+            return _unmasked(a, replace(scored, total=z.arg))
+        case "shift" | "softmax" if _is_in_order(scored):
+            return _unmasked(a, replace(scored, total=z.arg))
         case _ if z.op in _FUNCTIONS:
             return _EVENED.format(function=z.op)
-        case "permute" if z.attrs == (1, 0, *range(2, z.rank)) and not found.scales:
-            return _unmasked(a, replace(found, total=z.arg, positions_first=True))
-        case "mul" | "add" | "where" if found.positions_first:
+        case "permute" if z.attrs == (1, 0, *range(2, z.rank)) and not scored.scales:
+            return _unmasked(a, replace(scored, total=z.arg, positions_first=True))
+        case "mul" | "add" | "where" if scored.positions_first:
             return MOVED
         case "mul":
             scores, scale = z.args if _is_scores(z.arg) else z.args[::-1]
-            return _unmasked(a, replace(found, total=scores, scales=(*found.scales, _by_key(a, scale, z.shape))))
-        case "add" | "where" if found.scales:
+            return _unmasked(a, replace(scored, total=scores, scales=(*scored.scales, _by_key(a, scale, z.shape))))
+        case "add" | "where" if scored.scales:
             return _SCALED
-        case "add" | "where" if found.terms and z.shape != found.shape:
+        case "add" | "where" if scored.terms and z.shape != scored.shape:
             return MOVED
         case "add" if all(map(_is_scores, z.args)):  # head by head
-            return found
+            return scored
         case "add" | "where":
             scores = next(filter(_is_scores, z.args[-2:]), z.args[-1])
             term = mask_on(z, scores)
-            return term if isinstance(term, str) else _unmasked(a, _Scores(scores, z.shape, (*found.terms, term)))
+            return term if isinstance(term, str) else _unmasked(a, _Scores(scores, z.shape, (*scored.terms, term)))
         case _:
-            return found
+            return scored
 
 
-def _is_in_order(found: _Scores) -> bool:
-    """Whether a sum with a number, or a softmax over the keys, has the order of its scores: of what is equal in it, the
-    least of a softmax at 0, topk may list any."""
-    z = found.total
-    over_keys = isfinite(z.attrs[0]) if z.op == "shift" else (z.attrs[0], z.shape[-1]) == (-1, found.shape[-1])
-    return over_keys and not found.scales
+def _is_in_order(scored: _Scores) -> bool:
+    """True if `scored.total`, a shift or a softmax over the keys, leaves the order of the scores as it is.
+
+    A softmax may take low scores to 0 alike; `topk` leaves open which of equal scores it lists.
+    """
+    z = scored.total
+    over_keys = isfinite(z.attrs[0]) if z.op == "shift" else (z.attrs[0], z.shape[-1]) == (-1, scored.shape[-1])
+    return over_keys and not scored.scales
 
 
-def _is_exchanged(found: _Scores) -> bool:
-    """Whether a sum has one position, or is of one sequence, and has the dim of that where the other's is expected."""
-    rows = found.shape[-3:-1]
-    return 1 in rows and found.total.rank == 4 and found.total.shape[:2] == rows[::-1] != rows
+def _is_exchanged(scored: _Scores) -> bool:
+    """True if the sum is [S, B, .., T] and the masked scores are [.., B, S, T], where one of B and S is 1."""
+    rows = scored.shape[-3:-1]
+    return 1 in rows and scored.total.rank == 4 and scored.total.shape[:2] == rows[::-1] != rows
 
 
 def _is_rectified(z: Value) -> bool:
-    """Whether a sum of positive parts stands below masks, as the scores of no router do."""
+    """True if a relu is below the masks and sums of `z`, which the scores of no router have."""
     return any(each.op == "relu" for each in z.sources(lambda each: each.args if each.op in _OF_SUMS else ()))
 
 
@@ -299,13 +311,13 @@ _OF_SUMS = (
 
 
 def _by_key(a: Algebra, scale: Value, shape: Sequence[Any]) -> Value:
-    """What scores of a shape [.., S, T] are multiplied by, as [B or 1, S or 1, 1, T or 1]."""
+    """Reshape `scale`, a factor of scores of `shape` [.., S, T], to [B or 1, S or 1, 1, T or 1]."""
     sizes = (*(1,) * (len(shape) - scale.rank), *scale.shape)
     return a.reshape(scale, (prod(sizes[:-2]), *(1,) * (2 - len(sizes)), *sizes[-2:-1], 1, sizes[-1]))
 
 
 def _is_scores(z: Value) -> bool:
-    """Whether a sum over heads stands below."""
+    """True if `z` is a sum over heads, below views, factors and masks."""
     total = z.below("scale", "shift", "cast", "reshape", "permute", "softmax")
     inner = total.args if total.op == "mul" else total.args[-2:] if total.op in ("add", "where") else ()
     return total.op in ("matmul", "mean", "relu") or any(map(_is_scores, inner))

@@ -1,4 +1,4 @@
-"""The rows of what an indexer sums, however they lie: positions or sequences first, heads or keys last, flattened.
+"""Layouts of the rows that an indexer sums: positions or sequences first, heads or keys last, batch dims flattened.
 
 relu(q kᵀ)ᵀ = relu(k qᵀ)
 """
@@ -13,44 +13,47 @@ from fusion.graph.contractions import matmul
 
 
 def in_order(a: Algebra, x: Value, order: tuple[int, ...]) -> Value:
-    """With its dims in another order, made of the same: functions of single elements, products, sums over heads."""
+    """Permute the dims of `x` by `order`, below elementwise ops, matrix products and sums over heads where possible."""
     ends = tuple(place - x.rank for place in order[-2:])
     stay = ends == (-2, -1)
     over_heads = x.op == "mean" and x.rank == 4 and x.attrs == (-2,) and stay
     if over_heads or x.op in ("relu", "scale", "cast"):
         return a.make(x.op, (in_order(a, x.arg, order),), x.attrs, tuple(x.shape[place] for place in order), x.dtype)
     if x.op == "mul" or (x.op == "matmul" and x.rank > 3 and set(ends) == {-2, -1}):
-        whole = [a.reshape(each, (*(1,) * (x.rank - each.rank), *each.shape)) for each in x.args]
-        parts = [in_order(a, each, order) for each in whole]
+        opened = [a.reshape(each, (*(1,) * (x.rank - each.rank), *each.shape)) for each in x.args]
+        parts = [in_order(a, each, order) for each in opened]
         made = a.mul(*parts) if x.op == "mul" else matmul(a, *(parts if stay else reversed(parts)))
         return made or a.permute(x, order)
     return a.permute(x, order)
 
 
 def heads_before_keys(a: Algebra, x: Value) -> Value:
-    """[.., T, N] as [.., N, T]."""
+    """Transpose `x` [.., T, N] to [.., N, T], as `in_order` does."""
     return in_order(a, x, (*range(x.rank - 2), x.rank - 1, x.rank - 2))
 
 
-def unflattened(a: Algebra, x: Value, kept: int) -> Value:
-    """With the dims that were flattened for a product, all but the last few, before it was cast or not."""
+def unflattened(a: Algebra, x: Value, last: int) -> Value:
+    """Strip from `x`, below casts, the reshape that flattened the dims before the `last` ones; `x` if there is none."""
     if x.op == "cast":
-        below = unflattened(a, x.arg, kept)
+        below = unflattened(a, x.arg, last)
         return a.make("cast", (below,), x.attrs, below.shape, x.dtype)
-    is_flat = x.op == "reshape" and x.arg.rank > x.rank and x.arg.shape[-kept:] == x.shape[-kept:]
+    is_flat = x.op == "reshape" and x.arg.rank > x.rank and x.arg.shape[-last:] == x.shape[-last:]
     return x.arg if is_flat else x
 
 
-def of_one_batch(a: Algebra, factors: Sequence[Value]) -> list[Value]:
-    """The factors of a product of matrices with the dims of its batch that were flattened in one of them or in both."""
-    found = [unflattened(a, each, 2) for each in factors]
-    batch = next((each.shape[:-2] for each in found if each.rank == 4), None)
+def with_batch_dims(a: Algebra, factors: Sequence[Value]) -> list[Value]:
+    """Restore the batch dims of both `factors` of a matrix product, where they are flattened in one or in both."""
+    restored = [unflattened(a, each, 2) for each in factors]
+    batch = next((each.shape[:-2] for each in restored if each.rank == 4), None)
     if batch is None:
-        return found
-    flat = [each.rank == 3 and each.shape[0] == prod(batch) for each in found]
-    return [a.reshape(x, (*batch, *x.shape[-2:])) if is_flat else x for x, is_flat in zip(found, flat, strict=True)]
+        return restored
+    flat = [each.rank == 3 and each.shape[0] == prod(batch) for each in restored]
+    return [a.reshape(x, (*batch, *x.shape[-2:])) if is_flat else x for x, is_flat in zip(restored, flat, strict=True)]
 
 
 def with_one_more(a: Algebra, x: Value) -> list[Value]:
-    """With a dim for the one query of each sequence, and for the one sequence of all queries, where there is none."""
+    """Return `x` of rank 3 with a dim of size 1 at place 1, for one query of each sequence, and at 0, for one sequence.
+
+    `x` of another rank is returned twice.
+    """
     return [a.opened(x, place) if x.rank == 3 else x for place in (1, 0)]

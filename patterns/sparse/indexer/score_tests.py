@@ -1,8 +1,8 @@
-"""Which of the scores that are listed are those of hidden keys, as a model asks the scores themselves.
+"""Conditions on the scores of a list by which a model finds the entries whose key is hidden.
 
     v == −inf      isfinite(v)      isinf(v) & (v < 0)      v > finfo.min      v <= −1e9
 
-A score that nothing hides is above the numbers by which masks hide one, as everywhere.
+As everywhere, a visible score is taken to be above the large negative numbers by which masks hide a key.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ASKED = {"reshape", "expand", "cast", "abs", "isnan", "compare", "not", "and", 
 
 
 def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) -> bool:
-    """Whether a condition on the scores of listed places holds where the key is hidden, and nowhere else.
+    """True if `condition` holds for scores of hidden keys alone, or without `hides` for those of visible keys alone.
 
     Args:
-        condition: pointwise, of the scores as `topk` gives them.
-        places: of the largest of masked scores.
-        masks: all that stand on these.
-        hides: whether it is asked for hidden keys; else for those that are seen, and nothing else.
+        condition: elementwise condition on the values that `topk` returns.
+        places: indices that `topk` returns, of masked scores.
+        masks: all masks of the scores.
+        hides: True to ask for hidden keys, False for visible ones.
     """
     steps: dict[Value, None] = {}
     low, dtype = None if _are_shares(places.arg) else _lowered(places.arg, masks), places.arg.dtype
@@ -47,15 +47,16 @@ def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) 
 
 
 def _are_shares(scores: Value) -> bool:
-    """Whether scores went through a softmax, in which what is hidden is 0, as the share of a low score may be."""
+    """True if `scores` went through a softmax, where hidden keys have 0, as visible keys of low scores may have."""
     steps = scores.sources(lambda each: each.args if each.op in _ARITHMETIC else ())
     return any(each.op == "softmax" for each in steps)
 
 
 def _lowered(scores: Value, masks: Masks) -> list[float] | None:
-    """What scores of hidden keys are, and what is near; None where that is not known.
+    """Return the scores that hidden keys may have; None if they are not known.
 
-    By -inf, whatever is done to them behind the mask; by another number where a single mask is the last of it.
+    Masks of -inf give -inf, whatever follows them. Another number is known only of a single mask with no step behind
+    it; of a number that is added, half and twice of it stand for the sums with a score.
     """
     numbers = {number for number in numbers_of(masks.positions, masks.terms) if number > -math.inf}
     if not numbers:
@@ -66,15 +67,18 @@ def _lowered(scores: Value, masks: Masks) -> list[float] | None:
     exact = [held_number(number, dtype) for number in numbers]
     if None in exact:
         return None
-    found = [number for number in exact if number is not None]
+    values = [number for number in exact if number is not None]
     if term.how != "add":
-        return found
+        return values
     least = torch.finfo(dtype).min
-    return [max(number * factor, least) for number in found for factor in (0.5, 1.0, 2.0)]
+    return [max(number * factor, least) for number in values for factor in (0.5, 1.0, 2.0)]
 
 
 def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
-    """Whether a condition asks numbers and the scores of places alone; `steps` gets what it is made of, parts first."""
+    """True if `x` is made of constants and the scores of `places` alone.
+
+    `steps` receives `x` and the values below `x`, operands first.
+    """
     if x in steps:
         return True
     is_known = _are_scores(x, places) or x.op == "full"
@@ -85,18 +89,18 @@ def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
 
 
 def _holds(condition: Value, steps: Iterable[Value], places: Value, score: float) -> float | bool | None:
-    """What a condition gives for one score; None where that is not known."""
-    found: dict[Value, float | bool | None] = {}
+    """Evaluate `condition`, made of `steps`, for one `score`; None if it is not known."""
+    values: dict[Value, float | bool | None] = {}
     for x in steps:
         if _are_scores(x, places):
-            found[x] = score
+            values[x] = score
         else:
-            found[x] = _number(x) if x.op == "full" else _given(x, [found[each] for each in x.args])
-    return found[condition]
+            values[x] = _number(x) if x.op == "full" else _given(x, [values[each] for each in x.args])
+    return values[condition]
 
 
 def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | None:
-    """What a step gives of what its parts do."""
+    """Evaluate `x` for the values `parts` of its operands; None if one of them is None, or if the op is another."""
     if None in parts:
         return None
     first, *more = (each for each in parts if each is not None)
@@ -124,11 +128,11 @@ def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | Non
 
 
 def _number(x: Value) -> float | None:
-    """A constant as its dtype holds it; None for NaN."""
+    """Return the constant `x` as rounded to its dtype; None for NaN."""
     number = held_number(x.attrs[0], x.dtype)
     return None if number is None or math.isnan(number) else number
 
 
 def _are_scores(x: Value, places: Value) -> bool:
-    """Whether these are the scores of places, as `topk` gives them."""
+    """True if `x` is the first result of the `topk` whose second is `places`."""
     return x.op == "largest" and x.args == places.args and x.attrs == places.attrs

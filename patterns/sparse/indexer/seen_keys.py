@@ -1,4 +1,4 @@
-"""Which keys a mask lets through at all, in words: those of a causal order, of a length, or up to one of each query."""
+"""Bounds on the keys that a mask shows, as captures: causal order, length, length of each query, or segment ids."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from patterns.attention.masks.masks import Masks
 from patterns.attention.varlen.read_segment_ids import segments_below
 
 EVERY = {"mask_kind": "none", "window": None, "kv_len": None}
-"""Every key there is."""
+"""Captures of a mask that shows every key."""
 NOTHING = Limits(None, None, False, ())
-"""Of a mask that asks for nothing."""
+"""Bounds of a mask that hides no key."""
 
 
 def in_words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
-    """The bounds in words, and whether every query is known to see a key."""
-    found = EVERY
+    """Return `bounds` as captures, with `every_row_nonempty`; None if no captures express them."""
     if bounds == NOTHING:
-        return {**found, "every_row_nonempty": True}
-    words = masks.bounded(bounds)
-    if not words:
+        return {**EVERY, "every_row_nonempty": True}
+    captures = masks.bounded(bounds)
+    if not captures:
         lengths = _row_lens(masks, bounds)
-        words = (_segments(masks, bounds) or {}) if lengths is None else {"row_lens": lengths}
-    nonempty = "segment" in words or _sees_some(masks, bounds)  # a token sees itself
-    return {**found, **words, "every_row_nonempty": nonempty} if words else None
+        captures = (_segments(masks, bounds) or {}) if lengths is None else {"row_lens": lengths}
+    nonempty = "segment" in captures or _sees_some(masks, bounds)  # a token sees itself
+    return {**EVERY, **captures, "every_row_nonempty": nonempty} if captures else None
 
 
 def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
-    """True if a mask hides the keys before one that a tensor names."""
+    """True if `bounds` hide the keys before a position that a tensor gives."""
     key = len(masks.positions.shape) - 1
     named = () if bounds.low is None else tuple(bounds.low.terms)
     for part in bounds.rest:
@@ -43,7 +42,7 @@ def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
 
 @proof
 def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
-    """Read packed tokens that see those of their own segment up to themselves."""
+    """Return segment ids and their bound, if each packed token sees its own segment up to itself; else None."""
     batch, _, queries, keys = masks.sizes
     must(batch == 1 and queries == keys and len(bounds.rest) == 1)
     must(bounds.high == number(0) and bounds.moving and bounds.low is None)
@@ -56,7 +55,7 @@ def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
     rank = len(masks.positions.shape)
     axes = {frozenset(leaf.index) - {number(0)} for leaf, _ in terms}
     must(axes == {frozenset({masks.positions.axis(axis)}) for axis in (rank - 2, rank - 1)})
-    lines = {masks.a.scale(leaf.value, abs(factor)) for leaf, factor in terms}  # a sum is so many times a mean
+    lines = {masks.a.scale(leaf.value, abs(factor)) for leaf, factor in terms}  # a sum is canonicalised to N · mean
     must(len(lines) == 1)
     (line,) = lines
     must(prod(line.shape) == queries)
@@ -64,7 +63,7 @@ def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 
 
 def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
-    """How many keys each query sees, as of `words`; None where something else than an upper bound is asked."""
+    """Return the capture `row_lens`, the keys that each query sees; None if `bounds` is more than an upper bound."""
     batch, _, queries, _ = masks.sizes
     high = _own_bound(masks, bounds) if bounds.rest else bounds.high
     if high is None or bounds.low is not None:
@@ -76,7 +75,10 @@ def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
 
 
 def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
-    """The last key that each query sees, where that is all that a mask asks for and is no bound of its sequence."""
+    """Return the last key that each query sees, from the only condition in `bounds.rest`.
+
+    None if `bounds.high` is another bound, or if the condition is no upper bound on the key.
+    """
     if bounds.high is not None or len(bounds.rest) != 1 or isinstance(bounds.rest[0], bool):
         return None
     kind, difference = bounds.rest[0]
@@ -88,7 +90,7 @@ def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
 
 
 def _sees_some(masks: Masks, bounds: Limits) -> bool:
-    """Whether every query is known to see a key."""
+    """True if every query is proven to see a key."""
     own = _own_bound(masks, bounds) if bounds.rest else None
-    told = bounds if own is None else Limits(own, None, False, ())
-    return sees_some(told, *masks.sizes[2:])
+    limits = bounds if own is None else Limits(own, None, False, ())
+    return sees_some(limits, *masks.sizes[2:])

@@ -1,4 +1,4 @@
-"""Which entries of the lists that a model gathers rows by are seen, and the places that they are known to have."""
+"""Entries of lists by which a model gathers rows: visible ones, and bounds on their positions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _VIEWS = ("reshape", "expand", "permute")
 
 @dataclass(frozen=True)
 class Entries:
-    """Which entries of lists are seen.
+    """Entries of lists, of which a mask hides some.
 
     Attributes:
-        masks: those of the scores [*rows, K].
-        lists: how many of the rows are lists.
-        places: the numbers of rows, [X, M, K].
-        parts: what must hold where an entry is seen.
+        masks: masks of the scores [*rows, K].
+        lists: number of leading dims of `rows` that are lists.
+        places: positions of rows in the source, [X, M, K].
+        parts: conditions that hold for every visible entry.
     """
 
     masks: Masks
@@ -31,45 +31,48 @@ class Entries:
     parts: tuple[Formula, ...]
 
     def number(self, places: Value | None = None) -> Affine:
-        """The place of an entry, at the positions of the scores."""
+        """Express an entry of `places`, by default `self.places`, over the positions of the scores."""
         return self.masks.positions.affine(*self._opened(places or self.places))
 
     def _opened(self, x: Value) -> tuple[Value, tuple[Affine, ...]]:
-        """[X, M, K] as the scores of one head, and the positions there."""
+        """Reshape `x` [X, M, K] to the scores of one head, and give the positions there."""
         *rows, entries = self.masks.positions.shape
         heads = len(rows) - self.lists
         opened = self.masks.a.reshape(x, (*rows[: self.lists], *[1] * heads, entries))
         return opened, self.masks.positions.of(opened)
 
     def holds(self, condition: Value, how: bool) -> bool:
-        """Whether every entry that is seen meets a condition, or none does."""
+        """True if every visible entry meets `condition`, or without `how` if none does."""
         truth = self.masks.positions.truth(*self._opened(condition))
         return set(conjuncts(truth if how else negation(truth))) <= set(self.parts)
 
     def least(self, places: Value) -> bool:
-        """Whether every entry that is seen has a place of 0 at least."""
+        """True if no visible entry of `places` is negative."""
         return bounds(places)[0] >= 0 or any(says_below(each, self.number(places), -1, 0) for each in self.parts)
 
     def within(self, places: Value, low: Any, high: Any) -> bool:
-        """Whether every entry that is seen has a place between these numbers."""
+        """True if every visible entry of `places` is between `low` and `high`, inclusive."""
         number = self.number(places)
         above = low <= bounds(places)[0] or any(says_below(each, number, -1, low) for each in self.parts)
         return above and (high >= bounds(places)[1] or any(says_below(each, number, 1, -high) for each in self.parts))
 
     def others(self, size: Any) -> tuple[Formula, ...]:
-        """What must hold besides that places are those of `size` rows; that none is negative, where this is None."""
+        """Return the conditions of a visible entry, except that its position is one of `size` rows.
+
+        If `size` is None, only the condition that the position is not negative is left out.
+        """
         number = self.number()
         known = [number.times(-1)] if size is None else [number.times(-1), number.plus(1 - size)]
         return tuple(each for each in self.parts if each not in [("le", bound) for bound in known])
 
     def is_tail(self) -> bool:
-        """Whether hidden entries stand behind those that are seen, by the number of the entry alone."""
+        """True if the mask is an upper bound on the index of the entry: hidden entries follow visible ones."""
         last = len(self.masks.positions.shape) - 1
         return all(grows(each, last) for each in self.parts)
 
 
 def says_below(part: Formula, number: Affine, sign: int, bound: Any) -> bool:
-    """Whether a part of a formula says that sign · number + bound ≤ 0."""
+    """True if `part` of a formula implies sign · number + bound ≤ 0."""
     if isinstance(part, bool) or part[0] != "le":
         return False
     left = part[1] + number.times(-sign)
@@ -77,14 +80,14 @@ def says_below(part: Formula, number: Affine, sign: int, bound: Any) -> bool:
 
 
 def grows(part: Formula, axis: int) -> bool:
-    """Whether a part of a formula holds up to some position along an axis."""
+    """True if `part` of a formula is an upper bound on the position along `axis`."""
     if isinstance(part, bool) or part[0] != "le" or not part[1].terms.get(axis, 0) > 0:
         return False
     return not any(isinstance(term, Leaf) and axis in term.axes() for term in part[1].terms)
 
 
 def unclamped(a: Algebra, entries: Entries) -> Entries:
-    """With places as they are before what changes those of hidden entries alone."""
+    """Strip from `entries.places` the clamps and choices that change hidden entries alone."""
     x = entries.places
     below = _below_view(a, x)
     inner: Value | None = None
@@ -100,7 +103,7 @@ def unclamped(a: Algebra, entries: Entries) -> Entries:
 
 
 def _below_view(a: Algebra, x: Value) -> Value:
-    """A choice or a clamp that `x` sees, of what it sees of their arguments; before casts that keep all numbers."""
+    """Move the views of `x` below a clamp or a choice, to its operands, and strip exact casts of integers."""
     x = unwidened(x)
     if x.op not in _VIEWS:
         return x

@@ -1,8 +1,8 @@
-"""Keys that a query sees beside those in its list: the first ones, or the last ones that it may see at all.
+"""Keys that a query sees in addition to its list: the first ones, or the last ones up to a bound.
 
     seen = (listed or j < first or j > high − last) and j ≤ high        or        (listed and shown) or j < first
 
-One list holds all of them, each key once.
+All of them are appended to the list, which then names each key once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from patterns.attention.masks.masks import Masks
 
 @dataclass(frozen=True)
 class FixedKeys(Group):
-    """How many keys every query sees beside its list, None where there are none.
+    """Numbers of keys that every query sees in addition to its list, None for none.
 
     Attributes:
-        first: of the first ones.
-        last: of the last ones up to `high`, [B], plus `offset`, and for query i plus i if that is `moving`.
+        first: number of first keys.
+        last: number of last keys, up to the key high + offset of a query.
+        high: [B], None for 0.
+        offset: integer added to `high`.
+        moving: True if query i sees keys up to high + offset + i.
     """
 
     first: Any = attribute()
@@ -34,18 +37,18 @@ class FixedKeys(Group):
     offset: Any = attribute()
     moving: Any = attribute()
 
-    def beside(self, places: Tensor) -> Tensor:
-        """Lists [B, S, K] with all of them; negative numbers name none."""
+    def append_to(self, places: Tensor) -> Tensor:
+        """Append the fixed keys to lists [B, S, K]; a negative entry names no key."""
         batch, queries = places.shape[:2]
-        found = [places]
+        parts = [places]
         if self.first:
-            found.append(_count(self.first, places).expand(batch, queries, -1))
+            parts.append(_count(self.first, places).expand(batch, queries, -1))
         if self.last:
             high = self.offset if self.high is None else (self.high.to(torch.int32) + self.offset).reshape(batch, 1)
             ends = (_count(queries, places) if self.moving else torch.zeros_like(_count(queries, places))) + high
             near = ends.unsqueeze(-1) - _count(self.last, places)
-            found.append(near.clamp(min=-1).expand(batch, queries, -1))
-        return torch.cat(found, dim=-1) if len(found) > 1 else places
+            parts.append(near.clamp(min=-1).expand(batch, queries, -1))
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else places
 
 
 def _count(size: int, like: Tensor) -> Tensor:
@@ -53,36 +56,36 @@ def _count(size: int, like: Tensor) -> Tensor:
 
 
 def split(masks: Masks, bounds: Limits) -> tuple[Leaf, dict[str, Any], Limits] | None:
-    """What is listed, the keys beside it in words, and the bounds of both; None where they are others.
+    """Split `bounds` into a list, the captures of fixed keys, and the other bounds; None if other keys are visible.
 
-    Where the first keys are seen whatever hides those that are listed, that is asked for in the bounds too.
+    The condition (listed and shown) or j < first stays in the other bounds as well, since it hides listed keys.
     """
     choices = [part for part in bounds.rest if not isinstance(part, bool) and part[0] == "or"]
     lists = [leaf for each in choices for part in each[1] for leaf in map(list_of, conjuncts(part)) if leaf]
     if len(choices) != 1 or len(lists) != 1:
         return None
     others = Limits(bounds.high, bounds.low, bounds.moving, tuple(x for x in bounds.rest if x is not choices[0]))
-    found: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     hidden = False
     for part in choices[0][1]:
         listed = any(list_of(each) for each in conjuncts(part))
         hidden |= listed and list_of(part) is None
-        said = {} if listed else _fixed(masks, part, others)
-        if said is None or set(said) & set(found):
+        captures = {} if listed else _fixed(masks, part, others)
+        if captures is None or set(captures) & set(fixed):
             return None
-        found |= said
-    if hidden and set(found) != {"first"}:
+        fixed |= captures
+    if hidden and set(fixed) != {"first"}:
         return None
-    return lists[0], found, replace(others, rest=(*others.rest, choices[0])) if hidden else others
+    return lists[0], fixed, replace(others, rest=(*others.rest, choices[0])) if hidden else others
 
 
 def list_of(part: Formula) -> Leaf | None:
-    """The list that says True, where that is all of it."""
+    """Return the list in which `part` asks for the key; None if `part` is another condition."""
     return part[1] if not isinstance(part, bool) and part[0] == "is" and part[1].value.op == "chosen" else None
 
 
 def _fixed(masks: Masks, part: Formula, bounds: Limits) -> dict[str, Any] | None:
-    """The first keys, or the last ones below an upper bound that is all there is; None for any others."""
+    """Read `part` as the first keys, or as the last ones up to the only bound in `bounds`; None for other keys."""
     rank, keys = len(masks.positions.shape), masks.sizes[3]
     side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
     if at is None or not isinstance(keys, int):
@@ -96,10 +99,10 @@ def _fixed(masks: Masks, part: Formula, bounds: Limits) -> dict[str, Any] | None
     start = per_sequence(masks.a, high, masks.sizes[0])
     if not _is_within(span, keys) or (start is None and (high.terms or not isinstance(high.constant, int))):
         return None
-    found = {"last": span.constant, "moving": bounds.moving}
-    return {**found, "offset": high.constant} if start is None else {**found, "offset": 0, "high": start}
+    captures = {"last": span.constant, "moving": bounds.moving}
+    return {**captures, "offset": high.constant} if start is None else {**captures, "offset": 0, "high": start}
 
 
 def _is_within(count: Affine, keys: int) -> bool:
-    """Whether that is a number of keys, of which there are so many."""
+    """True if `count` is a constant number of keys, at least 1 and at most `keys`."""
     return not count.terms and isinstance(count.constant, int) and 0 < count.constant <= keys

@@ -1,4 +1,4 @@
-"""Numbers among the rows of all sequences, each of which has T: number = g · T + place, of sequence g.
+"""Row numbers across all sequences, each of T rows: number = g · T + place, in sequence g.
 
 kv.reshape(-1, D)[places + torch.arange(B)[:, None] * T]
 """
@@ -15,7 +15,7 @@ from fusion.graph.proof import must, proof
 
 
 class Split(NamedTuple):
-    """Places [*R] of flat numbers within their groups, of which there are so many of so many rows each."""
+    """Positions [*R] of row numbers within `groups` groups of `size` rows each."""
 
     places: Value
     groups: int
@@ -23,26 +23,28 @@ class Split(NamedTuple):
 
 
 def split(a: Algebra, numbers: Value) -> Split | None:
-    """Flat numbers as places within groups, those of row-major numbers in the first group, the next, ..
+    """Split row `numbers` into group and position within the group.
 
-    None where they are not proven to lie in the group whose first row is added to them.
+    In row-major order the numbers are G equal parts, one for each group.
+
+    None if a number is not proven to be in the group whose first row is added to it.
     """
     total = uncast(numbers, "reshape")
     sides = (total.args, total.args[::-1]) if total.op == "add" else ()
-    found = (_by(a, total, place, first) for place, first in sides)
-    return next((each._replace(places=a.reshape(each.places, numbers.shape)) for each in found if each), None)
+    splits = (_by(a, total, place, first) for place, first in sides)
+    return next((each._replace(places=a.reshape(each.places, numbers.shape)) for each in splits if each), None)
 
 
 @proof
 def _by(a: Algebra, total: Value, places: Value, first: Value) -> Split | None:
-    """The same where `first` is the number of the first row of every group."""
+    """Split `total` = `places` + `first`, where `first` is the number of the first row of each group."""
     scaled = uncast(first, "reshape")
     must(scaled.op == "scale" and float(scaled.attrs[0]).is_integer())
     counted, size = uncast(scaled.arg, "reshape"), int(scaled.attrs[0])
     groups = counted.shape[0] if counted.rank == 1 else 0
     must(isinstance(groups, int) and iota(counted) == 0)
     aligned = (1,) * (total.rank - first.rank) + first.shape
-    dim = next((each for each, of in enumerate(aligned) if of != 1), 0)
+    dim = next((each for each, extent in enumerate(aligned) if extent != 1), 0)
     must(prod(total.shape[:dim]) == 1 and aligned[dim] == groups == prod(aligned))
     low, high = bounds(places)
     must(dim < total.rank - 1 and low >= 0 and high < size)

@@ -1,8 +1,9 @@
-"""What hides keys of a list and has no words, as padding on the left: looked up in a mask for each entry of the list.
+"""Masks over listed keys that no captures describe, as padding on the left: looked up for each entry of the list.
 
     shown = {places[i, e] : not hidden[i, places[i, e]]}
 
-Exact for every mask: where fewer keys are seen than are listed, `topk` lists hidden ones, and the mask says so.
+The lookup is exact for every mask. Where fewer keys are visible than listed, `topk` lists hidden ones, and the lookup
+hides their entries.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from patterns.attention.masks.masks import Masks
 def looked_up(
     masks: Masks, mask: Value, listed: Value, others: tuple[Formula, ...], sorted_places: bool
 ) -> dict[str, Any]:
-    """What is said of a mask [B or 1, 1, S, T], true where a key is hidden, that shows each query a part of a list.
+    """Return `hidden` and `ends` of a mask that shows each query some keys of its list.
 
     Args:
-        masks: those of the attention.
-        mask: all of them as one.
-        listed: true at the keys that are listed.
-        others: what they ask of a key besides.
-        sorted_places: whether the list is sorted by scores.
+        masks: masks of the attention.
+        mask: all masks as one, bool [B or 1, 1, S, T], True where a key is hidden.
+        listed: True at the listed keys.
+        others: conditions of the masks on a key, other than that it is listed.
+        sorted_places: True if the list has the largest scores first.
     """
     a, (batch, _, queries, keys) = masks.a, masks.sizes
     hidden = granted(a, mask, lambda truth: truth is listed)
@@ -35,12 +36,12 @@ def looked_up(
 
 
 def _is_unmasked(scores: Value) -> bool:
-    """Whether nothing lowers some of the scores, which would stand among those that are hidden."""
+    """True if no mask lowers some of the `scores`, which would be among those of hidden keys then."""
     return scores.below("cast", "scale", "reshape", "permute").op in ("matmul", "mean")
 
 
 def _same_of_scores(masks: Masks, places: Value, others: tuple[Formula, ...]) -> bool:
-    """Whether a list is of the largest scores behind the same mask: then what that hides is last in each row."""
+    """True if `places` are of the largest scores under a mask of `others`: hidden entries are last."""
     source = places.below("cast", "reshape")
     masked = source.arg.below("cast") if source.op == "largest_index" else source
     behind = masks.behind(masked) if any(map(_is_unmasked, masked.args[-2:])) else None

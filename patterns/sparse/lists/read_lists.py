@@ -1,7 +1,7 @@
-"""Lists of keys that a model uses itself, of a lightning indexer: returned, or to gather rows by.
+"""Lists of a lightning indexer that a model itself uses: returned, or to gather rows by.
 
-Where a query sees fewer keys than are listed, `topk` gives places of hidden keys, in any order, and the operator -1. So
-the two are the same where every query surely sees as many, or where the model writes -1 over such places.
+Where a query sees fewer keys than are listed, `topk` lists hidden keys, in any order, and the operator writes -1. The
+two agree only if every query is proven to see as many keys, or if the model writes -1 over the places of hidden keys.
 """
 
 from __future__ import annotations
@@ -35,86 +35,86 @@ _OTHERS = "-1 is not written over the places of keys that are hidden, and of the
 
 @reader(gives=(INDEXER_LIST,), needs=("listed_attention", "lightning_indexer"), refines=("listed_attention",))
 def indexer_lists(graph: Graph) -> Iterator[Found]:
-    """Give lists that nodes compute, and those by which rows are gathered; or why they are none of an indexer.
+    """Read every list that nodes compute, and every list by which rows are gathered, as `indexer_list`, or say why not.
 
-    Of a list that is read behind a mask, nothing more is said of the places that are listed without it.
+    A list that is read behind a mask is not reported again without the mask.
     """
     assumed, a = Assumed.of(graph), graph.algebra
     read = {value.below("reshape", "expand", "cast") for value, _ in graph.readings.all("lightning_indexer")}
     for root, attention in graph.readings.all("listed_attention"):
-        said = attention.captures
-        places = shown(a, said["places"], said.get("hidden"))
-        found = None if said["fully_masked_row"] == "mean" else listed(assumed, places)
-        if isinstance(found, Reading) and "offset" not in found.captures:
-            captures = {name: each for name, each in said.items() if name != "hidden"}
-            captures |= {"places": places, "ends": "indexer"}
-            yield places, found
-            yield root, Reading("listed_attention", captures, attention.relies | found.relies)
+        captures = attention.captures
+        places = shown(a, captures["places"], captures.get("hidden"))
+        result = None if captures["fully_masked_row"] == "mean" else listed(assumed, places)
+        if isinstance(result, Reading) and "offset" not in result.captures:
+            rewritten = {name: each for name, each in captures.items() if name != "hidden"}
+            rewritten |= {"places": places, "ends": "indexer"}
+            yield places, result
+            yield root, Reading("listed_attention", rewritten, attention.relies | result.relies)
         chosen = _places(places.below("reshape", "cast"))
-        read |= {chosen[0]} if chosen is not None and isinstance(found, Reading) else set()
+        read |= {chosen[0]} if chosen is not None and isinstance(result, Reading) else set()
         if chosen is not None and indexed(assumed, chosen[0]) == NOT_A_SUM:
             yield chosen[0], Miss("indexer_topk", NOT_A_SUM)
     lists = [each for each in graph.places if each.dtype in INDEX_DTYPES]
-    read |= {found[0] for each in lists if each.op == "where" and (found := _places(each))}
+    read |= {result[0] for each in lists if each.op == "where" and (result := _places(each))}
 
     def is_wanted(value: Value) -> bool:
         """True if a list is read as it is: by no mask or gather that is read, or by the caller."""
         return value not in read or any(map(is_handed_out, graph.places[value]))
 
     for value in lists:
-        found = listed(assumed, value)
-        if isinstance(found, Reading):
-            yield value, found
-        elif found is not None and (value.op == "where" or (value.op == "largest_index" and is_wanted(value))):
-            yield value, Miss("indexer_topk", found)
+        result = listed(assumed, value)
+        if isinstance(result, Reading):
+            yield value, result
+        elif result is not None and (value.op == "where" or (value.op == "largest_index" and is_wanted(value))):
+            yield value, Miss("indexer_topk", result)
 
 
 def shows_one(assumed: Assumed, places: Value) -> frozenset[str] | None:
-    """Name what it relies on that each query sees an entry of `places`, the list of an indexer; None if it may not."""
-    found = listed(assumed, places)
-    return found.relies if isinstance(found, Reading) and found.captures["every_row_nonempty"] else None
+    """Return the inputs by which each query is proven to see an entry of `places`, a list of an indexer; else None."""
+    result = listed(assumed, places)
+    return result.relies if isinstance(result, Reading) and result.captures["every_row_nonempty"] else None
 
 
 def listed(assumed: Assumed, value: Value) -> Reading | str | None:
-    """`value` as what an indexer lists; why it is no such list; None if it is not like one."""
+    """Read `value` as the list of an indexer; the reason if it is not quite one, None if it is unrelated."""
     written = value.below("reshape", "cast")
     chosen = _places(written)
     if chosen is None or uncast(value, "reshape") is not uncast(written):
         return None
     places, offset = chosen
-    found = indexed(assumed, places)
-    if isinstance(found, str):
-        return None if found == NOT_A_SUM else found
-    rows = (*found.captures["query"].shape[:2], places.shape[-1])
+    indexer = indexed(assumed, places)
+    if isinstance(indexer, str):
+        return None if indexer == NOT_A_SUM else indexer
+    rows = (*indexer.captures["query"].shape[:2], places.shape[-1])
     if value.shape[-1:] != places.shape[-1:] or but_ones(value.shape) != but_ones(rows):
         return None
     if written.op == "where":
-        same = _hides(assumed, written, places, found)
+        same = _hides(assumed, written, places, indexer)
     else:
-        same = _all_see(found.masks, found.seen, places.attrs[0])
+        same = _all_see(indexer.masks, indexer.seen, places.attrs[0])
     if not same:
         return _OTHERS if written.op == "where" else _FEW
-    said = {**found.captures, "dtype": value.dtype, "entries": value.shape[-1]}
-    return Reading("indexer_list", said | ({"offset": offset} if offset else {}), found.masks.positions.names())
+    captures = {**indexer.captures, "dtype": value.dtype, "entries": value.shape[-1]}
+    return Reading("indexer_list", captures | ({"offset": offset} if offset else {}), indexer.masks.positions.names())
 
 
 def _places(written: Value) -> tuple[Value, int] | None:
-    """The places that a list consists of, below what is written over some of them, and what is added to the others."""
+    """Return the `topk` indices in `written`, of which some are replaced, and the offset added to the others."""
     sides = written.args[1:] if written.op == "where" else (written,)
     others = [_unmoved(each) if written.op == "where" else (uncast(each, "reshape"), 0) for each in sides]
-    found = next((each for each in others if each[0].op == "largest_index"), None)
-    return found if found is not None and math.prod(found[0].shape) == math.prod(written.shape) else None
+    chosen = next((each for each in others if each[0].op == "largest_index"), None)
+    return chosen if chosen is not None and math.prod(chosen[0].shape) == math.prod(written.shape) else None
 
 
 def _unmoved(x: Value) -> tuple[Value, int]:
-    """Places before a number that is not negative is added to them, and that number."""
+    """Split `x` into integers and a positive constant that is added to them, 0 if there is none."""
     x = uncast(x, "reshape")
     moved = x.op == "shift" and x.attrs[0] > 0 and is_exact(x)
     return (uncast(x.arg, "reshape"), int(x.attrs[0])) if moved else (x, 0)
 
 
 def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
-    """Whether every query sees so many keys, of which there are as many at least."""
+    """True if every query is proven to see `count` keys, by an upper bound alone or without any."""
     bounds = masks.limits(seen)
     if bounds.rest or bounds.low is not None:
         return False
@@ -125,32 +125,32 @@ def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
     return known and first.constant + 1 >= count
 
 
-def _hides(assumed: Assumed, written: Value, places: Value, found: Indexed) -> bool:
-    """Whether -1 is written over the places of hidden keys, and of these alone."""
+def _hides(assumed: Assumed, written: Value, places: Value, indexer: Indexed) -> bool:
+    """True if `written` is -1 at the places of hidden keys, and nowhere else."""
     a, (condition, yes, no) = assumed.algebra, written.args
     how, fill = ("drop", yes) if _unmoved(no)[0] is places else ("keep", no)
     number_of = fill.below("expand", "reshape", "cast")
     if (number_of.op, number_of.attrs) != ("full", (-1,)):
         return False
-    if asks_for_hidden(condition, places, found.masks, how == "drop"):
+    if asks_for_hidden(condition, places, indexer.masks, how == "drop"):
         return True
     rows = (*(1,) * max(0, 2 - written.rank), *written.shape)
     own = assumed.masks(rows, (Term(how, a.reshape(a.expand(condition, written.shape), rows), fill=-math.inf),), _SIZES)
     listed = own.positions.affine(a.reshape(places, rows), own.positions.origin)
     there = own.visible()
-    keys = found.masks.sizes[3]
-    wanted = _for_places(found, own, listed)
+    keys = indexer.masks.sizes[3]
+    wanted = _for_places(indexer, own, listed)
     if wanted is not None and _rest(there, listed, keys) == _rest(wanted, listed, keys):
         return True
     entry = own.positions.axis(len(own.positions.shape) - 1)
-    counted = _for_places(found, own, entry) if _are_counted(assumed, places, found) else None
+    counted = _for_places(indexer, own, entry) if _are_counted(assumed, places, indexer) else None
     return counted is not None and set(conjuncts(there)) == set(conjuncts(counted))
 
 
-def _are_counted(assumed: Assumed, places: Value, found: Indexed) -> bool:
-    """Whether entry e of a list names a hidden key just where key e is hidden: best first, of keys up to a last one."""
-    last, masks = len(found.masks.positions.shape) - 1, found.masks
-    first_ones = all(grows(each, last) for each in conjuncts(found.seen))
+def _are_counted(assumed: Assumed, places: Value, indexer: Indexed) -> bool:
+    """True if entry e of a list names a hidden key exactly where key e is hidden: visible keys come first in both."""
+    last, masks = len(indexer.masks.positions.shape) - 1, indexer.masks
+    first_ones = all(grows(each, last) for each in conjuncts(indexer.seen))
     return first_ones and assumed.sorted_by_scores(places) and all(hides_below(masks.positions, t) for t in masks.terms)
 
 
@@ -158,21 +158,21 @@ _SIZES: Any = (1, 1, 1, 1)
 
 
 def _rest(formula: Formula | str, listed: Affine, keys: Any) -> set[Formula]:
-    """What a formula asks, but that places are those of keys, as all are."""
+    """Return the conditions of `formula` except that the places `listed` are in 0 .. keys - 1, which always holds."""
     always = (("le", listed.times(-1)), ("le", listed.plus(1 - keys)))
     return set(conjuncts(formula)) - set(always)
 
 
-def _for_places(found: Indexed, own: Masks, listed: Affine) -> Formula | None:
-    """Which keys can be seen, of a list at its own positions; None where the positions of both do not correspond."""
-    seen, lists = found.masks.positions.shape, own.positions.shape
+def _for_places(indexer: Indexed, own: Masks, listed: Affine) -> Formula | None:
+    """Rewrite the formula of visible keys over the positions of a list, for the keys `listed`; None without match."""
+    seen, lists = indexer.masks.positions.shape, own.positions.shape
     rank, last = len(seen), len(lists)
     row = own.positions.axis(last - 2)
     axes: dict[int, Affine] = {place: number(0) for place in range(rank)} | {rank - 1: listed}
     if rank > 2 and seen[0] != 1:
         if seen[rank - 2] == 1 and lists[last - 2] == seen[0]:  # [B, K], of one query of each sequence
-            return moved(found.seen, axes | {0: row})
+            return moved(indexer.seen, axes | {0: row})
         if last < 3 or lists[0] != seen[0]:
             return None
         axes[0] = own.positions.axis(0)
-    return moved(found.seen, axes | {rank - 2: row}) if lists[last - 2] == seen[rank - 2] else None
+    return moved(indexer.seen, axes | {rank - 2: row}) if lists[last - 2] == seen[rank - 2] else None

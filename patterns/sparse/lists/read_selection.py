@@ -1,10 +1,10 @@
-"""Rows of listed keys that a model keeps in a buffer, so that the next step copies only those that are new to it.
+"""Rows of listed keys in a buffer of the model, into which each step copies only the rows that are new to it.
 
-    found, slot = where status == id      free = the slots that hold none of the list, in their order
-    new = slot where found, else the next free one
-    buffer[new] = buffer[slot] where found, else cache[id]          status[new] = id, status[-1] = K
+    hit, slot = where status == id        free = the slots that have no key of the list, in their order
+    new = slot where hit, else the next free one
+    buffer[new] = buffer[slot] where hit, else cache[id]            status[new] = id, status[-1] = K
 
-Both caches are pages, each list has tables of its own. Whatever differs from that is told.
+Buffer and cache are pages, with tables for each list. Anything else is reported with its reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.sparse.lists.buffer_slots import Compared, choice, compared, free_order, is_next_free, is_told, plain
+from patterns.sparse.lists.buffer_slots import (
+    Compared,
+    choice,
+    compared,
+    free_order,
+    is_next_free,
+    is_updated_status,
+    plain,
+)
 from patterns.sparse.lists.rows import counts, distinct, gathered
 from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS
 
@@ -55,7 +63,7 @@ _READ_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _Paged:
-    """Rows at numbers [.., R] of the pages, of `size` rows each, that a table names for each list [.., P]."""
+    """Row numbers [.., R] in pages of `size` rows each, which a table names for each list [.., P]."""
 
     table: Value
     numbers: Value
@@ -64,61 +72,74 @@ class _Paged:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of pages [Block, Size, C]; `held` is what the model holds of them, perhaps with other dims."""
+    """Rows gathered from pages.
 
-    held: Value
+    Attributes:
+        source: the pages as the model has them, of any shape.
+        pages: the pages as [Block, Size, C].
+        at: numbers of the rows.
+    """
+
+    source: Value
     pages: Value
     at: _Paged
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A write of rows that are kept: its value, that of the status, the slots of the rows, and what a reading says."""
+class _BufferWrite:
+    """A write of listed rows into a buffer.
+
+    Attributes:
+        value: the buffer after the write.
+        status: the status after the step.
+        slots: slots of the listed rows.
+        captures: captures of `kept_rows`.
+    """
 
     value: Value
-    told: Value
+    status: Value
     slots: Value
-    said: Mapping[str, Any]
+    captures: Mapping[str, Any]
 
 
 @reader(gives=(KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS), needs=("write_pages", "write", "listed_attention"))
 def kept_selections(graph: Graph) -> Iterator[Found]:
-    """Buffers of listed rows with their status; why others are none that an operator keeps."""
-    kept: list[_Kept] = []
+    """Read every buffer of listed rows as `kept_rows` and `kept_status`, or as `unkept_rows` with a reason."""
+    writes: list[_BufferWrite] = []
     written = set[Value]()
     for value, write in graph.readings.all("write_pages", "write"):
-        found = _written(graph, value, write)
-        if found is not None:
+        result = _written(graph, value, write)
+        if result is not None:
             written.add(value)
-        if isinstance(found, str):
-            yield value, _unkept(found)
-        elif found is not None:
-            kept.append(found)
+        if isinstance(result, str):
+            yield value, _unkept(result)
+        elif result is not None:
+            writes.append(result)
     for value, attention in graph.readings.all("listed_attention"):
         if written.isdisjoint(attention.captures["k"].sources()):
             yield value, _unkept(_NO_BUFFER)
-    for found in kept:
-        alike = [each for each in kept if each.slots is found.slots]
+    for result in writes:
+        alike = [each for each in writes if each.slots is result.slots]
         reason = ""
-        if not found.said["packed"] and len(alike) == 1:
+        if not result.captures["packed"] and len(alike) == 1:
             reason = _ALONE
-        elif _is_read_elsewhere(graph, found.slots, {each for one in alike for each in (one.value, one.told)}):
+        elif _is_read_elsewhere(graph, result.slots, {each for one in alike for each in (one.value, one.status)}):
             reason = _READ_ELSEWHERE
         if reason:
-            yield found.value, _unkept(reason)
+            yield result.value, _unkept(reason)
             continue
-        listed = {name: found.said[name] for name in ("ids", "status")}
-        yield found.value, Reading("kept_rows", found.said, over=found.said["cache"])
-        yield found.told, Reading("kept_status", listed, over=listed["status"])
+        listed = {name: result.captures[name] for name in ("ids", "status")}
+        yield result.value, Reading("kept_rows", result.captures, over=result.captures["cache"])
+        yield result.status, Reading("kept_status", listed, over=listed["status"])
 
 
 def _unkept(reason: str) -> Reading:
-    """Why rows are not kept, which the rule tells where it is on: a `Miss` would be told always."""
+    """Give `reason` to the rule by a reading, reported only if the rule is on; a `Miss` would be reported always."""
     return Reading("unkept_rows", {"reason": reason})
 
 
 def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> bool:
-    """Whether nodes read slots, or the order of the free ones, on no way into some values."""
+    """True if a node reads `slots`, or the order of free slots, for another result than the values `into`."""
     ends = {node for each in into for node in graph.places[each]}
     leading, waiting = set(ends), list(ends)
     while waiting:
@@ -138,12 +159,12 @@ def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> b
     return False
 
 
-def _written(graph: Graph, value: Value, write: Reading) -> _Kept | str | None:
-    """A write as one of rows that are kept; why it is none; None if it is not like one."""
+def _written(graph: Graph, value: Value, write: Reading) -> _BufferWrite | str | None:
+    """Read the write `value` as one of listed rows into a buffer; the reason if it is none, None if it is unrelated."""
     a, (cache, rows) = graph.algebra, (write.captures[name] for name in ("cache", "rows"))
     condition, there, fresh = choice(rows.below("reshape")) or (None, None, rows)
     source = _rows(a, fresh)
-    if source is None or source.held is cache.below("reshape"):
+    if source is None or source.source is cache.below("reshape"):
         return None
     slots, by_page = write.captures.get("slots", write.captures.get("index")), write.op == "write_pages"
     own = None if slots is None or write.captures.get("nz_block") is not None else _paged(a, slots)
@@ -155,45 +176,56 @@ def _written(graph: Graph, value: Value, write: Reading) -> _Kept | str | None:
     if same is None or there is None:
         return _NO_STATUS
     stays = _rows(a, there)
-    if stays is None or (stays.held, stays.at) != (cache.below("reshape"), own):
+    if stays is None or (stays.source, stays.at) != (cache.below("reshape"), own):
         return _ELSEWHERE
     return _with_status(graph, value, cache, own, source, same)
 
 
-def _with_status(graph: Graph, value: Value, cache: Value, own: _Paged, source: _Rows, same: Compared) -> _Kept | str:
-    """A write of listed rows to slots, whose status tells of them; why it does not."""
+def _with_status(
+    graph: Graph, value: Value, cache: Value, own: _Paged, source: _Rows, same: Compared
+) -> _BufferWrite | str:
+    """Add the status to a write of listed rows into `cache`; the reason if there is none that the operator could write.
+
+    Args:
+        graph: the graph.
+        value: the buffer after the write.
+        cache: the buffer before.
+        own: slots of the rows in the buffer.
+        source: rows of the cache of all keys.
+        same: comparison of the list with the status.
+    """
     a, ids, new = graph.algebra, source.at.numbers, plain(own.numbers)
     count = ids.shape[-1]
-    whole = same.held.op == "slice" and same.held.attrs == (ids.rank - 1, 0, count, 1)
-    if not whole or same.held.arg.shape[-1] != count + 1:
+    has_length = same.stored.op == "slice" and same.stored.attrs == (ids.rank - 1, 0, count, 1)
+    if not has_length or same.stored.arg.shape[-1] != count + 1:
         return _OTHER_STATUS
     if not distinct(ids) or bounds(ids)[0] < 0:
         return _OTHER_LIST
     if not is_next_free(new, same):
         return _OTHER_SLOTS
-    told = next((each for each in graph.places if is_told(each, same, new, ids)), None)
-    if told is None:
+    status = next((each for each in graph.places if is_updated_status(each, same, new, ids)), None)
+    if status is None:
         return _NOT_TOLD
     pages = source.pages.shape[0]
     tables = {"table": wrapped(a, own.table, cache.shape[0]), "full_table": wrapped(a, source.at.table, pages)}
-    kept = {"cache": cache, "full": source.pages, "packed": cache.dtype is torch.int8}
-    return _Kept(value, told, new, {**kept, **tables, "ids": ids, "status": same.held.arg})
+    caches = {"cache": cache, "full": source.pages, "packed": cache.dtype is torch.int8}
+    return _BufferWrite(value, status, new, {**caches, **tables, "ids": ids, "status": same.stored.arg})
 
 
 @proof
 def _rows(a: Algebra, x: Value) -> _Rows | None:
-    """Rows that are gathered by numbers of rows of pages."""
-    found = proven(gathered(a, x))
-    at = proven(_paged(a, found.places))
-    _, count, lanes = found.source.shape
-    must(found.groups == 1 and isinstance(count, int) and count % at.size == 0 and count < 1 << 31)
-    pages = a.reshape(found.source, (int(count) // at.size, at.size, lanes))
-    return _Rows(found.source.below("reshape"), pages, at)
+    """Read `x` as rows that are gathered from pages of one group by a table."""
+    rows = proven(gathered(a, x))
+    at = proven(_paged(a, rows.places))
+    _, count, lanes = rows.source.shape
+    must(rows.groups == 1 and isinstance(count, int) and count % at.size == 0 and count < 1 << 31)
+    pages = a.reshape(rows.source, (int(count) // at.size, at.size, lanes))
+    return _Rows(rows.source.below("reshape"), pages, at)
 
 
 @proof
 def _paged(a: Algebra, places: Value) -> _Paged | None:
-    """Places as table[number // Size] * Size + number % Size."""
+    """Read `places` as table[number // Size] * Size + number % Size."""
     x = plain(places, "reshape", "wrap")  # a page that counts from the end does so too as the number of a row
     must(x.op == "add")
     for page, offset in (x.args, x.args[::-1]):
@@ -208,7 +240,7 @@ def _paged(a: Algebra, places: Value) -> _Paged | None:
 
 @proof
 def _entry(a: Algebra, x: Value) -> tuple[Value, Value] | None:
-    """A table for each list [.., P], and which entries of it are taken [.., R]."""
+    """Read `x` as entries of a table: the table of each list [.., P], and the indices [.., R] of the entries."""
     if x.op == "take":
         table, numbers = x.args
     else:

@@ -2,7 +2,7 @@
 
     source[:, places]    source[arange(B)[:, None], places]    source.index_select(0, places)    source.gather(1, ..)
 
-A table of pages that is read as rows is a source too, and so is [Block, Size, D] with the places block · Size + offset.
+Pages that a block table gathers are a source too, and so is [Block, Size, D], with places block · Size + offset.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from patterns.sparse.lists.flat_numbers import split
 
 @dataclass(frozen=True)
 class Gathered:
-    """Rows of a source [G, T, D] at places [*R]: those of row-major R are of the first of the G groups, of the next, ..
+    """Rows of a source [G, T, D] at places [*R].
 
-    `counted_back`: whether a negative place counts from the end of the source; else there is none.
+    In row-major order the first R / G places are of the first group, the next ones of the second. `counted_back` is
+    True if a negative place counts from the end of the source; otherwise there is none.
     """
 
     source: Value
@@ -36,13 +37,13 @@ class Gathered:
 
     @property
     def groups(self) -> Any:
-        """How many groups of rows there are."""
+        """Number of groups of rows."""
         return self.source.shape[0]
 
 
 @proof
 def gathered(a: Algebra, x: Value) -> Gathered | None:
-    """`x` [*R, D] as rows of a source, below views that leave every row together, and before it was widened."""
+    """Read `x` [*R, D] as gathered rows, below widening casts and views that leave each row as it is."""
     match x.op:
         case "cast" | "reshape" if (packed := latent(a, x)) is not None:
             below = proven(gathered(a, packed.rows))
@@ -68,7 +69,7 @@ def gathered(a: Algebra, x: Value) -> Gathered | None:
 
 
 def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
-    """The same before a cast that loses nothing, or after a view of rows that keeps groups one behind the other."""
+    """Apply the view `x` to the places `below`, or strip the widening cast `x`; groups stay in their order."""
     if x.op == "cast":
         must(widens(x.arg.dtype, x.dtype))
         return below
@@ -83,7 +84,7 @@ def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
 
 
 def _joined(a: Algebra, parts: list[Gathered]) -> Gathered:
-    """Lanes side by side, each of a source of its own, at the same places."""
+    """Concatenate the lanes of `parts`, gathered from several sources at the same places."""
     first = parts[0]
     for each in parts[1:]:
         must((each.places, each.counted_back) == (first.places, first.counted_back))
@@ -92,20 +93,20 @@ def _joined(a: Algebra, parts: list[Gathered]) -> Gathered:
 
 
 def _rows(a: Algebra, source: Value, lead: int) -> Value:
-    """[*lead dims, T, .., D] as [G, T, D], where one row lies behind a place."""
+    """Reshape `source` [*lead dims, T, .., D] to [G, T, D]; each place must name one row."""
     must(source.rank > lead + 1 and all(size == 1 for size in source.shape[lead + 1 : -1]))
     return a.reshape(source, (prod(source.shape[:lead]), source.shape[lead], source.shape[-1]))
 
 
 def _taken(a: Algebra, x: Value) -> Gathered:
-    """Each group of its own dims before."""
+    """Read a "take", which gathers rows of each group by places of its own."""
     source, places = x.args
     lead = source.rank - (x.rank - places.rank) - 1
     return Gathered(_rows(a, source, lead), a.reshape(places, x.shape[:-1]), counted_back=False)
 
 
 def _indexed(a: Algebra, x: Value) -> Gathered | None:
-    """One index, of a dim behind that of groups or not; or two, of which one names every group, or a page."""
+    """Read an "index" by one list of places, or by two, of which one names all groups in order, or pages."""
     source, *index = x.args
     match x.attrs:
         case (0,):
@@ -121,16 +122,16 @@ def _indexed(a: Algebra, x: Value) -> Gathered | None:
 
 
 def _by_one(a: Algebra, x: Value, source: Value, index: Value) -> Gathered:
-    """source[index]: rows of one group, or of all groups by numbers of which each is proven to be of its own."""
-    flat, found = _rows(a, source, 0), split(a, index)
-    if found is None or flat.shape[1] != found.groups * found.size:
+    """Read source[index]: rows of one group, or of all groups if each number is proven to be in its own group."""
+    flat, numbers = _rows(a, source, 0), split(a, index)
+    if numbers is None or flat.shape[1] != numbers.groups * numbers.size:
         return Gathered(flat, a.reshape(index, x.shape[:-1]), counted_back=True)
-    grouped = a.reshape(flat, (found.groups, found.size, flat.shape[-1]))
-    return Gathered(grouped, a.reshape(found.places, x.shape[:-1]), counted_back=False)
+    grouped = a.reshape(flat, (numbers.groups, numbers.size, flat.shape[-1]))
+    return Gathered(grouped, a.reshape(numbers.places, x.shape[:-1]), counted_back=False)
 
 
 def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) -> Gathered:
-    """source[first, second]: the rows of every group by a list of its own, or those of pages."""
+    """Read source[first, second]: rows of every group by a list of its own, or rows of pages."""
     dims = x.shape[: x.rank - source.rank + 2]
     groups, size = source.shape[:2]
     if groups == 1 or counts(a, first, groups, len(dims)):
@@ -143,24 +144,24 @@ def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) ->
 
 
 def counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
-    """Whether an index of so many dims names every group by its own number along the first, and along no other."""
-    whole = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
-    return whole and run(a, a.reshape(index, (groups,))) == Run(None, 0)
+    """True if `index` of `rank` dims is arange(groups) along the first dim, and has size 1 along the others."""
+    is_column = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
+    return is_column and run(a, a.reshape(index, (groups,))) == Run(None, 0)
 
 
 def distinct(places: Value) -> bool:
-    """Whether no row of places names one of them twice, but for negative numbers, which name none."""
+    """True if no row of `places` names a place twice, apart from negative numbers, which name none."""
     while places.op in ("cast", "reshape", "permute", "expand", "slice"):
-        kept = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
+        is_row = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
         moved = places.op == "permute" and places.attrs[-1] != places.rank - 1
-        if not kept or moved or places.dtype not in (torch.int32, torch.int64):
+        if not is_row or moved or places.dtype not in (torch.int32, torch.int64):
             return False
         places = places.arg
     return places.op == "largest_index"
 
 
 def sorted_by_scores(graph: Graph, places: Value) -> bool:
-    """Whether a list that nodes compute has the largest scores first: `topk` may leave their order open."""
+    """True if `places` are computed by `topk` or `sort` calls that sort: the largest scores come first."""
     source = places.below("cast", "reshape", "expand", "permute")
     nodes = graph.places.get(source, ())
     calls = [node.args[0] if node.target is operator.getitem else node for node in nodes]

@@ -1,14 +1,15 @@
-"""Rows of listed keys in a buffer on the device, of a cache that may lie on the host: hits stay where they are.
+"""Rows of listed keys in a buffer on the device, of a cache that may be on the host: hits stay where they are.
 
-    found, slot = where status == id        new = slot where found, else the next slot that holds none of the list
-    buffer[table[new // Size], new % Size] = cache[full_table[id // Size], id % Size] unless found
+    hit, slot = where status == id          new = slot where hit, else the next slot that has no key of the list
+    buffer[table[new // Size], new % Size] = cache[full_table[id // Size], id % Size] unless hit
     status[new] = id, status[-1] = K
 
-*Matches* a step that compares a list of keys with what the slots of its buffer hold, and copies what is new to it, of
-a latent and its rotated lanes or of packed rows in int8. *Replaces with* `npu_gather_selection_kv_cache`, which is of a
-package of its own: the rule is opt-in. What reads the buffer may go by the status alone: a kernel may choose other
-slots. No status names a key twice, and no two lists have a page of the buffer in common, for the model as well; the
-last number of a status that names keys is how many (lists of up to 32 keys ask for it).
+*Matches* a step that compares a list of keys with the keys in the slots of its buffer, and copies the rows that are new
+to the buffer, of a latent and its rotated lanes or of packed rows in int8. *Replaces with*
+`npu_gather_selection_kv_cache`, which is of a package of its own: the rule is opt-in. The kernel may choose other
+slots, so readers of the buffer must go by the status alone. No status names a key twice, and no two lists share a page
+of the buffer, in the model as well; the last number of a status that names keys is their number (lists of up to 32 keys
+ask for it).
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require
 
 @dataclass(frozen=True)
 class Selection(Group):
-    """A list of keys, what the slots of its buffer hold, and the tables of both caches."""
+    """A list of keys, the status of its buffer, and the tables of buffer and cache."""
 
     ids: Any = tensor("*L K")
     status: Any = tensor("*L H")
     table: Any = tensor("*L P")
     full_table: Any = tensor("*L F")
 
-    def kept(self, p, cache, full, packed):
-        """The write into one buffer."""
+    def updated(self, p, cache, full, packed):
+        """Return the buffer `cache` after the rows that are new to it are copied from `full`."""
         return p.kept_rows(cache=cache, full=full, packed=packed, **vars(self))
 
-    def told(self, p):
-        """What the slots hold afterwards."""
+    def updated_status(self, p):
+        """Return the status after the step."""
         return p.kept_status(ids=self.ids, status=self.status)
 
 
 @dataclass(frozen=True)
 class Latent(Group):
-    """Buffers and caches of a latent and of its rotated lanes, which are the fewer ones, in any order."""
+    """Buffers and caches of a latent and of its rotated lanes, in any order; the rotated lanes are the fewer ones."""
 
     first: Any = tensor("*A")
     full_first: Any = tensor("*B")
@@ -52,76 +53,79 @@ class Latent(Group):
     packed: Any = attribute(False)
 
     def terms(self, p, selection):
-        """Both writes."""
-        both = ((self.first, self.full_first), (self.second, self.full_second))
-        return tuple(selection.kept(p, *each, self.packed) for each in both)
+        """Return both buffers after the step."""
+        pairs = ((self.first, self.full_first), (self.second, self.full_second))
+        return tuple(selection.updated(p, *each, self.packed) for each in pairs)
 
     @property
     def is_rope_first(self) -> bool:
-        """Whether the first rows have fewer lanes than the second ones."""
+        """True if the first rows are the rotated lanes."""
         return prod(self.first.shape[2:]) < prod(self.second.shape[2:])
 
     def caches(self) -> tuple[Tensor, ...]:
-        """Both buffers, then both caches, rotated lanes before latents."""
+        """Return both buffers, then both caches, as [Block, Size, C], rotated lanes before the latent."""
         both = ((self.first, self.second), (self.full_first, self.full_second))
         return tuple(_in_rows(x) for each in both for x in (each if self.is_rope_first else each[::-1]))
 
     def restored(self, rope: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        """The results as the model has them."""
+        """Return both buffers in the order and the shapes of the model."""
         first, second = (rope, kv) if self.is_rope_first else (kv, rope)
         return first.reshape(self.first.shape), second.reshape(self.second.shape)
 
 
 @dataclass(frozen=True)
 class Packed(Group):
-    """A buffer and a cache of rows in int8 that hold the rotated lanes too."""
+    """A buffer and a cache of packed rows in int8, which contain the rotated lanes."""
 
     rows: Any = tensor("*A")
     full: Any = tensor("*B")
     packed: Any = attribute(True)
 
     def terms(self, p, selection):
-        """The only write."""
-        return (selection.kept(p, self.rows, self.full, self.packed),)
+        """Return the buffer after the step."""
+        return (selection.updated(p, self.rows, self.full, self.packed),)
 
     def caches(self) -> tuple[Tensor, ...]:
-        """The same, without rotated lanes."""
+        """Return the buffer, then the cache, as [Block, Size, C], each after an empty tensor for rotated lanes."""
         return tuple(x for each in (self.rows, self.full) for x in (_no_rows(each), _in_rows(each)))
 
     def restored(self, rope: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        """The result as the model has it."""
+        """Return the buffer in the shape of the model."""
         return (kv.reshape(self.rows.shape),)
 
 
 @dataclass(frozen=True)
 class GatherSelectionKvCache(Rule):
-    """Rows of listed keys that a buffer does not hold yet, copied from the cache of all keys into its free slots."""
+    """Rows of listed keys, copied from the cache of all keys into free slots of a buffer, unless they are in it."""
 
     aliases = ("gather_selection",)
 
     opt_in = True
 
-    def reference(self, ids: Tensor, held: Tensor, buffer: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The meaning of one list without pages: ids [K], held [K], buffer [K, C], cache [T, C] → buffer, held."""
-        free = iter([slot for slot, each in enumerate(held.tolist()) if each not in ids.tolist()])
-        slots = [held.tolist().index(each) if each in held else next(free) for each in ids.tolist()]
-        rows = [buffer[slot] if held[slot] == each else cache[each] for slot, each in zip(slots, ids, strict=True)]
-        return buffer.index_put((torch.tensor(slots),), torch.stack(rows)), held.scatter(0, torch.tensor(slots), ids)
+    def reference(self, ids: Tensor, status: Tensor, buffer: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute buffer [K, C] and status [K] after a step of one list `ids` [K] without pages, of `cache` [T, C]."""
+        free = iter([slot for slot, each in enumerate(status.tolist()) if each not in ids.tolist()])
+        slots = [status.tolist().index(each) if each in status else next(free) for each in ids.tolist()]
+        rows = [buffer[slot] if status[slot] == each else cache[each] for slot, each in zip(slots, ids, strict=True)]
+        return buffer.index_put((torch.tensor(slots),), torch.stack(rows)), status.scatter(0, torch.tensor(slots), ids)
 
     @pattern
     @variants(rows=(Latent, Packed))
-    def kept(self, p, rows, selection: Any = Selection):
-        """Both caches, or one."""
-        return (*rows.terms(p, selection), selection.told(p))
+    def updated(self, p, rows, selection: Any = Selection):
+        """both buffers, or that of packed rows, and the status, after a step"""
+        return (*rows.terms(p, selection), selection.updated_status(p))
 
     @lookalike("{reason}")
-    def unkept(self, p, reason=attribute()):
-        """What lacks a part of that, as it was read."""
+    def refused(self, p, reason=attribute()):
+        """rows of listed keys without a buffer that the operator could update"""
         return p.unkept_rows(reason=reason)
 
     @lowering
     def run(self, rows: Any, selection: Selection):
-        """One call for all buffers; every number of a row is seen, and none of them is new."""
+        """Emit npu_gather_selection_kv_cache for all lists: the buffers and the status after the step.
+
+        By the lengths that the operator is given, each row of the cache is a key, and none is of the current step.
+        """
         ids, status, table, full_table = (each.flatten(0, -2) for each in vars(selection).values())
         caches = rows.caches()
         require(all(each.is_contiguous() for each in (*caches, status)), "rows of a buffer have gaps or another order")
@@ -135,10 +139,9 @@ class GatherSelectionKvCache(Rule):
 
 
 def _in_rows(pages: Tensor) -> Tensor:
-    """Pages [Blocks, Size, ..] as the operator has them, [Blocks, Size, C]."""
+    """Reshape `pages` [Block, Size, ..] to [Block, Size, C]."""
     return pages.reshape(*pages.shape[:2], prod(pages.shape[2:]))
 
 
 def _no_rows(pages: Tensor) -> Tensor:
-    """No rows at all."""
     return torch.empty(0, dtype=pages.dtype, device=pages.device)

@@ -1,6 +1,6 @@
-"""Slots in pages that a block table gives for places of keys: slot = table[b, place // Size] · Size + place % Size.
+"""Slots in pages that a block table gives for positions of keys: slot = table[b, place // Size] · Size + place % Size.
 
-A model that gathers listed rows by their slots reads the pages of each sequence as the operator does, by the places.
+An operator reads rows that are gathered by slots through the block table of each sequence, by positions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from patterns.cache.read_block_tables import numbered
 
 
 class Tabled(NamedTuple):
-    """Places [*R] in pages of `size` rows that a block table [G, M] names: row-major R are of all G in turn.
+    """Positions [*R] in pages of `size` rows that a block table [G, M] names.
 
-    `counted_back`: whether a negative place counts from the end of these pages; else there is none.
+    In row-major order the first R / G positions are in the pages of the first row of the table, the next ones in those
+    of the second. `counted_back` is True if a negative position counts from the end of the pages; otherwise there is
+    none.
     """
 
     table: Value
@@ -28,7 +30,7 @@ class Tabled(NamedTuple):
     counted_back: bool
 
     def rows(self, a: Algebra, flat: Value) -> Value:
-        """The rows [G, M · Size, D] of the pages that the table names, of the rows [1, Block · Size, D] of all."""
+        """Gather the rows [G, M · Size, D] of the pages in the table from `flat` [1, Block · Size, D]."""
         if flat.op == "cat" and flat.attrs == (flat.rank - 1,):
             return a.cat([self.rows(a, each) for each in flat.args], -1)
         if flat.op == "slice" and flat.attrs[0] == flat.rank - 1:
@@ -40,20 +42,20 @@ class Tabled(NamedTuple):
 
 
 def by_table(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
-    """Slots among so many rows as places in pages; None where no table is proven to give them.
+    """Read `slots` among `rows` rows as positions by a block table; None if no table is proven to give them.
 
-    Where int32 counts all the rows, numbers that wrap round in it name no page.
+    With at most 2³¹ rows, an int32 slot that wraps round names no page.
     """
     if not isinstance(rows, int) or (slots.below("cast").dtype is not torch.int64 and rows > 2**31):
         return None
-    found = _by_page(a, slots) or _by_row(a, slots, rows)
-    is_whole = found is not None and rows % found.size == 0 and isinstance(found.table.shape[1], int)
-    return found if is_whole else None
+    tabled = _by_page(a, slots) or _by_row(a, slots, rows)
+    is_divided = tabled is not None and rows % tabled.size == 0 and isinstance(tabled.table.shape[1], int)
+    return tabled if is_divided else None
 
 
 @proof
 def _by_page(a: Algebra, slots: Value) -> Tabled | None:
-    """table[b, place // Size] · Size + place % Size."""
+    """Read `slots` as table[b, place // Size] · Size + place % Size."""
     total = uncast(slots, "reshape", "wrap")
     must(total.op == "add")
     first, second = (uncast(each, "reshape") for each in total.args)
@@ -71,7 +73,7 @@ def _by_page(a: Algebra, slots: Value) -> Tabled | None:
 
 @proof
 def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
-    """every[b, place], where `every` is the slot of every row."""
+    """Read `slots` as every[b, place], where `every` is the slot of every position."""
     read = uncast(slots, "reshape", "wrap")
     every, places = proven(_looked_up(a, read))
     must(prod(places.shape) == prod(slots.shape))
@@ -80,7 +82,7 @@ def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
 
 
 def _looked_up(a: Algebra, x: Value) -> tuple[Value, Value] | None:
-    """A table [G, M] and the columns that are read of it, row-major those of the first row, of the next, .."""
+    """Return the table [G, M] that `x` is taken from, and the columns: G equal parts, one for each row of the table."""
     if x.op == "take":
         table, columns = x.args
         lead, many = table.shape[: table.rank - x.rank + columns.rank - 1], table.shape[-1]
