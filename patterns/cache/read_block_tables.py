@@ -254,6 +254,8 @@ def _looked_up_rows(
 
     `lead` are the first two sizes of the source: pages and rows of a page, or rows alone.
     """
+    if len(lead) < 2:  # a source of one dim has no rows
+        return None
     count, size = lead
     by_block = len(index) == 2
     reading = _by_block(a, index[0], index[1], batch, size) if by_block else numbered(a, index[0], batch, count)

@@ -43,7 +43,7 @@ def faults(path: Path) -> Iterator[str]:
     for name in sorted({path.stem, *_names(tree)}):
         parts = re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower())
         words = [each for each in parts if each in WORDS]
-        if words or parts[:1] == ["of"]:
+        if words or (parts[:1] == ["of"] and len(parts) > 1):
             yield f"1: {name}: {words[0] if words else 'of'!r} in a name"
 
 
@@ -79,10 +79,9 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 
 def files(*paths: str) -> list[Path]:
-    """List the modules below `paths`, or of both packages; examples of rules are tests."""
+    """List the modules below `paths`, or of both packages."""
     roots = [ROOT / each for each in paths or PACKAGES]
-    found = [each for root in roots for each in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
-    return [each for each in found if "examples" not in each.parts]
+    return [each for root in roots for each in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
 
 
 def counts(*paths: str) -> dict[str, int]:

@@ -81,8 +81,7 @@ def written() -> Iterator[tuple[str, str]]:
     for package in (patterns, fusion):
         folder = Path(inspect.getfile(package)).parent
         for path in folder.rglob("*.py"):
-            if "examples" not in path.parts:
-                yield from ((f"{path.name}:{line}", text) for line, text in _texts(ast.parse(path.read_text())))
+            yield from ((f"{path.name}:{line}", text) for line, text in _texts(ast.parse(path.read_text())))
 
 
 def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
