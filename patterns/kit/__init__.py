@@ -1,1 +1,1 @@
-"""Captures, views and scales that several domains use."""
+"""Helpers that several domains share: int8 scales, order of rotated pairs, encodings of results."""

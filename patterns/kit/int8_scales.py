@@ -1,4 +1,4 @@
-"""Scales of a latent in int8: those that give it back, and those that it is multiplied by before."""
+"""Dequantisation scales of int8 tensors, and their reciprocals, by which floats are multiplied to quantise them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fusion import require
 
 
 def scale_of(scale: Tensor | None, by: float, device: torch.device) -> Tensor:
-    """A scale [1], or one of each head or channel, times the number `by`, in float32; without a tensor the number."""
+    """Return `scale` ([1], [heads] or [channels]) times `by` in float32; where `scale` is None, `by` alone [1]."""
     if scale is None:
         return torch.full((1,), by, dtype=torch.float32, device=device)
     return scale.float() if by == 1 else scale.float() * by
 
 
 def multipliers(scale: Tensor | None, by: float, width: Any, device: torch.device) -> Tensor:
-    """What rows [.., width] are multiplied by to become whole numbers, [width], of a scale that gives them back.
+    """Compute the factors [width] in float32 that quantise rows [.., width]: 1 / (`scale` · `by`).
 
-    The scale is [1], [width], or missing, times the number `by`.
+    The dequantisation scale `scale` is [1] or [width]; where it is None, the scale is the number `by`.
     """
     if scale is None:
         return torch.full((width,), 1 / by, dtype=torch.float32, device=device)
@@ -29,10 +29,14 @@ def multipliers(scale: Tensor | None, by: float, width: Any, device: torch.devic
 
 
 def exact_scale(scale: Tensor | None, by: float, like: Tensor) -> Tensor:
-    """The scale [1] in the dtype of `like`, which must hold it as it is."""
+    """Return `scale`, or where `scale` is None the number `by` as a tensor [1], in the dtype of `like`.
+
+    Raises:
+        Refused: the dtype of `like` rounds `by`; or `scale` has another dtype or is multiplied by `by` ≠ 1.
+    """
     if scale is None:
-        lanes = math.frexp(by)[0] * 2 / torch.finfo(like.dtype).eps
-        require(abs(lanes - round(lanes)) < 1e-9, "the dtype of x does not hold the scale {by} as it is", by=by)
+        ulps = math.frexp(by)[0] * 2 / torch.finfo(like.dtype).eps
+        require(abs(ulps - round(ulps)) < 1e-9, "the dtype of x does not hold the scale {by} as it is", by=by)
         return torch.full((1,), by, dtype=like.dtype, device=like.device)
     same = scale.dtype == like.dtype and by == 1
     require(same, "a scale of {dtype} is not one in the dtype of x, as the operator takes it", dtype=scale.dtype)

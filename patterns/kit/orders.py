@@ -1,7 +1,7 @@
-"""In which order pairs of lanes lie: (j, j + D/2) "half", or (2j, 2j + 1) "interleaved".
+"""The order of the pairs that a rotary embedding rotates in D lanes: (j, j + D/2) "half", (2j, 2j + 1) "interleaved".
 
-Operators that rotate on the way read one order and give one. What a model reads otherwise is put in order by the rows
-of the layer before, and what it gives otherwise behind the call.
+An operator with a fused rotation supports one order. For a model in the other order, the rows of the weight of the
+preceding linear layer are permuted before the call, and the rotated lanes of its result behind the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HALF, INTERLEAVED = "half", "interleaved"
 
 
 def in_order(x: Tensor, source: str, result: str) -> Tensor:
-    """Lanes of one order in the other."""
+    """Permute the last dim of `x` from the order `source` to the order `result`, each "half" or "interleaved"."""
     if source == result:
         return x
     return to_pairs(x) if source == HALF else to_halves(x)
@@ -25,16 +25,21 @@ def in_order(x: Tensor, source: str, result: str) -> Tensor:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """In which order an operator reads rows of layers of which the last `rotated` of every head give rotated lanes."""
+    """The order that an operator requires of the rows of a linear layer's weight [heads · W, ..].
+
+    Attributes:
+        rotated: number of the last rows of each head whose outputs are rotated.
+        wanted: order of the pairs of rotated rows that the operator requires, "half" or "interleaved".
+    """
 
     rotated: int
     wanted: str
 
     def of(self, rows: Tensor, source: str, heads: int = 1) -> Tensor:
-        """Rows [N · W, ..] that come in the order `source`."""
+        """Permute the rotated rows of each head of `rows` [heads · W, ..] from the order `source` to `wanted`."""
         if source == self.wanted:
             return rows
         each = rows.unflatten(0, (heads, -1))
-        kept, turning = each[:, : -self.rotated], each[:, -self.rotated :]
-        turned = in_order(turning.movedim(1, -1), source, self.wanted).movedim(-1, 1)
-        return torch.cat((kept, turned), dim=1).flatten(0, 1)
+        unrotated, rotated = each[:, : -self.rotated], each[:, -self.rotated :]
+        permuted = in_order(rotated.movedim(1, -1), source, self.wanted).movedim(-1, 1)
+        return torch.cat((unrotated, permuted), dim=1).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""In which encoding a result is read: as it is, or in int8 by a scale of each token.
+"""The facet of how the model encodes a result y [*B, D]: `Plain`, as floats, or `TokenScales`, in int8.
 
-A facet of rules whose operator quantises what it computes before that would be rounded to 16 bits.
+Rules have it whose operator can quantise its result in float32, before a rounding to 16 bits.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from patterns.quant.quantisation import quantised_rows, rounded_scale
 
 @dataclass(frozen=True)
 class Plain(Group):
-    """As it is."""
+    """A result in floats, which is not quantised."""
 
     def terms(self, p, y):
-        """The result."""
+        """Return the term `y` unchanged."""
         return y
 
 
 @dataclass(frozen=True)
 class TokenScales(Group):
-    """In int8, each token by a scale of its own, which is kept in this dtype."""
+    """A result in int8 [*B, D] with one scale per token [*B, 1] in `dtype`."""
 
     dtype: Any = attribute()
 
     def terms(self, p, y):
-        """Whole numbers [*B, D] and their scales [*B, 1]."""
+        """Build the terms of `y` quantised per token: int8 [*B, D] and scales [*B, 1]."""
         return quantised_rows(p, y, self.dtype)
 
     def restored(self, scale: Tensor) -> Tensor:
-        """Return the scales [*B, 1] of the model, of those in float32 [*B] that the operator gives."""
+        """Reshape the operator's float32 scales `scale` [*B] to [*B, 1] and cast them to `dtype`; refuse float16."""
         return rounded_scale(scale.unsqueeze(-1), self.dtype)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: which expert a token goes to."""
+"""Mixtures of experts: routers, which choose the experts of each token, and the experts themselves."""

@@ -1,4 +1,4 @@
-"""What readers say of experts, of what they are chosen by, and of what they give."""
+"""Words for routers, which choose experts for each token, and for the products and sums of experts."""
 
 from __future__ import annotations
 
@@ -6,57 +6,70 @@ from fusion import word
 
 _GATE = {
     "logits": "[*T, E]",
-    "bias": "[E], added to what experts are chosen by, not to what they count",
-    "norm": "what the scores are of the logits: sigmoid or softmax",
-    "groups": "how many groups of experts there are, 1 for none",
-    "kept": "in how many of them experts are chosen",
-    "group_score": "what a group is chosen by: max or sum of its two largest",
-    "count": "how many experts are chosen",
+    "bias": "[E], added to the scores for the choice of experts only, not to their weights",
+    "norm": "the function of the logits that gives the scores: sigmoid or softmax",
+    "groups": "number of groups that the E experts are divided into, 1 without groups",
+    "kept": "number of the best groups from which experts are chosen",
+    "group_score": "score of a group: max of its scores + bias, or sum of the two largest",
+    "count": "K, number of experts that each token chooses",
 }
-EXPERT_CHOICE = word("expert_choice", "the experts that a router chooses [*T, K]", **_GATE, dtype="of the list")
-CHOSEN_SCORES = word("chosen_scores", "the scores of these, without the bias [*T, K]", **_GATE, dtype="of the scores")
+EXPERT_CHOICE = word(
+    "expert_choice",
+    "indices [*T, K] of the K experts that a router chooses for each token",
+    **_GATE,
+    dtype="dtype of the indices",
+)
+CHOSEN_SCORES = word(
+    "chosen_scores",
+    "scores [*T, K], without the bias, of the experts that expert_choice lists",
+    **_GATE,
+    dtype="dtype of the scores",
+)
 
 KEPT = word(
     "kept",
-    "x where it is among the largest of its row, another number elsewhere [*B, E]",
+    "x [*B, E] at the `count` largest elements of each row, `fill` elsewhere",
     x="[*B, E]",
-    count="how many are kept",
-    fill="what stands in the place of all others",
+    count="number of elements of each row that keep their value",
+    fill="the number at all other places",
 )
 
 ROUTED_ROWS = word(
     "routed_rows",
-    "the rows of each token, one for every expert that it chose [R, H], R = T · K",
+    "tokens repeated once for each of their K experts [R, H], R = T · K, in the order of `order`",
     tokens="[T, H]",
-    experts="[T, K]",
-    order="which pair of a token and a choice each row is [R]; absent as they are listed",
+    experts="[T, K], indices of the experts",
+    order="[R], index t · K + k of the pair of token t and its k-th expert for each row; absent where it is 0 … R - 1",
 )
 EXPERT_PRODUCT = word(
     "expert_product",
-    "each row by the matrix of its expert (+ its bias) [.., N]",
+    "x[r] @ weight[e] + bias[e] [.., N] for each row r and its expert e",
     x="[.., M], prod(..) = R",
     weight="[E, M, N]",
-    bias="[E, N], of which the line of its expert is added to each row",
-    experts="[T, K]",
-    is_sorted="whether rows are sorted by expert",
-    is_parameter_only="whether the matrices are computed from Parameters alone",
+    bias="[E, N], absent without a bias",
+    experts="[T, K], indices of the experts",
+    is_sorted="true where rows are sorted by expert, not listed token by token",
+    is_parameter_only="true where the matrices are computed from Parameters alone",
 )
 INT8_EXPERT_PRODUCT = word(
     "int8_expert_product",
-    "(each row by the matrix of its expert) · scale · tokens (+ its bias), sums in int32 [.., N]",
+    "(x[r] @ weight[e]) · scale[e] · tokens[r] + bias[e] [.., N] for each row r and its expert e, product in int32",
     x="[.., M] in int8, prod(..) = R",
-    tokens="[.., 1]",
+    tokens="[.., 1], scale of each row",
     weight="[E, M, N] in int8",
-    scale="[E, N], of which the line of its expert is that of each row",
-    bias="[E, N], as of expert_product, in floats",
-    experts="[T, K]",
-    is_sorted="as of expert_product",
-    is_parameter_only="whether matrices and scales are computed from Parameters alone",
-    dtype="of the result",
+    scale="[E, N], scale of each output channel of each expert",
+    bias="[E, N] in floats, absent without a bias",
+    experts="[T, K], indices of the experts",
+    is_sorted="true where rows are sorted by expert, not listed token by token",
+    is_parameter_only="true where matrices and scales are computed from Parameters alone",
+    dtype="dtype of the result",
 )
 EXPERT_SUM = word(
     "expert_sum",
-    "the sum over its choices of the rows of a token, each times a weight",
-    rows="[R, H]", weights="[T, K]", order="as of routed_rows", shape="of the value",
-    beside="[T, H], which is added to the sum",
-)  # fmt: skip
+    "y[t] = Σ_k weights[t, k] · (row of token t and its k-th expert) + beside[t]",
+    rows="[R, H], R = T · K",
+    weights="[T, K]",
+    order="[R], index t · K + k of the pair of token t and its k-th expert for each row; absent where it is 0 … R - 1",
+    shape="shape of the result, whose elements are [T, H]",
+    beside="[T, H], added to the sum; absent without one",
+)

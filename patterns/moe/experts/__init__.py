@@ -1,1 +1,1 @@
-"""Experts: rows by expert, products of groups, activations, and weighted sums."""
+"""Experts: dispatch of rows to experts, grouped matrix products, activations, and weighted sums."""

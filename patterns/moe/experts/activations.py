@@ -1,4 +1,8 @@
-"""The facet of what experts compute between their products, beside a gated silu: gated gelu, or no gate at all."""
+"""The facet of the activation between the two products of an expert, other than the gated silu of `linear.gates`.
+
+GATED          gelu(gate) · up, which adds to `BOUNDS` of `linear.gates`
+ACTIVATIONS    relu, silu or gelu of one product, without a gate
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,17 @@ from fusion import Group, attribute
 
 @dataclass(frozen=True)
 class Relu(Group):
-    """The larger of each number and 0."""
+    """max(x, 0)."""
 
     def activated(self, p, x):
-        """The term."""
+        """Build the term of relu(`x`)."""
         return p.op("relu", x)
 
     def refuse(self, interleaved: bool) -> None:
-        """There are no lanes to interleave."""
+        """Accept either order of gate and up: `halves` splits both, and without a gate there is none."""
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """One operator."""
+        """Compute relu(`x`); `interleaved`, the order of gate and up, has no effect without a gate."""
         return F.relu(x)
 
 
@@ -34,55 +38,56 @@ class Silu(Relu):
     """x · sigmoid(x)."""
 
     def activated(self, p, x):
-        """The term."""
+        """Build the term of silu(`x`)."""
         return p.silu(x)
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """One operator."""
+        """Compute silu(`x`)."""
         return F.silu(x)
 
 
 @dataclass(frozen=True)
 class Gelu(Relu):
-    """x · Φ(x), as the model calls it."""
+    """gelu(x) as one call in the model; `approximate` is "none" or "tanh"."""
 
     approximate: Any = attribute()
 
     def activated(self, p, x):
-        """The term."""
+        """Build the term of gelu(`x`)."""
         return p.gelu(x, self.approximate)
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """The same call."""
+        """Compute gelu(`x`)."""
         return F.gelu(x, approximate=self.approximate)
 
 
 def halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up of rows that hold both."""
+    """Split `x` [R, 2 · I] into gate and up [R, I]: even and odd lanes if `interleaved`, otherwise the two halves."""
     gate, up = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     return gate, up
 
 
 @dataclass(frozen=True)
 class GatedGelu(Gelu):
-    """gelu(a) · b."""
+    """gelu(gate) · up, the gelu as one call in the model."""
 
     def gated(self, p, gate):
-        """What is activated."""
+        """Build the term of the activated gate."""
         return self.activated(p, gate)
 
     def linear(self, p, up):
-        """The other factor."""
+        """Return the term `up`, which is multiplied by the activated gate, unchanged."""
         return up
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Two operators, of views."""
+        """Compute gelu(gate) · up of `x` [R, 2 · I]."""
         gate, up = halves(x, interleaved)
         return F.gelu(gate, approximate=self.approximate) * up
 
 
-def computed(x: Tensor, approximate: str) -> Tensor:
-    """x · Φ(x): gelu of torch is that of tanh on an NPU, and not every chip has an operator for that of erf."""
+def written_gelu(x: Tensor, approximate: str) -> Tensor:
+    """Compute gelu(`x`) from erf in float32, or by F.gelu where `approximate` is "tanh"."""
+    # F.gelu computes the tanh form on an NPU whatever `approximate` is, and not every chip has an erf form of gelu
     if approximate == "tanh":
         return F.gelu(x, approximate="tanh")
     wide = x.float()
@@ -91,25 +96,25 @@ def computed(x: Tensor, approximate: str) -> Tensor:
 
 @dataclass(frozen=True)
 class WrittenGelu(Gelu):
-    """x · Φ(x), written out."""
+    """gelu(x) = x · Φ(x) written out in the model by erf or tanh; `approximate` is "none" or "tanh"."""
 
     def activated(self, p, x):
-        """The term."""
+        """Build the term of the written gelu(`x`)."""
         return p.written_gelu(x=x, approximate=self.approximate)
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """One operator, or as it is written."""
-        return computed(x, self.approximate)
+        """Compute gelu(`x`)."""
+        return written_gelu(x, self.approximate)
 
 
 @dataclass(frozen=True)
 class WrittenGatedGelu(WrittenGelu, GatedGelu):
-    """The same times b."""
+    """gelu(gate) · up, the gelu written out in the model by erf or tanh."""
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """The same of a view."""
+        """Compute gelu(gate) · up of `x` [R, 2 · I]."""
         gate, up = halves(x, interleaved)
-        return computed(gate, self.approximate) * up
+        return written_gelu(gate, self.approximate) * up
 
 
 ACTIVATIONS: tuple[Any, ...] = (Relu, Silu, Gelu, WrittenGelu)

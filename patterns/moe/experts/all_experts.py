@@ -1,7 +1,7 @@
 """y = Σ_e w[:, e] · f(x; W_e), a loop over all experts with weights that are 0 where an expert was not chosen.
 
-Only the chosen ones count, so the sum is that of their rows: Σ_c w[:, e(c)] · f(x; W_e(c)). An expert that gives no
-finite number for a token which did not choose it makes the model's sum NaN, and has no part in this one.
+The same sum over the chosen experts alone is Σ_c w[:, e(c)] · f(x; W_e(c)). The two differ where an expert returns inf
+or NaN for a token that did not choose the expert: 0 · inf makes the sum of the model NaN, and not the rewritten one.
 """
 
 from __future__ import annotations
@@ -10,37 +10,38 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fusion.analysis.dtypes import rows_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.moe.experts.expert_rows import Rows
+from patterns.moe.experts.expert_rows import ChosenRows
 from patterns.moe.experts.pairs import plain
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.moe.experts.weighted_sums import RULE, Total, sum_of_products, summed, total
-from patterns.moe.router.list_masks import lists_largest
-from patterns.moe.router.read_weights import Kept, kept
+from patterns.moe.router.list_masks import has_topk
+from patterns.moe.router.read_weights import MaskedRows, masked_rows
 
 
 class Chosen(NamedTuple):
-    """Weights [.., K] of the experts [.., K] that are listed: those of all others are 0."""
+    """Weights [.., K] of the experts `places` [.., K] that each token chose; the weights of all other experts are 0."""
 
     weights: Value
     places: Value
 
 
 class Columns(NamedTuple):
-    """What every expert gives, and the weights of all [.., E] by which these are multiplied before they are added."""
+    """The operands of a weighted sum over all experts: weights [.., E], and the output [.., W] of each of E experts."""
 
     weights: Value
-    given: tuple[Value, ...]
+    outputs: tuple[Value, ...]
 
 
 # weights ------------------------------------------------------------------------------------------------------------
 
 
 def chosen_weights(graph: Graph, x: Value) -> Chosen | None:
-    """Which of the weights of all experts [.., E] are not 0."""
+    """Return the chosen experts and their weights if `x` [.., E] is proven to be 0 at every other expert."""
     a, inner = graph.algebra, plain(x)
     one_hot = _by_one_hot(a, x)
     if one_hot is not None:
@@ -48,15 +49,15 @@ def chosen_weights(graph: Graph, x: Value) -> Chosen | None:
     if inner.op in ("placed", "write"):
         return _placed(inner) or _by_columns(a, inner)
     if inner.op == "softmax":
-        below = kept(a, plain(inner.arg))
-        return _softmax_of(graph, x, below) if below is not None and below.fill == -math.inf else None
+        below = masked_rows(a, plain(inner.arg))
+        return _softmax_of_largest(graph, x, below) if below is not None and below.fill == -math.inf else None
     parts = (inner, *(each for each in inner.args if inner.op == "mul" and each.shape == inner.shape))
-    found = next(filter(None, (kept(a, each) for each in parts)), None)
-    return None if found is None or found.fill != 0 else Chosen(_gathered(a, x, found.places), found.places)
+    masked = next(filter(None, (masked_rows(a, each) for each in parts)), None)
+    return None if masked is None or masked.fill != 0 else Chosen(_gathered(a, x, masked.places), masked.places)
 
 
 def _placed(inner: Value) -> Chosen | None:
-    """Numbers that are put among zeros, at the places of a list."""
+    """Read weights [.., K] scattered into zeros [.., E] at the indices of a top-k."""
     if inner.op != "placed" or (inner.arg.op, inner.arg.attrs) != ("full", (0,)):
         return None
     return Chosen(inner.args[2], inner.args[1]) if inner.args[1].op == "largest_index" else None
@@ -64,7 +65,7 @@ def _placed(inner: Value) -> Chosen | None:
 
 @proof
 def _by_one_hot(a: Algebra, x: Value) -> Chosen:
-    """Read Σ_c weights[.., c] · (list[.., c] = e), by a product or a matrix product with the one-hot list."""
+    """Read `x`[.., e] = Σ_k weights[.., k] · (places[.., k] = e), as a sum of products or as a matmul."""
     inner, factor = unscaled(plain(x))
     inner = plain(inner)
     if inner.op == "mean":
@@ -72,18 +73,18 @@ def _by_one_hot(a: Algebra, x: Value) -> Chosen:
         product = plain(inner.arg)
         must(product.op == "mul")
         weights, flags = product.args if product.args[1].below("cast").op == "compare" else product.args[::-1]
-        lies_along = weights.shape == (*flags.shape[:-1], 1)
+        is_per_choice = weights.shape == (*flags.shape[:-1], 1)
     else:
         must(inner.op == "matmul" and factor == 1)
         weights, flags = inner.args
-        lies_along = weights.shape == (*flags.shape[:-2], 1, flags.shape[-2])
+        is_per_choice = weights.shape == (*flags.shape[:-2], 1, flags.shape[-2])
     places = proven(_one_hot(flags.below("cast")))
-    must(lies_along and flags.shape == (*places.shape, x.shape[-1]))
+    must(is_per_choice and flags.shape == (*places.shape, x.shape[-1]))
     return Chosen(a.reshape(weights, places.shape), places)
 
 
 def _one_hot(flags: Value) -> Value | None:
-    """Return the list [.., K] of the largest that `flags` [.., K, E] compares with 0 … E - 1."""
+    """Return the top-k indices [.., K] of which `flags` [.., K, E] is the one-hot encoding, from == with 0 … E - 1."""
     for listed, numbers in (flags.args, flags.args[::-1]) if (flags.op, flags.attrs) == ("compare", ("eq",)) else ():
         places, line = uncast(listed, "reshape"), uncast(numbers, "reshape")
         along = listed.shape[-1:] == (1,) and numbers.shape[-1:] == line.shape == flags.shape[-1:]
@@ -92,15 +93,18 @@ def _one_hot(flags: Value) -> Value | None:
     return None
 
 
-def _softmax_of(graph: Graph, x: Value, found: Kept) -> Chosen:
-    """A softmax over the largest alone, where the model has them at hand."""
+def _softmax_of_largest(graph: Graph, x: Value, masked: MaskedRows) -> Chosen:
+    """Return the weights of the softmax `x` [.., E] over `masked`, which is -inf but for the K largest of each row.
+
+    A softmax over the K largest gives them without a gather; it needs a node of the model that has the K largest.
+    """
     a = graph.algebra
-    largest = a.make("largest", (found.x,), found.places.attrs, found.places.shape, found.x.dtype)
+    largest = a.make("largest", (masked.x,), masked.places.attrs, masked.places.shape, masked.x.dtype)
     if largest not in graph.places:
-        return Chosen(_gathered(a, x, found.places), found.places)
+        return Chosen(_gathered(a, x, masked.places), masked.places)
     inner = plain(x)
     wide = a.cast(largest, inner.dtype)
-    return Chosen(a.cast(a.make("softmax", (wide,), inner.attrs, wide.shape, wide.dtype), x.dtype), found.places)
+    return Chosen(a.cast(a.make("softmax", (wide,), inner.attrs, wide.shape, wide.dtype), x.dtype), masked.places)
 
 
 def _gathered(a: Algebra, x: Value, places: Value) -> Value:
@@ -109,7 +113,7 @@ def _gathered(a: Algebra, x: Value, places: Value) -> Value:
 
 @proof
 def _by_columns(a: Algebra, inner: Value) -> Chosen:
-    """Numbers [.., 1] that are put one after the other among zeros, at the first, second … place of a list."""
+    """Read K writes of weights [.., 1] into zeros [.., E], the k-th at the k-th index of a top-k."""
     columns: list[tuple[Value, Value]] = []
     while inner.op in ("placed", "write"):
         number, start = inner.args[1:] if inner.op == "write" else inner.args[:0:-1]
@@ -129,81 +133,77 @@ def _by_columns(a: Algebra, inner: Value) -> Chosen:
 
 
 def columns(a: Algebra, inner: Value, factor: float) -> Columns | None:
-    """Of what, and by which weights of all experts, a value is the sum."""
-    return _of_loop(a, inner) if inner.op == "add" and factor == 1 else _of_stack(a, inner, factor)
+    """Read `inner` · `factor` as a weighted sum over all experts: a chain of additions, or a reduction of a stack."""
+    return _loop_columns(a, inner) if inner.op == "add" and factor == 1 else _stacked_columns(a, inner, factor)
 
 
 @proof
-def _of_loop(a: Algebra, inner: Value) -> Columns:
-    """One product is added after the other."""
-    found: dict[int, Value] = {}
+def _loop_columns(a: Algebra, inner: Value) -> Columns:
+    """Read a chain of additions of weights[.., e : e + 1] · (output of expert e), one for each e of 0 … E - 1."""
+    outputs: dict[int, Value] = {}
     weights: set[Value] = set()
     for term in _terms(inner):
         product = plain(term)
         must(product.op == "mul")
         x, y = product.args
-        of_x = _column(a, x)
-        (number, all_weights), given = (of_x, y) if of_x is not None else (proven(_column(a, y)), x)
-        must(given.shape == product.shape and number not in found)
-        found[number] = _unrounded(given)
+        column = _column(a, x)
+        (expert, all_weights), output = (column, y) if column is not None else (proven(_column(a, y)), x)
+        must(output.shape == product.shape and expert not in outputs)
+        outputs[expert] = rows_below(output)
         weights.add(all_weights)
     must(len(weights) == 1)
-    (whole,) = weights
-    must(sorted(found) == list(range(len(found))) and whole.shape[-1] == len(found) > 1)
-    return Columns(whole, tuple(found[number] for number in range(len(found))))
+    (joint,) = weights
+    must(sorted(outputs) == list(range(len(outputs))) and joint.shape[-1] == len(outputs) > 1)
+    return Columns(joint, tuple(outputs[expert] for expert in range(len(outputs))))
 
 
 def _column(a: Algebra, x: Value) -> tuple[int, Value] | None:
-    """The number of an expert and the weights of all [.., E], of which [.., 1] is that of the expert."""
+    """Return (e, weights [.., E]) if `x` [.., 1] is the column weights[.., e : e + 1]."""
     if not x.rank or x.shape[-1] != 1:
         return None
     column = plain(x)
     if column.op == "slice":
-        whole = column.attrs[0] == column.rank - 1 and column.shape[-1] == 1
-        return (column.attrs[1], column.arg) if whole else None
+        is_column = column.attrs[0] == column.rank - 1 and column.shape[-1] == 1
+        return (column.attrs[1], column.arg) if is_column else None
     return _listed(a, column)
 
 
 @proof
 def _listed(a: Algebra, column: Value) -> tuple[int, Value]:
-    """The same of Σ_c w[:, c] (e(c) = e): weights that are put among zeros at the places of the list."""
+    """Return (e, weights [.., E]) if `column` is Σ_k w[.., k] · (places[.., k] = e), a loop over experts.
+
+    The weights are w [.., K] scattered into zeros at the top-k indices `places` [.., K].
+    """
     mean, count = unscaled(column)
     mean = plain(mean)
     must(mean.op == "mean" and mean.attrs == (-1,) and mean.arg.shape[-1] == count)
-    weights, chosen = proven(_where_listed(plain(mean.arg)))
-    must((chosen.op, chosen.attrs) == ("compare", ("eq",)))
-    listed, number = chosen.args if chosen.args[1].op == "full" else chosen.args[::-1]
+    weights, flags = proven(_where_listed(plain(mean.arg)))
+    must((flags.op, flags.attrs) == ("compare", ("eq",)))
+    listed, expert = flags.args if flags.args[1].op == "full" else flags.args[::-1]
     places = uncast(listed, "reshape")
     must(
-        number.op == "full"
-        and float(number.attrs[0]).is_integer()
+        expert.op == "full"
+        and float(expert.attrs[0]).is_integer()
         and places.op == "largest_index"
         and weights.shape == listed.shape == places.shape
     )
     shape = (*places.shape[:-1], places.arg.shape[-1])
     zeros = a.make("full", (), (0,), shape, weights.dtype)
-    return int(number.attrs[0]), a.make("placed", (zeros, places, weights), (), shape, weights.dtype)
+    return int(expert.attrs[0]), a.make("placed", (zeros, places, weights), (), shape, weights.dtype)
 
 
 def _where_listed(parts: Value) -> tuple[Value, Value] | None:
-    """Weights [.., K], and where they count."""
+    """Split where(flags, weights, 0) or weights · flags into (weights [.., K], boolean flags)."""
     if parts.op == "where" and (parts.args[2].op, parts.args[2].attrs) == ("full", (0,)):
         return parts.args[1], parts.args[0]
     if parts.op != "mul":
         return None
-    weights, chosen = parts.args if parts.args[1].below("cast").op == "compare" else parts.args[::-1]
-    return weights, chosen.below("cast")
-
-
-def _unrounded(x: Value) -> Value:
-    """Rows before they were rounded, or listed otherwise."""
-    while plain(x) is not x and (x.op != "reshape" or x.shape[-1] == x.arg.shape[-1]):
-        x = x.arg
-    return x
+    weights, flags = parts.args if parts.args[1].below("cast").op == "compare" else parts.args[::-1]
+    return weights, flags.below("cast")
 
 
 def _terms(x: Value) -> Iterator[Value]:
-    """What is added, without zeros to begin with."""
+    """Yield the summands of nested additions in `x`, without tensors of zeros."""
     inner = plain(x)
     if inner.op == "add":
         yield from (each for arg in inner.args for each in _terms(arg))
@@ -212,65 +212,67 @@ def _terms(x: Value) -> Iterator[Value]:
 
 
 @proof
-def _of_stack(a: Algebra, inner: Value, factor: float) -> Columns:
-    """What all give is joined in a dim of experts, which a product or a mean sums over."""
-    found = proven(total(a, inner, factor))
-    joined = plain(found.rows)
-    count, width = found.weights.shape[-1], found.rows.shape[-1]
-    must(found.order is None and joined.op == "cat" and len(joined.args) == count)
+def _stacked_columns(a: Algebra, inner: Value, factor: float) -> Columns:
+    """Read a reduction over experts of a concatenation or stack of the outputs of all experts."""
+    weighted = proven(total(a, inner, factor))
+    joined = plain(weighted.rows)
+    count, width = weighted.weights.shape[-1], weighted.rows.shape[-1]
+    must(weighted.order is None and joined.op == "cat" and len(joined.args) == count)
     (axis,), rank = joined.attrs, joined.rank
-    apart = axis == rank - 2 and joined.shape[-2:] == (count, width)
-    must(apart or (axis == rank - 1 and joined.shape[-1] == count * width))
+    is_stack = axis == rank - 2 and joined.shape[-2:] == (count, width)
+    must(is_stack or (axis == rank - 1 and joined.shape[-1] == count * width))
     must(len({each.shape for each in joined.args}) == 1)
-    shape = (*joined.shape[: rank - 2 if apart else rank - 1], width)
-    return Columns(found.weights, tuple(_unrounded(a.reshape(each, shape)) for each in joined.args))
+    shape = (*joined.shape[: rank - 2 if is_stack else rank - 1], width)
+    return Columns(weighted.weights, tuple(rows_below(a.reshape(each, shape)) for each in joined.args))
 
 
 # experts ------------------------------------------------------------------------------------------------------------
 
 
 def all_experts(graph: Graph) -> Iterator[Found]:
-    """Sums over all experts, with what they are of the rows of those that are chosen; why others are none."""
-    if not lists_largest(graph):
+    """Read every weighted sum over all experts as a sum over the chosen ones; a miss for what only looks like one."""
+    if not has_topk(graph):
         return
     for (inner, factor), several in summed(graph).items():
-        found = columns(graph.algebra, inner, factor)
-        if found is None:
+        summands = columns(graph.algebra, inner, factor)
+        if summands is None:
             yield from _stacked(graph, inner, factor, several)
             continue
-        chosen = chosen_weights(graph, found.weights)
+        chosen = chosen_weights(graph, summands.weights)
         if chosen is not None:
-            yield from _of_chosen(graph, found, chosen, several)
-        elif any(each.op == "largest" for each in found.weights.sources(lambda each: each.args)):
-            yield several[0], Miss(RULE, _MAYBE, at=(found.weights,))
+            rows = ChosenRows(graph, chosen.places)
+            output = proof(rows.rewrite)(summands.outputs)
+            yield from _sum_of_chosen(rows, output, chosen, several, Miss(RULE, _DIFFERENT, at=summands.outputs))
+        elif any(each.op == "largest" for each in summands.weights.sources(lambda each: each.args)):
+            yield several[0], Miss(RULE, _MAYBE, at=(summands.weights,))
 
 
 def _stacked(graph: Graph, inner: Value, factor: float, several: list[Value]) -> Iterator[Found]:
-    """Yield the same of products of stacked matrices, which give what all experts do of every token."""
+    """Read `inner` · `factor` as a sum over the experts dim of batched matmuls with the matrices of all experts."""
     gathered = _gathered_rows(graph.algebra, inner, factor)
-    found = weighed_stack(graph.algebra, inner, factor) if gathered is None else None
-    if found is not None and _computes(found.given.value):
-        chosen = chosen_weights(graph, found.weights)
-        gathered = None if chosen is None else (chosen, found.given)
+    weighed = weighed_stack(graph.algebra, inner, factor) if gathered is None else None
+    if weighed is not None and _computes(weighed.outputs.value):
+        chosen = chosen_weights(graph, weighed.weights)
+        gathered = None if chosen is None else (chosen, weighed.outputs)
     if gathered is not None:
         chosen, stack = gathered
         rows = StackedRows(graph, chosen.places)
-        given = proof(rows.of_stack)(stack)
-        yield from _of_rows(rows, given, chosen, several, Miss(RULE, _DENSE, at=(stack.value,)))
+        output = proof(rows.rewrite_stack)(stack)
+        yield from _sum_of_chosen(rows, output, chosen, several, Miss(RULE, _DENSE, at=(stack.value,)))
 
 
 def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Stack] | None:
-    """Return weights, the list, and what all experts give [T, E, H], of which the rows of the list are gathered."""
-    found = total(a, inner, factor)
-    rows = inner if found is None else plain(found.rows)
-    if found is None or rows.op != "take" or rows.arg.rank != 3 or rows.shape[:-1] != found.weights.shape:
+    """Read a weighted sum of rows gathered at top-k indices [T, K] from the outputs of all experts [T, E, H]."""
+    weighted = total(a, inner, factor)
+    rows = inner if weighted is None else plain(weighted.rows)
+    if weighted is None or rows.op != "take" or rows.arg.rank != 3 or rows.shape[:-1] != weighted.weights.shape:
         return None
     places = uncast(rows.args[1])
-    return (Chosen(found.weights, places), Stack(rows.arg, 1, 2)) if places.op == "largest_index" else None
+    return (Chosen(weighted.weights, places), Stack(rows.arg, 1, 2)) if places.op == "largest_index" else None
 
 
 def _computes(x: Value) -> bool:
-    """True if `x` is a product, or rows of one that are arranged otherwise, perhaps with something added."""
+    """True if `x` or one of its operands is a matmul below reshapes, permutes and casts."""
     below = x.below("reshape", "permute", "cast")
     return any(each.below("reshape", "permute", "cast").op == "matmul" for each in (below, *below.args))
 
@@ -283,24 +285,20 @@ _DENSE = (
 )
 
 
-def _of_chosen(graph: Graph, found: Columns, chosen: Chosen, several: list[Value]) -> Iterator[Found]:
-    rows = Rows(graph, chosen.places)
-    given = proof(rows.of)(found.given)
-    yield from _of_rows(rows, given, chosen, several, Miss(RULE, _UNLIKE, at=found.given))
-
-
-def _of_rows(rows: Rows, given: Value | None, chosen: Chosen, several: list[Value], otherwise: Miss) -> Iterator[Found]:
-    """Yield the sum of what chosen experts give, with the readings of its rows; `otherwise` if they are unproven."""
-    if given is None:
+def _sum_of_chosen(
+    rows: ChosenRows, output: Value | None, chosen: Chosen, several: list[Value], otherwise: Miss
+) -> Iterator[Found]:
+    """Read `several`, equal values, as the weighted sum of `output` [T, K, H]; only `otherwise` if `output` is None."""
+    if output is None:
         yield several[0], otherwise
         return
-    yield from rows.found.items()
-    weighed = Total(given, rows.a.reshape(chosen.weights, rows.experts.shape))
-    yield from sum_of_products(rows.a, weighed, rows.found.get(given), several)
+    yield from rows.readings.items()
+    weighed = Total(output, rows.a.reshape(chosen.weights, rows.experts.shape))
+    yield from sum_of_products(rows.a, weighed, rows.readings.get(output), several)
 
 
 _MAYBE = "a loop gives every expert its part, and the weights of experts that are not chosen are not proven to be 0"
-_UNLIKE = (
+_DIFFERENT = (
     "a loop gives every expert its part, and these are not proven to be one computation with matrices of one size, "
     "from Parameters: lay the matrices of all in one tensor and gather those that a token chose"
 )

@@ -1,8 +1,11 @@
-"""Where the rows of each expert end once they are sorted: the sums of how many each has, in all ways to count them.
+"""Group ends [E] of rows sorted by expert, the inclusive prefix sum of the number of rows of each expert.
 
-bincount, histc, ones that are added to zeros    of the list
-sums of list == expert, or of what it chooses    over all pairs
-searchsorted                                     in the sorted list: the ends themselves
+Rows per expert are counted from the list of experts, one entry for each row, by
+
+bincount, histc, scatter_add of ones     of the list
+a sum over all rows                      of list == expert, or of a one-hot encoding of the list
+
+searchsorted in the sorted list gives the ends without counts.
 """
 
 from __future__ import annotations
@@ -16,17 +19,17 @@ from fusion.analysis.rounding import unscaled
 from fusion.graph import Dim, Value
 
 _EXACT = {torch.float32, torch.float64, torch.int32, torch.int64}
-"""Dtypes in which so many rows are counted one by one."""
+"""Dtypes that represent the number of rows exactly."""
 
 
-def lies_below(experts: Value, count: Dim) -> bool:
-    """Whether a list is proven to hold numbers 0 … count - 1 alone."""
+def are_indices(experts: Value, count: Dim) -> bool:
+    """True if all elements of `experts` are proven to be in 0 … `count` - 1."""
     low, high = bounds(experts)
     return isinstance(count, int) and 0 <= low <= high < count
 
 
 def counted(ends: Value, count: Dim) -> Value | None:
-    """The list of which `ends` says where the numbers 0 … count - 1 end once it is sorted."""
+    """Return the list of experts, 0 … `count` - 1, whose group ends in sorted order are `ends` [count]; or None."""
     ends = _uncast(ends)
     if ends.op == "searchsorted":
         return _searched(ends, count)
@@ -37,7 +40,7 @@ def counted(ends: Value, count: Dim) -> Value | None:
         return None
     if counts.op == "bincount":
         listed = _unsorted(counts.arg)
-        return listed if counts.attrs == (count,) and lies_below(listed, count) else None
+        return listed if counts.attrs == (count,) and are_indices(listed, count) else None
     if ends.shape != (count,):
         return None
     if counts.op == "histogram":
@@ -49,26 +52,29 @@ def counted(ends: Value, count: Dim) -> Value | None:
 
 
 def counted_outside(ends: Value) -> bool:
-    """True if `ends` are an input of the graph, or the sums of one."""
+    """True if `ends` are an input of the graph, or the prefix sum of one."""
     ends = _uncast(ends)
     return (_uncast(ends.arg) if ends.op == "cumsum" else ends).op == "input"
 
 
 def _uncast(x: Value) -> Value:
-    """Numbers of rows before casts to dtypes that hold them."""
+    """Strip reshapes, and casts that change no number of rows, from `x`."""
     while x.op == "reshape" or (x.op == "cast" and (x.dtype in _EXACT or is_exact(x))):
         x = x.arg
     return x
 
 
 def _unsorted(x: Value) -> Value:
-    """A list, of which a sort holds the same numbers."""
+    """Return the list that `x` sorts, or `x` itself if it is not sorted."""
     x = uncast(x, "reshape")
     return uncast(x.arg, "reshape") if x.op == "ascending" else x
 
 
 def _searched(ends: Value, count: Dim) -> Value | None:
-    """How many of a sorted list are not larger than 0, 1, …, or smaller than 1, 2, …"""
+    """Read `ends` as searchsorted in a sorted list [R], and return the list.
+
+    The boundaries are 0 … `count` - 1 from the right (numbers ≤ e), or 1 … `count` from the left (numbers < e + 1).
+    """
     listed, numbers = (uncast(each, "reshape") for each in ends.args)
     first = 0 if ends.attrs == (True,) else 1
     counts = (numbers.op, numbers.attrs, numbers.shape) == ("arange", (first, 1), (count,))
@@ -76,47 +82,47 @@ def _searched(ends: Value, count: Dim) -> Value | None:
 
 
 def _summed(counts: Value) -> Value | None:
-    """The list whose pairs are compared with each number, and the truths added up."""
+    """Read `counts` [E] as a sum of list == e, or of the one-hot encoding of a list, and return the list."""
     below, factor = unscaled(counts)
     below = below.below("reshape")
     if below.op not in ("mean", "total") or below.dtype not in _EXACT:
         return None
-    told = below.arg
-    if factor != (1 if below.op == "total" else prod(told.shape[axis] for axis in below.attrs)):
+    flags = below.arg
+    if factor != (1 if below.op == "total" else prod(flags.shape[axis] for axis in below.attrs)):
         return None
-    told, axes = _truths(told, below.attrs)
-    return _compared(told, axes) or _chosen(told, axes)
+    flags, axes = _boolean(flags, below.attrs)
+    return _compared(flags, axes) or _one_hot(flags, axes)
 
 
-def _truths(x: Value, axes: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
-    """What is true, before that was made 0 or 1 or turned, and its dims that are added up."""
-    while x.op in ("cast", "permute") or _is_flag(x):
+def _boolean(x: Value, axes: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
+    """Strip conversions of booleans to 0 and 1, and permutes, from `x`; return also the dims `axes` before permutes."""
+    while x.op in ("cast", "permute") or _is_indicator(x):
         if x.op == "permute":
             axes = tuple(sorted(x.attrs[axis % x.rank] - x.rank for axis in axes))
         x = x.arg
     return x, axes
 
 
-def _is_flag(x: Value) -> bool:
-    """Whether it is 1 where something is true, and 0 elsewhere."""
+def _is_indicator(x: Value) -> bool:
+    """True if `x` is where(condition, 1, 0)."""
     return x.op == "where" and [(each.op, each.attrs) for each in x.args[1:]] == [("full", (1,)), ("full", (0,))]
 
 
-def _compared(told: Value, axes: tuple[int, ...]) -> Value | None:
-    """A list that is compared with 0, 1, … along the one dim over which nothing is added."""
-    left = [axis for axis in range(-told.rank, 0) if axis not in axes]
-    if (told.op, told.attrs) != ("compare", ("eq",)) or len(left) != 1:
+def _compared(flags: Value, axes: tuple[int, ...]) -> Value | None:
+    """Return the list that `flags` compares by == with 0, 1, … along its one dim outside of `axes`."""
+    left = [axis for axis in range(-flags.rank, 0) if axis not in axes]
+    if (flags.op, flags.attrs) != ("compare", ("eq",)) or len(left) != 1:
         return None
-    for listed, numbers in (told.args, told.args[::-1]):
+    for listed, numbers in (flags.args, flags.args[::-1]):
         line = uncast(numbers, "reshape")
         along = [place - numbers.rank for place, size in enumerate(numbers.shape) if size != 1]
-        whole = prod(listed.shape) * line.shape[0] == prod(told.shape) if line.rank else False
-        if (line.op, line.attrs) == ("arange", (0, 1)) and along == left and whole:
+        is_outer = prod(listed.shape) * line.shape[0] == prod(flags.shape) if line.rank else False
+        if (line.op, line.attrs) == ("arange", (0, 1)) and along == left and is_outer:
             return uncast(_unsorted(listed), "reshape")
     return None
 
 
-def _chosen(told: Value, axes: tuple[int, ...]) -> Value | None:
-    """A list whose rows name no number twice, by what it chooses."""
-    distinct = told.op == "chosen" and told.arg.op == "largest_index"
-    return told.arg if distinct and tuple(axes) == tuple(range(-told.rank, -1)) else None
+def _one_hot(flags: Value, axes: tuple[int, ...]) -> Value | None:
+    """Return the top-k indices [.., K] whose multi-hot encoding is `flags` [.., E], if `axes` are all dims but E."""
+    distinct = flags.op == "chosen" and flags.arg.op == "largest_index"  # an index that repeats would count once
+    return flags.arg if distinct and tuple(axes) == tuple(range(-flags.rank, -1)) else None

@@ -1,12 +1,14 @@
-"""The facets of experts: in which numbers they multiply, and how their first matrices lie.
+"""The facets of experts: dtype of the operands of their products, and layout of their first matrices.
 
-FloatRows        floats, rows of tokens
-QuantisedTokens  W8A8: tokens in int8 with a scale of each, then rows of these; the second product likewise
-QuantisedRows    the same of rows that are quantised once they are listed
-Int8Tokens       the same of tokens that something else has quantised, or that something else reads in int8
+FloatRows        floats
+QuantisedTokens  W8A8: each token is quantised by its own scale, then repeated for its experts
+QuantisedRows    W8A8: tokens are repeated, then each row is quantised by its own scale
+Int8Tokens       W8A8: tokens come in int8, with a scale of each
+                 In W8A8 the rows of the second product are quantised by a scale of each row.
 
-MergedGate       gate and up of an expert in one matrix          TwoGates    in a matrix each
-OneMatrix        no gate: an activation of one product
+MergedGate       gate and up of an expert in one matrix [E, H, 2 · I]
+TwoGates         gate and up of an expert in two matrices [E, H, I]
+OneMatrix        no gate: an activation of one product [E, H, I]
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ from patterns.quant.quantised_linear import CODES, NZ
 
 f32 = torch.float32
 Multiply = Callable[[Any], Any]
-"""The term of the product of some rows with these matrices."""
+"""Function from an `Inward` to the term of the product of all rows with its matrices."""
 
 
 @dataclass(frozen=True)
 class Choice(Group):
-    """Which experts each token chose, how rows stand for them, and what each counts."""
+    """The experts [T, K] that tokens chose, their weights [T, K], and the order of the R = T · K rows.
+
+    Attributes:
+        order: index t · K + k of the pair of each row, None where rows are listed token by token.
+        is_sorted: true where the rows of the products are sorted by expert.
+    """
 
     experts: Any = tensor("T K")
     weights: Any = tensor("T K")
@@ -38,18 +45,23 @@ class Choice(Group):
     is_sorted: Any = attribute()
 
     def rows(self, p, tokens):
-        """Those of tokens [T, ..], one for each expert that they chose."""
+        """Build the term of `tokens` [T, ..] repeated for their experts [R, ..]."""
         return p.routed_rows(tokens=tokens, experts=self.experts, order=self.order)
 
-    def in_order(self, places: Tensor) -> Tensor:
-        """The expert of each sorted row [R], of the place that each pair has there."""
+    def sorted_experts(self, places: Tensor) -> Tensor:
+        """Return the expert int64 [R] of each sorted row, from the row `places` [R] of each listed pair."""
         listed = self.experts.flatten().to(torch.int64)
         return listed.new_zeros(listed.shape).scatter(0, places.to(torch.int64), listed)
 
 
 @dataclass(frozen=True)
 class Inward(Group):
-    """Matrices of all experts that read tokens, perhaps with biases: of floats, or of int8 with scales of channels."""
+    """Matrices [E, H, J] of the first products of all experts, in floats, or in int8 with `scale` [E, J].
+
+    Attributes:
+        is_parameter_only: true where the matrices are computed from Parameters alone.
+        dtype: dtype of an int8 product, None in floats.
+    """
 
     weight: Any = tensor("E H J")
     bias: Any = tensor("E J", optional=True)
@@ -58,13 +70,13 @@ class Inward(Group):
     dtype: Any = attribute()
 
     def in_nz(self) -> Tensor:
-        """As the operators read them fastest, where that is prepared once."""
+        """Cast the matrices to FRACTAL_NZ, which operators read fastest, if the cast runs once; else return them."""
         return torch.ops.npu.npu_format_cast(self.weight.contiguous(), NZ) if self.is_parameter_only else self.weight
 
 
 @dataclass(frozen=True)
 class Outward(Inward):
-    """Matrices of all experts that give what a token is given."""
+    """Matrices [E, I, H] of the second products of all experts, in floats, or in int8 with `scale` [E, H]."""
 
     weight: Any = tensor("E I H")
     bias: Any = tensor("E H", optional=True)
@@ -73,18 +85,18 @@ class Outward(Inward):
 
 @dataclass(frozen=True)
 class Sum(Group):
-    """The sum of what the experts of a token give, and what is added to that."""
+    """The weighted sum of the outputs of the experts of each token in `shape`, plus `beside` [T, H]."""
 
     shape: Any = attribute()
     beside: Any = tensor("T H", optional=True)
 
-    def of(self, p, given, choice):
-        """The term of rows `given`, each with the weight of its choice."""
-        parts = dict(rows=given, weights=choice.weights, order=choice.order)
+    def term(self, p, rows, choice):
+        """Build the term of the sum of `rows` [R, H], each times its weight in `choice`."""
+        parts = dict(rows=rows, weights=choice.weights, order=choice.order)
         return p.expert_sum(**parts, shape=self.shape, beside=self.beside)
 
     def refuse(self) -> None:
-        """Refuse a shape that -1 does not describe."""
+        """Refuse a `shape` with more than one symbolic size: the reshape to it has one -1."""
         known = [each for each in self.shape if isinstance(each, int)]
         require(len(self.shape) - len(known) <= 1, "the result has several symbolic sizes")
 
@@ -93,7 +105,13 @@ class Sum(Group):
 
 
 class Routed(NamedTuple):
-    """Rows in the order of their experts, where each pair has its own, how many each expert has, and their scales."""
+    """Rows [R, ..] sorted by expert, as npu_moe_init_routing_v2 returns them.
+
+    Attributes:
+        places: sorted row of each listed pair (t, k), int32 [R].
+        counts: number of rows of each expert, int64 [E].
+        scales: scale of each row in int8, float32 [R]; None in floats.
+    """
 
     rows: Tensor
     places: Tensor
@@ -103,113 +121,113 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class FloatRows(Group):
-    """Products of floats."""
+    """Products in floats of tokens [T, H]."""
 
     tokens: Any = tensor("T H")
 
     def listed(self, p, choice):
-        """The rows of the first product."""
+        """Build the term of the rows of the first product."""
         return choice.rows(p, self.tokens)
 
     def like(self, first):
-        """What has the dtype of what stands between both products, of the first matrices."""
+        """Return a tensor with the dtype of the activation between the products; `first` is unused."""
         return self.tokens
 
     def further(self, p, hidden, like):
-        """The rows of the second product."""
+        """Build the term of the rows of the second product: `hidden` in the dtype of `like`."""
         return p.as_dtype(hidden, like=like)
 
     @staticmethod
     def product(p, choice, rows, matrices):
-        """Each row by the matrix of its expert, and perhaps its bias."""
+        """Build the term of the product of `rows` with the matrices of their experts, plus biases if there are any."""
         how = dict(is_sorted=choice.is_sorted, is_parameter_only=matrices.is_parameter_only)
         return p.expert_product(x=rows, weight=matrices.weight, bias=matrices.bias, experts=choice.experts, **how)
 
     def refuse(self, matrices: Inward) -> None:
-        """The products have the dtype of the rows."""
+        """Accept any matrices: a product of floats has the dtype of its rows, which the operator returns."""
 
     def routed(self, experts: Tensor, count: int) -> Routed:
-        """Rows of tokens."""
+        """Emit npu_moe_init_routing_v2, which sorts the tokens by their `experts` [T, K] of `count` experts."""
         return _routed(self.tokens, experts, count)
 
     def multiplied(self, routed: Routed, matrices: Inward) -> Tensor:
-        """Each group by its own matrix."""
+        """Emit npu_grouped_matmul of the sorted rows with the matrices of their experts: [R, J]."""
         return _by_group(routed, matrices.weight)
 
     def encoded(self, routed: Routed, hidden: Tensor) -> Routed:
-        """What the second product reads of what stands between both."""
+        """Return `routed` with rows `hidden` [R, I], which the second product reads."""
         return routed._replace(rows=hidden)
 
 
 @dataclass(frozen=True)
 class QuantisedTokens(Group):
-    """W8A8: tokens that are quantised and then listed."""
+    """W8A8: tokens [T, H] are quantised by a scale of each in `scale_dtype`, then repeated for their experts."""
 
     tokens: Any = tensor("T H")
     scale_dtype: Any = attribute()
 
     def listed(self, p, choice):
-        """The rows of the first product, and their scales."""
+        """Build the terms of the rows of the first product in int8, and of their scales."""
         int8, scale = quantised_rows(p, self.tokens, self.scale_dtype)
         return choice.rows(p, int8), choice.rows(p, scale)
 
     def like(self, first):
-        """The dtype of what stands between both products, of the first matrices."""
+        """Return the dtype of the activation between the products, that of the product with `first`."""
         return first.dtype
 
     def further(self, p, hidden, like):
-        """The rows of the second product, and their scales."""
+        """Build the terms of the rows of the second product in int8, quantised from `hidden`, and of their scales."""
         return quantised_rows(p, p.maybe_cast(hidden, to=like), self.scale_dtype)
 
     @staticmethod
     def product(p, choice, rows, matrices):
-        """Each row by the matrix of its expert, times both scales, and perhaps its bias."""
+        """Build the term of the int8 product of `rows` (int8, scales) with `matrices`, plus biases if there are any."""
         int8, tokens = rows
         how = dict(is_sorted=choice.is_sorted, is_parameter_only=matrices.is_parameter_only, dtype=matrices.dtype)
         operands = dict(x=int8, tokens=tokens, weight=matrices.weight, scale=matrices.scale, bias=matrices.bias)
         return p.int8_expert_product(**operands, experts=choice.experts, **how)
 
     def refuse(self, matrices: Inward) -> None:
-        """What the operator returns."""
-        said = "what experts give is of {dtype}, the operator gives float16 and bfloat16"
-        require(matrices.dtype in CODES, said, dtype=matrices.dtype)
+        """Refuse a result of another dtype than float16 and bfloat16, which the operator returns."""
+        reason = "what experts give is of {dtype}, the operator gives float16 and bfloat16"
+        require(matrices.dtype in CODES, reason, dtype=matrices.dtype)
 
     def routed(self, experts: Tensor, count: int) -> Routed:
-        """Rows that are quantised on the way."""
+        """Emit npu_moe_init_routing_v2 with quant_mode=1, which sorts the tokens and quantises each row."""
         return _routed(self.tokens, experts, count, quant_mode=1)
 
     def multiplied(self, routed: Routed, matrices: Inward) -> Tensor:
-        """Each group by its own matrix, in FRACTAL_NZ where that is prepared once."""
+        """Emit npu_grouped_matmul in int8 with both scales: [R, J]; matrices in FRACTAL_NZ if they are prepared."""
         scales = dict(scale=[matrices.scale], per_token_scale=[routed.scales])
         return _by_group(routed, matrices.in_nz(), output_dtype=CODES[matrices.dtype], **scales)
 
     def encoded(self, routed: Routed, hidden: Tensor) -> Routed:
-        """What the second product reads of what stands between both."""
+        """Emit npu_dynamic_quant of `hidden` [R, I], and return `routed` with its int8 rows and their scales."""
         int8, scales = torch.ops.npu.npu_dynamic_quant(hidden)
         return routed._replace(rows=int8, scales=scales)
 
 
 @dataclass(frozen=True)
 class QuantisedRows(QuantisedTokens):
-    """W8A8: rows that are listed and then quantised."""
+    """W8A8: tokens [T, H] are repeated for their experts, then each row is quantised by a scale of its own."""
 
     def listed(self, p, choice):
-        """The rows of the first product, and their scales."""
+        """Build the terms of the rows of the first product in int8, and of their scales."""
         return quantised_rows(p, choice.rows(p, self.tokens), self.scale_dtype)
 
 
 @dataclass(frozen=True)
 class Int8Tokens(QuantisedTokens):
-    """W8A8: tokens in int8, with their scales."""
+    """W8A8: tokens in int8 [T, H], with scales [T, 1]."""
 
     scale: Any = tensor("T 1")
 
     def listed(self, p, choice):
-        """The rows of the first product, and their scales."""
+        """Build the terms of the rows of the first product in int8, and of their scales."""
         return choice.rows(p, self.tokens), choice.rows(p, self.scale)
 
     def routed(self, experts: Tensor, count: int) -> Routed:
-        """Rows and scales of tokens."""
+        """Emit npu_moe_init_routing_v2, which sorts int8 tokens and their scales by expert."""
         return _routed(self.tokens, experts, count, scale=self.scale.float().reshape(-1))
 
 
@@ -218,13 +236,14 @@ ENCODINGS: tuple[Any, ...] = (FloatRows, *INT8_ENCODINGS)
 
 
 def _routed(tokens: Tensor, experts: Tensor, count: int, **how: Any) -> Routed:
+    """Emit npu_moe_init_routing_v2 of `tokens` [T, H] and `experts` [T, K], of `count` experts; `how` are options."""
     how = dict(how, active_num=0, expert_num=count, active_expert_range=[0, count])
     counted = dict(expert_tokens_num_type=1, expert_tokens_num_flag=True)
     return Routed(*torch.ops.npu.npu_moe_init_routing_v2(tokens, experts.to(torch.int32), **counted, **how))
 
 
 def _by_group(routed: Routed, matrices: Tensor, **how: Any) -> Tensor:
-    """Sorted rows by the matrix of their expert, of which each has so many."""
+    """Emit npu_grouped_matmul of rows sorted by expert, in groups of `routed.counts` rows, with `matrices` [E, ..]."""
     groups = dict(group_list=routed.counts, split_item=2, group_type=0, group_list_type=1)
     return torch.ops.npu.npu_grouped_matmul([routed.rows], [matrices], **groups, **how)[0]
 
@@ -234,31 +253,31 @@ def _by_group(routed: Routed, matrices: Tensor, **how: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class MergedGate(Group):
-    """Gate and up of an expert in one matrix."""
+    """Gate and up in one matrix [E, H, 2 · I], `interleaved` lane by lane or one behind the other."""
 
     both: Any = Inward
     interleaved: Any = attribute()
 
     @property
     def first(self) -> Inward:
-        """Some of the matrices."""
+        """Matrices of the first product."""
         return self.both
 
     def terms(self, p, multiply: Multiply):
-        """Both, of all rows."""
+        """Build the terms of gate and up of all rows, perhaps cast to float32."""
         return Merged(multiply(self.both), self.interleaved).terms(p)
 
     def refuse(self) -> None:
-        """They lie in one tensor already."""
+        """Accept any matrices: gate and up are joined already."""
 
     def joined(self) -> Inward:
-        """Both, [E, H, 2 · I]."""
+        """Return the matrices of gate and up, [E, H, 2 · I]."""
         return self.both
 
 
 @dataclass(frozen=True)
 class TwoGates(Group):
-    """Gate and up of an expert in a matrix each."""
+    """Gate and up in two matrices [E, H, I]."""
 
     gate: Any = Inward
     up: Any = Inward
@@ -266,24 +285,24 @@ class TwoGates(Group):
 
     @property
     def first(self) -> Inward:
-        """Some of the matrices."""
+        """Matrices of the gate, whose product has the dtype that the one of up has."""
         return self.gate
 
     def terms(self, p, multiply: Multiply):
-        """Both, of all rows."""
+        """Build the terms of gate and up of all rows, perhaps cast to float32."""
         return p.maybe_cast(multiply(self.gate), to=f32), p.maybe_cast(multiply(self.up), to=f32)
 
     def refuse(self) -> None:
-        """Joining is free only where it is done once."""
+        """Refuse matrices that every call would have to copy to concatenate them, and a bias of one of them alone."""
         fixed = self.gate.is_parameter_only and self.up.is_parameter_only
         require(fixed, "the matrices of the experts do not come from Parameters alone: joining them would cost a copy")
         require((self.gate.bias is None) == (self.up.bias is None), "only one of gate and up has biases of the experts")
 
     def joined(self) -> Inward:
-        """Both, [E, H, 2 · I]."""
-        return replace(self.gate, **{name: self._beside(name) for name in ("weight", "bias", "scale")})
+        """Concatenate the matrices, biases and scales of gate and up: [E, H, 2 · I], [E, 2 · I]."""
+        return replace(self.gate, **{name: self._concatenated(name) for name in ("weight", "bias", "scale")})
 
-    def _beside(self, name: str) -> Tensor | None:
+    def _concatenated(self, name: str) -> Tensor | None:
         gate = getattr(self.gate, name)
         return None if gate is None else torch.cat([gate, getattr(self.up, name)], -1)
 
@@ -293,23 +312,23 @@ GATES: tuple[Any, ...] = (MergedGate, TwoGates)
 
 @dataclass(frozen=True)
 class OneMatrix(Group):
-    """No gate: what an activation of one product is of."""
+    """No gate: one product, whose matrices `up` are [E, H, I]."""
 
     up: Any = Inward
     interleaved: ClassVar[bool] = False
 
     @property
     def first(self) -> Inward:
-        """The matrices."""
+        """The matrices of the product."""
         return self.up
 
     def terms(self, p, multiply: Multiply):
-        """The product, of all rows."""
+        """Build the term of the product of all rows, perhaps cast to float32."""
         return p.maybe_cast(multiply(self.up), to=f32)
 
     def refuse(self) -> None:
-        """Nothing is joined."""
+        """Accept any matrices: there is nothing to join."""
 
     def joined(self) -> Inward:
-        """The matrices, [E, H, I]."""
+        """Return the matrices [E, H, I]."""
         return self.up

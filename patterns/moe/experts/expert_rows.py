@@ -1,7 +1,8 @@
-"""What one of all experts gives, written for the rows of the experts that are chosen, with the matrices of all.
+"""Rewrite of the outputs of all experts, one value each, to one value for the chosen experts of every token.
 
-The experts compute alike, each with a matrix of its own: layers of floats or of int8, between them functions of single
-numbers, and quantisation of rows.
+The computations of the experts must have one structure: linear layers in floats or int8, each with a matrix of its own,
+elementwise functions between them, and quantisation of rows. In the result [T, K, ..] every layer is one product with
+the matrices [E, M, N] of all experts.
 """
 
 from __future__ import annotations
@@ -21,28 +22,34 @@ from patterns.linear.read import linear
 from patterns.quant.read_matmul import Layers
 from patterns.quant.scaled_products import Product
 
-_OF_NUMBERS = ("gelu", "sigmoid", "tanh", "exp", "log", "abs", "relu", "clip", "clamp")
-"""Further ops of which each number depends on those at the same place alone."""
+_ELEMENTWISE = ("gelu", "sigmoid", "tanh", "exp", "log", "abs", "relu", "clip", "clamp")
+"""Elementwise ops, other than those that `_rebuilt` builds by the algebra."""
 
 
-class Rows:
-    """The same computation with the matrices of all experts, written for the rows of the experts that are chosen."""
+class ChosenRows:
+    """Rewriter from the outputs of all experts to those of the chosen ones, with the readings of what it builds.
+
+    Attributes:
+        experts: the chosen experts [T, K].
+        readings: the reading of each value that was built: rows of tokens, products, quantised rows.
+    """
 
     def __init__(self, graph: Graph, places: Value) -> None:
         self.graph, self.a = graph, graph.algebra
         self.experts = self.a.reshape(places, (prod(places.shape[:-1]), places.shape[-1]))
-        self.found: dict[Value, Reading] = {}
+        self.readings: dict[Value, Reading] = {}
         self._int8 = Layers(self.a)
-        self._known: dict[tuple[Value, ...], Value] = {}
+        self._rewritten: dict[tuple[Value, ...], Value] = {}
 
-    def of(self, values: Sequence[Value]) -> Value:
-        """What one of `values`, that of its own expert, is for each row."""
+    def rewrite(self, values: Sequence[Value]) -> Value:
+        """Build [T, K, ..] whose row (t, k) is the row of token t in `values`[e], for its k-th expert e; memoised."""
         key = tuple(values)
-        if key not in self._known:
-            self._known[key] = self._of(values)
-        return self._known[key]
+        if key not in self._rewritten:
+            self._rewritten[key] = self._rewrite(values)
+        return self._rewritten[key]
 
-    def _of(self, values: Sequence[Value]) -> Value:
+    def _rewrite(self, values: Sequence[Value]) -> Value:
+        """Rewrite `values` by what all of them are: one input, linear layers, quantised rows, or one elementwise op."""
         first = values[0]
         if all(each is first for each in values):
             return self._tokens(first)
@@ -57,10 +64,10 @@ class Rows:
             return self._quantised([proven(reading) for reading in quantised])
         must(len({(each.op, each.attrs, each.dtype, len(each.args)) for each in values}) == 1)
         must(first.args and all(arg.shape == each.shape for each in values for arg in each.args))
-        return self._rebuilt(first, [self.of(args) for args in zip(*(each.args for each in values), strict=True)])
+        return self._rebuilt(first, [self.rewrite(args) for args in zip(*(each.args for each in values), strict=True)])
 
     def _layer(self, x: Value) -> tuple[Value, Value, Value | None] | None:
-        """Input, weight and bias of a linear layer, or of some of its lanes."""
+        """Read `x` as a linear layer, or as a slice of its output lanes: input, weight [N, M] and bias [N] of these."""
         if x.op != "slice" or x.attrs[0] != x.rank - 1:
             return linear(self.a, self.graph.places, x)
         layer = self._layer(x.arg)
@@ -71,10 +78,10 @@ class Rows:
         return inputs, self.a.cut(weight, 0, *lanes), bias and self.a.cut(bias, 0, *lanes)
 
     def _int8_layer(self, x: Value) -> Product | None:
-        """A layer of int8 with both scales, or some of its lanes."""
+        """Read `x` as an int8 layer with scales of tokens and channels, or as a slice of its output lanes."""
         if x.op != "slice" or x.attrs[0] != x.rank - 1:
-            found = self._int8.of(x)
-            return found if isinstance(found, Product) and found.complete and not found.odd else None
+            product = self._int8.of(x)
+            return product if isinstance(product, Product) and product.complete and not product.odd else None
         layer = self._int8_layer(x.arg)
         if layer is None or layer.channels is None:
             return None
@@ -83,36 +90,39 @@ class Rows:
         return replace(layer, weight=weight, channels=channels, bias=layer.bias and self.a.cut(layer.bias, 0, *lanes))
 
     def _tokens(self, x: Value) -> Value:
+        """Expand tokens `x` [.., H] to rows [T, K, H], one for each expert of a token, with a routed_rows reading."""
         count, width = self.experts.shape[0], x.shape[-1]
         must((is_float(x) or x.dtype == torch.int8) and prod(x.shape[:-1]) == count)
         tokens = self.a.reshape(x, (count, width))
         rows = self.a.expand(self.a.reshape(x, (count, 1, width)), (*self.experts.shape, width))
-        self.found[rows] = Reading("routed_rows", {"tokens": tokens, "experts": self.experts})
+        self.readings[rows] = Reading("routed_rows", {"tokens": tokens, "experts": self.experts})
         return rows
 
     def _product(self, layers: Sequence[tuple[Value, Value, Value | None]]) -> Value:
+        """Build the product of the chosen rows with the matrices of `layers`, one float layer of every expert."""
         inputs, weights, biases = zip(*layers, strict=True)
         must(len({(weight.shape, bias is None) for _, weight, bias in layers}) == 1)
         must(self.graph.is_fixed(*weights, *biases))
-        rows = self.of(inputs)
+        rows = self.rewrite(inputs)
         width = weights[0].shape[0]
         matrices = [self.a.reshape(swapped(self.a, each), (1, *each.shape[::-1])) for each in weights]
         joined = proven(self.a.cat(matrices, 0))
         product = self.a.make("row_product", (rows, joined), (), (*self.experts.shape, width), rows.dtype)
-        said: dict[str, Any] = {"x": rows, "weight": joined, "experts": self.experts}
+        captures: dict[str, Any] = {"x": rows, "weight": joined, "experts": self.experts}
         if all(biases):
-            said["bias"] = proven(self.a.cat([self.a.reshape(each, (1, width)) for each in biases], 0))
-        self.found[product] = Reading("expert_product", {**said, "is_sorted": False, "is_parameter_only": True})
+            captures["bias"] = proven(self.a.cat([self.a.reshape(each, (1, width)) for each in biases], 0))
+        self.readings[product] = Reading("expert_product", {**captures, "is_sorted": False, "is_parameter_only": True})
         return product
 
     def _int8_product(self, layers: Sequence[Product], dtype: torch.dtype | None) -> Value:
+        """Build the product of the chosen rows with the matrices of `layers`, one int8 layer of every expert."""
         first, a = layers[0], self.a
         must(len({(each.weight.shape, proven(each.channels).dtype) for each in layers}) == 1)
         biases = [each.bias for each in layers if each.bias is not None]
         must(len(biases) in (0, len(layers)) and all(map(is_float, biases)))
         must(all(each.one is None for each in layers))
-        rows = self.of([each.x for each in layers])
-        tokens = self.of([a.scale(proven(each.tokens), each.factor) for each in layers])
+        rows = self.rewrite([each.x for each in layers])
+        tokens = self.rewrite([a.scale(proven(each.tokens), each.factor) for each in layers])
         width, inputs = first.weight.shape
         matrices = [a.reshape(swapped(a, each.weight), (1, inputs, width)) for each in layers]
         weight = a.cat(matrices, 0)
@@ -123,26 +133,27 @@ class Rows:
         how = {"experts": self.experts, "is_sorted": False, "is_parameter_only": True, "dtype": dtype}
         if biases:
             how["bias"] = proven(a.cat([a.reshape(each, (1, width)) for each in biases], 0))
-        self.found[product] = Reading("int8_expert_product", {**operands, **how})
+        self.readings[product] = Reading("int8_expert_product", {**operands, **how})
         return product
 
     def _quantised(self, several: Sequence[Reading]) -> Value:
-        """Rows in int8, each with a scale of its own, or these scales."""
+        """Rewrite quantised rows, or their scales per token, so that the rows of the chosen experts are quantised."""
         first = several[0]
         how = {name: each for name, each in first.captures.items() if not isinstance(each, Value)}
         must(len({each.op for each in several}) == 1 and "times" not in how)
         must(all(how.items() <= each.captures.items() for each in several))
         must(first.op == "token_scale" or how["scheme"] == "dynamic")
-        x, a = self.of([each.captures["x"] for each in several]), self.a
+        x, a = self.rewrite([each.captures["x"] for each in several]), self.a
         scale = a.make("token_scale", (x,), (), (*x.shape[:-1], 1), how["dtype"])
-        self.found[scale] = Reading("token_scale", {"x": x, "dtype": how["dtype"]})
+        self.readings[scale] = Reading("token_scale", {"x": x, "dtype": how["dtype"]})
         if first.op == "token_scale":
             return scale
         int8 = a.make("quantise", (x, scale), (), x.shape, torch.int8)
-        self.found[int8] = Reading("quantise", {**how, "x": x, "scale": scale})
+        self.readings[int8] = Reading("quantise", {**how, "x": x, "scale": scale})
         return int8
 
     def _rebuilt(self, like: Value, args: Sequence[Value]) -> Value:
+        """Build the elementwise op of `like` on `args`."""
         a, (x, *rest) = self.a, args
         match like.op:
             case "mul":
@@ -158,5 +169,5 @@ class Rows:
             case "power":
                 return a.power(x, like.attrs[0])
             case _:
-                must(like.op in _OF_NUMBERS)  # others may mix the rows of tokens
+                must(like.op in _ELEMENTWISE)  # any other op may mix the rows of tokens
                 return a.make(like.op, tuple(args), like.attrs, x.shape, like.dtype)

@@ -1,6 +1,7 @@
-"""Pairs of a token and one of its choices: rows of tokens, as pairs are listed, token by token, or sorted by expert.
+"""Pairs (t, k) of a token and its k-th expert, of which each has one row; R = T · K.
 
-An order is the places [R] that a sort of the pairs has found; which of equal ones comes first is left open.
+Rows are listed token by token, row t · K + k for (t, k), or sorted by expert: then an order [R], the argsort of the
+experts, has at each sorted row its place in the list. Whether the sort is stable is left open.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from fusion.graph import Algebra, Dim, Value
 
 
 class Arranged(NamedTuple):
-    """Values of pairs [R, ..] as they are listed, or sorted by `order`."""
+    """A value, and the order [R] of the sorted rows that it has or gives; None where rows are listed token by token."""
 
     value: Value
     order: Value | None
 
 
 class Pairs(NamedTuple):
-    """How many tokens there are, and how many experts each has chosen."""
+    """Number of tokens T, and number of experts K that each token chooses."""
 
     tokens: Dim
     choices: Any
 
 
 def plain(x: Value) -> Value:
-    """Floats before they are rounded, or their rows arranged otherwise."""
+    """Strip casts between floats, and reshapes, from `x`."""
     while is_rounding(x) or x.op == "reshape":
         x = x.arg
     return x
@@ -39,54 +40,54 @@ def plain(x: Value) -> Value:
 
 
 def sorts(order: Value, experts: Value) -> bool:
-    """Whether an order of the pairs sorts them by their experts."""
+    """True if `order` [R] is an argsort of `experts` [T, K]."""
     return order.rank == 1 and uncast(order.arg, "reshape") is uncast(experts, "reshape")
 
 
 def _order(x: Value) -> Value | None:
-    """An order of pairs, which a sort has found."""
+    """Return the argsort [R] that `x` is below casts and wraps of negative indices, or None."""
     x = uncast(x.below("wrap"))
     return x if x.op == "ascending_index" and x.rank == 1 else None
 
 
-def named_rows(x: Value) -> tuple[Value, Value] | None:
-    """Of what `x` is rows, and the list [R] that names them."""
-    named = (x.op == "index" and x.attrs == (0,)) or (x.op == "take" and x.arg.rank == x.rank)
-    return (x.arg, uncast(x.args[1])) if named and x.args[1].rank == 1 else None
+def gathered_by(x: Value) -> tuple[Value, Value] | None:
+    """Read `x` [R, ..] as rows gathered from a tensor by indices [R]: (tensor, indices)."""
+    is_gather = (x.op == "index" and x.attrs == (0,)) or (x.op == "take" and x.arg.rank == x.rank)
+    return (x.arg, uncast(x.args[1])) if is_gather and x.args[1].rank == 1 else None
 
 
 def _put_rows(x: Value) -> tuple[Value, Value] | None:
-    """Return the rows that `x` holds, each at the place that an order names: so `x` holds nothing else."""
-    rows, places = _written(x) or (x, x)
+    """Read `x` as rows [R, ..] scattered by an order, which overwrites every row: (rows, order)."""
+    rows, places = _scattered(x) or (x, x)
     order = _order(places) if rows is not x and rows.shape == x.shape else None
     return None if order is None else (rows, order)
 
 
-def _written(x: Value) -> tuple[Value, Value] | None:
-    """Return the rows that are written into another tensor, or the numbers of a line, and at which places."""
+def _scattered(x: Value) -> tuple[Value, Value] | None:
+    """Read `x` as rows written into another tensor at indices of dim 0: (rows, indices)."""
     if x.op == "placed" and x.rank == 1:
         return x.args[2], x.args[1]
     return (x.args[1], x.args[2]) if x.op == "write_rows" and x.attrs == (0,) and len(x.args) == 3 else None
 
 
 def sorted_by(x: Value) -> Arranged | None:
-    """The values that `x` holds sorted, and by which order."""
-    found = named_rows(x)
-    order = None if found is None else _order(found[1])
-    return None if found is None or order is None else Arranged(found[0], order)
+    """Read `x` as a gather of listed values by an order, which sorts them; return the listed values and the order."""
+    gathered = gathered_by(x)
+    order = None if gathered is None else _order(gathered[1])
+    return None if gathered is None or order is None else Arranged(gathered[0], order)
 
 
 def put_back(x: Value) -> Arranged | None:
-    """The sorted values that `x` holds as pairs are listed, and by which order they are sorted."""
-    put, named = _put_rows(x), named_rows(x)
-    if put is not None:
-        return Arranged(*put)
-    order = None if named is None else _inverse(named[1])
-    return None if named is None or order is None else Arranged(named[0], order)
+    """Read `x` as sorted values put back as listed, by a scatter or by a gather; return them and their order."""
+    scattered, gathered = _put_rows(x), gathered_by(x)
+    if scattered is not None:
+        return Arranged(*scattered)
+    order = None if gathered is None else _inverse(gathered[1])
+    return None if gathered is None or order is None else Arranged(gathered[0], order)
 
 
 def _inverse(x: Value) -> Value | None:
-    """The order of which `x` is the inverse: its own sort, or 0, 1, … put to its places."""
+    """Return the order whose inverse permutation is `x`: its argsort, or 0 … R - 1 scattered by it; or None."""
     if x.op == "ascending_index":
         return _order(x.arg)
     rows, order = _put_rows(x) or (x, None)
@@ -97,13 +98,13 @@ def _inverse(x: Value) -> Value | None:
 
 
 def sorted_tokens(a: Algebra, rows: Value, pairs: Pairs) -> Arranged | None:
-    """The tokens of which sorted rows are, and by which order."""
-    found = named_rows(rows)
-    if found is None:
+    """Read `rows` [R, H] as rows of tokens [T, H] gathered in an order of the pairs: (tokens, order)."""
+    gathered = gathered_by(rows)
+    if gathered is None:
         return None
-    tokens, listed = found
+    tokens, listed = gathered
     order = _order(listed)
-    if order is not None:  # of rows that were repeated before
+    if order is not None:  # the model repeats each token K times before it sorts
         repeated = repeated_tokens(a, tokens, pairs)
         return None if repeated is None else Arranged(repeated, order)
     order = order_of_tokens(listed, pairs)
@@ -111,17 +112,17 @@ def sorted_tokens(a: Algebra, rows: Value, pairs: Pairs) -> Arranged | None:
 
 
 def order_of_tokens(listed: Value, pairs: Pairs) -> Value | None:
-    """The order of the pairs whose tokens are listed."""
+    """Return the order of pairs whose tokens, order[r] // K, are `listed` [R]; or None."""
     if pairs.choices == 1:
         return _order(listed)
     if listed.op == "floor_divide" and listed.attrs == (pairs.choices,):
         return _order(listed.arg)
-    found = named_rows(listed)
-    return _order(found[1]) if found is not None and are_tokens(found[0], pairs) else None
+    gathered = gathered_by(listed)
+    return _order(gathered[1]) if gathered is not None and are_tokens(gathered[0], pairs) else None
 
 
 def are_tokens(x: Value, pairs: Pairs) -> bool:
-    """Whether `x` is the token of each pair, as pairs are listed."""
+    """True if `x` is the token of each listed pair: 0 (K times), 1 (K times), … T - 1."""
     x = uncast(x, "reshape")
     if x.op == "floor_divide":
         return x.attrs == (pairs.choices,) and _is_line(x.arg, pairs.tokens * pairs.choices)
@@ -134,39 +135,43 @@ def _is_line(x: Value, length: Dim) -> bool:
 
 
 def _repeated(rows: Value, pairs: Pairs) -> Value | None:
-    """Of what [T, ..] `rows` [R, ..] are, each as often as its token chose, as pairs are listed."""
-    whole = rows.below("reshape")
+    """Return the tensor [T, ..] whose rows `rows` [R, ..] repeats K times each, by an expand or a gather; or None."""
+    inner = rows.below("reshape")
     if pairs.choices == 1:
         return rows
-    if whole.op == "expand" and whole.rank > 1 and whole.shape[-2:] == (pairs.choices, rows.shape[-1]):
-        return whole.arg if whole.arg.shape == (*whole.shape[:-2], 1, rows.shape[-1]) else None
-    found = named_rows(whole)
-    if found is None or not are_tokens(found[1], pairs) or found[0].shape[0] != pairs.tokens:
+    if inner.op == "expand" and inner.rank > 1 and inner.shape[-2:] == (pairs.choices, rows.shape[-1]):
+        return inner.arg if inner.arg.shape == (*inner.shape[:-2], 1, rows.shape[-1]) else None
+    gathered = gathered_by(inner)
+    if gathered is None or not are_tokens(gathered[1], pairs) or gathered[0].shape[0] != pairs.tokens:
         return None
-    return found[0]
+    return gathered[0]
 
 
 def repeated_tokens(a: Algebra, rows: Value, pairs: Pairs) -> Value | None:
-    """The same in two dims, [T, H]."""
-    found = _repeated(rows, pairs)
-    return None if found is None else a.reshape(found, (pairs.tokens, rows.shape[-1]))
+    """Return the tokens [T, H] that `rows` [R, H] repeats K times each, in the order of listed pairs; or None."""
+    tokens = _repeated(rows, pairs)
+    return None if tokens is None else a.reshape(tokens, (pairs.tokens, rows.shape[-1]))
 
 
-# lines of experts ---------------------------------------------------------------------------------------------------
+# vectors of experts -------------------------------------------------------------------------------------------------
 
 
-def expert_lines(a: Algebra, rows: Value, width: Dim, product: Mapping[str, Any]) -> Value | None:
-    """The lines [E, width] of all experts, of which `rows` are those of the experts of a product's rows."""
+def expert_vectors(a: Algebra, rows: Value, width: Dim, product: Mapping[str, Any]) -> Value | None:
+    """Return the tensor [E, width] from which `rows` gathers the vector of each row's expert; or None.
+
+    The experts, and the order of the rows, are those of `product`, the captures of an expert_product. Such vectors are
+    biases or scales of channels.
+    """
     taken = rows.below("reshape", "expand")
-    named = (taken.op, taken.attrs) == ("index", (0,)) and taken.arg.rank > 1
-    if not named or prod(taken.arg.shape[1:]) != width or prod(taken.shape) != prod(rows.shape):
+    is_gather = (taken.op, taken.attrs) == ("index", (0,)) and taken.arg.rank > 1
+    if not is_gather or prod(taken.arg.shape[1:]) != width or prod(taken.shape) != prod(rows.shape):
         return None
     lines, listed = a.reshape(taken.arg, (taken.arg.shape[0], width)), uncast(taken.args[1], "reshape")
     experts = uncast(product["experts"], "reshape")
     if not product["is_sorted"]:
         return lines if listed is experts else None
-    by = named_rows(listed)
-    order = uncast(by[1]) if by is not None and uncast(by[0], "reshape") is experts else None
+    gathered = gathered_by(listed)
+    order = uncast(gathered[1]) if gathered is not None and uncast(gathered[0], "reshape") is experts else None
     is_sorted = listed.op == "ascending" or (order is not None and order.op == "ascending_index")
-    named_by = listed.arg if listed.op == "ascending" else (order.arg if order is not None else listed)
-    return lines if is_sorted and uncast(named_by, "reshape") is experts else None
+    source = listed.arg if listed.op == "ascending" else (order.arg if order is not None else listed)
+    return lines if is_sorted and uncast(source, "reshape") is experts else None

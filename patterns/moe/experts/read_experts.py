@@ -1,11 +1,11 @@
-"""Experts of a mixture, by the rows of a token that they are given: one for each expert that the token chose.
+"""Reader of experts: products of rows with the matrices of their experts, and weighted sums of these products.
 
-pair (t, c)     token t and its c-th choice; pairs are listed token by token
-rows            one for each pair, as they are listed, or sorted by expert
-experts [T, K]  chosen for each token; row i of sorted ones is of pair order[i]
+pair (t, k)     token t and its k-th expert; pairs are listed token by token
+rows            one of each pair, as listed, or sorted by expert
+experts [T, K]  indices of the chosen experts; sorted row i is that of pair order[i]
 
-A sort of the experts gives the order, their counts where the rows of each expert end. The three belong together where
-they are of one list; which of equal experts comes first is left open, and changes nothing.
+In a sorted product the order is an argsort of the experts, and the group ends are counted from the experts. The reader
+proves that both come from one list. Whether the argsort is stable does not matter: the sum reverses any order.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from patterns.moe.experts.all_experts import all_experts
-from patterns.moe.experts.counts import counted, counted_outside, lies_below
+from patterns.moe.experts.counts import are_indices, counted, counted_outside
 from patterns.moe.experts.gathered_matrices import gathered_rows
 from patterns.moe.experts.pairs import (
     Arranged,
     Pairs,
-    expert_lines,
-    named_rows,
+    expert_vectors,
+    gathered_by,
     plain,
     repeated_tokens,
     sorted_tokens,
@@ -36,39 +36,39 @@ from patterns.moe.experts.weighted_sums import RULE, sum_of_products, summed, to
 from patterns.moe.words import EXPERT_PRODUCT, EXPERT_SUM, INT8_EXPERT_PRODUCT, ROUTED_ROWS
 
 _GROUPED = ("grouped_matmul", "transformers.grouped_mm_fallback.default")
-"""Products of groups: torch's own, and what transformers calls instead where torch compiles none of that dtype."""
+"""Grouped matmuls: of torch, and the fallback of transformers for dtypes for which torch does not compile its own."""
 
 
 @reader(
     gives=(ROUTED_ROWS, EXPERT_PRODUCT, INT8_EXPERT_PRODUCT, EXPERT_SUM), needs=("quantise",), refines=("gate_lanes",)
 )
 def routed_experts(graph: Graph) -> Iterator[Found]:
-    """Rows of tokens, products of each with its expert's matrix, and weighted sums of these; why others are none."""
-    given: dict[Value, Reading] = {}
+    """Read every routed_rows, expert_product, int8_expert_product and expert_sum; report near misses with a reason."""
+    products: dict[Value, Reading] = {}
     for value in list(graph.owners):
-        for product, found in _products(graph, value):
-            if isinstance(found, Reading) and found.op == "expert_product":
-                given[product] = found
-            yield product, found
-    for value, found in _biased(graph, given):
-        given[value] = found
-        yield value, found
+        for product, result in _products(graph, value):
+            if isinstance(result, Reading) and result.op == "expert_product":
+                products[product] = result
+            yield product, result
+    for value, reading in _biased(graph, products):
+        products[value] = reading
+        yield value, reading
     in_int8: dict[Value, Reading] = {}
     parts: set[Value] = set()
-    for value, found in list(int8_products(graph, given)):
-        parts.update(value.sources(_lanes) if isinstance(found, Miss) else ())
-        if isinstance(found, Reading) and found.op == "int8_expert_product":
-            in_int8[value] = found
-        yield value, found
-    for value, found in _biased(graph, in_int8):
-        in_int8[value] = found
-        yield value, found
-    given |= in_int8
-    for value, found in _sums(graph, given):
-        if isinstance(found, Miss) or found.op == "expert_sum":
-            parts.update(found.at if isinstance(found, Miss) else (found.captures["rows"],))
-        yield value, found
-    yield from _unsummed(given, parts)
+    for value, result in list(int8_products(graph, products)):
+        parts.update(value.sources(_lanes) if isinstance(result, Miss) else ())
+        if isinstance(result, Reading) and result.op == "int8_expert_product":
+            in_int8[value] = result
+        yield value, result
+    for value, reading in _biased(graph, in_int8):
+        in_int8[value] = reading
+        yield value, reading
+    products |= in_int8
+    for value, result in _sums(graph, products):
+        if isinstance(result, Miss) or result.op == "expert_sum":
+            parts.update(result.at if isinstance(result, Miss) else (result.captures["rows"],))
+        yield value, result
+    yield from _unsummed(products, parts)
     yield from all_experts(graph)
     yield from _loops(graph)
 
@@ -77,7 +77,7 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
 
 
 def _products(graph: Graph, value: Value) -> Iterator[Found]:
-    """A product of every row with the matrix of its expert, and the rows of tokens that it takes."""
+    """Read `value` as a product of rows with the matrices of their experts, and its rows as routed_rows."""
     if value.op in _GROUPED:
         yield from _sorted_product(graph, value)
     elif value.op == "matmul":
@@ -85,21 +85,21 @@ def _products(graph: Graph, value: Value) -> Iterator[Found]:
 
 
 def _sorted_product(graph: Graph, value: Value) -> Iterator[Found]:
-    """Rows that are sorted by expert, each group by its own matrix."""
+    """Read the grouped matmul `value` as a product of rows sorted by expert, and its rows as routed_rows."""
     rows, matrices, ends = value.args
     listed = counted(ends, matrices.shape[0])
     if listed is None:
         yield value, Miss(RULE, _OUTSIDE if counted_outside(ends) else _UNCOUNTED)
         return
-    experts = _experts(graph.algebra, listed)
-    if not lies_below(experts, matrices.shape[0]):
+    experts = _router_list(graph.algebra, listed)
+    if not are_indices(experts, matrices.shape[0]):
         yield value, Miss(RULE, _ELSEWHERE)
         return
     yield value, _product(graph, rows, matrices, experts, is_sorted=True)
     tokens = sorted_tokens(graph.algebra, rows, Pairs(*experts.shape))
     if tokens is not None and tokens.order is not None and sorts(tokens.order, experts):
         yield rows, routed_rows(tokens, experts)
-    elif named_rows(rows) is not None:
+    elif gathered_by(rows) is not None:
         yield value, Miss(RULE, _OTHERS)
 
 
@@ -116,17 +116,17 @@ _ELSEWHERE = "the experts are not proven to lie among those there are: nothing i
 
 
 def _gathered_product(graph: Graph, value: Value) -> Iterator[Found]:
-    """Every row by a matrix that was gathered for it."""
+    """Read the matmul `value` as a product of rows with matrices gathered for them, and its rows as routed_rows."""
     a = graph.algebra
-    found = gathered_rows(a, *value.args)
-    if found is None:
+    operands = gathered_rows(a, *value.args)
+    if operands is None:
         return
-    rows, matrices, listed = found
+    rows, matrices, listed = operands
     lead, inputs, outputs = listed.shape, *matrices.shape[1:]
     if broadcast(rows.shape[:-1], lead) != lead or prod(value.shape) != prod((*lead, outputs)):
-        return  # several rows have one matrix
-    experts = _experts(a, listed)
-    if not lies_below(experts, matrices.shape[0]):
+        return  # several rows share one matrix
+    experts = _router_list(a, listed)
+    if not are_indices(experts, matrices.shape[0]):
         yield value, Miss(RULE, _ELSEWHERE)
         return
     x = a.expand(rows, (*lead, inputs))
@@ -141,34 +141,34 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Found]:
         yield x, routed_rows(Arranged(tokens, None), experts)
 
 
-def _biased(graph: Graph, given: Mapping[Value, Reading]) -> list[tuple[Value, Reading]]:
-    """Products to which each row's line of biases [E, N] is added, in the shapes that they are read in."""
-    a, found = graph.algebra, dict[Value, Reading]()
-    for value in (each for each in list(graph.owners) if each.op == "add" and given):
+def _biased(graph: Graph, products: Mapping[Value, Reading]) -> list[tuple[Value, Reading]]:
+    """Read every addition of biases [E, N], gathered for each row's expert, to one of `products`, and its reshapes."""
+    a, biased = graph.algebra, dict[Value, Reading]()
+    for value in (each for each in list(graph.owners) if each.op == "add" and products):
         for product, rows in (value.args, value.args[::-1]):
-            reading = given.get(product)
+            reading = products.get(product)
             if reading is None or value.shape != product.shape or not is_float(rows):
                 continue
-            biases = expert_lines(a, rows, rows.shape[-1], reading.captures)
+            biases = expert_vectors(a, rows, rows.shape[-1], reading.captures)
             if biases is None:
                 continue
             shapes = [value.shape, (prod(value.shape[:-1]), value.shape[-1])]
             shapes += [each.shape for each in graph.owners if each.op == "reshape" and each.arg is value]
-            said = Reading(reading.op, {**reading.captures, "bias": biases})
-            found |= {a.reshape(value, shape): said for shape in shapes if shape[-1:] == value.shape[-1:]}
-    return list(found.items())
+            with_bias = Reading(reading.op, {**reading.captures, "bias": biases})
+            biased |= {a.reshape(value, shape): with_bias for shape in shapes if shape[-1:] == value.shape[-1:]}
+    return list(biased.items())
 
 
 def _product(graph: Graph, x: Value, matrices: Value, experts: Value, is_sorted: bool) -> Reading:
-    said = {"x": x, "weight": matrices, "experts": experts, "is_sorted": is_sorted}
-    return Reading("expert_product", {**said, "is_parameter_only": graph.is_fixed(matrices)})
+    captures = {"x": x, "weight": matrices, "experts": experts, "is_sorted": is_sorted}
+    return Reading("expert_product", {**captures, "is_parameter_only": graph.is_fixed(matrices)})
 
 
 # experts ------------------------------------------------------------------------------------------------------------
 
 
-def _experts(a: Algebra, listed: Value) -> Value:
-    """The list [T, K] that a router gives, of pairs [R] or as it is."""
+def _router_list(a: Algebra, listed: Value) -> Value:
+    """Return `listed` as experts [T, K], in the shape that it has below reshapes: that of the router."""
     chosen = uncast(listed, "reshape")
     return a.reshape(chosen, (prod(chosen.shape[:-1]), chosen.shape[-1]))
 
@@ -176,41 +176,41 @@ def _experts(a: Algebra, listed: Value) -> Value:
 # sums ---------------------------------------------------------------------------------------------------------------
 
 
-def _sums(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
-    """Each weighted sum of rows that are `given`, with the experts that give them; why others are none."""
-    products = set(map(plain, given))
-    for (inner, factor), several in (summed(graph) if given else {}).items():
-        found = total(graph.algebra, inner, factor)
-        if found is None:
+def _sums(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[Found]:
+    """Read every weighted sum of the rows of one of `products`; a miss for an order or a bias that is not proven."""
+    unrounded = set(map(plain, products))
+    for (inner, factor), several in (summed(graph) if products else {}).items():
+        weighted = total(graph.algebra, inner, factor)
+        if weighted is None:
             continue
-        product = given.get(found.rows)
-        if product is not None and product.captures["experts"].shape == found.weights.shape:
-            if product.captures["is_sorted"] != (found.order is not None):
-                yield several[0], Miss(RULE, _UNSUMMED, at=(found.rows,))
+        product = products.get(weighted.rows)
+        if product is not None and product.captures["experts"].shape == weighted.weights.shape:
+            if product.captures["is_sorted"] != (weighted.order is not None):
+                yield several[0], Miss(RULE, _UNSUMMED, at=(weighted.rows,))
                 continue
-            yield from sum_of_products(graph.algebra, found, product, several)
-        elif plain(found.rows).op == "add" and any(plain(each) in products for each in plain(found.rows).args):
-            yield several[0], Miss(RULE, _BIASED, at=plain(found.rows).args)
+            yield from sum_of_products(graph.algebra, weighted, product, several)
+        elif plain(weighted.rows).op == "add" and any(plain(each) in unrounded for each in plain(weighted.rows).args):
+            yield several[0], Miss(RULE, _BIASED, at=plain(weighted.rows).args)
 
 
-def _unsummed(given: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Found]:
-    """Why products are no part of a sum, of those that no other product is made of."""
-    known = {plain(each) for each in parts}
-    below = {plain(each) for found in given.values() for each in found.captures["x"].sources(_lanes)}
-    for value, found in given.items():
-        if found.op == "int8_expert_product":  # what it is before it is scaled
-            below |= {plain(each) for each in value.sources(_lanes) if given.get(each, found).op != found.op}
-    for product in dict.fromkeys(map(plain, given)):
-        if product not in known and product not in below:
+def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Found]:
+    """Report a miss for every last one of `products`, which is an operand neither of another nor of a sum's `parts`."""
+    reported = {plain(each) for each in parts}
+    inner = {plain(each) for reading in products.values() for each in reading.captures["x"].sources(_lanes)}
+    for value, reading in products.items():
+        if reading.op == "int8_expert_product":  # its float reading is that of the product before the scales
+            inner |= {plain(each) for each in value.sources(_lanes) if products.get(each, reading).op != reading.op}
+    for product in dict.fromkeys(map(plain, products)):
+        if product not in reported and product not in inner:
             yield product, Miss(RULE, _UNSUMMED)
 
 
 def _lanes(x: Value) -> tuple[Value, ...]:
-    """What functions of single lanes are computed from."""
-    return x.args if x.op in _OF_LANES else ()
+    """Return the operands of `x` if its op is elementwise, a view of lanes or a cast; none otherwise."""
+    return x.args if x.op in _ELEMENTWISE else ()
 
 
-_OF_LANES = (
+_ELEMENTWISE = (
     "add",
     "aten.erf.default",
     "cast",
@@ -234,19 +234,20 @@ _UNSUMMED = (
 
 
 def _loops(graph: Graph) -> Iterator[Found]:
-    """Which experts were hit, handed to Python for a loop."""
+    """Report a miss where the experts that any token chose, from one-hot counts > 0, are handed to a Python loop."""
     for value, nodes in graph.places.items():
-        counted = value.op == "compare" and value.rank == 1 and any(each.op == "full" for each in value.args)
-        if counted and any(map(_is_one_hot, value.sources(_whole))) and any(map(is_handed_out, nodes)):
+        is_hit = value.op == "compare" and value.rank == 1 and any(each.op == "full" for each in value.args)
+        if is_hit and any(map(_is_one_hot, value.sources(_integers))) and any(map(is_handed_out, nodes)):
             yield value, Miss(RULE, _LOOP)
 
 
-def _whole(x: Value) -> tuple[Value, ...]:
-    """What whole numbers and truths are computed from, up to where numbers are compared with 0, 1, …"""
+def _integers(x: Value) -> tuple[Value, ...]:
+    """Return the operands of `x`, an integer or boolean tensor, unless it is a one-hot encoding or a float."""
     return () if is_float(x) or _is_one_hot(x) else x.args
 
 
 def _is_one_hot(x: Value) -> bool:
+    """True if `x` compares numbers by == with 0, 1, …"""
     numbers = (uncast(each, "reshape", "expand") for each in x.args)
     return (
         x.op == "compare"

@@ -1,7 +1,7 @@
-"""Products of experts in whole numbers of 8 bits: (x · w[e]) · s[row] · c[e], and the same of rows and matrices that
-were multiplied by their scales before.
+"""int8_expert_product, read from expert_product: (x · w[e]) · tokens · scale[e], rows x and matrices w in int8.
 
-They are read of products of rows with the matrices of their experts, whose operands hold int8 in another dtype.
+x and w are int8 cast to a wider dtype. Scales are factors of the product, or of x and w, which are then dequantised
+before the product.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.rounding import exact
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
-from patterns.moe.experts.pairs import Arranged, Pairs, expert_lines, repeated_tokens, sorted_tokens, sorts
+from patterns.moe.experts.pairs import Arranged, Pairs, expert_vectors, repeated_tokens, sorted_tokens, sorts
 from patterns.moe.experts.weighted_sums import RULE
 from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_ones
 
 _MOVED = ("index", "take", "expand", "reshape", "permute")
-"""Ops that list rows, repeat them or see them otherwise."""
+"""Gathers and views of rows."""
 
 
 @dataclass(frozen=True)
 class _Product(Product):
-    """One of rows with the matrices [E, M, N] of their experts."""
+    """An int8 product of rows with the matrices [E, M, N] of their experts; `reading` is its expert_product."""
 
-    of: Reading = field(default_factory=lambda: Reading("expert_product", {}))
+    reading: Reading = field(default_factory=lambda: Reading("expert_product", {}))
 
     @property
     def is_static(self) -> bool:
-        """Whether its rows have one scale, not one each."""
+        """True if all rows have one scale (static quantisation), not one each."""
         return self.channels is not None and self.tokens is None and self.one is not None
 
 
 @dataclass(frozen=True)
 class _Experts(Products):
-    """Products of rows with the matrices of their experts, of those that are `given`."""
+    """The int8 products among the expert_product readings `given`."""
 
     given: Mapping[Value, Reading] = field(default_factory=dict[Value, Reading])
 
     def bare(self, value: Value) -> Read:
-        """Of whole numbers, or of numbers that were multiplied by their scales before."""
+        """Read `value` as a product of int8 operands without scales, or of dequantised operands."""
         reading = self.given.get(value)
         if reading is None or reading.op != "expert_product" or "bias" in reading.captures:
             return None
@@ -53,32 +53,33 @@ class _Experts(Products):
         x, weight = _int8_rows(self.a, rows), int8_of(self.a, matrices)
         if x is None or weight is None:
             return self._dequantised(reading, rows, matrices)
-        return _Product(x, weight, odd="" if value.dtype in SUMS else NARROW_SUMS, of=reading)
+        return _Product(x, weight, odd="" if value.dtype in SUMS else NARROW_SUMS, reading=reading)
 
     def _dequantised(self, reading: Reading, rows: Value, matrices: Value) -> Read:
+        """Read the product of `rows` and `matrices`, each int8 times scales, as an int8 product with these scales."""
         a = self.a
         left, right = scaled_int8(a, rows), scaled_int8(a, swapped(a, matrices))
         if left is None or right is None or right.rows is None or left.ones or right.ones:
             return None
         channels, number = a.reshape(right.rows, right.rows.shape[:2]), left.number * right.number
-        return _Product(left.base, swapped(a, right.base), left.rows, channels, factor=number, of=reading)
+        return _Product(left.base, swapped(a, right.base), left.rows, channels, factor=number, reading=reading)
 
     def channels(self, found: Product, factor: Value, value: Value) -> Value | None:
-        """The line of each row's expert."""
+        """Return the scales [E, N] of which `factor` [.., N] gathers those of each row's expert; or None."""
         assert isinstance(found, _Product)
         inner, width = exact(factor), value.shape[-1]
-        lines = expert_lines(self.a, inner, width, found.of.captures) if factor.shape[-1:] == (width,) else None
+        lines = expert_vectors(self.a, inner, width, found.reading.captures) if factor.shape[-1:] == (width,) else None
         return None if lines is None else self.a.cast(lines, factor.dtype)
 
     def tokens(self, factor: Value, rows: Sequence[Dim]) -> Value | None:
-        """One of each row."""
+        """Expand `factor` to a scale of each row [*rows, 1]; None if it is one number, or has other dims."""
         shape = (*rows, 1)
-        one = prod(factor.shape) == 1 != prod(rows)
-        return self.a.expand(factor, shape) if broadcast(factor.shape, shape) == shape and not one else None
+        is_one = prod(factor.shape) == 1 != prod(rows)
+        return self.a.expand(factor, shape) if broadcast(factor.shape, shape) == shape and not is_one else None
 
 
 def _int8_rows(a: Algebra, x: Value) -> Value | None:
-    """The whole numbers of 8 bits that rows hold in another dtype, perhaps listed or repeated in that."""
+    """Return the int8 tensor of which `x` is a cast, gathered, expanded or viewed before or after the cast; or None."""
     below = _int8_rows(a, x.arg) if x.op in _MOVED else None
     if below is None:
         return int8_of(a, x)
@@ -87,32 +88,33 @@ def _int8_rows(a: Algebra, x: Value) -> Value | None:
 
 
 def int8_products(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
-    """All products of int8 with both scales, and the rows of tokens that they take; why others are none."""
+    """Read every int8_expert_product among `given`, and its routed_rows; a miss where scales or a bias do not fit."""
     products, static = _Experts(graph.algebra, given=given), list[Reading]()
     for value in list(graph.owners) if given and torch.int8 in graph.dtypes else ():
-        found = products.of(value)
-        if isinstance(found, str):
-            yield value, Miss(RULE, found)
-        if isinstance(found, _Product) and found.is_static and not any(found.of is each for each in static):
-            static.append(found.of)
+        product = products.of(value)
+        if isinstance(product, str):
+            yield value, Miss(RULE, product)
+        if isinstance(product, _Product) and product.is_static and not any(product.reading is each for each in static):
+            static.append(product.reading)
             yield value, Miss(RULE, _STATIC)
-        if isinstance(found, _Product) and found.complete:
-            made = _reading(graph, found, value)
-            yield value, made
-            if isinstance(made, Reading):
-                yield graph.algebra.reshape(value, (prod(value.shape[:-1]), value.shape[-1])), made
-                yield from _routed(graph, made)
+        if isinstance(product, _Product) and product.complete:
+            reading = _reading(graph, product, value)
+            yield value, reading
+            if isinstance(reading, Reading):
+                yield graph.algebra.reshape(value, (prod(value.shape[:-1]), value.shape[-1])), reading
+                yield from _routed(graph, reading)
 
 
-def _reading(graph: Graph, found: _Product, value: Value) -> Reading | Miss:
-    if found.odd or found.bias is not None or found.channels is None or found.tokens is None:
-        return Miss(RULE, found.odd or _BIASED)
-    a, ones = graph.algebra, [] if found.one is None else [found.one]
-    channels, tokens = times_ones(a, found.channels, ones), a.scale(found.tokens, found.factor)
-    said = {name: found.of.captures[name] for name in ("experts", "is_sorted")}
-    operands = {"x": found.x, "tokens": tokens, "weight": found.weight, "scale": channels}
-    fixed = graph.is_fixed(found.weight, channels)
-    return Reading("int8_expert_product", {**operands, **said, "dtype": value.dtype, "is_parameter_only": fixed})
+def _reading(graph: Graph, product: _Product, value: Value) -> Reading | Miss:
+    """Return the int8_expert_product reading of `value`, which is `product` with all scales; a miss for a bias."""
+    if product.odd or product.bias is not None or product.channels is None or product.tokens is None:
+        return Miss(RULE, product.odd or _BIASED)
+    a, ones = graph.algebra, [] if product.one is None else [product.one]
+    channels, tokens = times_ones(a, product.channels, ones), a.scale(product.tokens, product.factor)
+    routing = {name: product.reading.captures[name] for name in ("experts", "is_sorted")}
+    operands = {"x": product.x, "tokens": tokens, "weight": product.weight, "scale": channels}
+    fixed = graph.is_fixed(product.weight, channels)
+    return Reading("int8_expert_product", {**operands, **routing, "dtype": value.dtype, "is_parameter_only": fixed})
 
 
 _BIASED = "experts add a bias to products of int8, which are computed without"
@@ -122,24 +124,25 @@ _STATIC = "experts multiply rows in int8 of one static scale: only rows with a s
 
 
 def _routed(graph: Graph, product: Reading) -> Iterator[Found]:
-    """The rows of tokens, in int8 or before, and their scales."""
+    """Read the int8 rows of `product`, the rows that they are quantised from, and their scales as routed_rows."""
     captures = product.captures
     pairs, before = Pairs(*captures["experts"].shape), graph.readings.one(captures["x"], "quantise")
     for rows in (captures["x"], captures["tokens"], *(() if before is None else (before.captures["x"],))):
-        found = _arranged(graph.algebra, rows, pairs, captures)
-        if found is not None:
-            yield rows, routed_rows(found, captures["experts"])
+        tokens = _arranged(graph.algebra, rows, pairs, captures)
+        if tokens is not None:
+            yield rows, routed_rows(tokens, captures["experts"])
 
 
 def _arranged(a: Algebra, rows: Value, pairs: Pairs, captures: Mapping[str, Any]) -> Arranged | None:
+    """Read `rows` as tokens repeated for their experts, in the order of the product with `captures`; or None."""
     if not captures["is_sorted"]:
         tokens = repeated_tokens(a, rows, pairs)
         return None if tokens is None else Arranged(tokens, None)
-    found = sorted_tokens(a, rows, pairs)
-    return found if found is not None and found.order is not None and sorts(found.order, captures["experts"]) else None
+    taken = sorted_tokens(a, rows, pairs)
+    return taken if taken is not None and taken.order is not None and sorts(taken.order, captures["experts"]) else None
 
 
 def routed_rows(tokens: Arranged, experts: Value) -> Reading:
-    """That rows are those of these tokens, one for each expert that they chose."""
-    said = {"tokens": tokens.value, "experts": experts}
-    return Reading("routed_rows", said if tokens.order is None else {**said, "order": tokens.order})
+    """Make the reading of rows that repeat `tokens` for their `experts` [T, K], listed or sorted by its order."""
+    captures = {"tokens": tokens.value, "experts": experts}
+    return Reading("routed_rows", captures if tokens.order is None else {**captures, "order": tokens.order})

@@ -2,8 +2,8 @@
 
     h [E, T, I] = x [T, H] · U [E, H, I]        y [T, H] = Σ_e w[T, e] · (h · D [E, I, H])[e]
 
-The dim of experts is followed from the sum down to the products, through reshapes, permutes and functions of single
-elements, and the same computation is written for the rows of the experts that are chosen.
+The dim E is tracked from the sum back to the products, through reshapes, permutes and elementwise functions, and the
+computation is rewritten for the chosen experts [T, K] alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fusion.graph import Algebra, Dim, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proven
 from patterns.linear.read_gates import half_of_lanes
-from patterns.moe.experts.expert_rows import Rows
+from patterns.moe.experts.expert_rows import ChosenRows
 from patterns.moe.experts.pairs import plain
 from patterns.moe.experts.weighted_sums import total
 
 
 class Stack(NamedTuple):
-    """A value with one dim for all experts, and one for the lanes of what an expert computes; all others are tokens."""
+    """A value of which dim `experts` has size E, dim `lanes` holds the lanes of one row, and all others are tokens."""
 
     value: Value
     experts: int
@@ -30,18 +30,19 @@ class Stack(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A sum over all experts of what they give, times weights [T, E]."""
+    """The operands of a sum over all experts: weights [T, E], and the outputs by which they are multiplied."""
 
     weights: Value
-    given: Stack
+    outputs: Stack
 
 
 def weighed_stack(a: Algebra, inner: Value, factor: float) -> Weighed | None:
-    """Return the weights and the summands of `inner` · `factor`, if that is a sum over one dim."""
+    """Read `inner` · `factor` as a sum over one dim of outputs times weights: a sum of products, or a matmul."""
     return _by_mean(a, inner, factor) or _by_product(a, inner, factor)
 
 
 def _by_mean(a: Algebra, inner: Value, factor: float) -> Weighed | None:
+    """Read `inner` · `factor` as a sum over the experts dim of outputs [.., W] times weights [.., 1]."""
     product = unrounded(inner.arg) if inner.op == "mean" and len(inner.attrs) == 1 else inner
     if product.op != "mul" or product is inner or inner.attrs == (-1,):
         return None
@@ -56,63 +57,65 @@ def _by_mean(a: Algebra, inner: Value, factor: float) -> Weighed | None:
 
 
 def _by_product(a: Algebra, inner: Value, factor: float) -> Weighed | None:
-    found = total(a, inner, factor)
-    if found is None or found.order is not None:
+    """Read `inner` · `factor` as a matmul or other weighted sum over E unsorted rows of each token."""
+    weighted = total(a, inner, factor)
+    if weighted is None or weighted.order is not None:
         return None
-    rows = a.reshape(plain(found.rows), (*found.weights.shape, found.rows.shape[-1]))
-    return Weighed(found.weights, Stack(rows, 1, 2))
+    rows = a.reshape(plain(weighted.rows), (*weighted.weights.shape, weighted.rows.shape[-1]))
+    return Weighed(weighted.weights, Stack(rows, 1, 2))
 
 
 def unrounded(x: Value) -> Value:
-    """Return floats before casts that only round them."""
+    """Strip casts between floats from `x`."""
     while is_rounding(x):
         x = x.arg
     return x
 
 
-class StackedRows(Rows):
-    """The same computation with the matrices of all experts, written for the rows of the experts that are chosen."""
+class StackedRows(ChosenRows):
+    """Rewriter to the chosen experts of a computation whose values stack all experts in one dim."""
 
     def __init__(self, graph: Graph, places: Value) -> None:
         super().__init__(graph, places)
         self._stacks: dict[Stack, Value] = {}
 
-    def of_stack(self, stack: Stack) -> Value:
-        """Return [T, K, W]: of what all experts compute, that of the experts that each token chose."""
+    def rewrite_stack(self, stack: Stack) -> Value:
+        """Build [T, K, W] whose row (t, k) is the row of token t and its k-th expert in `stack`; memoised."""
         must(stack.experts != stack.lanes)
         if stack not in self._stacks:
-            self._stacks[stack] = self._of_stack(*stack)
+            self._stacks[stack] = self._rewrite_stack(*stack)
         return self._stacks[stack]
 
-    def _of_stack(self, x: Value, e: int, w: int) -> Value:
-        alike = self._alike(x, e, w)
-        if alike is not None:
-            return self._tokens(alike)
+    def _rewrite_stack(self, x: Value, e: int, w: int) -> Value:
+        """Rewrite `x`, with experts in dim `e` and lanes in dim `w`, by the op that computes it."""
+        shared = self._shared_tokens(x, e, w)
+        if shared is not None:
+            return self._tokens(shared)
         joined = self._joined(x, e, w)
         if joined is not None:
-            return self.of(joined)
+            return self.rewrite(joined)
         match x.op:
             case "permute":
                 rest = [each for place, each in enumerate(x.attrs) if place not in (e, w) and x.shape[place] != 1]
                 must(rest == sorted(rest))
-                return self.of_stack(Stack(x.arg, x.attrs[e], x.attrs[w]))
+                return self.rewrite_stack(Stack(x.arg, x.attrs[e], x.attrs[w]))
             case "reshape":
                 return self._reshaped(x, e, w)
             case "matmul":
                 return self._layer_of_stack(x, e, w)
             case "slice" if x.attrs[0] == w:
-                return self._lanes(self.of_stack(Stack(x.arg, e, w)), *x.attrs[1:])
+                return self._lanes(self.rewrite_stack(Stack(x.arg, e, w)), *x.attrs[1:])
             case "add" if x.args[0].shape != x.args[1].shape:
                 return self._biased(x, e, w)
             case _:
                 must(x.args and all(arg.shape == x.shape for arg in x.args))
-                return self._rebuilt(x, [self.of_stack(Stack(arg, e, w)) for arg in x.args])
+                return self._rebuilt(x, [self.rewrite_stack(Stack(arg, e, w)) for arg in x.args])
 
     def _reshaped(self, x: Value, e: int, w: int) -> Value:
-        """Follow both dims through a reshape that keeps them; or that parts a layer of all experts at once."""
+        """Rewrite a reshape that keeps dims `e` and `w`, or that splits lanes E · W of one joint layer into (E, W)."""
         moved = [_axis(x.arg, prod(x.shape[:each]), x.shape[each]) for each in (e, w)]
         if all(each is not None for each in moved):
-            return self.of_stack(Stack(x.arg, *map(proven, moved)))
+            return self.rewrite_stack(Stack(x.arg, *map(proven, moved)))
         must(x.arg.op == "matmul" and (e, w) == (x.rank - 2, x.rank - 1))
         (tokens, weight), parts = x.arg.args, x.shape[-2:]
         must(prod(weight.shape[:-2]) == 1 and weight.shape[-1] == prod(parts))
@@ -120,24 +123,25 @@ class StackedRows(Rows):
         return self._multiplied(self._tokens(tokens), self.a.permute(matrices, (1, 0, 2)))
 
     def _joined(self, x: Value, e: int, w: int) -> list[Value] | None:
-        """Return what each expert gives [.., W], where `x` joins these."""
-        whole = x.arg if x.op == "reshape" else x
-        if whole.op != "cat" or len(whole.args) != x.shape[e] or w != x.rank - 1:
+        """Return the E operands [.., W] of a stack or concatenation `x`; None for any other `x`."""
+        cat = x.arg if x.op == "reshape" else x
+        if cat.op != "cat" or len(cat.args) != x.shape[e] or w != x.rank - 1:
             return None
-        (axis,), one = whole.attrs, (*x.shape[:e], *x.shape[e + 1 :])
-        parts = {prod(each.shape) == prod(one) for each in whole.args}
-        apart = parts == {True} and prod(whole.shape[:axis]) == prod(x.shape[:e])
-        return [unrounded(self.a.reshape(each, one)) for each in whole.args] if apart else None
+        (axis,), one = cat.attrs, (*x.shape[:e], *x.shape[e + 1 :])
+        parts = {prod(each.shape) == prod(one) for each in cat.args}
+        is_stack = parts == {True} and prod(cat.shape[:axis]) == prod(x.shape[:e])
+        return [unrounded(self.a.reshape(each, one)) for each in cat.args] if is_stack else None
 
     def _lanes(self, rows: Value, *lanes: int) -> Value:
+        """Slice the last dim of `rows`; record a slice that is the gate or the up half of it."""
         part = self.a.cut(rows, rows.rank - 1, *lanes)
         half = half_of_lanes(self.a, part)
         if half is not None:
-            self.found[part] = half
+            self.readings[part] = half
         return part
 
     def _layer_of_stack(self, x: Value, e: int, w: int) -> Value:
-        """Multiply rows by the matrices [E, H, W] of their experts, as a product over batch dims does for all."""
+        """Rewrite the matmul `x`, whose batch dim `e` runs over the matrices [E, H, W], as a product of chosen rows."""
         left, right = x.args
         inputs, matrices = (left, right) if w == x.rank - 1 else (right, swapped(self.a, left))
         lanes = inputs.rank - (1 if w == x.rank - 1 else 2)
@@ -145,32 +149,32 @@ class StackedRows(Rows):
         must(e < x.rank - 2 <= w and own >= 0 and prod(matrices.shape[:-2]) == matrices.shape[own] == x.shape[e])
         weight = self.a.reshape(matrices, (x.shape[e], *matrices.shape[-2:]))
         if at >= 0 and inputs.shape[at] != 1:
-            return self._multiplied(self.of_stack(Stack(inputs, at, lanes)), weight)
+            return self._multiplied(self.rewrite_stack(Stack(inputs, at, lanes)), weight)
         return self._multiplied(self._tokens(inputs if lanes == inputs.rank - 1 else swapped(self.a, inputs)), weight)
 
     def _multiplied(self, rows: Value, matrices: Value, bias: Value | None = None) -> Value:
-        """Return the product of rows [T, K, H] with the matrices [E, H, W] of their experts."""
+        """Build rows [T, K, H] @ matrices [E, H, W] of their experts + bias [E, W], with its expert_product reading."""
         operands = (rows, matrices) if bias is None else (rows, matrices, bias)
         product = self.a.make("row_product", operands, (), (*rows.shape[:-1], matrices.shape[-1]), rows.dtype)
         how: dict[str, Any] = {"x": rows, "weight": matrices, "experts": self.experts, "is_sorted": False}
         how |= {} if bias is None else {"bias": bias}
         fixed = self.graph.is_fixed(matrices) and (bias is None or self.graph.is_fixed(bias))
-        self.found[product] = Reading("expert_product", {**how, "is_parameter_only": fixed})
+        self.readings[product] = Reading("expert_product", {**how, "is_parameter_only": fixed})
         return product
 
     def _biased(self, x: Value, e: int, w: int) -> Value:
-        """Add the line of biases of each row's expert to a product."""
+        """Rewrite the addition `x` of a bias, of size E in dim `e` and W in dim `w`, to a product that has the bias."""
         product, bias = x.args if x.args[0].shape == x.shape else x.args[::-1]
         places = range(-1, -1 - bias.rank, -1)
         must(product.shape == x.shape and all(bias.shape[p] in (1, x.shape[p]) for p in places))
         must({p % x.rank for p in places if bias.shape[p] != 1} == {e, w} and e < w)
-        rows = self.of_stack(Stack(product, e, w))
-        found = proven(self.found.get(rows)).captures
-        must("bias" not in found)
-        return self._multiplied(found["x"], found["weight"], self.a.reshape(bias, (x.shape[e], x.shape[w])))
+        rows = self.rewrite_stack(Stack(product, e, w))
+        captures = proven(self.readings.get(rows)).captures
+        must("bias" not in captures)
+        return self._multiplied(captures["x"], captures["weight"], self.a.reshape(bias, (x.shape[e], x.shape[w])))
 
-    def _alike(self, x: Value, e: int, w: int) -> Value | None:
-        """Return tokens [.., W] that `x` repeats for every expert."""
+    def _shared_tokens(self, x: Value, e: int, w: int) -> Value | None:
+        """Return the tokens [1, .., W] that `x` expands along dim `e` to every expert; None for any other `x`."""
         if x.op != "expand" or x.arg.shape[e] != 1:
             return None
         one = x.arg
@@ -180,6 +184,6 @@ class StackedRows(Rows):
 
 
 def _axis(x: Value, before: Dim, size: Dim) -> int | None:
-    """Return the dim of `x` of this size behind so many elements."""
-    found = [axis for axis in range(x.rank) if x.shape[axis] == size and prod(x.shape[:axis]) == before]
-    return found[-1] if found and size != 1 else None
+    """Return the dim of `x` that has size `size` and `before` elements in the dims before it; None if there is none."""
+    axes = [axis for axis in range(x.rank) if x.shape[axis] == size and prod(x.shape[:axis]) == before]
+    return axes[-1] if axes and size != 1 else None

@@ -1,4 +1,4 @@
-"""Sums over the choices of a token, each row times its weight, in the ways in which people write them."""
+"""Weighted sums y[t] = Σ_k weights[t, k] · rows[t, k] over the K experts of a token, in all usual spellings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ RULE = "routed_experts"
 
 
 class Total(NamedTuple):
-    """Σ over the choices of a token of rows [R, H] times weights [T, K], perhaps added to `beside` [T, H]."""
+    """The operands of y[t] = Σ_k weights[t, k] · (row of pair t · K + k) + beside[t].
+
+    `rows` are [R, H], sorted by `order` [R] or listed token by token; `weights` [T, K]; `beside` [T, H] or None.
+    """
 
     rows: Value
     weights: Value
@@ -27,70 +30,76 @@ class Total(NamedTuple):
 
 
 def total(a: Algebra, inner: Value, factor: float) -> Total | None:
-    """What is summed over the choices of each token, in one of the ways in which sums are written."""
+    """Read `inner` · `factor` as a weighted sum over the K experts of each token; None if it is none.
+
+    Spellings: a sum over dim -2 of products, a matmul with weights [.., 1, K], an index_add, or one product if K = 1.
+    """
     if inner.op == "mean" and inner.attrs == (-2,) and factor == inner.arg.shape[-2]:
-        return _of_products(a, inner.arg)
+        return _summed_products(a, inner.arg)
     if factor != 1:
         return None
     if inner.op == "matmul":
-        return _of_matmul(a, *inner.args)
+        return _matmul(a, *inner.args)
     if inner.op == "mul":
-        return _of_one(a, inner)
-    return _of_added(a, *inner.args) if inner.op == "add_rows" else None
+        return _one_product(a, inner)
+    return _index_add(a, *inner.args) if inner.op == "add_rows" else None
 
 
 def summed(graph: Graph) -> dict[tuple[Value, float], list[Value]]:
-    """What all floats are before they are rounded or multiplied by a number, with those that are made of each."""
-    found: dict[tuple[Value, float], list[Value]] = {}
+    """Group all float values by (inner, factor): each is inner · factor but for casts between floats, and reshapes."""
+    groups: dict[tuple[Value, float], list[Value]] = {}
     for value in list(graph.places):
         if is_float(value):
             below, factor = unscaled(plain(value))
-            found.setdefault((plain(below), factor), []).append(value)
-    return found
+            groups.setdefault((plain(below), factor), []).append(value)
+    return groups
 
 
-def as_sum(found: Total, several: list[Value]) -> Found:
-    """The sum where it first stands in the dtype of its rows."""
-    rows, dtype = found.rows, several[0].dtype
+def as_sum(weighted: Total, several: list[Value]) -> Found:
+    """Return an expert_sum reading of the first of `several` that has the dtype of the rows; a miss if none has it."""
+    rows, dtype = weighted.rows, several[0].dtype
     for value in several:
         if value.dtype == rows.dtype:
-            parts = {"rows": rows, "weights": found.weights, "order": found.order, "beside": found.beside}
+            parts = {"rows": rows, "weights": weighted.weights, "order": weighted.order, "beside": weighted.beside}
             captures = {name: part for name, part in parts.items() if part is not None}
             return value, Reading("expert_sum", {**captures, "shape": value.shape})
-    kept = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
-    return several[0], Miss(RULE, kept.replace("torch.", ""), at=(rows,))
+    reason = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
+    return several[0], Miss(RULE, reason.replace("torch.", ""), at=(rows,))
 
 
-def sum_of_products(a: Algebra, found: Total, product: Reading | None, several: list[Value]) -> Iterator[Found]:
-    """A sum of rows that are a product; in int8 they have the dtype that they, or the sum, are rounded to."""
+def sum_of_products(a: Algebra, weighted: Total, product: Reading | None, several: list[Value]) -> Iterator[Found]:
+    """Read `several`, values of the sum `weighted`, as the expert_sum of the rows of `product`.
+
+    Rows of an int8 product in float32 are cast to the 16-bit dtype of `several`, as operators return no other dtype.
+    """
     dtype = next((each.dtype for each in several if each.dtype in _HALVES), None)
-    if product is not None and product.op == "int8_expert_product" and dtype and found.rows.dtype not in _HALVES:
-        rows = a.cast(found.rows, dtype)
+    if product is not None and product.op == "int8_expert_product" and dtype and weighted.rows.dtype not in _HALVES:
+        rows = a.cast(weighted.rows, dtype)
         yield rows, Reading(product.op, {**product.captures, "dtype": dtype})
-        found = found._replace(rows=rows)
-    yield as_sum(found, several)
+        weighted = weighted._replace(rows=rows)
+    yield as_sum(weighted, several)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def _of_products(a: Algebra, x: Value) -> Total | None:
-    """Rows [.., K, H], each the product of what an expert gives and its weight, sorted before or not."""
+def _summed_products(a: Algebra, x: Value) -> Total | None:
+    """Read `x` [.., K, H], summed over dim -2, as rows times weights, multiplied in listed or in sorted order."""
     *lead, choices, width = x.shape
     pairs, inner = Pairs(prod(lead), choices), plain(x)
-    found = put_back(inner)
-    product = inner if found is None else plain(found.value)
+    unsorted = put_back(inner)
+    product = inner if unsorted is None else plain(unsorted.value)
     for rows, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
         if rows.shape != product.shape or weights.shape != (*rows.shape[:-1], 1) or rows.shape[-1] != width:
             continue
-        if found is None:
+        if unsorted is None:
             return _weighed(a, rows, weights, pairs)
-        return _weighed_in_order(a, Arranged(rows, found.order), weights, pairs)
+        return _weighed_in_order(a, Arranged(rows, unsorted.order), weights, pairs)
     return None
 
 
-def _of_one(a: Algebra, product: Value) -> Total | None:
-    """A row times its weight, of tokens that chose one expert."""
+def _one_product(a: Algebra, product: Value) -> Total | None:
+    """Read rows [T, H] times weights [T, 1] as the sum over one expert of each token."""
     for rows, weights in (product.args, product.args[::-1]):
         if rows.rank == 2 and rows.shape == product.shape and weights.shape == (rows.shape[0], 1):
             return _weighed(a, rows, weights, Pairs(rows.shape[0], 1))
@@ -98,26 +107,26 @@ def _of_one(a: Algebra, product: Value) -> Total | None:
 
 
 def _weighed(a: Algebra, rows: Value, weights: Value, pairs: Pairs) -> Total:
-    """Of weights as pairs are listed, and rows that may have been sorted."""
-    found = put_back(plain(rows)) or Arranged(rows, None)
-    return Total(_of_pairs(a, found.value), a.reshape(weights, (*pairs,)), found.order)
+    """Return the sum of listed `rows`, perhaps put back from a sorted order, times listed `weights`."""
+    listed = put_back(plain(rows)) or Arranged(rows, None)
+    return Total(_flat_rows(a, listed.value), a.reshape(weights, (*pairs,)), listed.order)
 
 
 def _weighed_in_order(a: Algebra, rows: Arranged, weights: Value, pairs: Pairs) -> Total | None:
-    """Of rows and weights that were sorted by one order."""
+    """Return the sum of sorted `rows` times `weights` that are sorted by the same order; None for another order."""
     flat = sorted_by(plain(weights))
     if flat is None or flat.order is not rows.order or prod(flat.value.shape) != pairs.tokens * pairs.choices:
         return None
-    return Total(_of_pairs(a, rows.value), a.reshape(flat.value, (*pairs,)), rows.order)
+    return Total(_flat_rows(a, rows.value), a.reshape(flat.value, (*pairs,)), rows.order)
 
 
-def _of_pairs(a: Algebra, rows: Value) -> Value:
-    """Rows [R, H] as they were before casts."""
+def _flat_rows(a: Algebra, rows: Value) -> Value:
+    """Reshape `rows` to [R, H], without the casts between floats on them."""
     return a.reshape(plain(rows), (prod(rows.shape[:-1]), rows.shape[-1]))
 
 
-def _of_matmul(a: Algebra, x: Value, y: Value) -> Total | None:
-    """A row of weights [.., 1, K] by rows [.., K, H], or the same turned."""
+def _matmul(a: Algebra, x: Value, y: Value) -> Total | None:
+    """Read a matmul of weights [.., 1, K] and rows [.., K, H], or of rows [.., H, K] and weights [.., K, 1]."""
     if x.shape[-2] == 1 and y.shape[:-2] == x.shape[:-2]:
         weights, rows = x, y
     elif y.shape[-1] == 1 and y.shape[:-2] == x.shape[:-2]:
@@ -128,17 +137,18 @@ def _of_matmul(a: Algebra, x: Value, y: Value) -> Total | None:
     return _weighed(a, rows, weights, Pairs(prod(lead), choices))
 
 
-def _of_added(a: Algebra, base: Value, rows: Value, index: Value) -> Total | None:
-    """Read rows that are added to those of their tokens in `base` [T, H]."""
-    pairs = Pairs(base.shape[0], _times(rows.shape[0], base.shape[0]))
+def _index_add(a: Algebra, base: Value, rows: Value, index: Value) -> Total | None:
+    """Read an index_add to `base` [T, H] of `rows` [R, H] at `index` [R], the token of each row."""
+    pairs = Pairs(base.shape[0], _ratio(rows.shape[0], base.shape[0]))
     if base.rank != 2 or pairs.choices is None:
         return None
     beside = None if (base.op, base.attrs) == ("full", (0,)) else base
-    found = _of_added_products(a, rows, index, pairs)
-    return None if found is None else found._replace(beside=beside)
+    products = _products_of_tokens(a, rows, index, pairs)
+    return None if products is None else products._replace(beside=beside)
 
 
-def _of_added_products(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> Total | None:
+def _products_of_tokens(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> Total | None:
+    """Read `rows` as rows times weights, in the order of the pairs whose tokens are `index`."""
     order, product = order_of_tokens(uncast(index), pairs), plain(rows)
     for each, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
         if each.shape == product.shape and weights.shape == (*each.shape[:-1], 1):
@@ -148,9 +158,9 @@ def _of_added_products(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> T
     return None
 
 
-def _times(whole: Dim, part: Dim) -> int | None:
-    """How many times one size is another."""
-    if isinstance(whole, int) and isinstance(part, int):
-        return whole // part if part and whole % part == 0 else None
-    found: Any = whole / part
-    return int(found) if found.is_Integer else None
+def _ratio(size: Dim, part: Dim) -> int | None:
+    """Return `size` / `part` if this is an integer, otherwise None."""
+    if isinstance(size, int) and isinstance(part, int):
+        return size // part if part and size % part == 0 else None
+    ratio: Any = size / part
+    return int(ratio) if ratio.is_Integer else None

@@ -1,1 +1,1 @@
-"""Routers: which experts a token goes to, and with what weight."""
+"""Routers: the choice of experts for each token, and the weights of the chosen ones."""

@@ -1,8 +1,8 @@
 """weights, experts = the k largest of scores + bias, in the best groups of experts  (DeepSeek-V3, 2024, eq. 16).
 
-*Matches* what `patterns.moe.router.read` reads of a router, with its scores as they are or divided by their sum, times
-a factor. *Replaces with* `npu_moe_gating_top_k`, in float32: where the model rounds its scores to less before it
-chooses, experts may change places whose scores are equal but for that rounding.
+*Matches* the routers that `patterns.moe.router.read` reads, whose chosen scores are used directly or divided by their
+sum, times a factor. *Replaces with* `npu_moe_gating_top_k`, which computes in float32: where the model rounds its
+scores to 16 bits before the choice, experts whose scores are equal only after the rounding may be chosen otherwise.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _NORM = {"softmax": 0, "sigmoid": 1}
 
 @dataclass(frozen=True)
 class Gate(Group):
-    """What a router chooses by.
+    """The choice of a router: the `count` largest of norm(logits) + bias in the best groups of experts.
 
     Attributes:
-        logits: [*T, E], of whose `norm` the scores are.
-        bias: added to what experts are chosen by.
-        groups, kept: groups of experts, and in how many of them experts are chosen.
-        group_score: what groups are chosen by, "max" or "sum" of the two largest.
-        count: how many experts are chosen.
+        logits: [*T, E].
+        bias: [E], added for the choice only, not to the weights.
+        norm: function of the logits that gives the scores, "sigmoid" or "softmax".
+        groups: number of groups that the E experts are divided into, 1 without groups.
+        kept: number of the best groups from which experts are chosen.
+        group_score: score of a group, "max" of its scores + bias or "sum" of the two largest.
+        count: K, number of chosen experts.
     """
 
     logits: Any = tensor("*T E")
@@ -40,7 +42,12 @@ class Gate(Group):
     count: Any = attribute()
 
     def routed(self, factor: float = 1.0, eps: float = 0.0, scores: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights and experts [*T, K] in float32 and int32, and the scores [*T, E] if they are asked for."""
+        """Emit npu_moe_gating_top_k: weights are scores · `factor`, sigmoids divided by (their sum + `eps`).
+
+        Returns:
+            weights float32 [*T, K], experts int32 [*T, K], and float32 scores [*T, E], which are computed only if
+            `scores` is set.
+        """
         lead = self.logits.shape[:-1]
         wide = torch.promote_types(self.logits.dtype, torch.float32)
         flat = self.logits.reshape(-1, self.logits.shape[-1]).to(wide)
@@ -62,21 +69,28 @@ class Gate(Group):
 
 @dataclass(frozen=True)
 class SigmoidGate(Gate):
-    """One of sigmoids, which the operator divides by their sum."""
+    """A choice by sigmoids, whose chosen scores the operator divides by their sum."""
 
     norm: Any = attribute("sigmoid")
 
 
 @dataclass(frozen=True)
 class SoftmaxGate(Gate):
-    """One of a softmax, whose scores it leaves as they are."""
+    """A choice by a softmax, whose chosen scores the operator does not divide."""
 
     norm: Any = attribute("softmax")
 
 
 @dataclass(frozen=True)
 class Weights(Group):
-    """What becomes of the result: dtypes of the scores and of the list, and factors, before and after a division."""
+    """The weights and experts that the model makes of the chosen scores.
+
+    Attributes:
+        dtype: dtype of the weights.
+        listed: dtype of the expert indices.
+        before: factor of the scores before the division by their sum, None for 1.
+        after: factor behind the division.
+    """
 
     dtype: Any = attribute()
     listed: Any = attribute()
@@ -84,16 +98,16 @@ class Weights(Group):
     after: Any = scalar()
 
     def factor(self) -> float:
-        """By which the weights are multiplied."""
+        """Return the factor `before` · `after` of the weights."""
         return (1.0 if self.before is None else self.before) * self.after
 
 
 @dataclass(frozen=True)
 class GatedScores(Rule):
-    """The experts that a router chooses with a bias, by groups or by sigmoids, and what each of them counts."""
+    """Choice of experts by sigmoids, with a bias or in groups of experts, and the weights of the chosen experts."""
 
     def reference(self, logits: Tensor, bias: Tensor, count: int, factor: float) -> tuple[Tensor, Tensor]:
-        """The meaning without groups: logits [*T, E], bias [E] → weights [*T, K], experts int64 [*T, K]."""
+        """Compute weights [*T, K] and experts int64 [*T, K] of logits [*T, E] and bias [E], without groups."""
         scores = logits.sigmoid()
         experts = (scores + bias).topk(count)[1]
         weights = scores.gather(-1, experts)
@@ -102,7 +116,7 @@ class GatedScores(Rule):
     @pattern
     @variants(result=(Weights,))
     def divided(self, p, result, gate: Any = SigmoidGate, size=scalar(), eps=scalar()):
-        """Scores by their sum and eps."""
+        """w = (s · before) / (Σ s + eps) · after, of the chosen sigmoids s."""
         scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         total = p.shift(p.scale(p.mean(scores), size), eps)
         weights = p.maybe_scaled(p.maybe_scaled(scores, result.before) * p.power(total, -1.0), result.after)
@@ -111,7 +125,7 @@ class GatedScores(Rule):
     @pattern
     @variants(result=(Weights,))
     def divided_plainly(self, p, result, gate: Any = SigmoidGate, inverse=scalar()):
-        """Scores by their sum."""
+        """w = (s · before) / Σ s · after, of the chosen sigmoids s."""
         scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         total = p.scale(p.power(p.mean(scores), -1.0), inverse)
         weights = p.maybe_scaled(p.maybe_scaled(scores, result.before) * total, result.after)
@@ -120,7 +134,7 @@ class GatedScores(Rule):
     @pattern
     @variants(result=(Weights,))
     def undivided(self, p, result, gate: Any = Gate):
-        """The scores as they are."""
+        """w = s · after, of the chosen scores s."""
         scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         return p.maybe_scaled(scores, result.after), p.expert_choice(**vars(gate), dtype=result.listed)
 
@@ -128,13 +142,13 @@ class GatedScores(Rule):
     def divided_softmax(
         self, p, gate: Any = SoftmaxGate, dtype=attribute(), by=tensor("*T 1"), factor=scalar(), times=scalar()
     ):
-        """Shares by a number of each token."""
+        """w = s / by, of the chosen scores s of a softmax."""
         shares = p.maybe_scaled(p.chosen_scores(**vars(gate), dtype=dtype), times)
         return shares * p.maybe_scaled(p.power(by, -1.0), factor)
 
     @lookalike("the sum of the chosen scores is clamped between {low} and {high}: the operator adds a number to it")
     def scores_clamped(self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()):
-        """Scores by their sum, if it is neither small nor large."""
+        """w = s / clamp(Σ s, low, high), of the chosen sigmoids s."""
         scores = p.chosen_scores(**vars(gate), dtype=dtype)
         return scores * p.power(p.clip(p.scale(p.mean(scores), size), low, high), -1.0)
 
@@ -143,11 +157,14 @@ class GatedScores(Rule):
         "are equal; choose by the sigmoids"
     )
     def sigmoid_of_chosen(self, p, logits=tensor("*T E"), count=attribute()):
-        """Choose, then sigmoid."""
+        """w = sigmoid(topk(logits))."""
         return p.sigmoid(p.maybe_cast(p.largest(logits, count), to=torch.float32))
 
     def guard(self, gate: Gate, size: float | None, inverse: float | None, eps: float | None):
-        """What the mean is multiplied by to be the sum."""
+        """Refuse a division by anything but the sum of the chosen scores, and a negative `eps`.
+
+        `size` is the factor of the mean in the sum, `inverse` the factor of its reciprocal: K and 1 / K for a sum.
+        """
         sums = [
             size is None or abs(size / gate.count - 1) < 1e-9,
             inverse is None or abs(inverse * gate.count - 1) < 1e-9,
@@ -162,7 +179,7 @@ class GatedScores(Rule):
     @lowering
     @variants(result=(Weights,))
     def gated(self, gate: Gate, result: Weights, size: float | None, inverse: float | None, eps: float | None):
-        """One operator; sigmoids that are not divided by their sum are read from its third result."""
+        """Emit npu_moe_gating_top_k; gather undivided sigmoids from its third result, the scores of all experts."""
         if gate.norm == "softmax" or size is not None or inverse is not None:
             weights, experts, _ = gate.routed(result.factor(), eps or 0.0)
             return weights.to(result.dtype), experts.to(result.listed)

@@ -1,10 +1,10 @@
 """shares, experts = the k experts of a token and how much each counts  (Shazeer et al., Mixture-of-Experts, 2017).
 
-*Matches* a softmax over the k largest logits, and the k largest of a softmax: as they are, or divided by their sum,
-which is the softmax over the k largest logits again; of the chosen alone, or of all experts, 0 for others. *Replaces
-with* `npu_moe_gating_top_k_softmax_v2`; of scores with a bias, of sigmoids or in groups of experts with
-`npu_moe_gating_top_k` (`GatedScores`). Which of equal logits is chosen torch leaves open too; rounding keeps the order
-of all others.
+*Matches* a softmax over the k largest logits, and the k largest shares of a softmax over all logits, undivided or
+divided by their sum, which again gives the softmax over the k largest logits. The result is k shares, or a share for
+each of all experts, 0 for those that are not chosen. *Replaces with* `npu_moe_gating_top_k_softmax_v2`; routers with a
+bias, sigmoids or groups of experts with `npu_moe_gating_top_k` (`GatedScores`). Among equal logits topk of torch may
+choose any, as the operator may; rounding the logits never reverses an order.
 """
 
 from __future__ import annotations
@@ -24,88 +24,88 @@ f32 = torch.float32
 
 @dataclass(frozen=True)
 class Logits(Group):
-    """What experts are chosen by, [*B, E]; softmax in float32, shares in its dtype."""
+    """Logits [*B, E] that are cast to float32 before the choice; the shares have the dtype of the logits."""
 
     values: Any = tensor("*B E")
 
     def wide(self, p):
-        """As the softmax takes them."""
+        """Build the term of the logits in float32."""
         return p.maybe_cast(self.values, to=f32)
 
     def shares(self, p, x):
-        """Shares as the model holds them."""
+        """Build the term of the shares `x` in the dtype of the logits."""
         return p.as_dtype(x, like=self.values)
 
     def largest(self, p, count, result):
-        """The largest, as a softmax over them takes them."""
+        """Build the term of the `count` largest logits in float32, in the layout of `result`."""
         return p.maybe_cast(result.largest(p, self.wide(p), count, -math.inf), to=f32)
 
     def places(self, p, count):
-        """Where they are."""
+        """Build the term of the indices of the `count` largest logits."""
         return p.largest_index(self.wide(p), count)
 
     def read(self) -> Tensor:
-        """In the dtype of the shares."""
+        """Return the logits as the operator reads them, in the dtype that the shares have."""
         return self.values
 
 
 @dataclass(frozen=True)
 class WidenedLogits(Logits):
-    """Logits in 16 bits whose largest are chosen as they are; shares stay in float32."""
+    """Logits in 16 bits that are cast to float32 behind the choice; the shares stay in float32."""
 
     def wide(self, p):
-        """Widened."""
+        """Build the term of the logits cast to float32."""
         return p.cast(self.values, to=f32)
 
     def shares(self, p, x):
-        """As they are."""
+        """Return the term of the shares `x`, which stay in float32."""
         return x
 
     def largest(self, p, count, result):
-        """Chosen, then widened."""
+        """Build the term of the `count` largest logits, chosen in 16 bits, in float32."""
         return p.cast(result.largest(p, self.values, count, -math.inf), to=f32)
 
     def places(self, p, count):
-        """Where they are before they are widened."""
+        """Build the term of the indices of the `count` largest logits, chosen in 16 bits."""
         return p.largest_index(self.values, count)
 
     def read(self) -> Tensor:
-        """Widened first."""
+        """Cast the logits to float32, so that the operator returns shares in float32."""
         return self.values.to(f32)
 
 
 @dataclass(frozen=True)
 class Shares(Group):
-    """What each of `count` chosen experts has of the softmax over all experts."""
+    """Shares of the `count` chosen experts in a softmax over all experts."""
 
     count: Any = attribute()
     are_divided: ClassVar[bool] = False
 
-    def of(self, p, logits, result):
-        """Softmax, then choose."""
+    def term(self, p, logits, result):
+        """Build the term of the largest shares of a softmax over all `logits`, in the layout of `result`."""
         return self.divided(p, result.largest(p, p.softmax(logits.wide(p)), self.count, 0.0))
 
     def divided(self, p, chosen):
-        """As they are."""
+        """Return the term of the shares `chosen`, undivided."""
         return chosen
 
     def guard(self, among: Any) -> None:
-        """Nothing speaks against them."""
+        """Accept any number `among` of shares of a token."""
 
 
 @dataclass(frozen=True)
 class DividedShares(Shares):
-    """The same divided by their sum: the mean with a factor."""
+    """Shares of the `count` chosen experts in a softmax over all experts, divided by their sum, mean / `factor`."""
 
     factor: Any = scalar()
     are_divided: ClassVar[bool] = True
 
     def divided(self, p, chosen):
-        """By their sum."""
+        """Build the term of the shares `chosen` divided by their sum."""
         return p.scale(p.power(p.mean(chosen), -1.0), self.factor) * chosen
 
     def guard(self, among: Any) -> None:
-        """What the mean of so many is multiplied by to be the sum."""
+        """Refuse a divisor other than the sum of `among` shares: `factor` must be 1 / `among`."""
         sums = isinstance(among, int) and abs(self.factor * among - 1) < 1e-9
         require(
             sums,
@@ -116,97 +116,97 @@ class DividedShares(Shares):
 
 @dataclass(frozen=True)
 class SharesOfChosen(Shares):
-    """What each has of the softmax over the chosen."""
+    """Shares of the `count` chosen experts in a softmax over the chosen logits alone."""
 
     are_divided: ClassVar[bool] = True
 
-    def of(self, p, logits, result):
-        """Choose, then softmax."""
+    def term(self, p, logits, result):
+        """Build the term of the softmax over the largest `logits`, in the layout of `result`."""
         return p.softmax(logits.largest(p, self.count, result))
 
 
 @dataclass(frozen=True)
 class Listed(Group):
-    """A share for each of the chosen experts."""
+    """The result [*B, k]: a share for each chosen expert."""
 
     def largest(self, p, x, count, fill):
-        """As the list names them."""
+        """Build the term of the `count` largest of `x` [*B, count], in descending order; `fill` is unused."""
         return p.largest(x, count)
 
     def among(self, shares: Shares, logits: Tensor) -> Any:
-        """How many shares a token has."""
+        """Return the number of shares of a token, `shares.count`."""
         return shares.count
 
     def put(self, shares: Tensor, experts: Tensor, logits: Tensor) -> Tensor:
-        """The shares."""
+        """Return `shares` [*B, k] of the operator unchanged."""
         return shares
 
 
 @dataclass(frozen=True)
 class InPlace(Group):
-    """A share for every expert, 0 for those that are not chosen."""
+    """The result [*B, E]: a share for every expert, 0 for those that are not chosen."""
 
     def largest(self, p, x, count, fill):
-        """Where they stand, and no share for others."""
+        """Build the term of `x` [*B, E] with all but the `count` largest replaced by `fill`."""
         return p.kept(x=x, count=count, fill=fill)
 
     def among(self, shares: Shares, logits: Tensor) -> Any:
-        """How many shares a token has."""
+        """Return the number of shares of a token, E."""
         return logits.shape[-1]
 
     def put(self, shares: Tensor, experts: Tensor, logits: Tensor) -> Tensor:
-        """Each at its expert's place."""
+        """Scatter `shares` [*B, k] of the operator to the places `experts` in zeros [*B, E]."""
         return shares.new_zeros(logits.shape).scatter(-1, experts, shares)
 
 
 @dataclass(frozen=True)
 class SoftmaxShares(Rule):
-    """The experts that a router chooses, with their shares of a softmax."""
+    """Choice of the experts with the largest logits, and their shares of a softmax."""
 
     def reference(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The meaning: logits [*B, E] → shares [*B, count], experts int64 [*B, count]."""
+        """Compute shares [*B, count] and experts int64 [*B, count] of logits [*B, E]."""
         return logits.softmax(-1).topk(count)
 
     @pattern
     @variants(logits=(Logits, WidenedLogits), shares=(SharesOfChosen, DividedShares, Shares), result=(Listed, InPlace))
     def chosen(self, p, logits, shares, result):
-        """The largest, and what each of them counts."""
-        return logits.shares(p, shares.of(p, logits, result)), logits.places(p, shares.count)
+        """softmax(topk(logits)), or topk(softmax(logits)), or the latter divided by its sum; and the topk indices."""
+        return logits.shares(p, shares.term(p, logits, result)), logits.places(p, shares.count)
 
     @lookalike("of equal shares `max` names the first expert, the operator any, as `topk` may: choose by topk(1)")
     def first_of_equal(self, p, logits=tensor("*B E")):
-        """One expert, by `max` (Switch Transformers)."""
+        """max(softmax(logits)), the choice of one expert by Switch Transformers."""
         return p.op("first_greatest", p.softmax(p.maybe_cast(logits, to=f32)))
 
     @lookalike("what is not among the largest is {fill} where it must be -inf: a softmax may give it a share")
     def filled_otherwise(self, p, logits=tensor("*B E"), count=attribute(), fill=attribute()):
-        """A softmax over the largest, and others."""
-        kept = p.kept(x=p.maybe_cast(logits, to=f32), count=count, fill=fill)
-        return p.softmax(p.maybe_cast(kept, to=f32))
+        """softmax(logits where they are among the largest, `fill` elsewhere), with a finite `fill`."""
+        masked = p.kept(x=p.maybe_cast(logits, to=f32), count=count, fill=fill)
+        return p.softmax(p.maybe_cast(masked, to=f32))
 
     @lookalike("nothing reads which experts are chosen; npu_moe_gating_top_k gives weights and experts at once")
     def without_experts(self, p, logits=tensor("*B E"), count=attribute()):
-        """The softmax over the largest alone."""
+        """softmax(topk(logits)), without the topk indices."""
         return p.softmax(p.maybe_cast(p.largest(logits, count), to=f32))
 
     @lookalike("nothing reads which experts are chosen; npu_moe_gating_top_k gives weights and experts at once")
     def shares_without_experts(self, p, logits=tensor("*B E"), count=attribute()):
-        """The largest of the softmax alone."""
+        """topk(softmax(logits)), without the topk indices."""
         return _largest_shares(p, logits, count)
 
     @lookalike("the softmax over what is chosen runs along another dim")
     def softmax_of_chosen(self, p, logits=tensor("*B E"), count=attribute()):
-        """Any other softmax over the largest."""
+        """softmax(topk(logits)) over another dim than the last."""
         return p.op("softmax", p.maybe_cast(p.largest(logits, count), to=f32))
 
     @lookalike("the softmax runs along another dim than the choice")
     def chosen_of_softmax(self, p, logits=tensor("*B E"), count=attribute()):
-        """The largest of any other softmax."""
+        """topk(softmax(logits)), the softmax over another dim than the last."""
         return p.largest(p.op("softmax", logits), count)
 
     @lookalike("{eps} is added to the sum of the chosen shares, which is more than is lost beside their sum")
     def divided_with_eps(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), eps=scalar()):
-        """Divided by the sum and a number."""
+        """s / (Σ s + eps), of s = topk(softmax(logits))."""
         chosen = _largest_shares(p, logits, count)
         return chosen * p.power(p.shift(p.scale(p.mean(chosen), factor), eps), -1.0)
 
@@ -214,7 +214,7 @@ class SoftmaxShares(Rule):
     def divided_clamped(
         self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), low=scalar(), high=scalar()
     ):
-        """Divided by the sum, if it is neither small nor large."""
+        """s / clamp(Σ s, low, high), of s = topk(softmax(logits))."""
         chosen = _largest_shares(p, logits, count)
         return chosen * p.power(p.clip(p.scale(p.mean(chosen), factor), low, high), -1.0)
 
@@ -223,35 +223,35 @@ class SoftmaxShares(Rule):
         "npu_moe_gating_top_k_softmax requires the sum of the chosen ones"
     )
     def divided_otherwise(self, p, logits=tensor("*B E"), count=attribute(), by=tensor("*B 1"), exponent=attribute()):
-        """Divided by any other number of each token."""
+        """s · by^exponent, of s = topk(softmax(logits)) and any `by` [*B, 1]."""
         return _largest_shares(p, logits, count) * p.power(by, exponent)
 
     def guard(self, logits: Logits, shares: Shares, result: Any):
-        """What they are divided by."""
+        """Refuse shares that are divided by anything but their sum."""
         shares.guard(result.among(shares, logits.values))
 
     @lowering
     @variants(result=(Listed, InPlace))
     def softmax(self, logits: Logits, shares: Shares, result: Any):
-        """One operator; shares of all experts are put in their places then."""
+        """Emit npu_moe_gating_top_k_softmax_v2; a result for all experts is scattered from its shares."""
         read, routed = logits.read(), torch.ops.npu.npu_moe_gating_top_k_softmax_v2
-        found, experts, _ = routed(read, k=shares.count, renorm=int(shares.are_divided))
+        largest, experts, _ = routed(read, k=shares.count, renorm=int(shares.are_divided))
         listed = experts.to(torch.int64)
-        return result.put(found, listed, read), listed
+        return result.put(largest, listed, read), listed
 
 
 @dataclass(frozen=True)
 class ExpertRouting(SoftmaxShares, GatedScores):
-    """The experts that a router chooses, and what each of them counts: by a softmax, or by other scores."""
+    """Choice of experts by a router, and the weights of the chosen experts, by a softmax or by other scores."""
 
     aliases = ("router", "gating", "expert_gating", "moe_gating", "moe_gating_top_k", "moe_gating_top_k_softmax")
 
     def reference(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The meaning by a softmax; by other scores that of `GatedScores`."""
+        """Compute shares and experts by a softmax; `GatedScores` has the reference for other scores."""
         return SoftmaxShares.reference(self, logits, count)
 
     def guard(self, result: Any, gate: Any, logits: Any, shares: Any, size: Any, inverse: Any, eps: Any):
-        """What they are divided by."""
+        """Refuse weights that are divided by anything but their sum."""
         if isinstance(result, Weights):
             GatedScores.guard(self, gate, size, inverse, eps)
         else:
@@ -259,5 +259,5 @@ class ExpertRouting(SoftmaxShares, GatedScores):
 
 
 def _largest_shares(p: Any, logits: Any, count: Any) -> Any:
-    """Of a softmax over all, perhaps rounded again."""
+    """Build the term of topk(softmax(`logits`)) in float32, perhaps cast to the dtype of `logits`."""
     return p.maybe_cast(p.largest(p.softmax(p.maybe_cast(logits, to=f32)), count), to=logits)

@@ -1,4 +1,4 @@
-"""Choices of which groups are hidden: filled, multiplied by 0, or lowered by infinity, as a list of groups says."""
+"""Scores of experts, masked outside of the selected groups: filled by a where, multiplied by 0, or -inf is added."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.graph import Algebra, Value
-from patterns.moe.router.list_masks import is_of_list, masked
+from patterns.moe.router.list_masks import masked, uses_topk
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """What is chosen from: a choice, and what stands outside of the groups that are kept."""
+    """Scores of experts that are masked outside of the selected groups.
+
+    Attributes:
+        choice: scores of all experts [*T, E].
+        groups: indices of the selected groups.
+        size: number of experts of a group.
+        fill: number in place of the scores in all other groups.
+    """
 
     choice: Value
-    groups: Value  # the list of groups
-    size: Any  # experts of a group
+    groups: Value
+    size: Any
     fill: float
 
 
 def hidden_groups(a: Algebra, x: Value, is_choice: Callable[[Value], bool]) -> Grouped | str | None:
-    """`x` as a choice of which some groups are filled, or why that is another one; None where it is nothing alike."""
+    """Read `x` as scores masked outside of selected groups; the reason if it only looks like this, otherwise None."""
     inner = x.below("reshape")
-    found = masked(inner, lambda of: of.size is not None)
-    if found is None:
-        looks = inner.op == "where" and _is_filled_by_list(inner) and is_choice(a.reshape(_kept(inner), x.shape))
+    groups = masked(inner, lambda selection: selection.size is not None)
+    if groups is None:
+        looks = inner.op == "where" and _is_filled_by_topk(inner) and is_choice(a.reshape(_unmasked(inner), x.shape))
         return "what is filled is not proven to be groups of experts that stand side by side" if looks else None
-    if found.fill is None:
-        return _OTHERWISE[found.by]
-    return Grouped(a.reshape(found.choice, x.shape), found.of.places, found.of.size, found.fill)
+    if groups.fill is None:
+        return _OTHERWISE[groups.by]
+    return Grouped(a.reshape(groups.choice, x.shape), groups.selection.places, groups.selection.size, groups.fill)
 
 
 _OTHERWISE = {
@@ -39,13 +46,13 @@ _OTHERWISE = {
 }
 
 
-def _is_filled_by_list(inner: Value) -> bool:
-    """Whether a list says which of numbers are filled with one."""
+def _is_filled_by_topk(inner: Value) -> bool:
+    """True if the where `inner` fills some of its numbers with a constant, by a condition made of top-k indices."""
     condition, *sides = inner.args
-    return any(each.op == "full" for each in sides) and _kept(inner).shape == inner.shape and is_of_list(condition)
+    return any(each.op == "full" for each in sides) and _unmasked(inner).shape == inner.shape and uses_topk(condition)
 
 
-def _kept(inner: Value) -> Value:
-    """The numbers of which some are filled."""
-    _, filled, kept = inner.args
-    return filled if kept.op == "full" else kept
+def _unmasked(inner: Value) -> Value:
+    """Return the operand of the where `inner` that is not a constant: the numbers before the mask."""
+    _, first, second = inner.args
+    return first if second.op == "full" else second

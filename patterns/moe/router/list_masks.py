@@ -1,4 +1,4 @@
-"""Masks that are made of a list: what they hold where an expert, or its group, is listed, and where not."""
+"""Masks [.., E] made of top-k indices: one value at the selected experts or groups of experts, another elsewhere."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fusion.analysis.constant_folding import COMPARE
 from fusion.analysis.rounding import exact
 from fusion.graph import Graph, Value
 
-Sides = tuple[Any, Any]  # of an element that is listed, or whose group is, and of one that is not
+Sides = tuple[Any, Any]
+"""Value of a mask where the expert, or its group, is listed, and its value elsewhere."""
 
 
 @dataclass(frozen=True)
-class Listed:
-    """What a mask is made of.
+class Selection:
+    """The experts or groups that a mask selects in each row.
 
     Attributes:
-        places: the list; where `is_bound`, the largest of which the least is a bound for what is masked.
-        size: how many experts a group has, None where experts themselves are listed.
-        is_bound: whether numbers are compared with that bound.
+        places: indices of the selected; where `is_bound`, the values of the top-k.
+        size: number of experts of a group, None where experts are selected, not groups.
+        is_bound: true where the mask selects all numbers ≥ the least of the top-k.
     """
 
     places: Value
@@ -32,117 +33,117 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A mask of a list."""
+class SelectionMask:
+    """A mask that has one value where `selection` selects, and another elsewhere."""
 
-    of: Listed
+    selection: Selection
     sides: Sides
 
 
 @dataclass(frozen=True)
 class Masked:
-    """Numbers, those of which are hidden that a list does not name, or whose group it does not.
+    """Numbers that are masked where `selection` does not select them.
 
     Attributes:
-        choice: the numbers, of the shape of the value that is masked.
-        of: the list.
-        by: the op that hides: "where", "mul" or "add".
-        fill: what stands in their place; None where the mask does anything else.
+        choice: the numbers before the mask, in the shape of the masked value.
+        selection: the selected experts or groups.
+        by: the op that applies the mask: "where", "mul" or "add".
+        fill: the number in place of the masked ones; None where the mask changes them in any other way.
     """
 
     choice: Value
-    of: Listed
+    selection: Selection
     by: str
     fill: float | None
 
 
-_HIDES: dict[str, tuple[Sides, float]] = {"mul": ((1, 0), 0.0), "add": ((0, -math.inf), -math.inf)}
+_MASKS: dict[str, tuple[Sides, float]] = {"mul": ((1, 0), 0.0), "add": ((0, -math.inf), -math.inf)}
+"""For each op that masks: the sides of its mask, and the number in place of the masked ones."""
 
 
-def masked(x: Value, speaks: Callable[[Listed], bool]) -> Masked | None:
-    """Numbers that a mask of a list hides, if the list is one that `speaks`."""
+def masked(x: Value, accepts: Callable[[Selection], bool]) -> Masked | None:
+    """Read `x` as numbers masked by a selection that `accepts` is true of, by a where, a product or an addition."""
     if x.op == "where":
-        condition, filled, kept = x.args
-        swapped = kept.op == "full"
-        fill, choice = (kept, filled) if swapped else (filled, kept)
-        found = told(condition, x)
-        if fill.op != "full" or choice.shape != x.shape or found is None or not speaks(found.of):
+        condition, first, second = x.args
+        swapped = second.op == "full"
+        fill, choice = (second, first) if swapped else (first, second)
+        mask = _selection_mask(condition, x)
+        if fill.op != "full" or choice.shape != x.shape or mask is None or not accepts(mask.selection):
             return None
-        hides = found.sides == ((True, False) if swapped else (False, True))
-        return Masked(choice, found.of, x.op, fill.attrs[0] if hides else None)
-    for mask, choice in (x.args, x.args[::-1]) if x.op in _HIDES else ():
-        found = told(mask, x)
-        if found is not None and speaks(found.of) and choice.shape == x.shape:
-            sides, fill = _HIDES[x.op]
-            return Masked(choice, found.of, x.op, fill if found.sides == sides else None)
+        fills = mask.sides == ((True, False) if swapped else (False, True))
+        return Masked(choice, mask.selection, x.op, fill.attrs[0] if fills else None)
+    for operand, choice in (x.args, x.args[::-1]) if x.op in _MASKS else ():
+        mask = _selection_mask(operand, x)
+        if mask is not None and accepts(mask.selection) and choice.shape == x.shape:
+            sides, fill = _MASKS[x.op]
+            return Masked(choice, mask.selection, x.op, fill if mask.sides == sides else None)
     return None
 
 
-def told(mask: Value, over: Value) -> Told | None:
-    """What a mask of `over` says of a list, if it speaks of one alone."""
-    lists: dict[Listed, None] = {}
+def _selection_mask(mask: Value, over: Value) -> SelectionMask | None:
+    """Read `mask`, of the shape of `over` or of one element per group [.., 1], as made of a single selection."""
+    selections: dict[Selection, None] = {}
     if mask.shape == over.shape:
-        sides = _sides(mask, lists, None)
+        sides = _sides(mask, selections, None)
     else:
-        sides = _sides(mask, lists, over.shape[-1]) if mask.shape == (*over.shape[:-1], 1) else None
-    if sides is None or len(lists) != 1:
+        sides = _sides(mask, selections, over.shape[-1]) if mask.shape == (*over.shape[:-1], 1) else None
+    if sides is None or len(selections) != 1:
         return None
-    return Told(next(iter(lists)), sides)
+    return SelectionMask(next(iter(selections)), sides)
 
 
-def lists_largest(graph: Graph) -> bool:
-    """Whether the largest of anything are taken, without which no list chooses experts."""
+def has_topk(graph: Graph) -> bool:
+    """True if `graph` computes a top-k, without which no experts are selected."""
     return any(each.op in ("largest", "largest_index") for each in graph.owners)
 
 
-def is_of_list(mask: Value) -> bool:
-    """Whether a mask is made of a list, or of what it chooses."""
-    below = mask.sources(lambda each: each.args if each.op in _OF_MASKS else ())
+def uses_topk(mask: Value) -> bool:
+    """True if `mask` is computed from top-k indices or a multi-hot encoding, through ops that masks are built of."""
+    below = mask.sources(lambda each: each.args if each.op in _MASK_OPS else ())
     return any(each.op in ("chosen", "largest_index") for each in below)
 
 
-_OF_MASKS = (
+_MASK_OPS = (
     "reshape", "permute", "expand", "slice", "cast", "cat", "not", "and", "or", "compare", "where", "scale", "shift",
     "any", "mean",
 )  # fmt: skip
 _CHANGES: dict[str, Callable[[Any, Any], Any]] = {"scale": lambda x, y: x * y, "shift": lambda x, y: x + y}
 
 
-def _sides(x: Value, lists: dict[Listed, None], size: Any) -> Sides | None:
-    """What `x` holds where its expert or group is listed, and where not; `size`: of a group, None where `x` is of
-    experts.
+def _sides(x: Value, selections: dict[Selection, None], size: Any) -> Sides | None:
+    """Partially evaluate the mask `x`: its value where selected, and elsewhere; None if these are not two constants.
 
-    Elements of a mask stand in the order of the experts, through reshapes and functions of single elements, until a dim
-    of size 1 behind the groups is expanded: from there on they are the groups themselves.
+    Every selection that `x` is made of is added to `selections`. Elements of `x` are those of experts if `size` is
+    None, otherwise of groups of `size` experts: those below an expand [.., G, 1] → [.., G, size].
     """
     match x.op:
         case "reshape":
-            return _sides(x.arg, lists, size)
+            return _sides(x.arg, selections, size)
         case "expand" if size is None and x.arg.shape == (*x.shape[:-1], 1):
-            return _sides(x.arg, lists, x.shape[-1])
+            return _sides(x.arg, selections, x.shape[-1])
         case "chosen":
-            lists[Listed(x.arg, size)] = None
+            selections[Selection(x.arg, size)] = None
             return True, False
         case "full":
             return x.attrs[0], x.attrs[0]
         case "not":
-            return _each(lambda it: not it, _sides(x.arg, lists, size))
+            return _each(lambda it: not it, _sides(x.arg, selections, size))
         case "cast":
             to = bool if x.dtype is torch.bool else float
-            return _each(to, _sides(x.arg, lists, size))
+            return _each(to, _sides(x.arg, selections, size))
         case "scale" | "shift":
-            return _each(lambda it: _CHANGES[x.op](it, x.attrs[0]), _sides(x.arg, lists, size))
+            return _each(lambda it: _CHANGES[x.op](it, x.attrs[0]), _sides(x.arg, selections, size))
         case "compare" if size is None and (largest := _bounded(x)) is not None:
-            lists[Listed(largest, None, is_bound=True)] = None
+            selections[Selection(largest, None, is_bound=True)] = None
             return (False, True) if x.attrs == ("lt",) else (True, False)
         case "compare" | "where":
-            return _joined(x, [_sides(each, lists, size) for each in x.args])
+            return _combined(x, [_sides(each, selections, size) for each in x.args])
         case _:
             return None
 
 
 def _bounded(x: Value) -> Value | None:
-    """The largest of numbers, where these are compared with the least of them: x < bound, or bound ≤ x."""
+    """Return the top-k values of numbers that `x` compares with the least of them: numbers < bound, bound ≤ numbers."""
     numbers, bound = x.args if x.attrs == ("lt",) else x.args[::-1]
     cut = bound.below("reshape", "expand", "cast")
     if x.attrs not in (("lt",), ("le",)) or cut.op not in ("slice", "index") or cut.arg.op != "largest":
@@ -161,8 +162,8 @@ def _each(change: Callable[[Any], Any], sides: Sides | None) -> Sides | None:
     return None if sides is None else (change(sides[0]), change(sides[1]))
 
 
-def _joined(x: Value, parts: list[Sides | None]) -> Sides | None:
-    """Of operands that are alike, or the same everywhere."""
+def _combined(x: Value, parts: list[Sides | None]) -> Sides | None:
+    """Evaluate `x`, a compare or a where, on both sides of its operands; None if one is unknown or is broadcast."""
     if any(
         each is None or (arg.op != "full" and arg.shape != x.shape) for each, arg in zip(parts, x.args, strict=True)
     ):

@@ -4,12 +4,11 @@
     group  = max, or the sum of the two largest, of choice in each of G groups
     experts = the k largest of choice in the best groups     weights = scores at the experts
 
-Outside of these groups `choice` is filled with -inf. Filled with 0 it is the same where no score can be negative: 0 is
-then not larger than any score that may be chosen, and which of equal ones is chosen torch leaves open.
+Outside of the best groups `choice` is filled with -inf. A fill of 0 is equivalent without a bias: no score is negative,
+so 0 is never larger than a score of the best groups, and among equal numbers topk may choose any.
 
-A stable sort does not: of equal scores the first expert stands first. So it does in npu_moe_gating_top_k without
-groups, whose kernel sorts all scores of a token by one Sort of Ascend C, which is stable; with groups it merges them in
-the order of the groups.
+A stable sort chooses the first of equal scores. npu_moe_gating_top_k does so without groups, as its kernel sorts all
+scores of a token by one Sort of Ascend C, which is stable; with groups it merges them in the order of the groups.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _ROUNDED = (
     "experts: chosen by a stable sort of scores in {dtypes}; npu_moe_gating_top_k sorts them in float32, where others "
     "are equal; write topk where their order is free"
 )
-_OF_LOGITS = (
+_BY_LOGITS = (
     "experts: chosen by a stable sort of logits; npu_moe_gating_top_k sorts scores, of which more are equal, and the "
     "order of equal ones in npu_moe_gating_top_k_softmax_v2 is not documented; write topk where it is free"
 )
@@ -49,33 +48,33 @@ _NO_SCORES = "what is chosen from is not sigmoid or softmax of logits, plus a bi
 
 @reader(gives=(EXPERT_CHOICE, CHOSEN_SCORES))
 def expert_choices(graph: Graph) -> Iterator[Found]:
-    """Every list of the largest that is a router's, with the scores at these places."""
+    """Read every expert_choice and chosen_scores: top-k indices of a router, and its scores at these; report misses."""
     lists = [each for each in list(graph.places) if _lists_some(each) and is_float(each.arg)]
     for places in lists:
-        found = _gate(graph.algebra, places)
-        if found is None and _weighs_by_what_it_chooses(graph, places):
-            found = _NO_SCORES
-        if found is None and places.op == _STABLE and _become_scores(graph, places):
-            found = _OF_LOGITS
-        if isinstance(found, str):
-            yield places, Miss(RULE, found)
-        elif found is not None:
-            yield from _readings(graph, places, *found)
+        gate = _gate(graph.algebra, places)
+        if gate is None and _gathers_choice(graph, places):
+            gate = _NO_SCORES
+        if gate is None and places.op == _STABLE and _become_scores(graph, places):
+            gate = _BY_LOGITS
+        if isinstance(gate, str):
+            yield places, Miss(RULE, gate)
+        elif gate is not None:
+            yield from _readings(graph, places, *gate)
 
 
 def _lists_some(places: Value) -> bool:
-    """True if `places` are those of the largest; a stable sort, of which the first are taken, also lists all."""
+    """True if `places` are top-k indices, from a topk, or from a stable sort of which not all indices are taken."""
     return places.op == "largest_index" or (places.op == _STABLE and places.attrs != places.arg.shape[-1:])
 
 
 def _become_scores(graph: Graph, places: Value) -> bool:
-    """True if the values at `places` are what a softmax or sigmoids are taken of."""
+    """True if the model takes a softmax or sigmoids of the values that the stable sort has at `places`."""
     best = graph.algebra.make("stable_largest", places.args, places.attrs, places.shape, places.arg.dtype)
     return any(each.op in ("softmax", "sigmoid") and each.arg.below("cast") is best for each in graph.places)
 
 
-def _weighs_by_what_it_chooses(graph: Graph, places: Value) -> bool:
-    """Whether a list is chosen from numbers plus a bias [E], and the numbers at its places are taken."""
+def _gathers_choice(graph: Graph, places: Value) -> bool:
+    """True if `places` is a top-k of numbers + bias [E], and the model gathers the numbers at these places."""
     choice = places.arg
     for numbers, bias in (choice.args, choice.args[::-1]) if choice.op == "add" else ():
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
@@ -84,6 +83,7 @@ def _weighs_by_what_it_chooses(graph: Graph, places: Value) -> bool:
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
+    """Read `places` as expert_choice and `scores` gathered there as chosen_scores; a miss where none are gathered."""
     best = graph.algebra.make(
         places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype
     )
@@ -97,29 +97,29 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
         others = "the weights are not the scores of the experts that are chosen"
         yield places, Miss(RULE, biased if best in graph.places else others)
         return
-    said = {name: each for name, each in gate.items() if each is not None}
+    captures = {name: each for name, each in gate.items() if each is not None}
     for value in _with_casts(graph, places):
-        yield value, Reading("expert_choice", {**said, "dtype": value.dtype})
+        yield value, Reading("expert_choice", {**captures, "dtype": value.dtype})
     for value in (each for weight in weights for each in _with_casts(graph, weight)):
-        yield value, Reading("chosen_scores", {**said, "dtype": value.dtype})
+        yield value, Reading("chosen_scores", {**captures, "dtype": value.dtype})
 
 
 def _reads(gathered: Value, scores: Value, places: Value) -> bool:
-    """Whether it takes these scores, perhaps in a wider dtype, at these places."""
+    """True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`."""
     x, at = gathered.args
-    one = _unrounded(x, "reshape") is _unrounded(scores, "reshape") and x.shape[-1] == scores.shape[-1]
-    return uncast(at) is places and one
+    are_scores = _unrounded(x) is _unrounded(scores) and x.shape[-1] == scores.shape[-1]
+    return uncast(at) is places and are_scores
 
 
-def _unrounded(x: Value, *through: str) -> Value:
-    """Floats before casts that only round them; `through` are ops that are passed too."""
-    while x.op in through or is_rounding(x):
+def _unrounded(x: Value) -> Value:
+    """Strip casts between floats, and reshapes, from `x`."""
+    while x.op == "reshape" or is_rounding(x):
         x = x.arg
     return x
 
 
 def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
-    """A value, and those that are cast from it to another dtype of its kind."""
+    """Yield `value` and its casts in the graph: between index dtypes, or to float32, bfloat16 and float16."""
     kinds = INDEX_DTYPES if value.dtype in INDEX_DTYPES else {torch.float32, torch.bfloat16, torch.float16}
     yield value
     for each in list(graph.places):
@@ -131,7 +131,7 @@ def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
 
 
 def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | None:
-    """What a router takes to choose `places`, and its scores; why it is none; None where nothing looks like one."""
+    """Return the captures of the router that chooses `places`, and its scores; a reason for a near miss; or None."""
     masked = hidden_groups(a, places.arg, lambda choice: _scores(a, choice) is not None)
     if isinstance(masked, str):
         return masked
@@ -142,7 +142,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     scores, bias = parts
     norm, is_stable = rows_below(scores), places.op == _STABLE
     if masked is None and not is_stable and (norm.op == "softmax" and bias is None):
-        return None  # which is another rule's
+        return None  # a softmax without a bias or groups is read by the forms of SoftmaxShares
     groups = _groups(masked, choice, bias) if masked else _ALL
     if isinstance(groups, str):
         return groups
@@ -154,7 +154,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
 
 
 def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> str:
-    """Return why the operator may put equal scores in another order than a stable sort; "" if it does not."""
+    """Return the reason why the operator may order equal scores otherwise than a stable sort; "" if it does not."""
     if groups["groups"] > 1:
         return _IN_GROUPS
     rounded = {choice.dtype, scores.dtype, *(each.dtype for each in _casts(scores))} - {torch.float32}
@@ -163,7 +163,7 @@ def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> st
 
 
 def _casts(scores: Value) -> Iterator[Value]:
-    """Yield scores and what they are rounded from, down to the sigmoid or the softmax."""
+    """Yield `scores` and the values below their casts and reshapes, down to the sigmoid or softmax."""
     yield scores
     while is_rounding(scores) or scores.op == "reshape":
         scores = scores.arg
@@ -171,7 +171,7 @@ def _casts(scores: Value) -> Iterator[Value]:
 
 
 def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
-    """Scores of all experts, and what was added to them, [E]."""
+    """Split `choice` into the scores of all experts and the bias [E], None without one; None if there are no scores."""
     if _is_score(choice):
         return choice, None
     if choice.op != "add":
@@ -187,6 +187,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
 
 
 def _is_score(x: Value) -> bool:
+    """True if `x` is a sigmoid, or a softmax over the last dim, perhaps cast or reshaped."""
     x = rows_below(x)
     return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
 
@@ -195,7 +196,7 @@ def _is_score(x: Value) -> bool:
 
 
 def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any] | str:
-    """How many groups there are, how many are kept, and by what; why the operator does not choose so."""
+    """Return the captures groups, kept and group_score of the mask `masked`; or why the operator has no such groups."""
     listed = masked.groups
     if listed.op != "largest_index":
         return "the groups that are kept are not the largest of a row of scores"
@@ -203,10 +204,10 @@ def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any
     if scored is None or scored[0].below("reshape") is not choice.below("reshape"):
         return "groups are not chosen by the largest, or the two largest, of what experts are chosen by"
     grouped, score = scored
-    groups, kept, experts = listed.arg.shape[-1], listed.attrs[0], choice.shape[-1]
+    groups, selected, experts = listed.arg.shape[-1], listed.attrs[0], choice.shape[-1]
     if grouped.shape[-1] != masked.size or groups * masked.size != experts:
         return "the groups are not runs of experts that stand side by side"
-    if kept == groups:
+    if selected == groups:
         return _ALL
     if masked.fill == 0 and bias is not None:
         return (
@@ -215,11 +216,12 @@ def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any
         )
     if masked.fill not in (0, -math.inf):
         return f"the groups that are not chosen are filled with {masked.fill}, not with -inf as the operator does"
-    return {"groups": groups, "kept": kept, "group_score": score}
+    return {"groups": groups, "kept": selected, "group_score": score}
 
 
 def _scored(x: Value) -> tuple[Value, str] | None:
-    """What groups are scored by [*T, G, E / G], and how; a positive factor changes no order."""
+    """Read `x` [*T, G] as scores of groups: the numbers [*T, G, E / G] that they are computed from, "max" or "sum"."""
+    # a positive factor, such as that of a mean instead of a sum, changes no order
     while x.op == "reshape" or (x.op == "scale" and x.attrs[0] > 0):
         x = x.arg
     if x.op == "greatest" and x.attrs == (-1,):

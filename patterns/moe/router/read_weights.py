@@ -1,9 +1,9 @@
-"""Rows of numbers of which the largest are kept where they stand, beside others: routers that give a weight to all.
+"""Rows masked to their k largest numbers, by which routers give a weight to every expert, most of them 0.
 
-    kept = x where the list of its k largest names it, otherwise -inf, or 0
-    softmax(kept) = the softmax over the k largest where they stand, 0 elsewhere
+    kept = x at the top-k indices of x, -inf or 0 elsewhere
+    softmax(kept) = softmax over the k largest, scattered to their places in zeros
 
-Kept by a bound, x ≥ the least of the k largest, more than k may stay: all that are as large.
+A mask by the bound x ≥ (least of the k largest) is refused: with ties more than k numbers pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusion import reader
 from fusion.analysis.rounding import exact, is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.proof import proven
-from patterns.moe.router.list_masks import Masked, lists_largest, masked
+from patterns.moe.router.list_masks import Masked, has_topk, masked
 from patterns.moe.words import KEPT
 
 RULE = "expert_routing"
@@ -24,54 +24,54 @@ RULE = "expert_routing"
 
 @reader(gives=(KEPT,))
 def kept_largest(graph: Graph) -> Iterator[Found]:
-    """Every row of which the largest are kept; why others are none."""
-    for value in list(graph.places) if lists_largest(graph) else ():
-        found = kept(graph.algebra, value) or _other(value) if is_float(value) else None
-        if isinstance(found, Miss):
-            yield value, found
-        elif found is not None:
-            yield value, Reading("kept", {"x": found.x, "count": found.places.attrs[0], "fill": found.fill})
+    """Read every `kept`: rows masked to their k largest; report a miss for other masks made of a top-k."""
+    for value in list(graph.places) if has_topk(graph) else ():
+        rows = masked_rows(graph.algebra, value) or _miss(value) if is_float(value) else None
+        if isinstance(rows, Miss):
+            yield value, rows
+        elif rows is not None:
+            yield value, Reading("kept", {"x": rows.x, "count": rows.places.attrs[0], "fill": rows.fill})
 
 
-class Kept(NamedTuple):
-    """Numbers, the list of the largest of them, and what stands in the place of all others."""
+class MaskedRows(NamedTuple):
+    """`x` at its top-k indices `places` [.., k] in each row, `fill` elsewhere."""
 
     x: Value
     places: Value
     fill: float
 
 
-def kept(a: Algebra, value: Value) -> Kept | None:
-    """Of which numbers a value keeps the largest, and what the others become."""
-    return _placed(a, value) or _masked(value)
+def masked_rows(a: Algebra, value: Value) -> MaskedRows | None:
+    """Read `value` as rows masked to their k largest numbers: by a scatter into -inf, or by a mask; None if neither."""
+    return _scattered(a, value) or _masked(value)
 
 
-def _placed(a: Algebra, value: Value) -> Kept | None:
-    """The largest put among -inf, where they stood."""
+def _scattered(a: Algebra, value: Value) -> MaskedRows | None:
+    """Read `value` as the k largest scattered to their own places in a tensor of -inf."""
     if value.op != "placed" or (value.arg.op, value.arg.attrs) != ("full", (-math.inf,)):
         return None
     _, places, numbers = value.args
-    source = _of_largest(a, numbers)
-    named = source is not None and places.op == "largest_index" and _ranked(source) is _ranked(places.arg)
-    return Kept(proven(source), places, -math.inf) if named else None
+    source = _topk_source(a, numbers)
+    are_own = source is not None and places.op == "largest_index" and _ranked(source) is _ranked(places.arg)
+    return MaskedRows(proven(source), places, -math.inf) if are_own else None
 
 
-def _of_largest(a: Algebra, x: Value) -> Value | None:
-    """Of which numbers these are the largest, perhaps widened, with something added to whole rows."""
+def _topk_source(a: Algebra, x: Value) -> Value | None:
+    """Return z with `x` = topk(z): widening casts and additions per row behind a top-k are moved before the top-k."""
     if x.op == "largest":
         return x.arg
     if x.op == "cast":
-        source = _of_largest(a, x.arg) if exact(x) is not x else None
+        source = _topk_source(a, x.arg) if exact(x) is not x else None
         return None if source is None else a.cast(source, x.dtype)
     for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
-        source = _of_largest(a, rows) if added.shape[-1:] == (1,) else None
+        source = _topk_source(a, rows) if added.shape[-1:] == (1,) else None
         if source is not None:
             return a.add(source, added)
     return None
 
 
 def _ranked(x: Value) -> Value:
-    """What has the order of `x` in every row: before it was widened, and without what is added to whole rows."""
+    """Strip widening casts, and additions of one number per row, from `x`: neither changes the order in a row."""
     x = exact(x)
     for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
         if rows.shape == x.shape and added.shape[-1:] == (1,):
@@ -79,32 +79,32 @@ def _ranked(x: Value) -> Value:
     return x
 
 
-def _masked(value: Value) -> Kept | None:
-    """Numbers of which others are filled, multiplied by 0 or lowered by infinity."""
-    found = masked(value, lambda of: of.size is None)
-    if found is None or found.fill is None or found.of.is_bound or not _are_ranked(found):
+def _masked(value: Value) -> MaskedRows | None:
+    """Read `value` as numbers masked outside of their own top-k indices, by a where, a product or an addition."""
+    numbers = masked(value, lambda selection: selection.size is None)
+    if numbers is None or numbers.fill is None or numbers.selection.is_bound or not _is_own_topk(numbers):
         return None
-    return Kept(found.choice, found.of.places, found.fill)
+    return MaskedRows(numbers.choice, numbers.selection.places, numbers.fill)
 
 
-def _other(value: Value) -> Miss | None:
-    """Why numbers that a list or a bound changes are not the largest alone."""
-    found = masked(value, lambda of: of.size is None)
-    if found is None or value.rank > 3:  # of more dims they are scores of heads
+def _miss(value: Value) -> Miss | None:
+    """Return a miss for numbers that a bound masks, or that a top-k mask changes otherwise than to one constant."""
+    numbers = masked(value, lambda selection: selection.size is None)
+    if numbers is None or value.rank > 3:  # scores of attention heads have four dims
         return None
-    if found.of.is_bound:
+    if numbers.selection.is_bound:
         return Miss(RULE, _BOUND)
-    return Miss(RULE, _OTHERS) if found.fill is None and _are_ranked(found) else None
+    return Miss(RULE, _OTHERS) if numbers.fill is None and _is_own_topk(numbers) else None
 
 
-def _are_ranked(found: Masked) -> bool:
-    """Whether the list is of the largest of these numbers, or of a softmax of them."""
-    places = found.of.places
-    return places.op == "largest_index" and _ranked(_logits(found.choice)) is _ranked(places.arg)
+def _is_own_topk(numbers: Masked) -> bool:
+    """True if the selection is the top-k of `numbers.choice`, or of the logits of which this is the softmax."""
+    places = numbers.selection.places
+    return places.op == "largest_index" and _ranked(_logits(numbers.choice)) is _ranked(places.arg)
 
 
 def _logits(x: Value) -> Value:
-    """What has the order of `x`: before a softmax over it."""
+    """Return the logits if `x` is a softmax over the last dim, which keeps their order; otherwise `x`."""
     below = x.below("cast")
     return below.arg if below.op == "softmax" and below.attrs[0] == -1 else x
 
