@@ -1,8 +1,8 @@
-"""y = act(a), or act(a) · b: what stands between the matmuls of a feed-forward layer, with a gate or without.
+"""y = act(a), or act(a) · b: the activation between the matmuls of a feed-forward layer, with a gate or without.
 
-*Matches* silu of a gate times the other factor, with bounds or without, quantised behind it or not (`GatedActivation`);
-gelu that is written out (`WrittenGelu`). *Replaces with* `npu_swiglu`, `npu_clipped_swiglu` or `npu_swiglu_quant`; with
-gelu of torch or `npu_gelu`.
+*Matches* silu of a gate times the other factor, with bounds or without, quantised afterwards or not
+(`GatedActivation`); gelu that is written out (`WrittenGelu`). *Replaces with* `npu_swiglu`, `npu_clipped_swiglu` or
+`npu_swiglu_quant`; with gelu of torch or `npu_gelu`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Activation(GatedActivation, WrittenGelu):
     )
 
     def reference(self, x: Tensor) -> Tensor:
-        """The meaning with a gate, without bounds: x [*B, 2·H]; without one that of `WrittenGelu`."""
+        """Compute silu(a) · b of the halves of `x` [*B, 2·H]; without a gate, `WrittenGelu` has the reference."""
         return GatedActivation.reference(self, x)
 
     def guard(self, source: Any, bounds: Any, result: Any):
-        """What the operator takes, and when joining is free; of gelu any will do."""
+        """Refuse gated activations that the operator cannot compute; accept any gelu."""
         if not isinstance(result, Ungated):
             GatedActivation.guard(self, source, bounds)

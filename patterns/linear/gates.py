@@ -1,13 +1,13 @@
-"""The facets of a gated activation: where gate and up come from, and what bounds them.
+"""The facets of a gated activation: the sources of gate a and up b, and their bounds.
 
-Merged       two halves, or every second lane, of one tensor
-MergedWide   those of one that is cast to float32
-Projected    two projections of one input, whose weights are joined
-Int8Projected    the same in W8A8
+Merged       two halves, or alternate lanes, of one tensor
+MergedWide   two halves, or alternate lanes, of a tensor that is cast to float32
+Projected    two projections of one input, whose weights are concatenated
+Int8Projected    two projections in W8A8 of one input
 
 Unbounded    silu(a) · b
 Clipped      a · sigmoid(alpha · a) · b, a ≤ limit, |b| ≤ limit
-Shifted      the same with something added to b
+Shifted      a · sigmoid(alpha · a) · (b + shift), a ≤ limit, |b| ≤ limit
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Group, attribute, bounded, require, scalar, tensor
+from patterns.linear.joined_projections import NOT_PARAMETERS
 from patterns.quant.quantised_linear import multiplied, prepared, refuse
 
 f32 = torch.float32
@@ -28,20 +29,25 @@ f32 = torch.float32
 
 @dataclass(frozen=True)
 class Merged(Group):
-    """Gate and up of one tensor, the gate first, perhaps cast as a whole."""
+    """Gate and up of one tensor, the gate first, each or the tensor perhaps cast to float32.
+
+    Attributes:
+        x: the tensor [*B, 2 · H].
+        interleaved: true if gate and up alternate by lane.
+    """
 
     x: Any = tensor("*B D")
     interleaved: Any = attribute()
 
     def terms(self, p, gate_first: bool = True) -> tuple[Any, Any]:
-        """Both, perhaps in float32."""
+        """Match gate and up, perhaps in float32; up first unless `gate_first`."""
         wide = p.maybe_cast(self.x, to=f32)
         lanes = [p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True)]
         gate, up = (p.maybe_cast(each, to=f32) for each in (lanes if gate_first else lanes[::-1]))
         return gate, up
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Return both, each cast to float32."""
+        """Match gate and up, each cast to float32."""
         gate, up = (
             p.cast(p.gate_lanes(x=self.x, second=each, interleaved=self.interleaved), to=f32) for each in (False, True)
         )
@@ -49,23 +55,23 @@ class Merged(Group):
 
     @property
     def like(self) -> Any:
-        """What has the dtype of the result."""
+        """A tensor in the dtype of the result."""
         return self.x
 
     def refuse(self) -> None:
-        """They lie in one tensor already."""
+        """Accept gate and up, which are one tensor already."""
 
     def joined(self) -> Tensor:
-        """Both, [*B, 2 · H]."""
+        """Return gate and up as one tensor [*B, 2 · H]."""
         return self.x
 
 
 @dataclass(frozen=True)
 class MergedWide(Merged):
-    """Gate and up of one tensor that is cast to float32 as a whole."""
+    """Gate and up of one tensor that is cast to float32 before it is split."""
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Return both, of a tensor in float32."""
+        """Match gate and up as lanes of the tensor cast to float32."""
         wide = p.cast(self.x, to=f32)
         gate, up = (p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True))
         return gate, up
@@ -84,36 +90,35 @@ class Projected(Group):
     up_is_parameter_only: Any = attribute()
     interleaved = False
 
-    def terms(self, p, beside: Any = None) -> tuple[Any, Any]:
-        """Both, perhaps in float32; up of another input where there is one `beside`."""
-        gate, up = self.projections(p, beside)
+    def terms(self, p, up_input: Any = None) -> tuple[Any, Any]:
+        """Match gate and up, perhaps in float32; up is projected from `up_input` if given."""
+        gate, up = self.projections(p, up_input)
         return p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Return both, each cast to float32."""
+        """Match gate and up, each cast to float32."""
         gate, up = self.projections(p)
         return p.cast(gate, to=f32), p.cast(up, to=f32)
 
-    def projections(self, p, beside: Any = None) -> tuple[Any, Any]:
-        """Return both layers as they are; up of another input where there is one `beside`."""
+    def projections(self, p, up_input: Any = None) -> tuple[Any, Any]:
+        """Match both linear layers; up is projected from `up_input` if given."""
         gate = dict(weight=self.gate, bias=self.gate_bias, is_parameter_only=self.gate_is_parameter_only)
         up = dict(weight=self.up, bias=self.up_bias, is_parameter_only=self.up_is_parameter_only)
-        other = self.x if beside is None else beside
+        other = self.x if up_input is None else up_input
         return p.linear(x=self.x, **gate), p.linear(x=other, **up)
 
     @property
     def like(self) -> Any:
-        """What has the dtype of the result."""
+        """A tensor in the dtype of the result."""
         return self.x
 
     def refuse(self) -> None:
-        """Joining is free only where it is done once."""
+        """Refuse weights that are not from Parameters, and a bias of only one layer.
+
+        Concatenating the weights would cost a copy at every call.
+        """
         fixed = self.gate_is_parameter_only and self.up_is_parameter_only
-        require(
-            fixed,
-            "the weights do not come from Parameters alone: joining them would cost a copy at "
-            "every call; pass them as Parameters of the module",
-        )
+        require(fixed, NOT_PARAMETERS)
         require(
             (self.gate_bias is None) == (self.up_bias is None),
             "only one of gate and up has a bias; one matmul of both requires a bias of each; give "
@@ -121,26 +126,26 @@ class Projected(Group):
         )
 
     def bias(self) -> Tensor | None:
-        """Those of both, [2 · H]."""
+        """Return the concatenated biases [2 · H]; None without biases."""
         return None if self.gate_bias is None else torch.cat([self.gate_bias, self.up_bias])
 
     def joined(self) -> Tensor:
-        """Return both, [*B, 2 · H], by one matmul."""
+        """Emit one matmul for gate and up [*B, 2 · H]."""
         with bounded():  # the model holds gate and up in the dtype of x as well
             return F.linear(self.x, torch.cat([self.gate, self.up]), self.bias())
 
 
 @dataclass(frozen=True)
 class Int8Projected(Projected):
-    """Gate and up as layers in W8A8 of one input in int8."""
+    """Gate and up as layers in W8A8 of one int8 input."""
 
     tokens: Any = tensor("*B 1")
     gate_scale: Any = tensor("H")
     up_scale: Any = tensor("H")
     dtype: Any = attribute()
 
-    def projections(self, p, beside: Any = None) -> tuple[Any, Any]:
-        """Return both layers as they are."""
+    def projections(self, p, up_input: Any = None) -> tuple[Any, Any]:
+        """Match both layers in W8A8."""
         gate, up = (
             p.int8_matmul(
                 x=self.x, weight=getattr(self, name), scale=getattr(self, f"{name}_scale"), tokens=self.tokens,
@@ -157,12 +162,12 @@ class Int8Projected(Projected):
         return self.dtype
 
     def refuse(self) -> None:
-        """What the operator returns; joining is free only where it is done once."""
+        """Refuse what `Projected` refuses, and dtypes that npu_quant_matmul does not return."""
         super().refuse()
         refuse(self.dtype)
 
     def joined(self) -> Tensor:
-        """Return both, [*B, 2 · H], by one product."""
+        """Emit one npu_quant_matmul for gate and up [*B, 2 · H]."""
         scale, weight = torch.cat([self.gate_scale, self.up_scale]), prepared(torch.cat([self.gate, self.up]))
         with bounded():  # the model holds gate and up in this dtype as well
             return multiplied(self.x, weight, scale, self.tokens.float().reshape(-1), self.bias(), self.dtype)
@@ -170,18 +175,18 @@ class Int8Projected(Projected):
 
 @dataclass(frozen=True)
 class Unbounded(Group):
-    """No bounds."""
+    """No bounds: silu(a) · b."""
 
     def gated(self, p, gate):
-        """Silu."""
+        """Match silu of the gate."""
         return p.silu(gate)
 
     def linear(self, p, up):
-        """The other factor."""
+        """Match the other factor, up."""
         return up
 
     def refuse(self, interleaved: bool) -> None:
-        """Refuse every second lane."""
+        """Refuse alternate lanes."""
         require(
             not interleaved,
             "gate and up are every second lane of one tensor; npu_swiglu requires its halves; "
@@ -189,13 +194,21 @@ class Unbounded(Group):
         )
 
     def run(self, merged: Tensor, interleaved: bool) -> Tensor:
-        """The operator."""
+        """Emit npu_swiglu on gate and up `merged` [*B, 2 · H]."""
         return torch.ops.npu.npu_swiglu(merged, -1)
 
 
 @dataclass(frozen=True)
 class Clipped(Group):
-    """Bounds of gate and up, and by what the gate is multiplied in the sigmoid."""
+    """Bounds of gate and up: a · sigmoid(alpha · a) · b with a and b clamped.
+
+    Attributes:
+        floor: the lower bound of the gate.
+        limit: the upper bound of the gate.
+        low: the lower bound of up.
+        high: the upper bound of up.
+        alpha: the factor of the gate in the sigmoid.
+    """
 
     floor: Any = scalar()
     limit: Any = scalar()
@@ -205,28 +218,28 @@ class Clipped(Group):
     shift = 0.0
 
     def gated(self, p, gate):
-        """A · sigmoid(alpha · a)."""
+        """Match a · sigmoid(alpha · a) of the clamped gate a."""
         a = p.maybe_cast(p.clip(gate, self.floor, self.limit), to=f32)
         return a * p.sigmoid(p.maybe_scaled(a, self.alpha))
 
     def linear(self, p, up):
-        """The other factor."""
+        """Match the clamped other factor, up."""
         return p.clip(up, self.low, self.high)
 
     def refuse(self, interleaved: bool) -> None:
-        """Refuse bounds that the operator has not."""
+        """Refuse bounds that npu_clipped_swiglu does not have."""
         require(
             self.floor == -math.inf,
             "the gate is clamped from below as well, at {floor}; npu_clipped_swiglu requires an "
             "upper bound alone; leave the lower one out",
             floor=self.floor,
         )
-        kept = (self.low, self.high) == (-self.limit, self.limit)
+        symmetric = (self.low, self.high) == (-self.limit, self.limit)
         between = "up is clamped between {low} and {high}, where the operator has one limit for gate and up: {limit}"
-        require(kept, between, low=self.low, high=self.high, limit=self.limit)
+        require(symmetric, between, low=self.low, high=self.high, limit=self.limit)
 
     def run(self, merged: Tensor, interleaved: bool) -> Tensor:
-        """The operator."""
+        """Emit npu_clipped_swiglu on gate and up `merged` [*B, 2 · H]."""
         return torch.ops.npu.npu_clipped_swiglu(
             merged, dim=-1, alpha=self.alpha, limit=self.limit, bias=self.shift, interleaved=interleaved
         )
@@ -234,12 +247,12 @@ class Clipped(Group):
 
 @dataclass(frozen=True)
 class Shifted(Clipped):
-    """The same with something added to up."""
+    """Bounds of gate and up, with a constant `shift` added to up: a · sigmoid(alpha · a) · (b + shift)."""
 
     shift: Any = scalar()
 
     def linear(self, p, up):
-        """The other factor."""
+        """Match the clamped other factor, up, plus `shift`."""
         return p.shift(super().linear(p, up), self.shift)
 
 
@@ -249,6 +262,6 @@ BOUNDS: tuple[Any, ...] = (Unbounded, Clipped, Shifted)
 
 
 def activated(p: Any, bounds: Any, terms: tuple[Any, Any], like: Any) -> Any:
-    """What is activated of the gate, in the dtype of `like` or not, times the other factor."""
+    """Match the activated gate, in the dtype of `like` or not, times the other factor."""
     gate, up = terms
     return p.maybe_cast(bounds.gated(p, gate), to=like) * bounds.linear(p, up)

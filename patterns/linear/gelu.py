@@ -1,8 +1,8 @@
 """y = x · Φ(x), written out: x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))) or x / 2 · (1 + erf(x / √2)).
 
-*Matches* either in primitive operators, in any order and with x³ as a power or as products, in the dtype of x or in
-float32 and cast (GPT-2, GPT-J, "gelu_new"). *Replaces with* gelu of torch, which on an NPU is that of tanh whatever it
-is asked for, and `npu_gelu`, which computes erf: each rounds once.
+*Matches* both formulas in primitive operators, in any order and with x³ as a power or as products, in the dtype of x or
+in float32 and cast (GPT-2, GPT-J, "gelu_new"). *Replaces with* gelu of torch, which on an NPU is always the one with
+tanh, or with `npu_gelu`, which computes erf: each rounds once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from patterns.kit.results import Plain
 
 @dataclass(frozen=True)
 class Ungated(Plain):
-    """As it is, of an activation without a gate."""
+    """The result of an activation without a gate, not quantised."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class WrittenGelu(Rule):
     """The Gaussian error linear unit."""
 
     def reference(self, x: Tensor) -> Tensor:
-        """The meaning: x [*B, D]."""
+        """Compute gelu of `x` [*B, D] by tanh."""
         return F.gelu(x, approximate="tanh")
 
     @pattern
     @variants(result=(Ungated,))
     def written(self, p, result, x=tensor("*B D"), approximate=attribute()):
-        """In primitive operators."""
+        """x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))), or x / 2 · (1 + erf(x / √2))"""
         return result.terms(p, p.as_dtype(p.written_gelu(x=x, approximate=approximate), like=x))
 
     @lowering
     @variants(result=(Ungated,))
     def gelu(self, x: Tensor, approximate: str):
-        """One operator."""
+        """Emit gelu of torch for tanh, npu_gelu for erf."""
         return F.gelu(x, approximate="tanh") if approximate == "tanh" else torch.ops.npu.npu_gelu(x)

@@ -1,7 +1,7 @@
-"""y_i = x W_iᵀ (+ b_i): two to four linear layers of one input as one, with the weights joined along their rows.
+"""y_i = x W_iᵀ (+ b_i): two to four linear layers of one input, as one with concatenated weights.
 
-*Matches* linear layers of any spelling whose weights are Parameters. *Replaces with* one matmul of the joined weights,
-prepared once; each result is a view of what it gives.
+*Matches* linear layers of any spelling whose weights are Parameters. *Replaces with* one matmul of the concatenated
+weights, prepared once; each y_i is a view of the result.
 """
 
 from __future__ import annotations
@@ -15,10 +15,27 @@ from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, tensor
 
+NOT_PARAMETERS = (
+    "the weights do not come from Parameters alone: joining them would cost a copy at every call; pass them as "
+    "Parameters of the module"
+)
+
 
 @dataclass(frozen=True)
 class Layers(Group):
-    """Layers that stand beside each other in the order of the model."""
+    """Two to four linear layers of one input, in the order of the model.
+
+    Attributes:
+        first: the weight of the first layer.
+        second: the weight of the second layer.
+        third: the weight of the third layer.
+        fourth: the weight of the fourth layer.
+        first_bias: the bias of the first layer.
+        second_bias: the bias of the second layer.
+        third_bias: the bias of the third layer.
+        fourth_bias: the bias of the fourth layer.
+        is_parameter_only: true if weights and biases are computed from Parameters alone.
+    """
 
     first: Any = tensor("N0 K")
     second: Any = tensor("N1 K")
@@ -31,29 +48,25 @@ class Layers(Group):
     is_parameter_only: Any = attribute()
 
     def weights(self) -> list[Any]:
-        """Those that there are."""
+        """List the weights of the layers that exist."""
         return [each for each in (self.first, self.second, self.third, self.fourth) if each is not None]
 
     def biases(self) -> list[Any]:
-        """Those that there are: of all layers, or of none."""
+        """List the biases of the layers that have one."""
         biases = (self.first_bias, self.second_bias, self.third_bias, self.fourth_bias)
         return [each for each in biases if each is not None]
 
     def refuse(self) -> None:
-        """Joining is free only where it is done once."""
-        said = (
-            "the weights do not come from Parameters alone: joining them would cost a copy at "
-            "every call; pass them as Parameters of the module"
-        )
-        require(self.is_parameter_only, said)
+        """Refuse weights that are not from Parameters, as concatenating them would cost a copy at every call."""
+        require(self.is_parameter_only, NOT_PARAMETERS)
 
     def joined(self, x: Tensor) -> Tensor:
-        """What all of them give of x [*B, K], side by side, by one matmul."""
+        """Emit one matmul of all layers on `x` [*B, K]; the results are concatenated along the last dim."""
         biases = self.biases()
         return F.linear(x, torch.cat(self.weights()), torch.cat(biases) if biases else None)
 
     def terms(self, p, x, count: int):
-        """The results of the first `count`."""
+        """Match the first `count` layers on `x`, each next to the following one."""
         *before, last = [
             dict(x=x, weight=weight, bias=bias, is_parameter_only=self.is_parameter_only)
             for weight, bias in list(zip(self.weights(), self.biases(), strict=True))[:count]
@@ -71,29 +84,29 @@ class JoinedProjections(Rule):
     aliases = ("merged_projections", "qkv", "qkv_projection")
 
     def reference(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The meaning: x [*B, K], weights [N_i, K]; returns [*B, N_i] for each."""
+        """Compute [*B, N_i] of `x` [*B, K] for each of `weights` [N_i, K]."""
         return tuple(F.linear(x, weight) for weight in weights)
 
     @pattern
     def four(self, p, x=tensor("*B K"), layers: Any = Layers):
-        """Four of one input."""
+        """x W_iᵀ (+ b_i), four layers of one input"""
         return layers.terms(p, x, 4)
 
     @pattern
     def three(self, p, x=tensor("*B K"), layers: Any = Layers):
-        """Three of one input."""
+        """x W_iᵀ (+ b_i), three layers of one input"""
         return layers.terms(p, x, 3)
 
     @pattern
     def two(self, p, x=tensor("*B K"), layers: Any = Layers):
-        """Two of one input."""
+        """x W_iᵀ (+ b_i), two layers of one input"""
         return layers.terms(p, x, 2)
 
     def guard(self, layers: Layers):
-        """Joining is free only where it is done once."""
+        """Refuse weights that are not from Parameters, as concatenating them would cost a copy at every call."""
         layers.refuse()
 
     @lowering
     def run(self, x: Tensor, layers: Layers):
-        """One matmul, cut into views."""
+        """Emit one matmul, split into views."""
         return layers.joined(x).split([each.shape[0] for each in layers.weights()], dim=-1)

@@ -1,4 +1,4 @@
-"""Linear layers: y = x Wᵀ (+ b), each with the one that follows it over the same input."""
+"""Linear layers y = x Wᵀ (+ b), each paired with the next layer of the same input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Parts = tuple[Value, Value, "Value | None"]
 
 
 def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
-    """x, weight and bias of which `value` is the linear layer, of floats."""
+    """Read `value` as a floating-point linear layer; returns x, weight and bias or None."""
     if value.op == "matmul" and is_float(value):
         x, y = value.args
         plain = all(size == 1 for size in y.shape[:-2]) and value.rank == x.rank
@@ -34,7 +34,7 @@ def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
     x, weight, bias = parts
     if viewed:
         return a.reshape(x, (*value.shape[:-1], x.shape[-1])), weight, bias
-    weight = a.scale(weight, value.attrs[0])  # a factor outside that the user's own weight has
+    weight = a.scale(weight, value.attrs[0])  # the factor is part of the weight that the model uses
     return (x, weight, None) if bias is None and weight in places else None
 
 
@@ -47,54 +47,55 @@ def _biased(a: Algebra, places: Places, product: Value, bias: Value) -> Parts | 
 
 _LAYER = {
     "x": "[*B, K]", "weight": "[N, K]", "bias": "[N]",
-    "is_parameter_only": "whether weight and bias are computed from Parameters alone",
+    "is_parameter_only": "true if weight and bias are computed from Parameters alone",
 }  # fmt: skip
 LINEAR = word("linear", "x weightᵀ (+ bias)", **_LAYER)
 LINEAR_BEFORE = word(
-    "linear_before", "the same where one call could compute the next layer of x as well", **_LAYER, beside="that layer"
-)
+    "linear_before", "x weightᵀ (+ bias), where one call could also compute the next linear layer of x",
+    **_LAYER, beside="the next layer",
+)  # fmt: skip
 
 
 @reader(gives=(LINEAR, LINEAR_BEFORE), needs=("softmax_attention",))
 def linears(graph: Graph) -> Iterator[Found]:
-    """Every linear layer.
+    """Read every linear layer as `linear`, and as `linear_before` with the next layer of the same input.
 
-    Layers stand beside each other only up to an attention: what is computed before it would have to wait there for
-    what is needed behind it.
+    Layers are paired only up to an attention: one call for layers before and behind it would have to wait for the
+    operands of the later ones.
     """
     places = graph.places
     order = {value: position for position, value in enumerate(places)}
     barriers = sorted(order[each] for each, _ in graph.readings.all("softmax_attention"))
-    found = {value: parts for value in list(places) if (parts := linear(graph.algebra, places, value)) is not None}
+    layers = {value: parts for value in list(places) if (parts := linear(graph.algebra, places, value)) is not None}
     groups: dict[Any, list[Value]] = {}
-    for value in _whole(found, places):
-        x, weight, bias = found[value]
+    for value in _distinct(layers, places):
+        x, weight, bias = layers[value]
         if not any(map(is_handed_out, places[value])):
             key = (x, weight.dtype, bias is None, graph.is_fixed(weight, bias), bisect(barriers, order[value]))
             groups.setdefault(key, []).append(value)
-    beside = dict(pair for group in groups.values() for pair in pairwise(group))
-    for value, (x, weight, bias) in found.items():
+    followers = dict(pair for group in groups.values() for pair in pairwise(group))
+    for value, (x, weight, bias) in layers.items():
         layer = {"x": x, "weight": weight, "is_parameter_only": graph.is_fixed(weight, bias)}
         layer |= {} if bias is None else {"bias": bias}
         yield value, Reading("linear", layer)
-        if value in beside:
-            yield value, Reading("linear_before", {**layer, "beside": beside[value]})
+        if value in followers:
+            yield value, Reading("linear_before", {**layer, "beside": followers[value]})
 
 
-def _whole(found: Mapping[Value, Parts], places: Places) -> list[Value]:
-    """Each layer once: not as its rows are arranged anew, and with its bias where nothing reads it without."""
-    held = {node: value for value in found for node in places[value]}
+def _distinct(layers: Mapping[Value, Parts], places: Places) -> list[Value]:
+    """List each of `layers` once: not its reshaped results, and with its bias unless used without."""
+    layer_of = {node: value for value in layers for node in places[value]}
     chosen: dict[Value, None] = {}
-    layers: dict[Value, Value] = {}
-    for value in found:
-        before = next((held[node] for node in places[value][0].all_input_nodes if node in held), None)
-        if before is not None and found[before][1] is found[value][1]:
-            layers[value] = layer = layers[before]
-            adds = found[value][2] is not None and found[layer][2] is None
+    canonical: dict[Value, Value] = {}
+    for value in layers:
+        before = next((layer_of[node] for node in places[value][0].all_input_nodes if node in layer_of), None)
+        if before is not None and layers[before][1] is layers[value][1]:
+            canonical[value] = layer = canonical[before]
+            adds = layers[value][2] is not None and layers[layer][2] is None
             if not (adds and _is_read_once(places[before]) and _is_read_once(places[layer])):
                 continue
             del chosen[layer]
-        layers[value] = value
+        canonical[value] = value
         chosen[value] = None
     return list(chosen)
 

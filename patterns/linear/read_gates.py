@@ -1,7 +1,7 @@
-"""Gate and up of one tensor: its two halves, or every second lane  (gpt-oss, 2025, interleaves them).
+"""Gate and up of one tensor: its halves, or alternate lanes (gpt-oss, 2025).
 
-Of a projection that has more lanes, as of queries, keys and values beside both (FLUX.2, 2025), the tensor is the slice
-that holds the two.
+Of a projection with more lanes, such as queries, keys and values as well (FLUX.2, 2025), the tensor is the slice of
+gate and up.
 """
 
 from __future__ import annotations
@@ -12,103 +12,101 @@ from fusion import reader, word
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 
 GATE_LANES = word(
-    "gate_lanes", "half of the lanes [*B, H]",
-    x="[*B, 2 · H]", second="whether it is the second half, or begins with the second lane",
-    interleaved="whether it is every second lane",
+    "gate_lanes", "half of the lanes of x, [*B, H]",
+    x="[*B, 2 · H]", second="true for the second half, or for odd lanes",
+    interleaved="true for alternate lanes",
 )  # fmt: skip
 
 
 @reader(gives=(GATE_LANES,))
 def gate_lanes(graph: Graph) -> Iterator[Found]:
-    """Yield every half of a tensor, and why a product with a sigmoid is no silu times another half."""
+    """Read every half of the lanes of a tensor as `gate_lanes`; also give why a gate by a sigmoid is no silu."""
     yield from _others(graph)
     yield from _adjacent(graph)
     for value in list(graph.places):
-        found = half_of_lanes(graph.algebra, value)
-        if found is not None:
-            yield value, found
+        half = half_of_lanes(graph.algebra, value)
+        if half is not None:
+            yield value, half
 
 
 def half_of_lanes(a: Algebra, value: Value) -> Reading | None:
-    """Read `value` as half of the lanes of a tensor."""
-    found = _half(a, value)
-    return (
-        None if found is None else Reading("gate_lanes", dict(zip(("x", "second", "interleaved"), found, strict=True)))
-    )
+    """Read `value` as half of the lanes of a tensor; None for others."""
+    half = _half(a, value)
+    return None if half is None else Reading("gate_lanes", dict(zip(("x", "second", "interleaved"), half, strict=True)))
 
 
 def _adjacent(graph: Graph) -> Iterator[Found]:
-    """Yield slices of the last dim that follow each other and are equally wide, as halves of the slice of both."""
+    """Yield adjacent slices of the last dim with the same width, as halves of the slice that has both."""
     slices = {
         (value.arg, value.attrs[1], value.shape[-1]): value
         for value in list(graph.places)
         if value.op == "slice" and value.attrs[0] == value.rank - 1 and value.attrs[3] == 1
     }
-    for (whole, start, size), first in slices.items():
-        second = slices.get((whole, start + size, size))
-        both = None if second is None else graph.algebra.slice(whole, first.rank - 1, start, start + 2 * size)
-        if second is None or both is None or both is whole:
+    for (tensor, start, size), first in slices.items():
+        second = slices.get((tensor, start + size, size))
+        both = None if second is None else graph.algebra.slice(tensor, first.rank - 1, start, start + 2 * size)
+        if second is None or both is None or both is tensor:
             continue
         for half in (first, second):
             yield half, Reading("gate_lanes", {"x": both, "second": half is second, "interleaved": False})
 
 
 def _half(a: Algebra, value: Value) -> tuple[Value, bool, bool] | None:
-    """Return the tensor of which `value` is half of the lanes, True for the second half, True for alternate lanes."""
+    """Return the tensor of which `value` is half of the lanes, if it is the second half, and if lanes alternate."""
     cut = value.arg if value.op == "reshape" and value.arg.op == "slice" else value
     if cut.op != "slice" or not value.rank:
         return None
     axis, start, _, step = cut.attrs
-    whole, size = cut.arg, value.shape[-1]
+    tensor, size = cut.arg, value.shape[-1]
     if cut is value:
-        if axis != value.rank - 1 or whole.shape[-1] != 2 * size:
+        if axis != value.rank - 1 or tensor.shape[-1] != 2 * size:
             return None
-        starts = {1: (0, size), 2: (0, 1)}.get(step, ())  # of 4 lanes, every third are 2 as well
-        return (whole, start != 0, step == 2) if start in starts else None
+        starts = {1: (0, size), 2: (0, 1)}.get(step, ())  # step 3 takes 2 of 4 lanes as well
+        return (tensor, start != 0, step == 2) if start in starts else None
     pairs, runs = (*value.shape, 2), (*value.shape[:-1], 2, size)
     split = pairs if axis == cut.rank - 1 else runs
     one = axis in (cut.rank - 1, cut.rank - 2) and cut.shape[axis] == 1
-    if not one or whole.shape != split:
+    if not one or tensor.shape != split:
         return None
-    return a.reshape(whole, (*value.shape[:-1], 2 * size)), start == 1, split is pairs
+    return a.reshape(tensor, (*value.shape[:-1], 2 * size)), start == 1, split is pairs
 
 
 def _others(graph: Graph) -> Iterator[Found]:
-    """Products with a sigmoid that is not of another factor, or of one that was multiplied by a number before."""
+    """Yield the reason for products with a sigmoid that are no silu: its operand is scaled, or is no factor."""
     products = [each for each in list(graph.places) if each.op == "mul"]
-    beside: dict[Value, set[Value]] = {}
+    factors_of: dict[Value, set[Value]] = {}
     for product in products:
         factors = _factors(product)
         for each in factors:
             if each.op == "sigmoid":
-                beside.setdefault(each, set()).update(factors)
+                factors_of.setdefault(each, set()).update(factors)
     for product in products:
         for sigmoid in product.args:
-            is_gate = sigmoid.op == "sigmoid" and _gates(sigmoid, beside[sigmoid])
-            reason = _why_no_silu(sigmoid.arg.below("cast"), beside[sigmoid]) if is_gate else ""
+            is_gate = sigmoid.op == "sigmoid" and _gates(sigmoid, factors_of[sigmoid])
+            reason = _why_no_silu(sigmoid.arg.below("cast"), factors_of[sigmoid]) if is_gate else ""
             if reason:
                 yield product, Miss("activation", reason)
 
 
-def _gates(sigmoid: Value, beside: set[Value]) -> bool:
-    """Whether a factor is as wide: what is one number for many lanes, or is divided by one, is no gate of lanes."""
-    return any(each.shape == sigmoid.shape for each in beside if each is not sigmoid and each.op != "power")
+def _gates(sigmoid: Value, factors: set[Value]) -> bool:
+    """True if a factor of the product has the shape of `sigmoid`, but is no divisor: it is gated by lane."""
+    return any(each.shape == sigmoid.shape for each in factors if each is not sigmoid and each.op != "power")
 
 
-def _why_no_silu(gate: Value, beside: set[Value]) -> str:
-    """What is different in a sigmoid of `gate` that is multiplied by others; "" where nothing is, or it is no gate."""
-    if _factors(gate) <= beside:  # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
+def _why_no_silu(gate: Value, factors: set[Value]) -> str:
+    """Return the reason why a sigmoid of `gate`, multiplied by `factors`, is no silu; "" if it is, or no gate."""
+    if _factors(gate) <= factors:  # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
         return ""
-    if gate.op != "scale" or not _factors(gate.arg) <= beside:
+    if gate.op != "scale" or not _factors(gate.arg) <= factors:
         return (
             "the gate is a plain sigmoid; npu_swiglu requires silu, gate · sigmoid(gate), and this "
             "package emits no operator for sigmoid(gate) · up"
         )
-    is_gate = len(beside) > 2 and gate.arg.op != "clip"  # else it is of another rule, or multiplies nothing more
+    is_gate = len(factors) > 2 and gate.arg.op != "clip"  # else another rule reports it, or there is no other factor
     return f"the gate is multiplied by {gate.attrs[0]} in the sigmoid, not in silu" if is_gate else ""
 
 
 def _factors(value: Value) -> set[Value]:
-    """What a product is of, without casts."""
+    """Return the factors of a product, without casts."""
     value = value.below("cast")
     return _factors(value.args[0]) | _factors(value.args[1]) if value.op == "mul" else {value}

@@ -1,6 +1,6 @@
-"""Gelu written out: x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))), or (1 + erf(x / √2)).
+"""Gelu written out: x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))), or x / 2 · (1 + erf(x / √2)).
 
-What both are of is read as a polynomial of x, so that x³ may be a power, or products in any order.
+The operand of tanh or erf is read as a polynomial of x, so that x³ may be a power, or products in any order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fusion.graph import Found, Graph, Miss, Reading, Value
 
 WRITTEN_GELU = word("written_gelu", "x · Φ(x)", x="[*B, D]", approximate='how Φ is computed: "none" or "tanh"')
 
-_OF = {"tanh": "tanh", "aten.erf.default": "none"}
+_APPROXIMATE = {"tanh": "tanh", "aten.erf.default": "none"}
 _K = math.sqrt(2 / math.pi)
-_MEANT: Mapping[str, Mapping[int, float]] = {"tanh": {1: _K, 3: _K * 0.044715}, "none": {1: math.sqrt(0.5)}}
-"""Of which polynomial of x the function is, by power."""
+_POLYNOMIALS: Mapping[str, Mapping[int, float]] = {"tanh": {1: _K, 3: _K * 0.044715}, "none": {1: math.sqrt(0.5)}}
+"""The coefficients of the operand of the function, by power of x."""
 _NEAR = 1e-6
 _OTHER = "the tanh or erf is of {said}, where gelu has it of {meant}"
 
@@ -26,25 +26,25 @@ Terms = dict[int, float]
 
 @reader(gives=(WRITTEN_GELU,))
 def written_gelus(graph: Graph) -> Iterator[Found]:
-    """Every product x / 2 · (1 + f(..)); why others are none."""
+    """Read every product x / 2 · (1 + f(..)), f tanh or erf, as `written_gelu`; else give the differing polynomial."""
     for value in list(graph.places):
         product, number = unscaled(value)
         for x, behind in (product.args, product.args[::-1]) if product.op == "mul" and is_float(value) else ():
-            (x, of_x), (behind, of_behind) = unscaled(x), unscaled(behind)
+            (x, factor_of_x), (behind, factor) = unscaled(x), unscaled(behind)
             inside = _inside(behind)
-            if inside is not None and math.isclose(number * of_x * of_behind, 0.5, rel_tol=_NEAR):
-                found = _found(exact(x), inside)
-                yield from () if found is None else ((value, found),)
+            if inside is not None and math.isclose(number * factor_of_x * factor, 0.5, rel_tol=_NEAR):
+                outcome = _compared(exact(x), inside)
+                yield from () if outcome is None else ((value, outcome),)
 
 
 def _inside(behind: Value) -> Value | None:
-    """The tanh or erf to which 1 is added."""
-    return behind.arg if (behind.op, behind.attrs) == ("shift", (1.0,)) and behind.arg.op in _OF else None
+    """Return the tanh or erf to which 1 is added; None for others."""
+    return behind.arg if (behind.op, behind.attrs) == ("shift", (1.0,)) and behind.arg.op in _APPROXIMATE else None
 
 
-def _found(x: Value, inside: Value) -> Reading | Miss | None:
-    approximate = _OF[inside.op]
-    have, meant = _polynomial(inside.arg, x, {}), _MEANT[approximate]
+def _compared(x: Value, inside: Value) -> Reading | Miss | None:
+    approximate = _APPROXIMATE[inside.op]
+    have, meant = _polynomial(inside.arg, x, {}), _POLYNOMIALS[approximate]
     if have is None:
         return None
     if have.keys() != meant.keys() or not all(math.isclose(have[n], meant[n], rel_tol=_NEAR) for n in meant):
@@ -57,7 +57,7 @@ def _shown(terms: Mapping[int, float]) -> str:
 
 
 def _polynomial(value: Value, x: Value, known: dict[Value, Terms | None]) -> Terms | None:
-    """The factor of each power of x in a value of up to the third; None for what is no polynomial."""
+    """Return the coefficient of each power of `x` in `value`, up to the third; None for other functions."""
     if value not in known:
         known[value] = None
         known[value] = _terms(value, x, known)
@@ -96,8 +96,8 @@ def _plus(x: Terms, y: Terms) -> Terms:
 
 
 def _times(x: Terms, y: Terms) -> Terms | None:
-    found: Terms = {}
+    product: Terms = {}
     for power, factor in x.items():
         for other, more in y.items():
-            found = _plus(found, {power + other: factor * more})
-    return found if max(found, default=0) <= 3 else None
+            product = _plus(product, {power + other: factor * more})
+    return product if max(product, default=0) <= 3 else None

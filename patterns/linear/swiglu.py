@@ -1,10 +1,10 @@
-"""y = silu(a) · b; or y = a · sigmoid(alpha · a) · (b + shift), both bounded  (Shazeer, 2020; gpt-oss, 2025).
+"""y = silu(a) · b; or y = a · sigmoid(alpha · a) · (b + shift), a and b bounded  (Shazeer, 2020; gpt-oss, 2025).
 
-*Matches* silu written in any way, of the halves or lanes of a merged projection, or of two projections of one input
-whose weights are Parameters; with bounds of both, or without; as it is, in float32 as a factor of more, or quantised
-for the next layer in W8A8, each row with its own scale, where nothing else reads it. *Replaces with* `npu_swiglu`,
-`npu_clipped_swiglu`, or `npu_swiglu_quant`, which quantises what was activated before it would be rounded to 16 bits;
-two projections become one matmul of the joined weights, in floats or in W8A8, prepared once.
+*Matches* silu in any spelling, of halves or alternate lanes of a merged projection, or of two projections of one input
+whose weights are Parameters; with bounds of a and b, or without; rounded, in float32 for another factor, or quantised
+for the next layer in W8A8, each row with its own scale, if nothing else uses it. *Replaces with* `npu_swiglu`,
+`npu_clipped_swiglu`, or `npu_swiglu_quant`, which quantises the activation before it would be rounded to 16 bits; two
+projections become one matmul of the concatenated weights, in floats or in W8A8, prepared once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ f32 = torch.float32
 
 @dataclass(frozen=True)
 class Unrounded(Plain):
-    """In float32, computed of 16 bits: a factor of more, such as the weight of a token for its expert."""
+    """The result in float32 of operands in 16 bits, for another factor, such as the weight of an expert."""
 
 
 @dataclass(frozen=True)
@@ -33,32 +33,32 @@ class GatedActivation(Rule):
     """The gated activation of gate and up."""
 
     def reference(self, x: Tensor) -> Tensor:
-        """The meaning without bounds: x [*B, 2·H]."""
+        """Compute silu(a) · b of the halves a and b of `x` [*B, 2·H]."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     @pattern
     @variants(source=SOURCES, bounds=BOUNDS, result=(Plain,))
     def gated(self, p, source, bounds, result):
-        """Gate first, up second."""
+        """silu(a) · b or its bounded form, rounded to the dtype of its source"""
         return result.terms(p, p.as_dtype(activated(p, bounds, source.terms(p), source.like), like=source.like))
 
     @pattern
     @variants(source=SOURCES, bounds=(Unbounded,), result=(TokenScales,))
     def quantised(self, p, source, bounds, result):
-        """The same in int8."""
+        """q = round(y / s), s = max|y| / 127 of each token, with y = silu(a) · b rounded to the dtype of its source"""
         return self.gated(p, source, bounds, result)
 
     @pattern
     @variants(source=WIDE_SOURCES, bounds=(Unbounded,), result=(TokenScales,))
     def quantised_in_float32(self, p, source, bounds, result):
-        """Quantise what is not rounded to the dtype of its source before."""
+        """q = round(y / s), s = max|y| / 127 of each token, with y = silu(a) · b in float32"""
         return self.in_float32(p, source, bounds, result)
 
     @pattern
     @variants(source=WIDE_SOURCES, bounds=BOUNDS, result=(Unrounded,))
     def in_float32(self, p, source, bounds, result):
-        """The same that is not rounded to the dtype of its source."""
+        """silu(a) · b or its bounded form, in float32"""
         gate, up = source.wide_terms(p)
         return result.terms(p, bounds.gated(p, gate) * bounds.linear(p, up))
 
@@ -68,7 +68,7 @@ class GatedActivation(Rule):
         "or lanes; exchange both in the weight of their projection"
     )
     def swapped(self, p, bounds, source: Any = Merged):
-        """The gate second."""
+        """a · silu(b), with the gate in the second half or in odd lanes"""
         return activated(p, bounds, source.terms(p, gate_first=False), source.like)
 
     @lookalike(
@@ -76,7 +76,7 @@ class GatedActivation(Rule):
         "as it is; multiply the weight of its projection by {factor} instead"
     )
     def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
-        """Silu of a gate times a number."""
+        """silu(factor · a) · b"""
         scaled = p.maybe_cast(p.scale(p.maybe_cast(gate, to=f32), factor), to=f32)
         return p.maybe_cast(p.silu(scaled), to=gate) * up
 
@@ -86,7 +86,7 @@ class GatedActivation(Rule):
         "tensor has one number for each channel, multiply the weight of the projection of the gate by it instead"
     )
     def factor_of_gate(self, p, source, factor=tensor("*F")):
-        """Multiply the gate by a tensor before silu."""
+        """silu(a · tensor) · b"""
         gate, up = source.terms(p)
         product = p.maybe_cast(gate * factor, to=f32)
         return p.maybe_cast(p.silu(product), to=source.like) * up
@@ -97,7 +97,7 @@ class GatedActivation(Rule):
         "operator multiplies them alone; write (silu(gate) * up) * factor"
     )
     def factor_between(self, p, source, factor=tensor("*F")):
-        """Multiply one side by a tensor before the product of both."""
+        """(silu(a) · tensor) · b"""
         gate, up = source.terms(p)
         return p.maybe_cast(p.silu(gate), to=source.like) * up * factor
 
@@ -107,7 +107,7 @@ class GatedActivation(Rule):
         "so"
     )
     def slices(self, p, x=tensor("*B D")):
-        """Of any two slices."""
+        """silu(a) · b of any two slices of one tensor"""
         gate, up = (p.maybe_cast(p.op("slice", x), to=f32) for _ in range(2))
         return p.maybe_cast(p.silu(gate), to=x) * up
 
@@ -117,8 +117,8 @@ class GatedActivation(Rule):
         apart=("source.x", "z"),
     )
     def two_inputs(self, p, z=tensor("*B J"), source: Any = Projected):
-        """Silu of one, times the other."""
-        gate, up = source.terms(p, beside=z)
+        """silu(x W_aᵀ) · (z W_bᵀ), projections of different inputs"""
+        gate, up = source.terms(p, up_input=z)
         return p.maybe_cast(p.silu(gate), to=source.x) * up
 
     @variants(bounds=BOUNDS)
@@ -128,40 +128,40 @@ class GatedActivation(Rule):
         apart=("gate", "up"),
     )
     def two_tensors(self, p, bounds, gate=tensor("*B D"), up=tensor("*B D")):
-        """Of any two tensors."""
+        """silu(a) · b of any two tensors"""
         return activated(p, bounds, (p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)), gate)
 
     @lookalike("the gate is clamped behind silu; npu_clipped_swiglu requires the bound before silu")
     def behind_silu(self, p, gate=tensor("*B D"), up=tensor("*B D"), bounds: Any = Clipped):
-        """Silu, then a bound."""
+        """clamp(silu(a)) · clamp(b)"""
         activated = p.maybe_cast(p.silu(p.maybe_cast(gate, to=f32)), to=gate)
         return p.clip(activated, bounds.floor, bounds.limit) * bounds.linear(p, p.maybe_cast(up, to=f32))
 
     @lookalike("the gate is gelu, not silu; npu_swiglu computes silu alone")
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
-        """Gelu(gate) · up."""
+        """gelu(a) · b"""
         return p.op("gelu", gate) * up
 
     def guard(self, source: Any, bounds: Any):
-        """What the operator takes, and when joining is free."""
+        """Refuse bounds, lanes and weights that the operator or a concatenation cannot take."""
         bounds.refuse(source.interleaved)
         source.refuse()
 
     @lowering
     @variants(result=(Plain,))
     def npu(self, source: Any, bounds: Any, result: Plain):
-        """One operator, behind one matmul where projections are joined."""
+        """Emit npu_swiglu or npu_clipped_swiglu, behind one matmul for projections."""
         return bounds.run(source.joined(), source.interleaved)
 
     @lowering
     @variants(result=(Unrounded,))
     def npu_in_float32(self, source: Any, bounds: Any, result: Unrounded):
-        """The same operator over what is cast."""
+        """Emit npu_swiglu or npu_clipped_swiglu on gate and up cast to float32."""
         return bounds.run(source.joined().to(f32), source.interleaved)
 
     @lowering
     @variants(result=(TokenScales,))
     def by_token(self, source: Any, result: TokenScales):
-        """The same; a scale in 16 bits is cast."""
+        """Emit npu_swiglu_quant with a scale of each token, cast to the dtype of the model."""
         int8, inverse = torch.ops.npu.npu_swiglu_quant(source.joined(), activate_left=True, quant_mode=1)
-        return int8, result.restored(inverse.reciprocal())  # it gives 127 / rowmax
+        return int8, result.restored(inverse.reciprocal())  # the operator returns 127 / rowmax

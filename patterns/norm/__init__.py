@@ -1,1 +1,1 @@
-"""Norms, and what stands beside them."""
+"""Norms over the last dim, with a residual add before and a quantisation or cast behind."""

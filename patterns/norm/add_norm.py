@@ -1,4 +1,4 @@
-"""s = a + b; y = norm(s): the residual add and the RMS norm or layer norm that follows, both results kept.
+"""s = a + b; y = norm(s): the residual add and the RMS norm or layer norm that follows, both results returned.
 
 *Matches* the sum in the tensors' own dtype, or in float32 with the norm on the unrounded sum; the gain of an RMS norm
 as γ, 1 + weight or none. *Replaces with* `npu_add_rms_norm` or `npu_add_layer_norm`, which return the norm and the sum.
@@ -35,75 +35,75 @@ f32 = torch.float32
 class RmsNorm(Gain):
     """x / sqrt(mean(x²) + eps), times a gain."""
 
-    def of(self, p, x, eps):
-        """The norm of a sum."""
+    def term(self, p, x, eps):
+        """Match the RMS norm of `x`."""
         return p.rms_norm(x=x, **vars(self), eps=eps)
 
 
 @dataclass(frozen=True)
 class LayerNorm(Group):
-    """(x - mean(x)) / sqrt(var(x) + eps), times a gain, and a bias added."""
+    """(x - mean(x)) / sqrt(var(x) + eps), times a gain, plus a bias."""
 
     gamma: Any = GAIN
     beta: Any = GAIN
 
-    def of(self, p, x, eps):
-        """The norm of a sum."""
+    def term(self, p, x, eps):
+        """Match the layer norm of `x`."""
         return p.layer_norm(x=x, **vars(self), eps=eps)
 
     def remark(self, x: Any, operator: str) -> str:
-        """The operator takes its gain in float32."""
+        """Return "": the operator takes the gain in float32, without rounding it."""
         return ""
 
 
 def rounded_before_gain(p, x, gamma, eps, to) -> Any:
-    """An RMS norm of x in float32 that is rounded to the dtype of `to` before its gain [D]."""
+    """Match the RMS norm of `x` in float32, rounded to the dtype of `to` before its gain `gamma` [D]."""
     unit = x * p.rsqrt(p.mean(p.square(x)) + eps)
     return p.maybe_cast(unit, to=to) * p.maybe_cast(gamma, to=f32)
 
 
 def float32_sum(p, a, b) -> Any:
-    """Both in float32, added."""
+    """Match the sum of `a` and `b`, each cast to float32."""
     return p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
 
 
 @dataclass(frozen=True)
 class AddNorm(Rule):
-    """Residual add and norm in one."""
+    """Residual add and norm in one operator."""
 
     aliases = ("add_rms_norm", "add_layer_norm", "residual_norm")
 
     def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The meaning for RMS norms: a and b [*B, D], gamma [D]; returns (norm, sum)."""
+        """Compute the RMS norm with `gamma` [D] of the sum of `a` and `b` [*B, D], and the sum."""
         s = a + b
         return RMSNorm().reference(s, gamma, eps), s
 
     @pattern
     @variants(norm=(RmsNorm, LayerNorm))
     def rounded_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
-        """The norm of the sum as the next layer reads it."""
+        """s = a + b, norm(s), with s in the dtype that is used further"""
         s = p.typed(a + b, total)
-        return norm.of(p, s, eps), s
+        return norm.term(p, s, eps), s
 
     @pattern
     @variants(norm=(RmsNorm, LayerNorm))
     def float32_sum(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
-        """The norm of the sum in float32, before it is rounded for the next layer."""
+        """s = a + b in float32, norm(s) and s both rounded to the dtype of a"""
         s = p.typed(float32_sum(p, a, b), total)
-        return p.as_dtype(norm.of(p, s, eps), like=a), p.as_dtype(s, like=a)
+        return p.as_dtype(norm.term(p, s, eps), like=a), p.as_dtype(s, like=a)
 
     @pattern
     @variants(norm=(RmsNorm,))
     def float32_sum_rounded_norm(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
-        """The same with the norm rounded before the weight."""
+        """s = a + b in float32, x = s / sqrt(mean(s²) + eps) rounded before x · γ, and s rounded"""
         s = p.typed(float32_sum(p, a, b), total)
         return p.as_dtype(rounded_before_gain(p, s, norm.gamma, eps, to=a), like=a), p.as_dtype(s, like=a)
 
     @pattern
     @variants(norm=(RmsNorm,))
     def float32_sum_unused(self, p, norm, a=tensor("*B D"), b=tensor("*B D"), eps=scalar(), total=attribute()):
-        """The same where nothing else reads the sum."""
-        return p.as_dtype(norm.of(p, p.typed(float32_sum(p, a, b), total), eps), like=a)
+        """norm(a + b) of the sum in float32, which nothing else uses"""
+        return p.as_dtype(norm.term(p, p.typed(float32_sum(p, a, b), total), eps), like=a)
 
     @variants(norm=(RmsNorm, LayerNorm))
     @lookalike(
@@ -111,17 +111,17 @@ class AddNorm(Rule):
         "shape and adds them as they are"
     )
     def other_sum(self, p, norm, a=tensor("*A"), b=tensor("*C"), eps=scalar()):
-        """Norm of any other sum."""
-        return norm.of(p, a + b, eps)
+        """norm(a + b) of addends that are broadcast or scaled"""
+        return norm.term(p, a + b, eps)
 
     def remark(self, a: Any, norm: Any) -> str:
-        """What the dtype of the gain means."""
+        """Describe the rounding of the gain to the dtype of the addends."""
         return norm.remark(a, "npu_add_rms_norm")
 
     @lowering
     @variants(norm=(RmsNorm,))
     def rms(self, a: Tensor, b: Tensor, norm: Gain, eps: float, total: torch.dtype):
-        """Run one operator, which takes the gain in the dtype of the addends."""
+        """Emit npu_add_rms_norm, with the gain in the dtype of the addends."""
         require(
             a.dtype == b.dtype,
             "the addends have different dtypes; the operator requires one; cast one of them to that of the other",
@@ -134,7 +134,7 @@ class AddNorm(Rule):
     @lowering
     @variants(norm=(LayerNorm,))
     def layer(self, a: Tensor, b: Tensor, norm: LayerNorm, eps: float):
-        """One operator; weight and bias in the dtype of the addends, or in float32 alike."""
+        """Emit npu_add_layer_norm, with weight and bias both in the dtype of the addends or both in float32."""
         require(
             a.dtype == b.dtype,
             "the addends of the norm have different dtypes; the operator requires one; cast one of "
@@ -142,6 +142,6 @@ class AddNorm(Rule):
         )
         gamma = unit_gain(a) if norm.gamma is None else norm.gamma
         lines = gamma, torch.zeros_like(unit_gain(a)) if norm.beta is None else norm.beta
-        kept = a.dtype if {each.dtype for each in lines} == {a.dtype} else f32
-        y, _, _, s = torch.ops.npu.npu_add_layer_norm(a, b, *(each.to(kept) for each in lines), eps, True)
+        dtype = a.dtype if {each.dtype for each in lines} == {a.dtype} else f32
+        y, _, _, s = torch.ops.npu.npu_add_layer_norm(a, b, *(each.to(dtype) for each in lines), eps, True)
         return y, s

@@ -16,11 +16,11 @@ GAIN = tensor("D", optional=True)
 
 @dataclass(frozen=True)
 class Gain(Group):
-    """What a norm is multiplied by; neither for ones.
+    """The gain of a norm; ones where both fields are None.
 
     Attributes:
-        gamma: the gain itself.
-        weight: the gain is 1 + weight, which models compute in float32.
+        gamma: the gain.
+        weight: the gain minus 1; models compute 1 + weight in float32.
     """
 
     gamma: Any = GAIN
@@ -41,7 +41,10 @@ class Gain(Group):
             return (1.0 + (given if given.dtype == x.dtype else given.to(f32))).to(x.dtype)
 
     def remark(self, x: Any, operator: str) -> str:
-        """What rounding it means, where it is rounded: relative to a lane, no more than the result's own rounding."""
+        """Describe the rounding of the gain to the dtype of `x` for `operator`; "" where it is not rounded.
+
+        Relative to a lane, that is no more than the rounding of the result.
+        """
         given = next((each.dtype for each in (self.gamma, self.weight) if each is not None), x.dtype)
         if x.dtype == f32 or (self.weight is None and given == x.dtype):
             return ""
@@ -54,5 +57,5 @@ class Gain(Group):
 
 
 def unit_gain(x: Tensor) -> Tensor:
-    """The gain [D] of a norm of x [.., D] that has none."""
+    """Build the gain [D] of ones, for a norm of `x` [.., D] without gain."""
     return torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device)

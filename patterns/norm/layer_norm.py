@@ -1,7 +1,7 @@
 """y = (x - mean(x)) / sqrt(var(x) + eps) · gamma + beta  (Ba, Kiros and Hinton, Layer Normalization, 2016).
 
 *Matches* the norm written out by hand. *Replaces with* `aten.native_layer_norm`, one kernel everywhere; a call of
-`F.layer_norm` is one already and stays as it is, but reads as this rule for composites.
+`F.layer_norm` is that kernel already and stays as it is, but other rules match it as this norm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LayerNorm(Rule):
     """Normalisation to zero mean and unit variance over the last dim, accumulated in float32."""
 
     def reference(self, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-        """The meaning: x [*B, D], gamma and beta [D]."""
+        """Compute the layer norm of `x` [*B, D] with `gamma` and `beta` [D]."""
         return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
 
     def _centred(self, p, x):
@@ -35,55 +35,55 @@ class LayerNorm(Rule):
 
     @pattern
     def affine(self, p, x=tensor("*B D"), gamma=tensor("D"), beta=tensor("D"), eps=scalar()):
-        """With weight and bias."""
+        """(x - mean(x)) / sqrt(var(x) + eps) · gamma + beta"""
         y = p.maybe_cast(self._unit(p, x, eps), to=x) * p.maybe_cast(gamma, to=f32)
         return p.as_dtype(p.maybe_cast(y, to=x) + p.maybe_cast(beta, to=f32), like=x)
 
     @pattern
     def weighted(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
-        """Without bias."""
+        """(x - mean(x)) / sqrt(var(x) + eps) · gamma"""
         return p.as_dtype(p.maybe_cast(self._unit(p, x, eps), to=x) * p.maybe_cast(gamma, to=f32), like=x)
 
     @pattern
     def plain(self, p, x=tensor("*B D"), eps=scalar()):
-        """Without weight and bias."""
+        """(x - mean(x)) / sqrt(var(x) + eps)"""
         return p.as_dtype(self._unit(p, x, eps), like=x)
 
     def guard(self, eps: float):
-        """As for every norm."""
+        """Refuse an eps that is not positive."""
         require(eps > 0, "eps={eps} is not positive, as the operator requires", eps=eps)
 
     @lookalike("the variance has a factor {factor}: it is unbiased (correction 1), the operator's is not")
     def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """(x - mean) · rsqrt(var(correction=1) + eps)."""
+        """(x - mean) · rsqrt(var(correction=1) + eps)"""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(self._centred(p, x))), factor), eps))
 
     @lookalike("eps={eps} is added to the standard deviation, outside the root")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
-        """(x - mean) / (std + eps)."""
+        """(x - mean) / (std + eps)"""
         deviation = p.power(p.mean(p.square(self._centred(p, x))), 0.5)
         return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
     @lookalike("eps={eps} is added outside the root, to an unbiased standard deviation")
     def eps_outside_unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """(x - mean) / (std(correction=1) + eps)."""
+        """(x - mean) / (std(correction=1) + eps)"""
         deviation = p.scale(p.power(p.mean(p.square(self._centred(p, x))), 0.5), factor)
         return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
     @lookalike("what is divided by the root of the variance is not the centred tensor, or has a weight of other dims")
     def not_centred(self, p, x=tensor("*B D"), eps=scalar()):
-        """X · rsqrt(var + eps)."""
+        """x · rsqrt(var + eps), or a centred tensor with a weight of other dims"""
         return p.rsqrt(p.mean(p.square(self._centred(p, x))) + eps)
 
     @lookalike("the tensor is centred, but divided by the root of its second moment, not of its variance")
     def second_moment(self, p, x=tensor("*B D"), eps=scalar()):
-        """(x - mean) · rsqrt(mean(x²) + eps)."""
+        """(x - mean) · rsqrt(mean(x²) + eps)"""
         h = p.maybe_cast(x, to=f32)
         return (h - p.mean(h)) * p.rsqrt(p.mean(p.square(h)) + eps)
 
     @lowering
     def native(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float):
-        """One kernel; weight and bias in x's dtype or float32 alike."""
+        """Emit native_layer_norm, with weight and bias both in the dtype of x or both in float32."""
         require(x.is_floating_point(), "x is {dtype}, and the operator takes floats", dtype=x.dtype)
         given = [each for each in (gamma, beta) if each is not None]
         same = {each.dtype for each in given} <= {x.dtype}

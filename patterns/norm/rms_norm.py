@@ -1,7 +1,7 @@
 """y = x / sqrt(mean(x²) + eps) · gamma  (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
 
-*Matches* the sum of squares over the last dim in float32 or in x's own dtype, the weight before or after the cast back,
-gamma itself, 1 + weight, or no weight; without one the sum of the squares as well, as L2 norms have it:
+*Matches* the mean of squares over the last dim in float32 or in x's own dtype, the gain before or after the cast back,
+as gamma, 1 + weight, or none; without a gain the sum of squares as well, as in L2 norms:
 x / sqrt(n · mean(x²) + eps) = x / sqrt(mean(x²) + eps / n) / sqrt(n).
 *Replaces with* `npu_rms_norm` or `npu_gemma_rms_norm`.
 """
@@ -27,70 +27,68 @@ class RMSNorm(Rule):
     aliases = ("gemma_rms_norm",)
 
     def reference(self, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-        """The meaning: x [*B, D], gamma [D]."""
+        """Compute the RMS norm of `x` [*B, D] with the gain `gamma` [D], in float32."""
         h = x.float()
         return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * gamma.float()).to(x.dtype)
 
     def _unit(self, p, h, eps):
-        """X / sqrt(mean(x²) + eps)."""
         return h * p.rsqrt(p.mean(p.maybe_cast(p.square(h), to=f32)) + eps)
 
     @pattern
     def one_plus_weight(self, p, x=tensor("*B D"), weight=tensor("D"), eps=scalar()):
-        """The gain is 1 + weight."""
+        """x / sqrt(mean(x²) + eps) · (1 + weight)"""
         y = self._unit(p, p.maybe_cast(x, to=f32), eps)
         gain = p.maybe_cast(p.shift(p.maybe_cast(weight, to=f32), 1.0), to=f32)
         return p.as_dtype(p.maybe_cast(y, to=x) * gain, like=x)
 
     @pattern
     def weighted(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
-        """The gain is gamma."""
+        """x / sqrt(mean(x²) + eps) · gamma"""
         y = self._unit(p, p.maybe_cast(x, to=f32), eps)
         return p.as_dtype(p.maybe_cast(y, to=x) * p.maybe_cast(gamma, to=f32), like=x)
 
     @pattern
     def weighted_narrow(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
-        """Statistics in float32, product in x's own dtype."""
+        """x / sqrt(mean(x²) + eps) · gamma, with the root in float32, rounded to x's own dtype for the product"""
         h = p.maybe_cast(x, to=f32)
         root = p.rsqrt(p.mean(p.maybe_cast(p.square(h), to=f32)) + eps)
         return p.as_dtype(p.maybe_cast(x * p.maybe_cast(root, to=x), to=x) * p.maybe_cast(gamma, to=f32), like=x)
 
     @pattern
     def weighted_narrow_squares(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
-        """Squares in x's own dtype, averaged in float32."""
+        """x / sqrt(mean(x²) + eps) · gamma, with squares in x's own dtype, averaged in float32"""
         root = p.rsqrt(p.mean(p.maybe_cast(p.square(x), to=f32)) + eps)
         return p.as_dtype(p.maybe_cast(p.maybe_cast(x, to=f32) * root, to=x) * p.maybe_cast(gamma, to=f32), like=x)
 
     @pattern
     def unweighted(self, p, x=tensor("*B D"), eps=scalar()):
-        """No gain."""
+        """x / sqrt(mean(x²) + eps)"""
         return p.as_dtype(self._unit(p, p.maybe_cast(x, to=f32), eps), like=x)
 
     @pattern
     def unweighted_narrow(self, p, x=tensor("*B D"), eps=scalar()):
-        """No gain; statistics in float32, product in x's own dtype."""
+        """x / sqrt(mean(x²) + eps), with the root in float32, rounded to x's own dtype for the product"""
         h = p.maybe_cast(x, to=f32)
         root = p.rsqrt(p.mean(p.maybe_cast(p.square(h), to=f32)) + eps)
         return p.as_dtype(x * p.maybe_cast(root, to=x), like=x)
 
     def _over_length(self, p, h, eps, factor):
-        """1 / sqrt(factor · mean(x²) + eps)."""
         return p.rsqrt(p.shift(p.scale(p.maybe_cast(p.mean(p.maybe_cast(p.square(h), to=f32)), to=f32), factor), eps))
 
     @pattern
-    def of_length(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """The squares are summed, as in an L2 norm."""
+    def sum_of_squares(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """x / sqrt(sum(x²) + eps), as in an L2 norm"""
         h = p.maybe_cast(x, to=f32)
         return p.as_dtype(h * self._over_length(p, h, eps, factor), like=x)
 
     @pattern
-    def of_length_narrow(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """The same with statistics in float32, product in x's own dtype."""
+    def sum_of_squares_narrow(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """x / sqrt(sum(x²) + eps), with the root in float32, rounded to x's own dtype for the product"""
         h = p.maybe_cast(x, to=f32)
         return p.as_dtype(x * p.maybe_cast(self._over_length(p, h, eps, factor), to=x), like=x)
 
     def guard(self, eps: float, factor: float | None):
-        """Only a small positive eps is a guard against division by zero."""
+        """Refuse an eps that is not positive, or too large to guard a division, and a negative factor of the mean."""
         require(eps > 0, "eps={eps} is not positive, as the operator requires", eps=eps)
         eps /= factor or 1
         require(eps <= 0.02, "eps={eps} is no guard against division by zero but a damping term", eps=eps)
@@ -101,7 +99,7 @@ class RMSNorm(Rule):
         "centred or cast alike), or the weight has other dims than the last one"
     )
     def other_tensor(self, p, x=tensor("*B D"), eps=scalar()):
-        """Y · rsqrt(mean(x²) + eps)."""
+        """y · rsqrt(mean(x²) + eps)"""
         return p.rsqrt(p.mean(p.square(x)) + eps)
 
     @lookalike(
@@ -109,7 +107,7 @@ class RMSNorm(Rule):
         "or a weight stands between"
     )
     def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """Y · rsqrt(sum(x²) + eps)."""
+        """y · rsqrt(sum(x²) + eps)"""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
 
     @lookalike(
@@ -122,7 +120,7 @@ class RMSNorm(Rule):
 
     @lookalike("the variance beside the squared mean has a factor {factor}: it is unbiased, so both are no mean square")
     def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """Rsqrt(var(correction=1) + mean² + eps)."""
+        """rsqrt(var(correction=1) + mean² + eps)"""
         average = p.mean(x)
         moment = p.scale(p.mean(p.square(x - average)), factor) + p.square(average)
         return p.rsqrt(p.shift(moment, eps))
@@ -134,12 +132,12 @@ class RMSNorm(Rule):
 
     @lookalike("eps={eps} is added outside the root; the operator adds it to the mean square; write rsqrt(mean + eps)")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
-        """X / (sqrt(mean(x²)) + eps)."""
+        """x / (sqrt(mean(x²)) + eps)"""
         return p.power(p.power(p.mean(p.square(x)), 0.5) + eps, -1.0)
 
     @lookalike("the root holds no eps; the operator requires one; write rsqrt(mean + eps)")
     def no_eps(self, p, x=tensor("*B D"), root=attribute()):
-        """X · rsqrt(mean(x²))."""
+        """x · rsqrt(mean(x²))"""
         return p.power(p.mean(p.square(x)), root)
 
     @lookalike(
@@ -147,29 +145,29 @@ class RMSNorm(Rule):
         "pass eps as a Python float"
     )
     def tensor_eps(self, p, x=tensor("*B D"), eps=tensor("*E")):
-        """Rsqrt(mean(x²) + eps tensor)."""
+        """rsqrt(mean(x²) + eps), eps a tensor"""
         return p.rsqrt(p.mean(p.square(x)) + eps)
 
     @lookalike(
         "the mean is of absolute values, not of squares under a root; the operator requires the root of the mean square"
     )
     def absolute(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
-        """X / (mean(|x|) + eps)."""
+        """x / (mean(|x|) + eps)"""
         return p.power(p.mean(p.op("abs", x)) + eps, root)
 
     @lookalike("the length is clamped from below, instead of having eps added under the root; write rsqrt(mean + eps)")
     def clamped(self, p, x=tensor("*B D"), root=attribute(), factor=scalar()):
-        """X / max(‖x‖, eps), as F.normalize."""
+        """x / max(‖x‖, eps), as F.normalize"""
         return p.power(p.op("clip", p.maybe_scaled(p.power(p.mean(p.square(x)), 0.5), factor)), root)
 
     @lookalike("the mean square is clamped from below, instead of having eps added to it; write rsqrt(mean + eps)")
     def clamped_square(self, p, x=tensor("*B D"), root=attribute()):
-        """X / sqrt(max(mean(x²), eps))."""
+        """x / sqrt(max(mean(x²), eps))"""
         return p.power(p.op("clip", p.mean(p.square(x))), root)
 
     @lowering
     def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float, factor: float | None):
-        """One operator; gamma in x's dtype or float32."""
+        """Emit npu_rms_norm, with gamma in the dtype of x or in float32."""
         require(weight is None, "the gain is 1 + weight, not a tensor of its own")
         require(factor is None, "the squares are summed, not averaged")
         gain = unit_gain(x) if gamma is None else gamma
@@ -178,19 +176,19 @@ class RMSNorm(Rule):
 
     @lowering
     def scaled(self, x: Tensor, eps: float, factor: Any):
-        """One operator for a sum of squares; the gain is 1 / sqrt(factor)."""
+        """Emit npu_rms_norm for a sum of squares, with the constant gain 1 / sqrt(factor)."""
         require(factor is not None, "the squares are averaged, not summed")
         gain = torch.full(x.shape[-1:], factor**-0.5, dtype=torch.promote_types(x.dtype, f32), device=x.device)
         return torch.ops.npu.npu_rms_norm(x, gain, eps / factor)[0]
 
     @lowering
     def gemma(self, x: Tensor, weight: Tensor | None, eps: float):
-        """One operator for the gain 1 + weight."""
+        """Emit npu_gemma_rms_norm, which adds 1 to the weight."""
         require(weight is not None, "the gain is not 1 + weight")
         return torch.ops.npu.npu_gemma_rms_norm(x, weight, eps)[0]
 
     @lowering
     def shifted(self, x: Tensor, weight: Tensor | None, eps: float):
-        """The gain 1 + weight computed beside it, where the operator for it cannot be used."""
+        """Emit npu_rms_norm with the gain 1 + weight computed in float32, where npu_gemma_rms_norm cannot be used."""
         require(weight is not None, "the gain is not 1 + weight")
         return torch.ops.npu.npu_rms_norm(x, 1.0 + weight.to(f32), eps)[0]

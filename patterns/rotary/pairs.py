@@ -1,4 +1,4 @@
-"""Pairs of lanes: which lane a product rotates, which partner with it, in which order; or why lanes are no pairs."""
+"""Pairs of lanes of a rotation: each lane of x, its partner and their order, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ ORDERS = (HALF, INTERLEAVED)
 
 
 class Side(NamedTuple):
-    """One product, by lane of the result: the lane of x, the table and its lane that it is multiplied by, a factor."""
+    """One product of a rotation, as arrays over the lanes of the result.
+
+    Attributes:
+        lane: the lane of x.
+        table: the number of the leaf by which the lane is multiplied.
+        entry: the lane of that leaf.
+        factor: the constant factor.
+    """
 
     lane: Index
     table: Index
@@ -25,7 +32,10 @@ class Side(NamedTuple):
 
 
 def side_of(term: Term, leaf: int, where: Index) -> Side | None:
-    """One term by the lanes of the leaf that is rotated."""
+    """Read `term` at the lanes `where` as a product of the leaf number `leaf` with a table.
+
+    None unless exactly one factor of each lane is of that leaf.
+    """
     first, second = term.first, term.second
     in_first, in_second = first.leaf[where] == leaf, second.leaf[where] == leaf
     if not (in_first ^ in_second).all():
@@ -37,17 +47,21 @@ def side_of(term: Term, leaf: int, where: Index) -> Side | None:
 
 
 def pairs_of(order: str, size: int) -> Index:
-    """The lanes of each pair [D / 2, 2]."""
+    """Return the lanes of each pair [size / 2, 2], in "half" or "interleaved" `order`."""
     lanes = np.arange(size)
     return lanes.reshape(2, -1).T if order == HALF else lanes.reshape(-1, 2)
 
 
 def align(left: Side, right: Side, source: str, result: str) -> tuple[Side, Side] | None:
-    """The products of each lane itself and of its partner, the latter with the sign that they have in a rotation."""
+    """Sort two products into those of each lane itself (cos) and of its partner (sin), in the given orders of pairs.
+
+    The factors of sin are multiplied by the signs of a rotation, so that one factor is left. None where lanes have
+    another order.
+    """
     size, base = len(left.lane), min(left.lane.min(), right.lane.min())
-    of, to = pairs_of(source, size), pairs_of(result, size)
+    lanes, to = pairs_of(source, size), pairs_of(result, size)
     own, partner, sign = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size)
-    own[to], partner[to], sign[to] = base + of, base + of[:, ::-1], (-1.0, 1.0)
+    own[to], partner[to], sign[to] = base + lanes, base + lanes[:, ::-1], (-1.0, 1.0)
     straight = (left.lane == own) & (right.lane == partner)
     crossed = (right.lane == own) & (left.lane == partner)
     if not (straight | crossed).all():
@@ -60,7 +74,10 @@ def align(left: Side, right: Side, source: str, result: str) -> tuple[Side, Side
 
 
 def refusal(cos: Side, sin: Side, pairs: Index) -> str | None:
-    """Why products of lanes and their partners are no rotation. `pairs` are the lanes of each pair of the result."""
+    """Return the reason why products of lanes (`cos`) and of partners (`sin`) are no rotation; None if they are one.
+
+    `pairs` [D / 2, 2] are the lanes of each pair of the result.
+    """
     apart = any((each.table[pairs[:, 0]] != each.table[pairs[:, 1]]).any() for each in (cos, sin))
     if apart or any(stop - start < 2 for each in (cos, sin) for start, stop in runs(each.table)):
         return (
@@ -81,7 +98,7 @@ def refusal(cos: Side, sin: Side, pairs: Index) -> str | None:
 
 
 def unpaired(left: Side, right: Side) -> str | None:
-    """Why lanes that are combined with lanes of the same tensor are no rotated pairs."""
+    """Return the reason why two products of lanes of one tensor are no rotation; None if the result has no pairs."""
     if (left.lane == right.lane).all():
         return "each lane is combined with itself, not with a partner; a rotation combines it with the lane of its pair"
     _, uses = np.unique(np.concatenate((left.lane, right.lane)), return_counts=True)
@@ -91,6 +108,6 @@ def unpaired(left: Side, right: Side) -> str | None:
 
 
 def runs(numbers: Index) -> list[tuple[int, int]]:
-    """Where stretches of the same number start and stop."""
+    """List the start and the end of each run of equal numbers."""
     bounds = [0, *(np.nonzero(np.diff(numbers))[0] + 1).tolist(), len(numbers)]
     return list(pairwise(bounds))

@@ -1,4 +1,4 @@
-"""Queries and keys that are rotated by the same tables: what one call for both takes, reads and gives."""
+"""Queries and keys that are rotated by the same tables, by one call of npu_apply_rotary_pos_emb."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ _PAIRS = (
 
 @dataclass(frozen=True)
 class Pair(Group):
-    """Queries and keys, the tables of both, in which order their lanes stand, and the dtype of the results."""
+    """Queries and keys with shared tables.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        cos: the cosines of both.
+        sin: the sines of both.
+        order: the order of pairs of lanes, "half" or "interleaved".
+        dtype: the dtype of the results.
+        kind: the facet for the rotation of one of them.
+    """
 
     q: Any = tensor("*B D")
     k: Any = tensor("*C D")
@@ -31,11 +41,11 @@ class Pair(Group):
     kind: ClassVar[type[Rotated]] = Rotated
 
     def each(self) -> list[Rotated]:
-        """The rotation of either."""
+        """Return the rotation of queries and the rotation of keys."""
         return [self.kind(x, self.cos, self.sin, self.order, self.order, self.dtype) for x in (self.q, self.k)]
 
     def guard(self) -> None:
-        """What one call can take."""
+        """Refuse what one call cannot rotate: interleaved lanes, differing ranks, other than three or four dims."""
         q, k = self.q.rank, self.k.rank
         require(self.order == "half", _PAIRS)
         require(
@@ -48,68 +58,74 @@ class Pair(Group):
         require(q in (3, 4), "queries and keys have {q} dims, not three or four", q=q)
 
     def read(self, by_batch: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Lanes and tables as the operator reads them, of four dims; these for every sequence if it asks for that."""
-        of_q = self.each()[0]
-        tables = of_q.tables_by_batch() if by_batch else of_q.tables()
+        """Return queries, keys, cosines and sines with four dims; `by_batch` expands the tables to every sequence."""
+        rotated_q = self.each()[0]
+        tables = rotated_q.tables_by_batch() if by_batch else rotated_q.tables()
         q, k, cos, sin = (four_dims(each) for each in (self.q, self.k, *tables))
         return q, k, cos, sin
 
     def results(self, *rotated: Tensor) -> tuple[Tensor, ...]:
-        """Both, of four dims, as the model has them."""
+        """Return the `rotated` queries and keys with the dims and in the dtype of the model."""
         return tuple(each.rounded(dims_of(y, each.x)) for y, each in zip(rotated, self.each(), strict=True))
 
 
 @dataclass(frozen=True)
 class WidenedPair(Pair):
-    """Both in a dtype that is widened to float32 for the rotation, which is rounded back."""
+    """Queries and keys that the model widens to float32 for the rotation, and rounds back."""
 
     cos: Any = tensor("*T Angles")
     sin: Any = tensor("*U Angles")
     kind: ClassVar[type[Rotated]] = Widened
 
     def guard(self) -> None:
-        """Refuse float16 as well."""
+        """Refuse what `Pair` refuses, and float16."""
         super().guard()
-        said = "the model rotates float16 in float32, the operator in float16"
-        require(self.q.dtype != torch.float16, said)
+        reason = "the model rotates float16 in float32, the operator in float16"
+        require(self.q.dtype != torch.float16, reason)
 
 
 @dataclass(frozen=True)
 class SameTables(Group):
-    """No other lanes, but another tensor that is rotated alike."""
+    """Marker of rotations of queries and keys by the same tables."""
 
     def term(self, p, rotated: Pair):
-        """Two rotations, one pair of tables."""
+        """Match the rotations of queries and of keys."""
         return tuple(each.term(p, "rotation") for each in rotated.each())
 
     def guard(self, rotated: Pair) -> None:
-        """What one call can take."""
+        """Refuse queries and keys that one call cannot rotate."""
         rotated.guard()
 
 
 def positions_first(pair: Pair, by_batch: bool = False) -> tuple[Tensor, ...]:
-    """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]; or packed tokens [T, N, D] with tables [T, 1, D]."""
+    """Emit npu_apply_rotary_pos_emb on q [B, S, N, D], k [B, S, K, D] and tables [B|1, S, 1, D].
+
+    Packed tokens are [T, N, D], with tables [T, 1, D].
+    """
     given = pair.read(by_batch)
-    _refuse_unlike(1, *given)
+    _refuse_other_axes(1, *given)
     return pair.results(*_turned(*given))
 
 
 def heads_first(pair: Pair, by_batch: bool = False) -> tuple[Tensor, ...]:
-    """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
+    """Emit npu_apply_rotary_pos_emb on transposed q [B, N, S, D], k [B, K, S, D] and tables [B|1, 1, S, D]."""
     given = pair.read(by_batch)
-    _refuse_unlike(2, *given)
+    _refuse_other_axes(2, *given)
     return pair.results(*(each.transpose(1, 2) for each in _turned(*(each.transpose(1, 2) for each in given))))
 
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Q [B, S, N, D], k [B, S, K, D], by tables [B|1, S, 1, D]."""
+    """Emit npu_apply_rotary_pos_emb on q [B, S, N, D] and k [B, S, K, D] with tables [B|1, S, 1, D]."""
     with bounded():  # float16 is rotated in float16 by the model, too: `WidenedPair` refuses float32
         return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
 
 
-def _refuse_unlike(axis: int, q: Tensor, k: Tensor, *tables: Tensor) -> None:
-    """Positions stand along one axis, heads along the other: of others a limit would say what is not so."""
+def _refuse_other_axes(axis: int, q: Tensor, k: Tensor, *tables: Tensor) -> None:
+    """Refuse queries, keys and tables whose positions are not all along `axis`, with heads along the other.
+
+    Left to the limits of the operator, such calls would get an untrue reason.
+    """
     sizes = {dim_of(each.shape[axis]) for each in (q, k, *tables)}
     alike = len(sizes) == 1 and {dim_of(each.shape[3 - axis]) for each in tables} == {1}
-    said = "queries {q}, keys {k} and tables {table} do not have their positions along one axis"
-    require(alike, said, q=list(q.shape), k=list(k.shape), table=list(tables[0].shape))
+    reason = "queries {q}, keys {k} and tables {table} do not have their positions along one axis"
+    require(alike, reason, q=list(q.shape), k=list(k.shape), table=list(tables[0].shape))

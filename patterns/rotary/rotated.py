@@ -1,4 +1,4 @@
-"""Lanes that are rotated: x, its tables and the orders of its pairs, and the rotation by an operator."""
+"""Lanes that are rotated: x, its tables and the orders of its pairs, and the rotation by npu_rotary_mul."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion import Group, attribute, bounded, require, tensor
 
 
 def four_dims(x: Tensor) -> Tensor:
-    """Give x [.., D] leading dims of size 1 up to four dims; the kernels read four."""
+    """Reshape `x` [.., D] to the four dims that the kernels read, with leading dims of size 1; refuse more."""
     require(x.dim() <= 4, "{rank} dims are more than the four that the operator reads", rank=x.dim())
     for _ in range(4 - x.dim()):
         x = x.unsqueeze(0)
@@ -20,24 +20,24 @@ def four_dims(x: Tensor) -> Tensor:
 
 
 def dims_of(y: Tensor, x: Tensor) -> Tensor:
-    """Take from y the dims of size 1 that `four_dims` has given to x."""
+    """Reshape `y` to the dims of `x`, before `four_dims` unsqueezed it."""
     return y if y.dim() == x.dim() else y.reshape(x.shape)
 
 
 def to_halves(x: Tensor) -> Tensor:
-    """Lanes (2p, 2p + 1) to (p, p + D/2)."""
+    """Permute the lanes of `x` from interleaved (2p, 2p + 1) to half order (p, p + D/2)."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def to_pairs(x: Tensor) -> Tensor:
-    """Lanes (p, p + D/2) to (2p, 2p + 1)."""
+    """Permute the lanes of `x` from half order (p, p + D/2) to interleaved (2p, 2p + 1)."""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str, matrix: Tensor | None = None) -> Tensor:
-    """One operator, both sides in one order; x and the tables [.., D], read in the order in which x lies in memory.
+    """Emit npu_rotary_mul on `x` and tables [.., D] with pairs in one `order`, with dims as `x` has them in memory.
 
-    With a matrix [D, D] the operator multiplies by it where else it would turn the lanes itself.
+    Where `matrix` [D, D] is given, the operator multiplies by it instead of permuting the lanes.
     """
     ranked = [four_dims(each) for each in (x, cos, sin)]
     swapped = ranked[0].stride(1) < ranked[0].stride(2)
@@ -48,7 +48,7 @@ def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str, matrix: Tensor |
 
 
 def rotate_matrix(like: Tensor) -> Tensor:
-    """The matrix [D, D] that turns pairs, x · matrix = (-x₁, x₀, -x₃, x₂, …), for lanes of a tensor [.., D]."""
+    """Build the matrix [D, D] with x · matrix = (-x₁, x₀, -x₃, x₂, …), for lanes as those of `like` [.., D]."""
     width: Any = like.shape[-1]
     first, second = torch.eye(width, dtype=like.dtype, device=like.device).reshape(-1, 2, width).unbind(1)
     return torch.stack((second, -first), dim=1).reshape(width, width)
@@ -56,7 +56,16 @@ def rotate_matrix(like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotated(Group):
-    """Lanes that are rotated, in which orders their pairs stand, and the dtype of the result."""
+    """Lanes that are rotated.
+
+    Attributes:
+        x: the lanes.
+        cos: the cosines.
+        sin: the sines.
+        source: the order of pairs of `x`, "half" or "interleaved".
+        result: the order of pairs of the result.
+        dtype: the dtype of the result.
+    """
 
     x: Any = tensor("*B D")
     cos: Any = tensor("*T D")
@@ -65,9 +74,9 @@ class Rotated(Group):
     result: Any = attribute()
     dtype: Any = attribute()
 
-    def term(self, p, word: str, **beside: Any):
-        """A rotation of them, by the word for it, and what that captures beside, or of other lanes in its place."""
-        return getattr(p, word)(**vars(self) | beside)
+    def term(self, p, word: str, **extra: Any):
+        """Match the rotation as `word`, with the captures `extra` added to, or instead of, those of this group."""
+        return getattr(p, word)(**vars(self) | extra)
 
     def rounded(self, y: Tensor) -> Tensor:
         """Return the rotated lanes `y` in the dtype of the model.
@@ -83,11 +92,11 @@ class Rotated(Group):
         return y.to(self.dtype)
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Both tables [.., D] as the operators read them."""
+        """Return cosines and sines [.., D] as the operators read them."""
         return self.cos, self.sin
 
     def tables_by_batch(self) -> tuple[Tensor, Tensor]:
-        """The same written out for every sequence, [B, .., D], for chips whose kernels do not broadcast the batch."""
+        """Return tables expanded to every sequence [B, .., D], for chips whose kernels do not broadcast them."""
         batch = four_dims(self.x).shape[0]
         spread = (four_dims(each) for each in (self.cos, self.sin))
         cos, sin = (_for_batch(each, batch) for each in spread)
@@ -95,41 +104,40 @@ class Rotated(Group):
         return cos, sin
 
     def by(self, order: str, matrix: Tensor | None = None) -> Tensor:
-        """The rotation by `rotary_mul`."""
+        """Emit the rotation by npu_rotary_mul in `order`, with `matrix` if given."""
         return self.rounded(rotary_mul(self.x, *self.tables(), order, matrix))
 
 
 @dataclass(frozen=True)
 class Widened(Rotated):
-    """Lanes that are rotated in float32 and rounded back to their own dtype, by tables of every lane or of every pair.
+    """Lanes that are rotated in float32 and rounded back to their own dtype, by tables of each lane or pair.
 
-    What a table in float32 loses in that dtype is no more than a rotated lane is rounded by.
+    Rounding float32 tables to that dtype changes a lane by no more than its own rounding.
     """
 
     cos: Any = tensor("*T Angles")
     sin: Any = tensor("*U Angles")
 
-    def term(self, p, word: str, **beside: Any):
-        """The same of their cast, rounded back to their dtype; tables may be narrow themselves."""
+    def term(self, p, word: str, **extra: Any):
+        """Match the rotation of the lanes in float32, as `word`, rounded back; tables may be cast or repeated."""
         tables = {"cos": self.cos, "sin": self.sin}
-        wide = {name: p.maybe_cast(p.maybe_repeated(of, 2), to=torch.float32) for name, of in tables.items()}
-        captured = vars(self) | wide | beside
+        wide = {name: p.maybe_cast(p.maybe_repeated(table, 2), to=torch.float32) for name, table in tables.items()}
+        captured = vars(self) | wide | extra
         captured["x"] = p.cast(captured["x"], to=torch.float32)
         return p.as_dtype(getattr(p, word)(**captured), self.x)
 
     def rounded(self, y: Tensor) -> Tensor:
-        """As it is."""
+        """Return the rotated lanes `y`, which have the dtype of the model."""
         return y
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Both in the dtype of the lanes, those of pairs written out on the way."""
+        """Return cosines and sines in the dtype of the lanes, expanded from pairs to lanes."""
         cos, sin = (self._written_out(each) for each in (self.cos, self.sin))
         return cos, sin
 
     def _written_out(self, table: Tensor) -> Tensor:
-        with (
-            bounded()
-        ):  # cosines and sines, at most times the factor of YaRN: float16 holds them within 3e-8 or a half ulp
+        # cosines and sines, at most times the factor of YaRN: float16 has them within 3e-8 or half an ulp
+        with bounded():
             if table.shape[-1] == self.x.shape[-1]:
                 return table.to(self.x.dtype)
             return table.unsqueeze(-1).expand(*table.shape, 2).to(self.x.dtype).flatten(-2)

@@ -1,4 +1,4 @@
-"""Tables of a rotation: a full-width value [.., D] for the lanes at which cosines, or sines, are read."""
+"""Tables of rotations: full-width values [.., D] of cosines or sines, indexed by the lane of the result."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from fusion.graph import Algebra, Value
 
 
 class KnownTables:
-    """The tables of one graph that were read so far: all rotations of a model share a few.
+    """The memo of tables of one graph, as all rotations of a model share a few.
 
-    `held` are the values that the model computes.
+    `computed` are the values that the model computes.
     """
 
-    def __init__(self, algebra: Algebra, held: Container[Value] = ()) -> None:
-        self.algebra, self._held = algebra, held
+    def __init__(self, algebra: Algebra, computed: Container[Value] = ()) -> None:
+        self.algebra, self._computed = algebra, computed
         self._known: dict[tuple[Value, bytes], Value | None] = {}
 
     def scaled(self, flat: Value, index: Index, factor: float) -> Value | None:
-        """A full-width value whose lane j is lane index[j] of a table times a number, which the model may hold."""
+        """Return the table [.., D] with lane j = `factor` · lane `index`[j] of `flat`; None in another order.
+
+        Where the model computes the product of `flat` and `factor`, that is read.
+        """
         made = self.algebra.scale(flat, factor)
-        if made in self._held:
-            return self._of(made, index)
-        table = self._of(flat, index)
+        if made in self._computed:
+            return self._table_at(made, index)
+        table = self._table_at(flat, index)
         return table and self.algebra.scale(table, factor)
 
     def factored(self, x: Value, factor: float) -> tuple[Value, float]:
-        """What is turned with as much of a factor as the model multiplies it by before, and that."""
+        """Return the product of `x` and `factor`, and `factor`, if the model computes it; else `x` and 1."""
         made = self.algebra.scale(x, factor)
-        return (made, factor) if factor != 1 and made in self._held else (x, 1.0)
+        return (made, factor) if factor != 1 and made in self._computed else (x, 1.0)
 
-    def _of(self, flat: Value, index: Index) -> Value | None:
+    def _table_at(self, flat: Value, index: Index) -> Value | None:
         key = flat, index.tobytes()
         if key not in self._known:
             self._known[key] = _table(self.algebra, flat, index)
@@ -47,13 +50,13 @@ def _table(a: Algebra, flat: Value, index: Index) -> Value | None:
         if step < 1 or not (np.diff(base) == step).all():
             continue
         start = int(base[0])
-        whole = np.arange(start, start + size)
-        if start + size <= flat.shape[-1] and same_lanes(flat, whole, index):
+        consecutive = np.arange(start, start + size)
+        if start + size <= flat.shape[-1] and same_lanes(flat, consecutive, index):
             return a.slice(flat, -1, start, start + size)
         part = a.slice(flat, -1, start, int(base[-1]) + 1, step)
         if part is None or repeated == "no":
             return part
-        return _of_parts(a, part, repeated) if part.op in ("real", "imag") else _repeated(a, part, repeated)
+        return _repeated_part(a, part, repeated) if part.op in ("real", "imag") else _repeated(a, part, repeated)
     return None
 
 
@@ -67,16 +70,19 @@ def _readings_of(index: Index) -> Iterator[tuple[Index, str]]:
 
 
 def _repeated(a: Algebra, part: Value, how: str) -> Value:
-    """[.., D / 2] to [.., D], by halves or by pairs."""
+    """Repeat `part` [.., D / 2] to [.., D], by "halves" or by "pairs"."""
     if how == "halves":
         return a.cat([part, part], -1)
     opened = a.expand(a.reshape(part, (*part.shape, 1)), (*part.shape, 2))
     return a.reshape(opened, (*part.shape[:-1], 2 * part.shape[-1]))
 
 
-def _of_parts(a: Algebra, part: Value, how: str) -> Value:
-    """The same of the real or the imaginary parts of a table, which are repeated together."""
+def _repeated_part(a: Algebra, part: Value, how: str) -> Value:
+    """Repeat the real or imaginary `part` [.., D / 2] to [.., D].
+
+    One value repeats both parts, so that the tables of cosines and sines share it.
+    """
     both = a.make("parts", part.args, (), (2, *part.shape), part.dtype)
     place = ("real", "imag").index(part.op)
-    whole = _repeated(a, both, how)
-    return a.reshape(a.cut(whole, 0, place, place + 1), whole.shape[1:])
+    repeated = _repeated(a, both, how)
+    return a.reshape(a.cut(repeated, 0, place, place + 1), repeated.shape[1:])

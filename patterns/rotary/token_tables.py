@@ -1,4 +1,4 @@
-"""Tables of a rotation that all heads of a token share, and lanes of the heads turned by them."""
+"""Tables of a rotation that all heads of a token share, and the rotation of heads by them."""
 
 from __future__ import annotations
 
@@ -14,34 +14,41 @@ from fusion.graph import dims_of
 
 @dataclass(frozen=True)
 class TokenTables(Group):
-    """cos and sin of every token, which queries and keys are rotated by: of every lane, or of every pair."""
+    """Cosines and sines of every token, shared by queries and keys, of every lane or of every pair."""
 
     cos: Any = tensor("Bt St Angles")
     sin: Any = tensor("Bt St Angles")
 
     def terms(self, p):
-        """Both, wherever a table of pairs is written out for their lanes."""
+        """Match the tables, expanded from pairs to lanes or not, in any dtype."""
         return [p.maybe_cast(p.maybe_repeated(each, 2), to=torch.float32) for each in (self.cos, self.sin)]
 
     def rows(self, x: Tensor) -> list[Tensor]:
-        """Both as [B, S, D] for tokens x [B, S, H]; as [1, T, D] for those without their sequences, [T, H]."""
+        """Return the tables as [B, S, D] for tokens `x` [B, S, H], and as [1, T, D] for packed tokens [T, H]."""
         batch, rows = x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
-        return [_of_tokens(each, batch, rows) for each in (self.cos, self.sin)]
+        return [_per_token(each, batch, rows) for each in (self.cos, self.sin)]
 
 
-def rotated_lanes(p, x, tables, of, like, heads_first=None, factor=1.0):
-    """Lanes `x` by `tables`, in the orders and the dtype `of` says, in float32, as by the operators, or in the model's.
+def rotated_lanes(p, x, tables, orders, like, heads_first=None, factor=1.0):
+    """Match the rotation of the lanes `x` by `tables`, in float32 or narrower, rounded to the dtype of `like`.
 
-    `heads_first` as in `p.per_token`; tables may be multiplied by the number `factor`.
+    Args:
+        p: the builder of the form.
+        x: the lanes.
+        tables: the tables of tokens.
+        orders: the group with the orders of pairs, and the dtype of the result.
+        like: the tensor with the dtype of the model.
+        heads_first: the order of dims, as in `p.per_token`.
+        factor: the number by which the tables may be multiplied.
     """
     both = (p.per_token(each, x, heads_first) for each in tables.terms(p))
     cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in both)
-    how = dict(source=of.source, result=of.result, dtype=of.dtype)
+    how = dict(source=orders.source, result=orders.result, dtype=orders.dtype)
     return p.as_dtype(p.rotation(x=p.maybe_cast(x, to=torch.float32), cos=cos, sin=sin, **how), like)
 
 
-def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
-    """A table [B or 1, S or 1, D], of tokens that the caller may have packed otherwise, as [batch, rows, D]."""
+def _per_token(table: Tensor, batch: Any, rows: Any) -> Tensor:
+    """Expand `table` [B or 1, S or 1, D], whose tokens the caller may have packed, to [batch, rows, D]."""
     first, second = table.shape[:2]
     own = zip(dims_of((first, second)), dims_of((batch, rows)), strict=True)
     if all(have in (1, size) for have, size in own):

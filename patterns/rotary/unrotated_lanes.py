@@ -1,4 +1,4 @@
-"""The lanes of a head that are not rotated, before or behind those that are: a tensor of their own, or of the same."""
+"""Lanes of a head that are not rotated, before or behind the rotated ones, in their own tensor or in one with these."""
 
 from __future__ import annotations
 
@@ -15,87 +15,97 @@ from patterns.rotary.rotated import Rotated, Widened
 
 @dataclass(frozen=True)
 class Alone(Group):
-    """There are none."""
+    """No lanes but the rotated ones."""
 
     def term(self, p, rotated: Rotated):
-        """The rotation."""
+        """Match the rotation."""
         return rotated.term(p, "rotation")
 
     def guard(self, rotated: Rotated) -> None:
-        """Nothing speaks against it."""
+        """Accept any rotation."""
 
     def joined(self, y: Tensor) -> Tensor:
-        """The rotated lanes."""
+        """Return the rotated lanes `y`."""
         return y
 
 
 @dataclass(frozen=True)
 class Rest(Alone):
-    """A tensor of their own."""
+    """Other lanes in a tensor of their own.
+
+    Attributes:
+        rest: the lanes.
+        rest_first: true if they are before the rotated lanes.
+    """
 
     rest: Any = tensor("*B E")
     rest_first: Any = attribute()
 
     def term(self, p, rotated: Rotated):
-        """Both in one go."""
+        """Match the concatenation of the rotation and the other lanes."""
         return rotated.term(p, "partial_rotation", **vars(self))
 
     def joined(self, y: Tensor) -> Tensor:
-        """The rotated lanes and they."""
+        """Concatenate the rotated lanes `y` and the other lanes."""
         return torch.cat((self.rest, y) if self.rest_first else (y, self.rest), dim=-1)
 
 
 @dataclass(frozen=True)
 class BehindRotated(Group):
-    """The other lanes, from `split` to `end` of the tensor whose first lanes are rotated."""
+    """Other lanes behind the rotated lanes of one tensor.
+
+    Attributes:
+        split: the first lane that is not rotated.
+        end: the end of the other lanes.
+    """
 
     split: Any = attribute()
     end: Any = attribute()
 
     def term(self, p, rotated: Rotated):
-        """The rotated lanes joined with them."""
+        """Match the rotated lanes, concatenated with the others."""
         return p.joined(rotated.term(p, "rotation", x=self.first(p, rotated)), self.last(p, rotated))
 
     def first(self, p, rotated: Rotated):
-        """The lanes before `split`."""
+        """Match the lanes before `split`."""
         return p.lanes(rotated.x, 0, self.split)
 
     def last(self, p, rotated: Rotated):
-        """The lanes behind them."""
+        """Match the lanes from `split` on."""
         return p.lanes(rotated.x, self.split, self.end)
 
     def guard(self, rotated: Rotated) -> None:
-        """Refuse a tensor of which lanes are left out, and pairs that would be others."""
-        whole = rotated.x.shape[-1]
-        require(self.end == whole, "{end} of {whole} lanes are left, rotated or not", end=self.end, whole=whole)
+        """Refuse a tensor with more lanes, and a `split` in the middle of a pair."""
+        width = rotated.x.shape[-1]
+        require(self.end == width, "{end} of {whole} lanes are left, rotated or not", end=self.end, whole=width)
         require(self.split % 2 == 0, "{split} lanes stand before the others: pairs would be broken", split=self.split)
 
     def margins(self, width: Any) -> tuple[Any, Any]:
-        """How many lanes of all stand before the rotated ones, and behind them."""
+        """Return the number of lanes before the rotated ones and behind them, of `width` lanes."""
         return 0, width - self.split
 
     def over_all(self, rotated: Rotated) -> Rotated:
-        """The rotation of all lanes, of which these are turned by no angle: cos = 1, sin = 0."""
-        cos, sin = _no_angle_beside(rotated, *self.margins(rotated.x.shape[-1]))
+        """Return the rotation of all lanes, with tables cos = 1 and sin = 0 at the other lanes."""
+        cos, sin = _padded_tables(rotated, *self.margins(rotated.x.shape[-1]))
         return replace(rotated, cos=cos, sin=sin)
 
 
 @dataclass(frozen=True)
 class BeforeRotated(BehindRotated):
-    """The other lanes, up to `split` of the tensor whose last lanes are rotated."""
+    """Other lanes, up to `split`, before the rotated lanes of one tensor."""
 
     def term(self, p, rotated: Rotated):
-        """They, joined with the rotated lanes."""
+        """Match the other lanes, concatenated with the rotated lanes."""
         return p.joined(self.first(p, rotated), rotated.term(p, "rotation", x=self.last(p, rotated)))
 
     def margins(self, width: Any) -> tuple[Any, Any]:
-        """As above."""
+        """Return the number of lanes before the rotated ones and behind them."""
         return self.split, 0
 
 
 @dataclass(frozen=True)
-class Whole(Rotated):
-    """A tensor of which some lanes are rotated, pairs of neighbours that stay such, by tables of these."""
+class FullWidth(Rotated):
+    """A tensor of which some lanes are rotated, in interleaved pairs, by tables of these lanes."""
 
     cos: Any = tensor("*T Angles")
     sin: Any = tensor("*U Angles")
@@ -104,20 +114,20 @@ class Whole(Rotated):
 
 
 @dataclass(frozen=True)
-class WidenedWhole(Widened):
-    """The same of lanes that are rotated in float32 and rounded back."""
+class WidenedFullWidth(Widened):
+    """A tensor of which some lanes are rotated in float32, in interleaved pairs, and rounded back."""
 
     source: Any = attribute(INTERLEAVED)
     result: Any = attribute(INTERLEAVED)
 
 
-def _no_angle_beside(rotated: Rotated, before: Any, behind: Any) -> tuple[Tensor, ...]:
-    """Tables of all lanes of x [.., E], of which so many before and behind those that are rotated keep what they are.
+def _padded_tables(rotated: Rotated, before: Any, behind: Any) -> tuple[Tensor, ...]:
+    """Pad cosines with 1 and sines with 0, for `before` and `behind` lanes around the rotated lanes of x [.., E].
 
-    Both are made at once, so that their rows lie beside each other.
+    Both tables are built by one concatenation, and are slices of it.
     """
     tables = torch.broadcast_tensors(rotated.cos, rotated.sin)
-    lanes = (rotated.x.shape[-1] - before - behind) // tables[0].shape[-1]  # of an angle: one, or both of a pair
+    lanes = (rotated.x.shape[-1] - before - behind) // tables[0].shape[-1]  # per table entry: 1, or 2 of a pair
     parts: list[Tensor] = []
     for table, value in zip(tables, (1.0, 0.0), strict=True):
         still = torch.full((1,), value, dtype=table.dtype, device=table.device)

@@ -1,7 +1,7 @@
 """Outputs of attention over parts of the keys, merged by the log-sum-exps of their scores.
 
-Every weight is brought into one form, a product of powers of exponentials and of their sums, in which maxima and
-partial sums cancel. What is left must be one exponential each, over the sum of all.
+Every weight is normalised to a product of powers of exponentials and of their sums, in which maxima and partial sums
+cancel. The rest must be one exponential for each part, divided by the sum of all.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _OF_LOW = (
 
 @reader(gives=(LSE_MERGE,), needs=("softmax_attention",))
 def merges(graph: Graph) -> Iterator[Found]:
-    """Give the values that are such merges, and why others that weigh with exponentials are none."""
+    """Read every merge of attention over parts of the keys as `lse_merge`; give why similar sums are none."""
     a = graph.algebra
     seeing = {
-        each for each, said in graph.readings.all("softmax_attention") if said.captures["fully_masked_row"] == "zero"
+        each
+        for each, attention in graph.readings.all("softmax_attention")
+        if attention.captures["fully_masked_row"] == "zero"
     }
     walk = _Merges(a, Exponentials(a))
-    found: dict[Value, Reading | Miss] = {}
+    outcomes: dict[Value, Reading | Miss] = {}
     for value in list(graph.places):
         merged = bare(value)
         single = value.op == "reshape" and merged.op != "matmul"
@@ -55,41 +57,50 @@ def merges(graph: Graph) -> Iterator[Found]:
             outcome = _read(a, walk.exponentials, value, outs)
             if isinstance(outcome, Reading) and not seeing & set(outs) and _gives_other(value, outcome):
                 outcome = _OF_LOW
-            found[value] = Miss("attention_update", outcome) if isinstance(outcome, str) else outcome
-    inner = _below(found)
-    for value, outcome in found.items():
+            outcomes[value] = Miss("attention_update", outcome) if isinstance(outcome, str) else outcome
+    inner = _below(outcomes)
+    for value, outcome in outcomes.items():
         if isinstance(outcome, Reading) or value not in inner:
             yield value, outcome
 
 
 def _below(values: Iterable[Value]) -> set[Value]:
-    """What values are computed from."""
-    found: set[Value] = set()
+    """Return all values from which `values` are computed."""
+    operands: set[Value] = set()
     waiting = [arg for value in values for arg in value.args]
     while waiting:
         value = waiting.pop()
-        if value not in found:
-            found.add(value)
+        if value not in operands:
+            operands.add(value)
             waiting.extend(value.args)
-    return found
+    return operands
 
 
 @dataclass
 class _Merges:
-    """Values as sums of shares of other values."""
+    """Values expanded to weighted sums of the outputs of parts.
+
+    Attributes:
+        a: the algebra of the graph.
+        exponentials: the normal form of the weights.
+        known: the memo of `outs`.
+    """
 
     a: Algebra
     exponentials: Exponentials
     known: dict[tuple[Value, Pick], Outs] = field(default_factory=dict[tuple[Value, Pick], Outs])
 
     def outs(self, x: Value, pick: Pick) -> Outs:
-        """What `x`, or one entry of a dim of it, is a weighted sum of; itself where it is none; {} where unknown."""
+        """Expand `x`, or the entry `pick` of a dim of it, to a weighted sum: the share of each value.
+
+        `x` alone with share 1 where it is no such sum; {} while it is being computed.
+        """
         key = (x, pick)
         if key not in self.known:
-            self.known[key] = self._opened(x, pick) or self._whole(x, pick)
+            self.known[key] = self._opened(x, pick) or self._as_one_value(x, pick)
         return self.known[key]
 
-    def _whole(self, x: Value, pick: Pick) -> Outs:
+    def _as_one_value(self, x: Value, pick: Pick) -> Outs:
         while (x.op == "cast" and widens(x.arg.dtype, x.dtype)) or x.op == "permute":
             below = arranged_pick(x, pick) if x.op == "permute" else Picked(pick)
             if below is None:
@@ -110,7 +121,7 @@ class _Merges:
                 return _times(self.outs(x.arg, pick), ONE.scaled(x.attrs[0]))
             case "mul":
                 return self._weighed(x, pick)
-            case "cast":  # what is rounded between two merges is kept as it is
+            case "cast":  # the result of an inner merge may be rounded
                 outs = self._opened(x.arg, pick)
                 return outs if outs and any(share.is_weight for share in outs.values()) else None
             case "matmul" if pick is None and x.shape[-2:-1] == (1,):
@@ -128,7 +139,7 @@ class _Merges:
                 return None
 
     def _weighed(self, x: Value, pick: Pick) -> Outs | None:
-        """One factor has a number for every row."""
+        """Expand a product with a weight for every row; None for other products."""
         for weight, y in (x.args, x.args[::-1]):
             rows = (*y.shape[:-1], 1)
             if weight.shape[-1:] != (1,) or y.shape[-1:] in ((), (1,)) or but_ones(weight.shape) != but_ones(rows):
@@ -138,7 +149,7 @@ class _Merges:
         return None
 
     def _contracted(self, weights: Value, y: Value) -> Outs | None:
-        """A sum over parts that were stacked, as a product with one row of weights."""
+        """Expand a sum over stacked parts `y`, written as a matmul with one row of `weights`; else None."""
         stack = y.below("cast", "permute", "reshape")
         if stack.op != "cat" or len(stack.args) != y.shape[-2]:
             return None
@@ -151,14 +162,14 @@ class _Merges:
         return share
 
     def _differing(self, y: Value, pick: Pick) -> Outs:
-        """The two terms of a difference; else the terms that are weighed already."""
+        """Expand a difference to its two terms, else `y` as `outs` does."""
         minus = y.op == "add" and is_float(y) and any(each.op == "scale" for each in y.args)
         if not minus:
             return self.outs(y, pick)
         return _added([self.outs(each, pick_on(each, pick)) for each in y.args]) or self.outs(y, pick)
 
     def _sum(self, terms: list[Outs]) -> Outs | None:
-        """The sum of terms of which one is weighed; what is only added up stays one."""
+        """Add `terms`, if one is weighted already; None for a plain sum, which stays one value."""
         weighed = any(share.is_weight for each in terms for share in each.values())
         return _added(terms) if weighed and sum(map(len, terms)) <= 2 * PARTS else None
 
@@ -177,15 +188,16 @@ def _added(terms: list[Outs]) -> Outs | None:
 
 
 def _is_undivided(out: Value) -> bool:
-    """Whether a part is a product with exponentials as they are."""
+    """True if `out` is a matmul of exponentials that are not divided by their sum."""
     product = out.below("cast", "reshape", "permute")
     return product.op == "matmul" and product.arg.below("cast", "reshape").op == "exp"
 
 
 def _gives_other(value: Value, merge: Reading) -> bool:
-    """True if a row that a finite number hides in all parts is merged to another sum than by the operator.
+    """True if the model and the operator merge a row that a finite number hides in all parts to different sums.
 
-    The operator weighs by exp(lseᵢ - lse): beside a large number log 2 is lost, so that both weights are 1.
+    The operator weighs by exp(lseᵢ - lse): lse = number + log 2 rounds to the number itself where that is large, so
+    that both weights are 1.
     """
     captures = merge.captures
     sums = [each for name, each in captures.items() if name.startswith("lse")]
@@ -194,22 +206,22 @@ def _gives_other(value: Value, merge: Reading) -> bool:
         return False
     for number in _LOW:
         known = {bare(each): number for each in sums} | {bare(each): 1.0 for each in outs}
-        found = on_equal_rows(value, {}, known)
+        merged = on_equal_rows(value, {}, known)
         total = held_number(number + math.log(len(sums)), torch.float32)
         wanted = None if total is None else len(sums) * math.exp(number - total)
-        if found is None or wanted is None or not math.isclose(found, wanted, rel_tol=1e-6):
+        if merged is None or wanted is None or not math.isclose(merged, wanted, rel_tol=1e-6):
             return True
     return False
 
 
 def _may_be_low(lse: Value) -> bool:
-    """True if scores below a log-sum-exp may be hidden by a finite number."""
+    """True if a finite number may hide the scores of `lse`."""
     sources = lse.sources(lambda each: () if each.op == "matmul" else each.args)
     return any(each.op in ("full", "scale") and -math.inf < each.attrs[0] <= MASKED for each in sources)
 
 
 def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> Reading | str:
-    """The parts of which `value` is the merge, or why it is none."""
+    """Read the outputs and log-sum-exps of the parts that `value` merges, by their shares `outs`; or give a reason."""
     shares = list(outs.values())
     if len(shares) > PARTS:
         return f"more than {PARTS} parts are merged"

@@ -1,6 +1,6 @@
-"""The log-sum-exp of the scores of attention, as a model writes it that merges parts.
+"""The log-sum-exp of the scores of attention, in models that merge attention over parts of the keys.
 
-log Σ exp(s) is named so, or written out: m + log Σ exp(s - m), for any m that is the same for a whole row.
+It is logsumexp(s), or written out: m + log Σ exp(s - m) with m constant along each row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import Term, numbers_of
 from patterns.attention.words import SOFTMAX_LSE
 
-_OF_VALUES = ("v", "output_view")
+_VALUE_CAPTURES = ("v", "output_view")
 _NOT_INFINITE = (
     "log-sum-exp: of a query that sees no key it is NaN or a finite number; npu_fused_infer_attention_score requires "
     "-inf; write scores.logsumexp(-1) of scores that are hidden by -inf"
@@ -30,7 +30,7 @@ _NOT_INFINITE = (
 
 @reader(gives=(SOFTMAX_LSE,), needs=("softmax_attention",))
 def softmax_lse(graph: Graph) -> Iterator[Found]:
-    """Give the sums over the scores that a softmax of attention sees; of several shapes, the first."""
+    """Read every log-sum-exp of the scores of a `softmax_attention` as `softmax_lse`; of several views, the first."""
     a = graph.algebra
     sums: dict[Value, Value] = {}
     for value in graph.places:
@@ -43,28 +43,28 @@ def softmax_lse(graph: Graph) -> Iterator[Found]:
         value = None if scores is None else sums.get(scores)
         if value is None or weights is None or scores is None:
             continue
-        found = scores_of(a, Scores(), scores)
-        if found.shifts or but_ones(value.shape) != but_ones(reading.captures["q"].shape[:3]):
+        read = scores_of(a, Scores(), scores)
+        if read.shifts or but_ones(value.shape) != but_ones(reading.captures["q"].shape[:3]):
             continue
         lowered = reading.captures["fully_masked_row"] == "mean" or "levels" in reading.captures  # which rules refuse
-        if lowered or _sees_keys(reading, weights.softmax) or _is_infinite(graph, value, scores, found.terms):
-            said = {name: what for name, what in reading.captures.items() if name not in _OF_VALUES}
-            yield value, Reading("softmax_lse", said, reading.relies)
+        if lowered or _sees_keys(reading, weights.softmax) or _is_infinite(graph, value, scores, read.terms):
+            captures = {name: what for name, what in reading.captures.items() if name not in _VALUE_CAPTURES}
+            yield value, Reading("softmax_lse", captures, reading.relies)
         else:
             yield value, Miss("attention", _NOT_INFINITE)
 
 
 def _sees_keys(reading: Reading, softmax: Value) -> bool:
-    """True if each query is known to see a key: a softmax gives 0 for others only if it is written so."""
-    said = reading.captures
-    ordered = said["mask_kind"] != "dense" and said.get("kv_lens") is None
-    return said["fully_masked_row"] == "zero" and (ordered or softmax.attrs[1] != "zero")
+    """True if each query is known to see a key; a softmax that gives 0 for rows of -inf proves nothing."""
+    captures = reading.captures
+    ordered = captures["mask_kind"] != "dense" and captures.get("kv_lens") is None
+    return captures["fully_masked_row"] == "zero" and (ordered or softmax.attrs[1] != "zero")
 
 
 def _is_infinite(graph: Graph, value: Value, scores: Value, terms: Sequence[Term]) -> bool:
-    """True if the log-sum-exp `value` is -inf for each number by which masks hide all keys, as the operator's is made.
+    """True if the log-sum-exp `value` is -inf for every number by which masks hide all keys, as in the lowering.
 
-    m + log Σ exp(s - m) is NaN for m = -inf, and one of a row that a finite number hides is about that number.
+    m + log Σ exp(s - m) is NaN for m = -inf; for a row that a finite number hides, it is about that number.
     """
     positions = Assumed.of(graph).masks(scores.shape, terms, (1, 1, 1, 1)).positions
     numbers = numbers_of(positions, terms) or [-math.inf]
@@ -72,5 +72,5 @@ def _is_infinite(graph: Graph, value: Value, scores: Value, terms: Sequence[Term
 
 
 def _unshifted(scores: Value) -> Value:
-    """Return scores before something that is computed from them was taken from each row."""
+    """Return the scores before a number computed from them was subtracted from each row."""
     return next((x for x, less in differences(scores) if computed_from(less, x)), scores)

@@ -1,1 +1,1 @@
-"""Masks and biases of attention: read as formulas, and in words that operators take."""
+"""Masks and biases of attention: read as formulas, described by captures, and put to operators."""

@@ -1,7 +1,7 @@
-"""What is known of masks: what the user says of one that is passed in, and which keys the model itself writes.
+"""Facts about the masks of a graph: assumptions of the user on inputs, and the rows that the model writes to caches.
 
-The former is a formula over its positions, which `fusion.inputs.assumptions` checks. Counted from the mask itself is
-only how many keys the first query of each sequence sees; where there are as many queries as keys, not even that.
+An assumption is a formula over the positions of the mask, which `fusion.inputs.assumptions` checks at run time. The
+number of keys that the first query of each sequence sees is counted from the mask; where S = T, it is taken as 1.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from patterns.sparse.lists.rows import sorted_by_scores
 
 @dataclass(frozen=True)
 class Assumed:
-    """What is known of one graph.
+    """Facts about the masks of one graph.
 
     Attributes:
-        algebra: its values.
-        folder: its constants.
-        kinds: the assumptions about its inputs, by name: "causal", "window:n" or "padding".
-        written: the writes of rows that it makes.
+        algebra: the algebra of the graph.
+        folder: the memo of constant folding.
+        kinds: the assumption on each input, by name: "causal", "window:n" or "padding", perhaps with a suffix.
+        written: the values "write" and "write_rows" of the graph.
         weights: the names of inputs that hold Parameters.
-        rounded: the dtype to which all that reads a value rounds it first, None where something does not.
-        computed: the values that nodes compute.
-        sorted_by_scores: whether a list of the largest of some scores is sorted by them.
+        rounded: the dtype to which every user of a value rounds it first; None if some user does not.
+        computed: the values that nodes of the graph compute.
+        sorted_by_scores: true if a list of the largest scores is sorted by them.
     """
 
     algebra: Algebra
@@ -55,11 +55,11 @@ class Assumed:
 
     @classmethod
     def of(cls, graph: Graph) -> Assumed:
-        """What is known of a graph."""
+        """Collect the facts about `graph`."""
         written = [value for value in graph.places if value.op in ("write", "write_rows")]
         rounded, facts = RoundedLater(graph).dtype, graph.facts
-        kept = graph.shared(Folder), facts.assumed, written, facts.parameters, rounded, graph.places
-        return cls(graph.algebra, *kept, partial(sorted_by_scores, graph))
+        state = graph.shared(Folder), facts.assumed, written, facts.parameters, rounded, graph.places
+        return cls(graph.algebra, *state, partial(sorted_by_scores, graph))
 
     def masks(
         self,
@@ -69,16 +69,24 @@ class Assumed:
         keep_lists: bool = False,
         suppose: bool = False,
     ) -> Masks:
-        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`, `suppose` as `Positions.supposing` does."""
+        """Build the `Masks` of scores `shape` [*rows, T] from `terms`.
+
+        Args:
+            shape: the dims of the scores.
+            terms: the masks, the outermost first.
+            sizes: B, N, S and T.
+            keep_lists: passed to `Positions`.
+            suppose: True to take integer inputs for masks of 0 and 1, by `Positions.supposing`.
+        """
         positions = Positions(shape, self.folder, self.visible, keep_lists, self.holds_ones)
         positions = positions.supposing() if suppose else positions
         return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]), self.may_be_lowered)
 
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
-        """Where the model writes as many rows as there are queries, into no more places than there are keys.
+        """Return the positions at which the model writes `queries` rows into buffers of at most `keys` rows.
 
-        A write beyond the end is an error for the model: so these rows, and queries that stand where they do, are
-        inside.
+        The model fails on a write beyond the end of a buffer: rows written there, and queries at the same positions,
+        are within the keys.
         """
         if queries == 1 or not isinstance(keys, int):
             return frozenset()
@@ -91,12 +99,15 @@ class Assumed:
         return frozenset(positions.affine(start, at) for start, at in starts.items())
 
     def visible(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
-        """Read where a mask [B | 1, N | 1, S, T], [B | 1, S, T], [S, T] or [B, T] shows a key; None if not assumed."""
+        """Return the formula of the positions `at` where a mask shows a key; None if nothing is assumed of it.
+
+        Masks are [B | 1, N | 1, S, T], [B | 1, S, T], [S, T] or [B, T].
+        """
         kind = self._kind(mask)
         if kind is None or mask.rank not in (2, 3, 4):
             return None
         last = None if kind == "padding" else self._last(mask, at)
-        if last is None:  # then all that is said is what its numbers mean, as those of booleans and whole ones do
+        if last is None:  # the assumption only fixes how floats are read; booleans and integers are read alike
             return ("is", Leaf(mask, tuple(at))) if is_float(mask) or self._is_of_keys(mask) else None
         ahead = at[-1] + at[-2].times(-1) + last.times(-1)
         keys = window(kind)
@@ -105,26 +116,26 @@ class Assumed:
         return conjunction(("le", ahead), ("le", ahead.times(-1).plus(1 - keys)))
 
     def holds_ones(self, mask: Value) -> bool:
-        """True if a mask of numbers holds 1 where a key is seen, and 0 where it is hidden."""
+        """True if `mask` is an integer or float mask with 1 at visible keys and 0 at hidden ones."""
         floats = is_float(mask) and mask.op == "input"
-        return is_integer(mask) or (floats and (self._is_of_keys(mask) or self._said(mask).endswith(ONES)))
+        return is_integer(mask) or (floats and (self._is_of_keys(mask) or self._assumption(mask).endswith(ONES)))
 
     def may_be_lowered(self, mask: Value) -> bool:
-        """True if a mask may hide every key of a query by finite numbers, or by -inf."""
-        return self._said(mask).endswith(LOWERED)
+        """True if the assumed `mask` may hide every key of a query, by finite numbers or by -inf."""
+        return self._assumption(mask).endswith(LOWERED)
 
-    def _said(self, mask: Value) -> str:
+    def _assumption(self, mask: Value) -> str:
         return self.kinds.get(mask.attrs[0], "") if mask.op == "input" and mask.attrs[1] == 0 else ""
 
     def _kind(self, mask: Value) -> str | None:
-        return plain(self._said(mask)) or None
+        return plain(self._assumption(mask)) or None
 
     def _is_of_keys(self, mask: Value) -> bool:
-        """True if a mask is [B, T], which says of each key whether it is padding."""
+        """True if `mask` is a padding mask [B, T]."""
         return mask.rank == 2 and self._kind(mask) == "padding"
 
     def _last(self, mask: Value, at: Sequence[Affine]) -> Affine | None:
-        """The last key that query 0 sees: L_b − S; None where it cannot be counted."""
+        """Return the last key that query 0 sees: 0 where S = T, else the counted keys - 1; None if not countable."""
         queries, keys = mask.shape[-2:]
         if queries == keys:
             return Affine()
@@ -136,8 +147,9 @@ class Assumed:
         return Affine(MappingProxyType({Leaf(count, tuple(at[: min(mask.rank - 2, 1)])): 1}), -1)
 
     def _count(self, mask: Value) -> Value | None:
-        """How many keys the first query sees: [B | 1], or one number [] for a mask without B; None if there may be no
-        first query.
+        """Count the keys that the first query sees, as int64 [B | 1], or [] for a mask without B.
+
+        None if the mask may have no row.
         """
         a = self.algebra
         row: Any = mask
@@ -152,7 +164,10 @@ class Assumed:
 
 
 def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
-    """Where so many consecutive rows of every sequence are written, and along which axis."""
+    """Return the start and the axis of the `rows` consecutive rows that `write` writes in each sequence.
+
+    The start is None where they are not consecutive or have another number.
+    """
     _, source, index, *inner = write.args
     axis = 1 if inner else write.attrs[0]
     if write.op == "write":
@@ -160,12 +175,14 @@ def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
     places = inner[0] if inner else index
     while places.op == "wrap" or (places.op in ("reshape", "expand") and places.shape[-1:] != (rows,)):
         places = places.arg
-    found = run(a, places) if places.shape[-1:] == (rows,) else None
-    return None if found is None or found.start is None else a.shift(found.start, found.offset), axis
+    consecutive = run(a, places) if places.shape[-1:] == (rows,) else None
+    return None if consecutive is None or consecutive.start is None else a.shift(
+        consecutive.start, consecutive.offset
+    ), axis
 
 
-def _shown(a: Algebra, mask: Value, of_ones: bool) -> Value:
-    """Build the mask as booleans, true where a key is seen: floats are added to scores but `of_ones`."""
-    if of_ones or not is_float(mask):
+def _shown(a: Algebra, mask: Value, is_ones: bool) -> Value:
+    """Return `mask` as booleans, true where a key is visible; floats are additive unless `is_ones`."""
+    if is_ones or not is_float(mask):
         return a.cast(mask, torch.bool)
     return a.make("not", (hidden(a, mask),), (), mask.shape, torch.bool)

@@ -1,4 +1,4 @@
-"""The facet of attention that says what is added to the scaled scores beside a mask: nothing, or a bias of each head.
+"""Facet of attention: a bias of each head, added to the scaled scores besides the mask, or none.
 
 softmax(scale · q kᵀ + bias, masked) v        bias [B or 1, N, S, T], in the dtype of the queries
 """
@@ -19,32 +19,35 @@ _EMPTY = {"zero": 0.0, "nan": torch.nan}
 
 @dataclass(frozen=True)
 class Bias(Group):
-    """What is added.
+    """A bias that is added to the scaled scores.
 
     Attributes:
-        values: the bias; None where there is none.
-        empty: "zero" or "nan", what a query gives all of whose keys are hidden by -inf of the bias or by a mask; None
-            where the bias is finite.
+        values: the bias [B or 1, N, S, T]; None for no bias.
+        empty: "zero" or "nan", the result of a query all of whose keys are hidden by -inf of the bias or by a mask;
+            None if the bias is finite.
     """
 
     values: Any = tensor("Bb N S T", optional=True)
     empty: Any = attribute()
 
     def said(self) -> dict[str, Any]:
-        """As the reader says it."""
+        """Return the captures of the bias, named as the readers name them."""
         return dict(bias=self.values, empty_bias=self.empty)
 
     def refuse(self, why: str) -> None:
-        """Refuse any, as something else of a call does not go with it."""
+        """Refuse any bias, for the reason `why`."""
         require(self.values is None, why)
 
     def refuse_beside(self, seen: Any, paged: bool) -> None:
-        """Refuse masks of which a query that sees no key gives the mean of all values: the operator adds the bias."""
+        """Refuse a bias with a mask whose queries without a visible key give the mean of all values.
+
+        The lowering zeroes such queries so that all their scores are equal, but the operator adds the bias to them.
+        """
         posed = seen.fully_masked_row == "mean" and (paged or seen.count is not None)
         require(self.values is None or not posed, "a query without keys gives the mean of all values, beside a bias")
 
     def arguments(self, keys: Any) -> dict[str, Any]:
-        """What the operator is told, of so many keys as it reads: -inf as the least number, which hides as well."""
+        """Return `pse_shift`: the bias, padded to `keys` keys, with -inf clamped to the lowest finite number."""
         if self.values is None:
             return {}
         bias = self.values if self.empty is None else self.values.clamp(min=torch.finfo(self.values.dtype).min)
@@ -52,7 +55,7 @@ class Bias(Group):
         return dict(pse_shift=bias if room == 0 else pad(bias, (0, room)))
 
     def restored(self, y: Tensor, seen: Any) -> Tensor:
-        """The result [B, N, S, E] with what plain attention gives for a query without keys."""
+        """Set the rows of `y` [B, N, S, E] without a visible key to 0 or NaN, as plain attention does."""
         if self.empty is None:
             return y
         shown = seen.mask is not None or seen.hides_nothing()
@@ -63,4 +66,3 @@ class Bias(Group):
 
 
 UNBIASED = Bias(None, None)
-"""Nothing is added."""

@@ -15,13 +15,13 @@ from fusion.graph.dims import is_nonnegative
 
 @dataclass(frozen=True)
 class Limits:
-    """low(b) + i·moving ≤ j ≤ high(b) + i·moving, with `rest` of what the mask asks beside it.
+    """Bounds low(b) + i·moving ≤ j ≤ high(b) + i·moving on the key j of query i in sequence b, and other conditions.
 
     Attributes:
-        high: the last visible key of query 0, None without such a bound.
-        low: the first visible key of query 0, None without such a bound.
-        moving: whether the bounds move on with the query, as causal masks do.
-        rest: what else must hold.
+        high: the last visible key of query 0; None for no upper bound.
+        low: the first visible key of query 0; None for no lower bound.
+        moving: true if the bounds move with the query, as those of causal masks do.
+        rest: the conjuncts of the mask's formula that are no bounds.
     """
 
     high: Affine | None
@@ -31,7 +31,10 @@ class Limits:
 
 
 def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] = ()) -> bool:
-    """Whether every query sees a key; positions that are read from tensors are not negative, nor are `lengths`."""
+    """True if every query is proven to see a key of `keys`.
+
+    Elements of tensors are taken as nonnegative positions; `lengths` are symbolic sizes that are nonnegative.
+    """
     high, low = bounds.high, bounds.low
     if high is None and low is not None and not low.terms:  # up to the last key
         return not bounds.rest and is_nonnegative(keys - 1 - low.constant - (queries - 1 if bounds.moving else 0))
@@ -53,12 +56,16 @@ def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] 
 
 
 def is_counted(term: int | Leaf) -> bool:
-    """Whether a term is the number of keys that a mask shows to the first query, checked to be one at least."""
+    """True if `term` is the number of keys that a mask shows to the first query, which is checked to be at least 1."""
     return isinstance(term, Leaf) and term.value.op == "count"
 
 
 def bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | None:
-    """`j ≤ high + move · i` or `j ≥ low + move · i`, whatever else depending on the sequence alone."""
+    """Read `part` as the bound j ≤ high + move·i or j ≥ low + move·i on the key j of query i.
+
+    Returns the side ("high" or "low"), its bound, which may depend on the sequence, and `move` (0 or 1); None for
+    other formulas.
+    """
     if isinstance(part, bool) or part[0] != "le":
         return None
     difference: Affine = part[1]
@@ -70,7 +77,7 @@ def bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | None
 
 
 def per_sequence(a: Algebra, expression: Affine, batch: Any) -> Value | None:
-    """The tensor [B] of an expression that depends on the sequence alone; None where it cannot be built."""
+    """Build `expression`, which depends on the sequence alone, as int64 [B]; None where it cannot be built."""
     total: Value | None = None
     for term, factor in expression.terms.items():
         read = _element(a, term, batch) if isinstance(term, Leaf) else None
@@ -84,9 +91,13 @@ def per_sequence(a: Algebra, expression: Affine, batch: Any) -> Value | None:
 
 
 def per_query(a: Algebra, expression: Affine, sizes: tuple[Any, Any], query: int) -> Value | None:
-    """The tensor [B, S] of an expression that reads one element of a tensor for each query; None for others.
+    """Build the tensor [B, S] of `expression`, which reads one element of a tensor for each query; None for others.
 
-    `query` is the axis of queries, that of sequences is 0.
+    Args:
+        a: the algebra of the graph.
+        expression: a multiple of one tensor element, plus a constant.
+        sizes: B and S.
+        query: the axis of queries; that of sequences is 0.
     """
     terms, constant = list(expression.terms.items()), expression.constant
     if len(terms) != 1 or not all(isinstance(each, int) for each in (terms[0][1], constant)):
@@ -97,7 +108,10 @@ def per_query(a: Algebra, expression: Affine, sizes: tuple[Any, Any], query: int
 
 
 def _elements(a: Algebra, leaf: Leaf, sizes: tuple[Any, Any], query: int) -> Value | None:
-    """The elements of a tensor that queries [B, S] read, each its own, or alike in all sequences; None for others."""
+    """Gather the elements [B, S] of the tensor of `leaf` that the queries read; None for other indices.
+
+    Each query reads one element, its own or one shared by all sequences.
+    """
     own = [({place: 1}, size) for place, size in zip((0, query), sizes, strict=True) if size != 1]
     axes = list(zip(leaf.index, leaf.value.shape, strict=True))
     read = [(dict(index.terms), size) for index, size in axes if index.terms]
@@ -111,7 +125,7 @@ def _elements(a: Algebra, leaf: Leaf, sizes: tuple[Any, Any], query: int) -> Val
 
 
 def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
-    """One element, or one for each sequence, of a tensor: [1] or [B]."""
+    """Slice the one element [1] of the tensor of `leaf` that is read, or one for each sequence [B]; None for others."""
     value = leaf.value
     size: Any = 1
     for axis, index in enumerate(leaf.index):

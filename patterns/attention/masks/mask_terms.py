@@ -1,4 +1,4 @@
-"""One mask of the scores: how it is put on them, where it lets a score through, the numbers by which it hides one."""
+"""One mask of the scores: how it is applied, where it lets a score through, and the numbers by which it hides keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.visible import MASKED, by_list, hidden, negated
 from patterns.attention.reasons.blame import unproven
 
-LOST = -1e30  # a finite number that swallows any score it is added to
+LOST = -1e30  # a finite number that absorbs any score to which it is added
 REPLACED = "scores are replaced by something else than a number of at most -1e4"
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
@@ -29,12 +29,12 @@ class Term:
     """One mask of the scores.
 
     Attributes:
-        how: "add" (to the scores), "keep" (booleans, true where a key is seen) or "drop" (the contrary).
+        how: "add" (an additive mask), "keep" (booleans, true where a key is visible) or "drop" (true where hidden).
         mask: the mask.
-        factor: what the scores are multiplied by after it.
-        fill: what a hidden score is replaced by, for "keep" and "drop"; `factor` is in it.
-        scores: the scores that it is put on, as they are then.
-        overflow: the number from which on lower scores are -inf in a dtype to which they are cast later.
+        factor: the number by which masked scores are multiplied afterwards.
+        fill: for "keep" and "drop", the number that replaces hidden scores, multiplied by `factor`.
+        scores: the masked scores; None if unknown.
+        overflow: the number from which on lower scores become -inf, in a dtype to which they are cast later.
     """
 
     how: str
@@ -46,29 +46,36 @@ class Term:
 
     @property
     def at(self) -> tuple[Value, ...]:
-        """Where it is made, and where it is put on the scores."""
+        """The mask and the masked scores, as the values at which a reason is reported."""
         return (self.mask,) if self.scores is None else (self.mask, self.scores)
 
 
 def unexpanded(x: Value) -> Value:
-    """What is repeated along dims of size 1, before it is."""
+    """Return the operand of an expand, any other `x` as it is."""
     return x.arg if x.op == "expand" else x
 
 
 def mask_on(z: Value, scores: Value, factor: float = 1.0, overflow: float = -math.inf) -> Term | str:
-    """The mask that an addition or a choice puts on scores, which are multiplied by a factor after it; or why none."""
+    """Read the mask that `z` applies to `scores`, by an addition or a choice of a number; or return why it is none.
+
+    Args:
+        z: the masked scores, an "add" or a "where".
+        scores: the operand of `z` that is masked.
+        factor: the number by which `z` is multiplied afterwards.
+        overflow: the number from which on lower scores become -inf.
+    """
     if z.op == "add":
         return Term("add", z.args[1] if z.args[0] is scores else z.args[0], factor, scores=z, overflow=overflow)
     condition, yes, no = z.args
     how, fill = ("keep", no) if yes is scores else ("drop", yes)
-    if fill.op != "full" or not fill.attrs[0] * factor <= MASKED:  # NaN is not, either
+    if fill.op != "full" or not fill.attrs[0] * factor <= MASKED:  # true for NaN as well
         return REPLACED
     number = fill.attrs[0] * factor
     return Term(how, condition, fill=number if number > overflow else -torch.inf, scores=z, overflow=overflow)
 
 
 def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
-    """Where all masks of one score let it through, or why it cannot be said."""
+    """Return the formula of the positions that all masks `terms` show, or the reason why it is unknown."""
     parts: list[Formula] = []
     for each in terms:
         if each.how != "add":
@@ -78,34 +85,37 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
         constants = _added(positions, each)
         if constants is None:
             return unproven(each.mask, hides_by_truths(positions, each))
-        odd = [value for value in constants if not (value == 0 or value <= MASKED)]
-        if odd:
-            return UNDEFINED if math.isnan(odd[0]) else f"a bias of {odd[0]} is added to some of the scores"
+        others = [value for value in constants if not (value == 0 or value <= MASKED)]
+        if others:
+            return UNDEFINED if math.isnan(others[0]) else f"a bias of {others[0]} is added to some of the scores"
         parts.append(constants.get(0.0, False))
     return conjunction(*parts)
 
 
 def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
-    """What a mask adds to the scores that the softmax sees; None where it is not known, or turned round."""
+    """Return each number that the additive `term` adds at the softmax, with the formula of its positions.
+
+    None where the numbers are unknown or the factor is not positive.
+    """
     constants = positions.constants(term.mask, positions.of(term.mask)) if term.factor > 0 else None
     if constants is None:
         return None
-    found: dict[float, Formula] = {}
+    added: dict[float, Formula] = {}
     for value, formula in constants.items():
         number = value * term.factor if value else 0.0
         number = -torch.inf if number <= term.overflow else number
-        found[number] = disjunction(found.get(number, False), formula)
-    return found
+        added[number] = disjunction(added.get(number, False), formula)
+    return added
 
 
 def hides_by_truths(positions: Positions, term: Term) -> bool:
-    """Whether a mask that is added would be known if whole numbers that are passed in were 0 or 1."""
+    """True if the additive `term` would hold only 0 and hiding numbers, were all integer inputs masks of 0 and 1."""
     constants = _added(positions.supposing(), term)
     return constants is not None and all(value == 0 or value <= MASKED for value in constants)
 
 
 def hides_below(positions: Positions, term: Term) -> bool:
-    """Whether no score that a mask hides can be above one that it lets through."""
+    """True if every score that `term` hides is below all scores that it lets through."""
     numbers = (term.fill,) if term.how != "add" else _added(positions, term) or ()
     return all(number <= LOST for number in numbers if number != 0)
 
@@ -113,17 +123,17 @@ def hides_below(positions: Positions, term: Term) -> bool:
 def unseen(
     positions: Positions, terms: Sequence[Term], softmax: Empty, over: bool = False, floor: float = -math.inf
 ) -> str:
-    """Return what a query gives that sees no key: "mean" (of all values), "zero", "nan", or "" where that is not known.
+    """Return the result of a query that sees no key: "mean" (of all values), "zero", "nan", or "" if unknown.
 
-    A number that only hides a key beside others hides none where it is added to all of them, unless their exponentials
-    are 0. One that swallows scores is what they become, until the same number replaces them.
+    A finite number added to a full row of scores does not change their softmax, unless all exponentials become 0. A
+    number below `LOST` absorbs the scores: all of them become that number, and the softmax gives equal weights.
 
     Args:
-        positions: those of the scores.
+        positions: the evaluation of masks at the positions of the scores.
         terms: the masks, the outermost first.
-        softmax: what the softmax makes of a row that holds one number.
-        over: whether a bias is added to scores that a mask has replaced.
-        floor: the number to which lower scores are raised behind the masks.
+        softmax: the results of the softmax for rows of one number.
+        over: True if a bias is added to scores that a mask has replaced.
+        floor: the number to which lower scores are clamped behind the masks.
     """
     numbers = {max(number, floor) for number in numbers_of(positions, terms)}
     results = {softmax.of(number) for number in numbers or {-math.inf}}
@@ -137,7 +147,7 @@ def unseen(
 
 
 def numbers_of(positions: Positions, terms: Sequence[Term]) -> list[float]:
-    """What hides a key: numbers that scores are replaced by, or that are added to them."""
+    """List the numbers by which `terms` hide keys: those that replace scores, and the nonzero addends."""
     return [
         number
         for each in terms
@@ -147,7 +157,7 @@ def numbers_of(positions: Positions, terms: Sequence[Term]) -> list[float]:
 
 
 def addends(term: Term) -> Iterator[Term]:
-    """Masks of which one that is added is the sum."""
+    """Yield one term for each addend of an additive `term`; any other term as it is."""
     if term.how != "add" or term.mask.op != "add":
         yield term
         return
@@ -156,15 +166,15 @@ def addends(term: Term) -> Iterator[Term]:
 
 
 def is_finite(positions: Positions, term: Term) -> bool:
-    """Whether no key is hidden by -inf."""
+    """True if `term` hides no key by -inf."""
     return -torch.inf not in numbers_of(positions, (term,))
 
 
 @proof
 def lowered(a: Algebra, terms: Sequence[Term]) -> Value | None:
-    """What all masks make of a score of 0, the innermost first, as the model rounds it.
+    """Apply `terms` to a score of 0, the innermost first, rounding as the model does.
 
-    None where what they make is scaled, or rounded to a dtype that does not hold it.
+    None where the masked scores are multiplied by a factor, or cast to a dtype in which they may become -inf.
     """
     total: Value | None = None
     for each in reversed(terms):
@@ -181,7 +191,7 @@ def lowered(a: Algebra, terms: Sequence[Term]) -> Value | None:
 
 
 def hidden_by(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:
-    """Where each mask hides a key, as booleans."""
+    """Yield for each of `terms` the booleans that are true where it hides a key."""
     for each in terms:
         if each.how == "add":
             yield hidden(a, each.mask, each.factor)

@@ -1,6 +1,6 @@
-"""What a mask of attention lets through, as an operator can be told: causal, windowed, up to a length, or as it is.
+"""All masks of the scores of one attention, described by arguments of an operator: kind, window, lengths, or dense.
 
-A single mask and the -inf, or the large number, by which it hides a key are read in `mask_terms` and `hiding`.
+Single masks, and the numbers by which they hide keys, are read in `mask_terms` and `visible`.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _OF_PADDING = (
 
 @dataclass(frozen=True)
 class Masks:
-    """All masks of the scores of one attention, or of one choice of keys.
+    """All masks of the scores of one attention, or of one top-k choice of keys.
 
     Attributes:
-        a: the values of the graph.
-        positions: those of the scores [*rows, T].
-        terms: the masks.
+        a: the algebra of the graph.
+        positions: the evaluation of masks at the positions of the scores [*rows, T].
+        terms: the masks, the outermost first.
         sizes: B, N, S and T.
-        begins: where the model writes as many keys as there are queries, all of them inside.
-        lowered: of an assumed mask, whether it may hide every key of a query by finite numbers, or by -inf.
+        begins: the positions at which the model writes as many keys as there are queries, all of them within the keys.
+        lowered: true if an assumed mask may hide every key of a query, by finite numbers or by -inf.
     """
 
     a: Algebra
@@ -83,32 +83,32 @@ class Masks:
     lowered: Callable[[Value], bool] = lambda mask: False
 
     def visible(self) -> Formula | str:
-        """Where all of them let a score through, or why it cannot be said."""
+        """Return the formula of the positions that all masks show, or the reason why it is unknown."""
         return visible(self.positions, self.terms)
 
     def limits(self, formula: Formula) -> Limits:
-        """Read bounds on the key out of a formula over the positions of the scores."""
+        """Read bounds on the key out of `formula` over the positions of the scores; none if a side has several."""
         rank = len(self.positions.shape)
         query, key = rank - 2, rank - 1
         highs: list[tuple[Affine, int]] = []
         lows: list[tuple[Affine, int]] = []
         rest: list[Formula] = []
         for part in self.positions.tightest(conjuncts(formula)):
-            found = bound(part, query, key)
-            if found is None:
+            side = bound(part, query, key)
+            if side is None:
                 rest.append(part)
             else:
-                (highs if found[0] == "high" else lows).append(found[1:])
+                (highs if side[0] == "high" else lows).append(side[1:])
         moving = {move for _, move in (*highs, *lows)}
         if len(highs) > 1 or len(lows) > 1 or len(moving) > 1:
             return Limits(None, None, False, conjuncts(formula))
         return Limits(highs[0][0] if highs else None, lows[0][0] if lows else None, moving == {1}, tuple(rest))
 
     def bounded(self, bounds: Limits) -> dict[str, Any]:
-        """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers.
+        """Describe the keys within `bounds` by captures: causal order, window, length or lengths [B]; else {}.
 
-        Several queries of which the last could stand beyond the keys are not told by a length: cut to the keys that
-        there are, it would move all of them.
+        A length describes several queries only if the last of them is proven to be within the keys: an operator counts
+        from the last key, so that a length clamped to the keys would shift all queries.
         """
         batch, _, queries, keys = self.sizes
         high, low, moving = bounds.high, bounds.low, bounds.moving
@@ -120,71 +120,77 @@ class Masks:
             if span.terms or not isinstance(span.constant, int):
                 return {}
             window = span.constant
-        found = {"mask_kind": "causal_lower_right" if moving and queries != 1 else "none", "window": window}
+        order = {"mask_kind": "causal_lower_right" if moving and queries != 1 else "none", "window": window}
         if moving and not high.terms and high.constant == 0 and window is None:
             return {"mask_kind": "causal_upper_left"}
         seen = high.plus(queries if moving or queries == 1 else 1)
         if not seen.terms:
             if seen.constant == keys:
-                return found
+                return order
             within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
-            return {**found, "kv_len": seen.constant} if within else {}
+            return {**order, "kv_len": seen.constant} if within else {}
         inside = queries == 1 or not moving or high in self.begins or all(map(is_counted, high.terms))
         length = per_sequence(self.a, seen, batch) if inside else None
         if length is None:
             return {}
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
-        return {**found, "kv_lens": at_most}
+        return {**order, "kv_lens": at_most}
 
     def spec(
         self, empty: Empty, biased: bool = False, over: bool = False, floor: float = -math.inf
     ) -> dict[str, Any] | str:
-        """Describe the masks to an operator: a kind and a window, up to which key, and the mask as it is; or why not.
+        """Describe the masks by captures: kind, window, lengths and the dense mask; or return the reason why not.
 
         Args:
-            empty: what the softmax makes of a row without a key.
-            biased: whether something else is added to the scores.
-            over: whether it is added to scores that a mask has replaced.
-            floor: the number to which lower scores are raised behind the masks.
+            empty: the results of the softmax for rows without a key.
+            biased: True if a bias is added to the scores.
+            over: True if the bias is added to scores that a mask has replaced.
+            floor: the number to which lower scores are clamped behind the masks.
         """
-        found: dict[str, Any] = {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
+        captures: dict[str, Any] = {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
         formula = self.visible()
         if isinstance(formula, str):
             return formula
         if formula is True:
-            return found | (self._explicit() if self.positions.lists_all else {})
+            return captures | (self._explicit() if self.positions.lists_all else {})
         bounds = self.limits(formula)
         some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
         alike = "zero" if some else self._unseen(empty, over, floor)
         levels = {} if alike or empty.sunk or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
             return NOT_LOST + (_OF_PADDING if self.positions.relied else "") if self.are_shared(empty) else UNSHARED
-        words = self.bounded(bounds)
-        mask = self._explicit(beside_lists=not words)
-        found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
-        if words and (some or (alike == "zero" and not bounds.moving)):
-            return found | words
+        bounded = self.bounded(bounds)
+        mask = self._explicit(drop_full_lists=not bounded)
+        captures |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
+        if bounded and (some or (alike == "zero" and not bounds.moving)):
+            return captures | bounded
         if not mask:
-            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else self._of_heads()
-        counts = not levels and "kv_lens" in words and not bounds.moving and bounds.low is None
-        return found | {"count": words["kv_lens"]} if counts else found
+            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else self._per_head_reason()
+        counts = not levels and "kv_lens" in bounded and not bounds.moving and bounds.low is None
+        return captures | {"count": bounded["kv_lens"]} if counts else captures
 
     def _unseen(self, empty: Empty, over: bool, floor: float) -> str:
-        """Return what a query gives that sees no key, as `unseen`; "" where masks may hide it by different numbers."""
+        """Return the result of a query that sees no key, as `unseen` does.
+
+        "" where assumed masks may hide keys by different numbers.
+        """
         if not any(map(self.lowered, self.positions.relied)):
             return unseen(self.positions, self.terms, empty, over, floor)
         results = {empty.of(number) for number in (-math.inf, LOST)}
         return results.pop() if len(results) == 1 else ""
 
-    def _of_heads(self) -> str:
-        """Why a mask that is another one for each head is not told, by the list that it is made of, if it is."""
-        found = list_in(self.terms[-1].mask)
-        if found is None:
+    def _per_head_reason(self) -> str:
+        """Return the reason why a mask that differs between heads is refused, by the list in the mask, if any."""
+        listed = list_in(self.terms[-1].mask)
+        if listed is None:
             return OF_HEADS
-        return _OF_LISTS.format(what="keys" if names_keys(found, self.sizes[3]) else "blocks of keys")
+        return _OF_LISTS.format(what="keys" if names_keys(listed, self.sizes[3]) else "blocks of keys")
 
     def _lists_some(self, bounds: Limits) -> bool:
-        """Whether each query sees a key of a list, or a first or last one, beside the bounds, if it sees some there."""
+        """True if each query sees a key though `bounds` have one more condition.
+
+        An alternative of the condition shows a listed key, or the first or last key, within the bounds.
+        """
         inside = replace(bounds, rest=())
         if len(bounds.rest) != 1 or not sees_some(inside, *self.sizes[2:], self.positions.lengths):
             return False
@@ -193,7 +199,7 @@ class Masks:
         return any(self._lists_one(each, inside) or self._is_at_end(each, inside) for each in choices)
 
     def _is_at_end(self, part: Formula, inside: Limits) -> bool:
-        """Whether the first or the last keys within bounds are seen."""
+        """True if `part` shows the first key, or the last keys, within the bounds `inside`."""
         rank = len(self.positions.shape)
         side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
         if at is None or inside.high is None or inside.low is not None:
@@ -204,17 +210,17 @@ class Masks:
         return bool(move) == inside.moving and not span.terms and isinstance(span.constant, int) and span.constant >= 0
 
     def _lists_one(self, part: Formula, inside: Limits) -> bool:
-        """Whether those that are listed have the largest scores within the same bounds."""
+        """True if `part` is a top-k list of scores masked to the bounds `inside`, which has a key within them."""
         kind, leaf = part if not isinstance(part, bool) else ("", None)
         if kind != "is" or leaf.value.op != "chosen" or leaf.index[-2:] != self.positions.origin[-2:]:
             return False
         places = leaf.value.arg.below("cast", "reshape")
         masked = places.arg.below("cast") if places.op == "largest_index" and places.attrs[0] != 0 else places
-        found = self.behind(masked)
-        return found is not None and found.limits(found.visible()) == inside
+        scores = self.behind(masked)
+        return scores is not None and scores.limits(scores.visible()) == inside
 
     def behind(self, masked: Value) -> Masks | None:
-        """The mask that is put on scores [B, S, T] last, if what it hides is below all that it lets through."""
+        """Return the outermost mask of `masked` [B, S, T] if all scores that it hides are below others; else None."""
         positions = self.positions.over(masked.shape)
         for scores in masked.args[-2:] if masked.op in ("add", "where") else ():
             term = mask_on(masked, scores)
@@ -224,27 +230,27 @@ class Masks:
                 return replace(self, positions=positions, terms=(term,))
         return None
 
-    def _explicit(self, beside_lists: bool = False) -> dict[str, Value]:
-        """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads.
+    def _explicit(self, drop_full_lists: bool = False) -> dict[str, Value]:
+        """Return the dense mask [B or 1, 1, S, T], true where hidden, as a capture; {} if it differs between heads.
 
-        `beside_lists` leaves out lists of all keys, which nothing needs then but the mask.
+        `drop_full_lists` takes lists of all keys as True, so that no list is computed for the mask alone.
         """
         wide, lead = self._joined()
-        if beside_lists:
+        if drop_full_lists:
             wide = granted(self.a, wide, lambda truth: truth.op == "chosen" and lists_all(truth))
-        return {} if any(size != 1 for size in lead[1:-2]) else {"mask": self._of_sequences(wide, lead)}
+        return {} if any(size != 1 for size in lead[1:-2]) else {"mask": self._without_heads(wide, lead)}
 
-    def _of_sequences(self, wide: Value, lead: Sequence[Any]) -> Value:
-        """What is the same for all heads, as [B or 1, 1, S, T]."""
+    def _without_heads(self, wide: Value, lead: Sequence[Any]) -> Value:
+        """View `wide`, the same for all heads, as [B or 1, 1, S, T]; `lead` are its dims, padded with 1 in front."""
         batch, _, queries, keys = self.sizes
         flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
         return self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
 
     def _lowered(self, softmax: Empty) -> dict[str, Any]:
-        """Sum what all masks take from the scores, where a query that sees no key shares out those lowered least.
+        """Sum the masks to the capture "levels", for softmaxes that weigh the keys lowered least if all are hidden.
 
-        {} where that cannot be said: where a score is not swallowed, where the softmax makes of a row of -inf something
-        else than NaN or 0, or does not share out a row of one finite number.
+        {} where that is not proven: a mask that does not absorb the scores, a softmax that gives something else than
+        NaN or 0 for a row of -inf, or one that does not share its weights among a row of one finite number.
         """
         total = lowered(self.a, self.terms) if self.weakest() <= LOST and self.are_shared(softmax) else None
         wide, lead = self._led(total) if total is not None else (None, ())
@@ -252,12 +258,12 @@ class Masks:
         empty = "lowest" if self._lowers_some() else f"lowest_or_{infinite}" if infinite in ("nan", "zero") else ""
         if wide is None or not empty or any(size != 1 for size in lead[1:-2]):
             return {}
-        return {"fully_masked_row": empty, "levels": self._of_sequences(wide, lead)}
+        return {"fully_masked_row": empty, "levels": self._without_heads(wide, lead)}
 
     def _lowers_some(self) -> bool:
-        """Whether each query is proven to have a key that is not lowered by -inf.
+        """True if each query is proven to have a key that is lowered by no -inf.
 
-        One that it sees of all masks but one, which lowers by finite numbers.
+        Such a key is visible in all masks but one, which hides by finite numbers.
         """
         parts = [part for each in self.terms for part in addends(each)]
         for part in parts:
@@ -270,7 +276,7 @@ class Masks:
         return False
 
     def weakest(self) -> float:
-        """The finite number nearest to 0 by which a mask hides a key; -inf where all of them hide by that."""
+        """Return the largest number by which a mask hides a key; -inf where all masks hide by -inf."""
         return max(numbers_of(self.positions, self.terms), default=-torch.inf)
 
     def are_shared(self, empty: Empty) -> bool:
@@ -279,17 +285,23 @@ class Masks:
         return all(empty.of(number) == "mean" for number in finite or [MASKED])
 
     def blur(self, least: float) -> bool:
-        """Whether, added up in a dtype of that least number, they may be -inf, and else not far from it."""
+        """True if the masks, summed in a dtype of lowest number `least`, may give -inf, and numbers near `least`.
+
+        Clamping -inf to `least` would then make both kinds of keys alike.
+        """
         numbers = [list(numbers_of(self.positions, (each,))) for each in self.terms]
         overflow = sum(min(each, default=0.0) for each in numbers) < least
         return overflow and any(least <= each <= least / (4 * len(numbers)) for some in numbers for each in some)
 
     def blamed(self) -> Term:
-        """The mask of which it cannot be said what it lets through, else the last one."""
+        """Return the first mask whose visible positions are not known, else the last mask."""
         return next((each for each in self.terms if isinstance(visible(self.positions, (each,)), str)), self.terms[-1])
 
     def hidden_entries(self, lists: int) -> Value | None:
-        """Where lists hide an entry, [*the first so many rows, T]; None where that differs along the other rows."""
+        """Return where the masks hide an entry of a list, as booleans [*rows, T]; rows are the first `lists` dims.
+
+        None where that differs along the other dims of the scores.
+        """
         wide, lead = self._joined()
         if any(size != 1 for size in lead[lists:-1]):
             return None
@@ -297,7 +309,7 @@ class Masks:
         return self.a.expand(self.a.reshape(wide, (*lead[:lists], lead[-1])), (*shape[:lists], shape[-1]))
 
     def _joined(self) -> tuple[Value, tuple[Any, ...]]:
-        """All masks that hide some key as one, true where it is hidden, and its dims with those of size 1 in front."""
+        """Combine all masks that hide a key into booleans, true where hidden; also return their padded dims."""
         terms = [each for each in self.terms if not self._shows_all(each)]
         first, *others = hidden_by(self.a, terms or self.terms)
         joined: Value | None = first
@@ -307,13 +319,13 @@ class Masks:
         return self._led(joined)
 
     def _shows_all(self, term: Term) -> bool:
-        """Whether a mask hides no key, and names none."""
+        """True if `term` hides no key and is made from no list."""
         positions = self.positions.over(self.positions.shape)
         shows = visible(positions, (term,)) is True and not positions.lists_all
         self.positions.relied.update(positions.relied)
         return shows
 
     def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
-        """What broadcasts to the scores before it was expanded, and its dims with those of size 1 in front."""
+        """Return `x` without its expand, and the dims of that, padded in front with 1 to the rank of the scores."""
         wide = unexpanded(x)
         return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)

@@ -1,6 +1,6 @@
-"""What is added to scaled scores and is no mask: softmax(scale · q kᵀ + bias [+ mask]) v  (T5, 2020; ALiBi, 2022).
+"""Biases of attention, added to scaled scores: softmax(scale · q kᵀ + bias [+ mask]) v  (T5, 2020; ALiBi, 2022).
 
-A sum that is added may hold both. It is taken apart into masks, of 0 and numbers that hide a key, and what is left.
+An addend that is a sum of both is split into masks, of 0 and numbers that hide keys, and biases.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from patterns.attention.masks.visible import MASKED
 
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "abs", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
-"""Ops that hold an infinite number only if an operand that they are made of does."""
+"""Ops whose result is infinite only if an operand is."""
 _CHOOSES = ("expand", "index", "take", "where")
-"""Ops that compute no number, besides the views."""
+"""Ops that copy entries, besides the views."""
 _FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "number", "constant")
-"""Ops whose results are taken for numbers, as scores are."""
+"""Ops whose results are taken as finite, as scores are."""
 
 GUARDED = (
     "as a bias it may hold -inf, of which no page of the operator says what becomes, and to keep that from it takes "
@@ -44,9 +44,12 @@ GUARDED = (
 
 @dataclass(frozen=True)
 class Parted:
-    """Masks of the scores, and what else is added to them, each with the place of the term that it came from.
+    """The masks of scores and the biases added to them.
 
-    `over` says whether some of that is added to scores that a mask has replaced before.
+    Attributes:
+        masks: the masks.
+        biases: the biases, each with the index of the term of the original masks from which it was split.
+        over: true if a bias is added to scores that a mask has replaced before.
     """
 
     masks: Masks
@@ -55,28 +58,28 @@ class Parted:
 
 
 def parted(masks: Masks) -> Parted:
-    """The terms of some masks, taken apart."""
-    hiding: list[Term] = []
+    """Split the additive terms of `masks` into masks and biases."""
+    masking_terms: list[Term] = []
     biases: list[tuple[int, Term]] = []
     for place, term in enumerate(masks.terms):
         if term.how != "add" or _hides(masks.positions, term.mask, term.factor):
-            hiding.append(term)
+            masking_terms.append(term)
             continue
         pieces = [replace(term, mask=each) for each in _pieces(masks.a, masks.positions, term.mask)]
         masking = [each for each in pieces if _hides(masks.positions, each.mask, term.factor)]
-        hiding += masking
+        masking_terms += masking
         rest = [each for each in pieces if each not in masking]
         biases += ((place, each) for each in (rest if masking or len(rest) < 2 else [term]))
     replacing = max((place for place, each in enumerate(masks.terms) if each.how != "add"), default=-1)
     over = any(place < replacing for place, _ in biases)  # terms stand outermost first
-    return Parted(replace(masks, terms=tuple(hiding)), tuple(biases), over)
+    return Parted(replace(masks, terms=tuple(masking_terms)), tuple(biases), over)
 
 
 def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
-    """Masks that are added, all of them taken for a bias of that dtype, that of the queries, which int8 has not.
+    """Take all terms of `masks` for biases in `dtype`, the dtype of the queries, which is None for int8.
 
-    None where others are not, and where some keys of a query may be lowered by -inf, which is told as the least number,
-    and the others by about as much.
+    None where a term replaces scores, or where -inf, which the operator takes as the lowest number of `dtype`, could
+    not be distinguished from other terms.
     """
     filled = any(each.how != "add" for each in masks.terms)
     if dtype is None or filled or masks.blur(torch.finfo(dtype).min):
@@ -84,9 +87,9 @@ def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
     return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
 
 
-def stays_finite(whole: Parted) -> bool:
-    """Whether what is added holds chosen numbers and none below 0 beside them, so that no sum of it is -inf."""
-    return len(whole.biases) == 1 and all(_is_chosen(each.mask) for _, each in whole.biases)
+def stays_finite(split: Parted) -> bool:
+    """True if the one bias is chosen from finite numbers and nonnegative values, so that no sum with it is -inf."""
+    return len(split.biases) == 1 and all(_is_chosen(each.mask) for _, each in split.biases)
 
 
 def _is_chosen(x: Value) -> bool:
@@ -98,7 +101,7 @@ def _is_chosen(x: Value) -> bool:
 
 
 def _hides(positions: Positions, x: Value, factor: float) -> bool:
-    """Whether a tensor holds 0 and numbers that hide a key alone; or what no mask and no bias may hold."""
+    """True if `x` times `factor` has only 0 and numbers that hide a key; or +inf or NaN, which no bias has either."""
     numbers = positions.constants(x, positions.of(x)) if factor > 0 else None
     if numbers is None:
         return False
@@ -106,7 +109,7 @@ def _hides(positions: Positions, x: Value, factor: float) -> bool:
 
 
 def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
-    """Values that broadcast to `x` and add up to it, as far as a mask among them can be told apart."""
+    """Yield values that broadcast to `x` and add up to it, splitting sums and choices that may contain a mask."""
     match x.op:
         case "full" if x.attrs[0] == 0:
             return
@@ -134,7 +137,10 @@ def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
 
 
 def _chosen(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
-    """A mask, and what stands where it hides nothing."""
+    """Yield the choice `x` as a mask of hiding numbers and 0, and the pieces of its other side.
+
+    `x` alone unless exactly one side hides.
+    """
     condition, *sides = x.args
     hides = [each.op == "full" and each.attrs[0] <= MASKED for each in sides]
     zero = constant(a, 0, (), x.dtype)
@@ -147,28 +153,27 @@ def _chosen(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
     yield from _pieces(a, positions, sides[hides.index(False)])
 
 
-# what an operator is told ------------------------------------------------------------------------------------------
+# captures ----------------------------------------------------------------------------------------------------------
 
 
 def bias_of(
-    assumed: Assumed, found: Parted, frame: Frame, dtype: torch.dtype | None, empty: str, told: bool, floor: float
+    assumed: Assumed, split: Parted, frame: Frame, dtype: torch.dtype | None, empty: str, structured: bool, floor: float
 ) -> dict[str, Any] | str:
-    """The bias [B or 1, N, S, T] in the dtype of the queries, and what a row of it gives that is all -inf; or why none,
-    in words of it.
+    """Return the captures of the bias [B or 1, N, S, T] in `dtype` and of rows that are all -inf; or a reason.
 
     Args:
-        assumed: what is known of the graph.
-        found: what is added to the scores.
-        frame: which dims of the scores are which.
-        dtype: that of the queries.
-        empty: what the softmax makes of a row of -inf.
-        told: whether masks are told in words alone, which show nobody what a query sees.
-        floor: the number to which lower scores are raised behind it.
+        assumed: the facts about the graph.
+        split: the masks and biases of the scores.
+        frame: the dims of the scores.
+        dtype: the dtype of the queries; None for int8.
+        empty: the result of the softmax for a row of -inf.
+        structured: True if the masks are captured by parameters alone, so that no tensor shows the hidden keys.
+        floor: the number to which lower scores are clamped behind the bias.
     """
     a = assumed.algebra
     if dtype is None:
         return "as a bias it is none of int8 attention"
-    value = _joined(a, [each for _, each in found.biases], len({place for place, _ in found.biases}) == 1, dtype)
+    value = _joined(a, [each for _, each in split.biases], len({place for place, _ in split.biases}) == 1, dtype)
     if isinstance(value, str):
         return value
     numbers = assumed.folder.fold(value)
@@ -176,48 +181,48 @@ def bias_of(
         if numbers is None or not _holds(numbers, dtype):
             return f"as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}"
         value = a.cast(value, dtype)
-    wide = _of_heads(a, value, frame, found.masks.sizes[-1])
-    weakest = max(found.masks.weakest(), floor if found.masks.terms else -math.inf)
+    wide = _per_head(a, value, frame, split.masks.sizes[-1])
+    weakest = max(split.masks.weakest(), floor if split.masks.terms else -math.inf)
     if weakest > -math.inf and _may_reach(min(-LOST, -weakest / 4), value, numbers, assumed.weights):
         return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
     if floor > LOST and _may_reach(-floor / 4, value, numbers, assumed.weights):
         return "as a bias it may come near the number at which scores are clamped, which swallows none of them"
-    if _is_finite(found.masks.positions, value) or not _may_reach(math.inf, value, numbers, assumed.weights):
+    if _is_finite(split.masks.positions, value) or not _may_reach(math.inf, value, numbers, assumed.weights):
         return {"bias": wide}
     if floor > -math.inf:
         return {"bias": a.make("clamp", (wide,), (floor, math.inf), wide.shape, wide.dtype)}
-    if told:
+    if structured:
         return "as a bias it may hold -inf, beside a mask of each head"
     return {"bias": wide, "empty_bias": empty}
 
 
 def _is_finite(positions: Positions, x: Value) -> bool:
-    """True if `x` is known to hold a few finite numbers, as what is computed from truths does."""
+    """True if `x` is proven to have finite numbers alone, as a choice of constants has."""
     numbers = positions.constants(x, positions.of(x))
     return numbers is not None and all(map(math.isfinite, numbers))
 
 
 def _holds(numbers: Array, dtype: torch.dtype | None) -> bool:
-    """Whether a dtype holds all numbers as they are."""
-    kept = held(numbers, dtype)
-    return kept is not None and np.array_equal(kept, numbers)
+    """True if `dtype` represents all `numbers` exactly."""
+    rounded = held(numbers, dtype)
+    return rounded is not None and np.array_equal(rounded, numbers)
 
 
 def _named(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtype | None) -> Value | str:
-    """All that is added, if it is rounded no more than by the model.
+def _joined(a: Algebra, terms: Sequence[Term], at_once: bool, dtype: torch.dtype | None) -> Value | str:
+    """Add the biases `terms` in `dtype`, if that rounds no more than the model does; else return the reason.
 
-    Of some that are added one after the other, where the model rounds scores s, s + x, .. and s + x + y to the dtype of
-    x and y, the sum may be rounded once: |x + y| <= |s| + |s + x + y|. Of more than two it is in float32 until then.
+    Where the model adds x and y to scores s one by one, and rounds s, s + x and s + x + y to the dtype of x and y, the
+    sum x + y may be rounded once: |x + y| <= |s| + |s + x + y|. Of more than two addends it is accumulated in float32.
     """
     if len(terms) > 1:
         alike = dtype is not None and all(each.mask.dtype == dtype and each.factor == 1 for each in terms)
         apart = all(each.scores is not None and each.scores.dtype == dtype for each in terms)
-        wide = torch.float32 if len(terms) > 2 and not together else dtype
-        total: Value | None = a.cast(terms[0].mask, wide) if alike and (together or apart) else None
+        wide = torch.float32 if len(terms) > 2 and not at_once else dtype
+        total: Value | None = a.cast(terms[0].mask, wide) if alike and (at_once or apart) else None
         for each in terms[1:]:
             total = total and a.add(total, a.cast(each.mask, wide))
         return "as a bias it is the sum of several, which would be rounded" if total is None else a.cast(total, dtype)
@@ -233,8 +238,8 @@ def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtyp
     return a.scale(value, factor)
 
 
-def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
-    """A bias that broadcasts to scores [*rows, T] of a frame as [B or 1, N, S, T]."""
+def _per_head(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
+    """View the bias `value`, which broadcasts to scores [*rows, T] of `frame`, as [B or 1, N, S, T]."""
     full = (*frame.shape, keys)
     lead = (*(1,) * (len(full) - value.rank), *value.shape)
     wide = a.expand(a.reshape(value, lead), (lead[0], *full[1:]))
@@ -242,16 +247,19 @@ def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
 
 
 def _may_reach(most: float, x: Value, numbers: Array | None, weights: Collection[str]) -> bool:
-    """Whether a bias may hold so large a number, or a larger one."""
+    """True if the bias `x`, with entries `numbers` if constant, may have an entry of magnitude `most` or more."""
     if numbers is not None:
         return not (np.abs(numbers) < most).all()
     return not largest(x) < most and _may_hold(most, x, weights)
 
 
 def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
-    """The same of what is no constant: a product is as small as scores are, a weight a number."""
+    """True if `x`, which is no constant, may have an entry of magnitude `most` or more.
+
+    Results of matmuls and Parameters in `weights` count as small, as scores do.
+    """
     if x.dtype is torch.float16 and x.op not in (*_VIEWS, *_CHOOSES, "input", "full", "exp"):
-        return True  # whose largest number is small enough to be passed
+        return True  # float16 overflows at 65504
     match x.op:
         case "input":
             return x.attrs[1] != 0 or x.attrs[0] not in weights
@@ -263,16 +271,16 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return False
         case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
             return False
-        case "cast":  # what the dtype does not hold is infinite
+        case "cast":  # numbers beyond the range of the dtype become infinite
             return _may_hold(min(most, torch.finfo(proven(x.dtype)).max), x.arg, weights)
-        case "exp":  # is never -inf, and by +inf plain attention gives NaN for the row
+        case "exp":  # never -inf; with +inf, plain attention gives NaN for the row
             return most < math.inf
-        case "mul":  # what is the same for all keys is a number, as what scales the scores is
+        case "mul":  # a factor shared by all keys is taken as finite, as the scale of scores is
             keyed = [each for each in x.args if each.shape[-1:] not in ((), (1,))]
             return any(_may_hold(most, each, weights) for each in keyed)
         case "index" | "take":
             return _may_hold(most, x.arg, weights)
-        case "pad":  # as relative positions are where their scores are shifted
+        case "pad":  # relative positions are shifted by padding
             return not abs(x.attrs[1]) < most or _may_hold(most, x.arg, weights)
         case "where":
             return any(_may_hold(most, each, weights) for each in x.args[1:])

@@ -1,4 +1,4 @@
-"""Where a mask of attention hides a key, as booleans."""
+"""The booleans that are true where a mask of attention hides a key."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from fusion.analysis.constant_folding import COMPARE
 from fusion.graph import Algebra, Value
 
 MASKED = -9984.0
-"""A score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are in use. -1e4 in bfloat16."""
+"""A score lowered by this much is masked: -1e4 as bfloat16. Models use -inf, the lowest of a dtype, -1e9 and -1e4."""
 
 
 def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
-    """Where a mask that is added to scores, times a positive factor, hides a key: it holds 0 or at most `MASKED`."""
+    """Return booleans, true where the additive `mask` times `factor` > 0 hides a key: it has 0 or at most `MASKED`."""
     if mask.op == "expand":
         return a.expand(hidden(a, mask.arg, factor), mask.shape)
     bound = MASKED / 2 / factor
-    told = by_list(a, mask, lambda number: number < bound) or _by_condition(a, mask, bound)
-    return told or a.make("below", (mask,), (bound,), mask.shape, torch.bool)
+    condition = by_list(a, mask, lambda number: number < bound) or _by_condition(a, mask, bound)
+    return condition or a.make("below", (mask,), (bound,), mask.shape, torch.bool)
 
 
 def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
-    """The same of two numbers of which a condition chooses, where one is filled in for each head and it is of all."""
+    """Return the condition of `mask`, a choice of two numbers, or its negation, as where it is below `bound`.
+
+    None unless the condition broadcasts to `mask` and exactly one number is below.
+    """
     if mask.op != "where" or mask.arg.shape == mask.shape or any(each.op != "full" for each in mask.args[1:]):
         return None
     yes, no = (each.attrs[0] < bound for each in mask.args[1:])
@@ -32,9 +35,10 @@ def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
 
 
 def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | None:
-    """The same of a mask that a list is written to, made of the list alone: it may be filled as scores are shaped.
+    """Return the list from which `mask` is filled, or its negation, as booleans, true where a key is hidden.
 
-    Or of what is compared with one number: zeros to which ones are written.
+    `mask` is a choice by a list between two numbers, or the comparison of such a choice with a number; None for others.
+    `hides` tells for a number of `mask` if it hides. The list may have fewer dims than `mask`.
     """
     filled = next((each for each in mask.args if each.op != "full"), mask) if mask.op == "compare" else mask
     if filled.op != "where" or filled.arg.op != "chosen" or filled.shape != mask.shape:
@@ -44,7 +48,7 @@ def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | 
 
 
 def _is_hidden(mask: Value, filled: Value, side: Value, hides: Callable[[float], bool]) -> bool:
-    """Whether a mask hides where one number was filled in."""
+    """True if `mask` hides where `filled`, its operand or itself, is the constant `side`."""
     sides = [side if each is filled else each for each in mask.args] if mask is not filled else [side]
     if any(each.op != "full" for each in sides):
         return False
@@ -53,17 +57,20 @@ def _is_hidden(mask: Value, filled: Value, side: Value, hides: Callable[[float],
 
 
 def negated(a: Algebra, mask: Value) -> Value:
-    """Where a mask does not hold."""
+    """Return the negation of the boolean `mask`."""
     return mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
 
 
 def list_in(mask: Value) -> Value | None:
-    """Where a list says True that a mask is made of, or how often, in another arrangement; None where there is none."""
+    """Return the list of keys, as booleans or counts, from which `mask` is computed by logic and views; else None."""
     return next((x for x in mask.sources(lambda x: x.args if x.op in _OF_LOGIC else ()) if x.op in _OF_LISTS), None)
 
 
 def names_keys(listed: Value, keys: Any) -> bool:
-    """Whether a list in a mask is one of so many keys, and perhaps what is none; else it is of blocks of them."""
+    """True if `listed` [.., T or more] has an entry for each of `keys` keys; False for a list of blocks.
+
+    It may have one more entry, for empty slots.
+    """
     size = listed.shape[-1]
     return size == keys or (isinstance(size, int) and isinstance(keys, int) and size > keys)
 

@@ -1,12 +1,12 @@
-"""Where queries, keys and values of grouped heads come from, and all of them as one tensor.
+"""Sources of queries, keys and values of grouped heads, and their concatenation.
 
     one projection      lanes of one tensor
     projections         three layers of one input
     anywhere            each a tensor of its own
 
-A source gives the heads of queries and of keys, and values as they are written, as terms (`heads`), what has the dtype
-of the model (`like`), what speaks against it (`guard`), all of them as [T, W] (`joined`), and the shape that queries
-have as heads of tokens (`of_queries`).
+A source matches the heads of queries and keys, and values as they are stored (`heads`); it gives a tensor in the dtype
+of the model (`like`), refuses what the operator cannot take (`guard`), concatenates all to [T, W] (`joined`), and gives
+the shape of queries by heads (`query_shape`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from patterns.linear.joined_projections import Layers
 
 @dataclass(frozen=True)
 class OneProjection(Group):
-    """Lanes of one tensor [.., W], those of all heads of queries first, then of keys, then of values."""
+    """Lanes of one tensor [.., W]: all heads of queries, then of keys, then of values.
+
+    Attributes:
+        qkv: the tensor.
+        keys: the first lane of keys.
+        values: the first lane of values.
+        end: the end of the lanes of values.
+    """
 
     qkv: Any = tensor("*B W")
     keys: Any = attribute()
@@ -32,61 +39,61 @@ class OneProjection(Group):
     end: Any = attribute()
 
     def heads(self, p):
-        """Lanes of the heads of each, values as they are written."""
+        """Match the lanes of queries, keys and values, each with its own shape."""
         bounds = (0, self.keys, self.values, self.end)
         return [p.reshaped(p.lanes(self.qkv, *each)) for each in pairwise(bounds)]
 
     def like(self):
-        """What has the dtype of the model."""
+        """Return a tensor in the dtype of the model."""
         return self.qkv
 
     def guard(self) -> None:
-        """Refuse a projection that gives other lanes as well."""
+        """Refuse a projection with other lanes than queries, keys and values."""
         require(self.end == self.qkv.shape[-1], "queries, keys and values do not make up one projection")
 
     def joined(self, tokens: int) -> Tensor:
-        """All of them, [T, W]."""
+        """Return queries, keys and values as [T, W]."""
         return self.qkv.reshape(tokens, -1)
 
-    def of_queries(self, width: int) -> tuple[int, ...]:
-        """[.., N, D] of heads of `width` lanes."""
+    def query_shape(self, width: int) -> tuple[int, ...]:
+        """Return the shape [.., N, D] of queries with heads of `width` lanes."""
         return (*self.qkv.shape[:-1], self.keys // width, width)
 
 
 @dataclass(frozen=True)
 class Projections(Group):
-    """Three linear layers of one input, whose weights are joined once."""
+    """Three linear layers of one input, whose weights are concatenated once."""
 
     x: Any = tensor("*B K")
     layers: Any = Layers
 
     def heads(self, p):
-        """What each layer gives, values as they are written."""
+        """Match the results of the layers, each with its own shape."""
         how = dict(x=self.x, is_parameter_only=self.layers.is_parameter_only)
         three = list(zip(self.layers.weights(), self.layers.biases(), strict=True))[:3]
         return [p.reshaped(p.linear(weight=weight, bias=bias, **how)) for weight, bias in three]
 
     def like(self):
-        """What has the dtype of the model."""
+        """Return a tensor in the dtype of the model."""
         return self.x
 
     def guard(self) -> None:
-        """Refuse weights that would be joined at every call, and biases of some layers alone."""
+        """Refuse weights that would be concatenated at every call, and biases of some layers only."""
         self.layers.refuse()
         require(len(self.layers.biases()) in (0, 3), "some of the projections have a bias, others have none")
 
     def joined(self, tokens: int) -> Tensor:
-        """All of them, [T, W]."""
+        """Emit one matmul for queries, keys and values as [T, W]."""
         return self.layers.joined(self.x).reshape(tokens, -1)
 
-    def of_queries(self, width: int) -> tuple[int, ...]:
-        """[.., N, D] of heads of `width` lanes."""
+    def query_shape(self, width: int) -> tuple[int, ...]:
+        """Return the shape [.., N, D] of queries with heads of `width` lanes."""
         return (*self.x.shape[:-1], self.layers.first.shape[0] // width, width)
 
 
 @dataclass(frozen=True)
 class Anywhere(Group):
-    """Queries and keys from anywhere, [B, S, N, D] or [T, N, D], and values with the same lanes."""
+    """Queries and keys [B, S, N, D] or [T, N, D] from any source, and values with the same lanes."""
 
     q: Any = tensor("*B Nq D")
     k: Any = tensor("*B Nk D")
@@ -94,22 +101,22 @@ class Anywhere(Group):
     differing: ClassVar[tuple[str, ...]] = ("q", "k")
 
     def heads(self, p):
-        """Heads of queries and of keys, and values as they are written."""
+        """Return queries, keys and values as they are."""
         return [self.q, self.k, self.v]
 
     def like(self):
-        """What has the dtype of the model."""
+        """Return a tensor in the dtype of the model."""
         return self.q
 
     def guard(self) -> None:
-        """Nothing speaks against them."""
+        """Accept any queries, keys and values."""
 
     def joined(self, tokens: int) -> Tensor:
-        """All of them, [T, W], which is a copy."""
+        """Concatenate queries, keys and values to [T, W], which copies them."""
         return torch.cat([each.reshape(tokens, -1) for each in (self.q, self.k, self.v)], dim=-1)
 
-    def of_queries(self, width: int) -> tuple[int, ...]:
-        """The shape of queries."""
+    def query_shape(self, width: int) -> tuple[int, ...]:
+        """Return the shape of queries, whose heads are a dim already."""
         return tuple(self.q.shape)
 
 

@@ -1,13 +1,13 @@
-"""What stands between the projection of grouped heads and their attention, in one operator.
+"""Norms, rotation and cache writes between the projection of grouped heads and their attention, in one operator.
 
     [q ‖ k ‖ v] = x W_QKV, per head
     q = rope(norm(q))      keys[slot] = rope(norm(k)), or int8 of it      values[slot] = v, or int8 of it
 
-*Matches* the norms over the lanes of each head, the rotation of queries and keys by halves with tables that they share,
-and the writes of keys and values by the same slots into pages that lie in lines of NZ, as they are or in int8 by
-static scales of each channel, of each head or of all (C8); of one projection, of three whose weights are Parameters, or
-of queries, keys and values from anywhere (Qwen3, 2025). *Replaces with* `npu_qkv_rms_norm_rope_cache`, which rounds a
-row once, where it is stored; gains and tables are rounded to the dtype of the model.
+*Matches* the norms over the lanes of each head, the rotation of queries and keys by halves with shared tables, and the
+writes of keys and values by the same slots into pages in NZ blocks, as they are or in int8 by static scales of each
+channel, of each head or of all (C8); from one projection, from three whose weights are Parameters, or from any queries,
+keys and values (Qwen3, 2025). *Replaces with* `npu_qkv_rms_norm_rope_cache`, which rounds a row once, where it is
+stored; gains and tables are rounded to the dtype of the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from patterns.rotary.token_tables import TokenTables, rotated_lanes
 Both = tuple[Tensor, Tensor]
 
 
-# how heads stand -----------------------------------------------------------------------------------------------------
+# order of dims of heads ----------------------------------------------------------------------------------------------
 
 
 TURNED = (0, 2, 1, 3)
@@ -43,52 +43,52 @@ class PositionsFirst(Group):
     heads_first: ClassVar[bool] = False
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
-        """Heads of tokens, normalised, as they are rotated."""
+        """Match the norm of `heads`, which may be reshaped before the rotation."""
         return p.reshaped(norm(heads))
 
     def stored(self, p, rotated):
-        """Rotated keys as they are stored."""
+        """Match rotated keys, which may be reshaped before they are stored."""
         return p.reshaped(rotated)
 
     def restored(self, q: Tensor) -> Tensor:
-        """Queries [.., N, D] as the model has them."""
+        """Return queries `q` [.., N, D] in the order of dims of the model."""
         return q
 
 
 @dataclass(frozen=True)
 class HeadsFirst(PositionsFirst):
-    """They are normalised and rotated as [B, N, S, D]."""
+    """Queries and keys are normalised and rotated as [B, N, S, D]."""
 
     heads_first: ClassVar[bool] = True
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
-        """Heads before tokens."""
+        """Match the norm of `heads` transposed to [B, N, S, D]."""
         return norm(p.in_order(heads, TURNED))
 
     def stored(self, p, rotated):
-        """Tokens before heads again."""
+        """Match rotated keys transposed back to [B, S, N, D]."""
         return p.reshaped(p.in_order(rotated, TURNED))
 
     def restored(self, q: Tensor) -> Tensor:
-        """Heads before tokens."""
+        """Transpose queries `q` [B, S, N, D] to [B, N, S, D]."""
         return q.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class RotatedHeadsFirst(HeadsFirst):
-    """They are normalised as [B, S, N, D], and rotated as [B, N, S, D]."""
+    """Queries and keys are normalised as [B, S, N, D], and rotated as [B, N, S, D]."""
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
-        """Heads before tokens behind the norm."""
+        """Match the norm of `heads`, transposed to [B, N, S, D] behind it."""
         return p.in_order(norm(heads), TURNED)
 
 
-# what takes keys and values ------------------------------------------------------------------------------------------
+# pages ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GroupedPages(Group):
-    """Pages [Block, .., A, Size, L] of keys and of values in lines of NZ, which take rows at the same slots."""
+    """Pages [Block, .., A, Size, L] of keys and values in NZ blocks of L lanes, written at the same slots."""
 
     key_pages: Any = tensor("*P")
     value_pages: Any = tensor("*Q")
@@ -97,33 +97,33 @@ class GroupedPages(Group):
     lanes: ClassVar[int] = NZ
 
     def written(self, p, *rows: Any):
-        """Both writes."""
+        """Match the writes of `rows`, keys and values, to the pages."""
         how = dict(slots=self.slots, nz_block=self.nz_block)
         both = zip((self.key_pages, self.value_pages), rows, strict=True)
         return [p.write_pages(cache=pages, rows=new, **how) for pages, new in both]
 
     def guard(self) -> None:
-        """Refuse whole rows, and other lines than those of NZ."""
+        """Refuse pages of full rows, and NZ blocks of another number of lanes."""
         require(self.nz_block is not None, "the pages hold whole rows, the operator writes lines of NZ")
         refuse_others(self.nz_block, self.lanes)
 
     def caches(self) -> Both:
-        """Both as [Block, M · D / L, Size, L]."""
+        """View the pages of keys and of values as [Block, M · D / L, Size, L]."""
         keys, values = (_in_lines(each) for each in (self.key_pages, self.value_pages))
         return keys, values
 
     def arguments(self, heads: int, width: int) -> dict[str, Tensor]:
-        """What the operator is told of numbers."""
+        """Return the scales and offsets of int8 caches, for `heads` heads of `width` lanes."""
         return {}
 
     def restored(self, *caches: Tensor) -> tuple[Tensor, ...]:
-        """Both as the model has them."""
+        """Reshape the written `caches` to the shapes of the model."""
         return tuple(map(torch.reshape, caches, (self.key_pages.shape, self.value_pages.shape)))
 
 
 @dataclass(frozen=True)
 class Int8GroupedPages(GroupedPages):
-    """The same in int8 by static scales."""
+    """Pages [Block, .., A, Size, L] of keys and of values in int8 by static scales, in NZ blocks."""
 
     key_scale: Any = tensor("*K Dk")
     key_zero: Any = tensor("*L Dl", optional=True)
@@ -133,7 +133,7 @@ class Int8GroupedPages(GroupedPages):
     lanes: ClassVar[int] = NZ_INT8
 
     def written(self, p, *rows: Any):
-        """Both writes of int8."""
+        """Match the writes of `rows`, keys and values, quantised to int8."""
         scales = ((self.key_scale, self.key_zero), (self.value_scale, self.value_zero))
         int8 = (
             p.int8_rows(x=new, scale=scale, zero=zero, divided=self.divided)
@@ -142,7 +142,7 @@ class Int8GroupedPages(GroupedPages):
         return super().written(p, *map(p.reshaped, int8))
 
     def arguments(self, heads: int, width: int) -> dict[str, Tensor]:
-        """Scales that rows are divided by, and offsets behind, [M, D] in float32."""
+        """Return the scales by which rows are divided, and the offsets added afterwards, [M, D] in float32."""
         given = {
             "k_scale": self._divisor(self.key_scale), "v_scale": self._divisor(self.value_scale),
             "k_offset": self.key_zero, "v_offset": self.value_zero,
@@ -154,12 +154,12 @@ class Int8GroupedPages(GroupedPages):
 
 
 def _by_channel(x: Tensor, heads: int, width: int) -> Tensor:
-    """A number of each head and channel, of each of either, or of all, in any dims, as [M, D]."""
+    """Expand the scales `x` of each head and channel, of either, or of all, in any dims, to [heads, width]."""
     if x.numel() == heads * width:
         return x.reshape(heads, width)
     lanes = x.shape[-1]
-    whole = lanes in (1, width) and x.numel() in (lanes, heads * lanes)
-    require(whole, "the scales are those of lines, not of heads, of channels or of all")
+    by_head = lanes in (1, width) and x.numel() in (lanes, heads * lanes)
+    require(by_head, "the scales are those of lines, not of heads, of channels or of all")
     return x.reshape(-1, lanes).expand(heads, width).contiguous()
 
 
@@ -177,7 +177,17 @@ def _in_lines(pages: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Normed(Group):
-    """Gains of the norms of queries and keys, and how both are rotated."""
+    """Gains and epsilons of the norms of queries and keys, and the rotation of both.
+
+    Attributes:
+        q_gamma: the gain of queries.
+        k_gamma: the gain of keys.
+        q_eps: the epsilon of queries.
+        k_eps: the epsilon of keys.
+        source: the order of lanes before the rotation.
+        result: the order of lanes after the rotation.
+        dtype: the dtype in which the model rotates.
+    """
 
     q_gamma: Any = tensor("D")
     k_gamma: Any = tensor("D")
@@ -188,7 +198,7 @@ class Normed(Group):
     dtype: Any = attribute()
 
     def terms(self, p, heads, order, tables, like):
-        """Queries and keys, both rotated."""
+        """Match queries and keys, normalised and rotated."""
         norms = ((self.q_gamma, self.q_eps), (self.k_gamma, self.k_eps))
         normed = (
             order.normed(p, each, partial(_norm, p, gamma, eps))
@@ -197,13 +207,13 @@ class Normed(Group):
         return [rotated_lanes(p, each, tables, self, like, order.heads_first) for each in normed]
 
     def guard(self, tables: TokenTables) -> None:
-        """Refuse pairs, two epsilons, and norms of other lanes than those that are rotated."""
+        """Refuse interleaved pairs, two epsilons, and norms over other lanes than those that are rotated."""
         require((self.source, self.result) == (HALF, HALF), "the lanes are not in half order")
-        said = "queries are normalised with eps={q}, keys with {k}: the operator takes one"
-        require(self.q_eps == self.k_eps, said, q=self.q_eps, k=self.k_eps)
+        reason = "queries are normalised with eps={q}, keys with {k}: the operator takes one"
+        require(self.q_eps == self.k_eps, reason, q=self.q_eps, k=self.k_eps)
         normed, turned = self.q_gamma.shape[0], tables.cos.shape[-1]
-        said = "{normed} lanes are normalised, and {turned} rotated: the operator takes a head for both"
-        require(normed == turned, said, normed=normed, turned=turned)
+        reason = "{normed} lanes are normalised, and {turned} rotated: the operator takes a head for both"
+        require(normed == turned, reason, normed=normed, turned=turned)
 
 
 def _norm(p: Any, gamma: Any, eps: Any, x: Any) -> Any:
@@ -217,7 +227,7 @@ class QkvRmsNormRopeCache(Rule):
     aliases = ("qkv_write",)
 
     def reference(self, q: Tensor, k: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Both:
-        """The meaning without the writes: heads [*B, D], tables that broadcast to them."""
+        """Compute rope(norm(q)) and rope(norm(k)) of heads [*B, D], with tables that broadcast to them."""
 
         def turned(x: Tensor) -> Tensor:
             low, high = F.rms_norm(x, gamma.shape, gamma, eps).chunk(2, dim=-1)
@@ -229,20 +239,20 @@ class QkvRmsNormRopeCache(Rule):
     @variants(source=SOURCES, order=(PositionsFirst, HeadsFirst, RotatedHeadsFirst),
               storage=(GroupedPages, Int8GroupedPages))  # fmt: skip
     def written(self, p, source, order, storage, normed: Any = Normed, tables: Any = TokenTables):
-        """Of the heads of each token."""
+        """q = rope(norm(q)), keys[slot] = rope(norm(k)), values[slot] = v, for the heads of each token"""
         *heads, v = source.heads(p)
         q, k = normed.terms(p, heads, order, tables, source.like())
         return q, *storage.written(p, order.stored(p, k), v)
 
     def guard(self, source: Any, normed: Normed, storage: GroupedPages, tables: TokenTables):
-        """How the lanes are rotated, and how the pages lie."""
+        """Refuse rotations, sources and pages that the operator does not take."""
         normed.guard(tables)
         source.guard()
         storage.guard()
 
     @lowering
     def run(self, source: Any, order: Any, storage: GroupedPages, normed: Normed, tables: TokenTables):
-        """One call."""
+        """Emit npu_qkv_rms_norm_rope_cache_functional on the concatenated projection [T, W]."""
         tokens, width = storage.slots.shape[0], normed.q_gamma.shape[0]
         require(isinstance(tokens, int), "the operator is told the number of tokens, which is not known before")
         qkv = source.joined(tokens)
@@ -256,4 +266,4 @@ class QkvRmsNormRopeCache(Rule):
             sin, storage.slots.long(), torch.empty((tokens, nums[0] * width), dtype=qkv.dtype, device=qkv.device), keys,
             values, [1, tokens, sum(nums), width], nums, epsilon=normed.q_eps, **storage.arguments(shared, width),
         )  # fmt: skip
-        return order.restored(q.reshape(source.of_queries(width))), *storage.restored(keys, values)
+        return order.restored(q.reshape(source.query_shape(width))), *storage.restored(keys, values)

@@ -1,6 +1,6 @@
-"""Why what is attention, or nearly, becomes no operator, in the terms of the model, and which value is to blame.
+"""Reasons why attention, or what resembles it, is not fused, and the values to which the report points.
 
-A mask is blamed where it is made, else where it is put on the scores; a cap and a cast where they stand.
+For a mask, it points to where the mask is made, else to where it is applied; for a cap or a cast, to that op.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from patterns.attention.core.divided_late import stripped
 RULE = "softmax_attention"
 _BIAS = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
 _ASSUME = " (of a mask that is passed in, the option assume says it)"
-_KEPT = (
+_WEIGHTS_USED = (
     "the weights are read by more than the product with values: they are computed in any "
     "case, and npu_fused_infer_attention_score returns none; do not return them"
 )
@@ -32,12 +32,15 @@ _COMPUTED = ("add", "mul", "scale", "shift", "where", "cast")
 
 
 def missed(reason: str, product: Value, at: Sequence[Value] = ()) -> Miss:
-    """Why attention around a product of weights and values is none."""
+    """Return `reason` as a `Miss` of the attention around the matmul `product` of weights and values.
+
+    The report points to the values `at`.
+    """
     return Miss(RULE, reason, tuple(at), product)
 
 
 def kept_wide(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
-    """What it means that an operator takes no queries in such a dtype; None where they were never narrower."""
+    """Return a `Miss` if queries, keys and values were cast to a dtype that no operator takes; else None."""
     if not isinstance(reading, Reading) or reading.op != RULE:
         return None
     operands = [reading.captures[name] for name in ("q", "k", "v")]
@@ -53,7 +56,7 @@ def kept_wide(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss
 
 
 def weights_kept(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
-    """What it means that something else than the product with values reads the weights; None where nothing does."""
+    """Return a `Miss` if the weights of the attention are used by more than the product with values; else None."""
     if not isinstance(reading, Reading) or reading.op != RULE:
         return None
     product = stripped(root)[0]
@@ -63,17 +66,17 @@ def weights_kept(graph: Graph, root: Value, reading: Reading | Miss | None) -> M
         return None
     while waiting:
         for user in waiting.pop().users:
-            held = graph.held.get(user)
-            if isinstance(held, Value) and held.below(*_VIEWS, "cast") is softmax:
+            value = graph.held.get(user)
+            if isinstance(value, Value) and value.below(*_VIEWS, "cast") is softmax:
                 waiting.extend({user} - seen)
                 seen.add(user)
             elif not any(user is node or graph.depends(node, user) for node in graph.places[root]):
-                return Miss(RULE, _KEPT, (softmax,), root, useless=True)
+                return Miss(RULE, _WEIGHTS_USED, (softmax,), root, useless=True)
     return None
 
 
 def left_whole(node: fx.Node) -> str:
-    """Why a call of sdpa is not written out."""
+    """Return the reason why a call `node` of scaled_dot_product_attention is not decomposed."""
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if dropout:
         return (
@@ -88,21 +91,24 @@ def left_whole(node: fx.Node) -> str:
 
 
 def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:
-    """The values that nodes hold by which `x` was widened, perhaps in another shape."""
+    """Return the values of nodes that widen the source of `x`, in any shape."""
     source = x.below(*_VIEWS, "cast")
     return tuple(each for each in graph.places if is_rounding(each) and each.below(*_VIEWS, "cast") is source)
 
 
 def unproven(mask: Value, by_truths: bool = False) -> str:
-    """Why it is not known what a mask lets through that is added to the scores; of truths, `by_truths` it would be."""
+    """Return the reason why the keys that the additive `mask` hides are unknown.
+
+    `by_truths` is true if they would be known, were its integer inputs 0 or 1.
+    """
     passed = passed_in(mask)
     if passed is not None:
         return _BIAS + _ASSUME
-    return TRUTHS if by_truths or _of_float_truths(mask) else _BIAS
+    return TRUTHS if by_truths or _inverts_float_input(mask) else _BIAS
 
 
 def passed_in(x: Value) -> Value | None:
-    """The input of which a mask shows some rows and keys; None where it is computed."""
+    """Return the input from which `x` takes rows and keys by views, casts and gathers; None where it is computed."""
     while x.op != "input":
         keeps = (
             {"reshape": x.shape[-1:] == x.args[0].shape[-1:], "permute": x.attrs[-1:] == (x.rank - 1,)}
@@ -116,10 +122,10 @@ def passed_in(x: Value) -> Value | None:
     return x if x.rank > 1 else None
 
 
-def _of_float_truths(x: Value, turned: bool = False) -> bool:
-    """Whether a mask would be known if floats that are passed in were 0 or 1: 1 - x."""
+def _inverts_float_input(x: Value, turned: bool = False) -> bool:
+    """True if the mask `x` would be known, were its float inputs 0 or 1: it contains 1 - input."""
     turned = turned or x.op == "shift"
     if x.op == "input":
         return is_float(x) and turned
     passed = x.op in (*_COMPUTED, *_VIEWS)
-    return passed and any(_of_float_truths(each, turned) for each in x.args)
+    return passed and any(_inverts_float_input(each, turned) for each in x.args)

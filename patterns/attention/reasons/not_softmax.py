@@ -1,6 +1,6 @@
-"""What stands where attention has a softmax between two products and nothing else, so that it is none.
+"""Reasons for products that resemble attention, but have another op at the softmax or between the products.
 
-weights = f(softmax(g(q kᵀ)))        out = weights v        f and g are functions of single elements
+weights = f(softmax(g(q kᵀ)))        out = weights v        f and g are elementwise functions
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ OF_SEVERAL = (
     "operator reads one tensor of keys and one of values"
 )
 _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
-"""Ops of weights that attention has as well, and those that say nothing of what is computed."""
-_OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
-"""Those of scores, which are scaled and masked."""
+"""Ops that only cast or rearrange."""
+_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
+"""Ops of scores, which are also scaled and masked."""
 _IN_PLACE = ("sigmoid", "relu", "gelu", "tanh", "exp")
-"""Functions of single scores that some models have in place of a softmax."""
+"""Elementwise functions that some models use in place of a softmax."""
 _WORDS = {
     "mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product",
     "shift": "an addition", "scale": "a multiplication", "clip": "clamp", "power": "pow", "log_sum_exp": "logsumexp",
     "total": "sum", "mean": "a mean or a sum", "largest": "topk", "index": "a gather of rows", "cumsum": "cumsum",
 }  # fmt: skip
-"""What users call an op of the canonical graph whose name torch does not have, or has for something else."""
+"""Names for users of ops of the canonical graph that torch does not name so."""
 
 
 def called(op: str) -> str:
@@ -46,22 +46,24 @@ def called(op: str) -> str:
 
 
 def unlike(product: Value) -> str:
-    """Why a product of a softmax over scores with values is no attention; "" where it is no such product."""
-    if product.op == "mul" and any(map(_is_of_one_key, product.args)):
+    """Return the reason why `product`, of a softmax over scores with values, is no attention; "" for others."""
+    if product.op == "mul" and any(map(_has_one_key, product.args)):
         return ONE_KEY
     for side, axis in zip(product.args, (-1, -2), strict=True) if product.op == "matmul" else ():
-        odd, softmax = _down(side, "softmax", _ARRANGED)
-        other, scores = ("", None) if softmax is None else _down(softmax.arg, "matmul", _OF_SCORES)
+        between, softmax = _down(side, "softmax", _ARRANGED)
+        other, scores = ("", None) if softmax is None else _down(softmax.arg, "matmul", _SCORES)
         if softmax is not None and scores is None and _is_joined(softmax.arg):
             return JOINED
-        if softmax is not None and scores is None and _is_of_several(softmax):
+        if softmax is not None and scores is None and _concatenates_keys(softmax):
             return OF_SEVERAL
-        if softmax is not None and scores is None and _is_of_one_key(softmax):
+        if softmax is not None and scores is None and _has_one_key(softmax):
             return HIDDEN_ONE
         if softmax is None or scores is None:
             continue
-        if odd:
-            return f"between the softmax and the values the weights go through {odd}, which the operator does not do"
+        if between:
+            return (
+                f"between the softmax and the values the weights go through {between}, which the operator does not do"
+            )
         if other:
             return f"between the product and the softmax the scores go through {other}, which the operator does not do"
         places = [place for each, place in _softmaxes(side, side.rank + axis) if each is softmax]
@@ -70,19 +72,19 @@ def unlike(product: Value) -> str:
     return ""
 
 
-def _is_of_one_key(weights: Value) -> bool:
-    """Whether a factor is the softmax over one score, which is the sum of the elementwise product of two rows."""
+def _has_one_key(weights: Value) -> bool:
+    """True if `weights` are the softmax over one score, the sum of an elementwise product of two rows."""
     softmax = weights.below(*_ARRANGED)
     if softmax.op != "softmax" or softmax.shape[_keys(softmax)] != 1:
         return False
-    _, score = _down(softmax.arg, "mean", _OF_SCORES)
+    _, score = _down(softmax.arg, "mean", _SCORES)
     return score is not None and score.arg.below("reshape").op == "mul"
 
 
 def without_softmax(graph: Graph, product: Value) -> str:
-    """Why a product of a function of scores, that is no softmax, with values is no attention; "" for what is no such.
+    """Return the reason why `product`, of another function of scores with values, is no attention; "" for others.
 
-    Products with weights, or with rows that are gathered as experts' matrices are, may be layers.
+    Products with Parameters or with gathered rows, such as the matrices of experts, may be layers and are no attention.
     """
     product = product.below("scale", "cast", "reshape")
     if product.op != "matmul" or product.shape[-1] == 1:
@@ -92,7 +94,7 @@ def without_softmax(graph: Graph, product: Value) -> str:
         return ""
     for name in _IN_PLACE:
         function = _down(weights, name, _ARRANGED)[1]
-        scores = None if function is None else _down(function.arg, "matmul", _OF_SCORES)[1]
+        scores = None if function is None else _down(function.arg, "matmul", _SCORES)[1]
         if scores is None or prod(scores.args[1].shape[:-2]) == 1 or _is_attended(scores):
             continue
         operands = [each.below(*_ARRANGED, "scale") for each in (*scores.args, values)]
@@ -102,41 +104,44 @@ def without_softmax(graph: Graph, product: Value) -> str:
 
 
 def _is_joined(x: Value) -> bool:
-    """Whether scores are products that were joined, but not along their rows, unless those were opened, or keys."""
-    _, joined = _down(x, "cat", _OF_SCORES)
+    """True if the scores `x` concatenate matmuls of single heads, along a dim that is not that of queries or keys."""
+    _, joined = _down(x, "cat", _SCORES)
     if joined is None or joined.attrs[0] >= joined.rank - (2 if x.rank == joined.rank else 1):
         return False
     return all(each.below("reshape", "scale").op == "matmul" for each in joined.args)
 
 
-def _is_of_several(softmax: Value) -> bool:
-    """Whether the keys of scores are those of several products, one behind the other."""
-    _, joined = _down(softmax.arg, "cat", _OF_SCORES)
+def _concatenates_keys(softmax: Value) -> bool:
+    """True if the scores of `softmax` concatenate several products along the keys."""
+    _, joined = _down(softmax.arg, "cat", _SCORES)
     if joined is None or joined.attrs[0] != joined.rank - 1 or joined.shape[-1] != softmax.shape[_keys(softmax)]:
         return False
-    return all(_down(each, "matmul", _OF_SCORES)[1] is not None for each in joined.args)
+    return all(_down(each, "matmul", _SCORES)[1] is not None for each in joined.args)
 
 
 def _keys(softmax: Value) -> int:
-    """The dim of its keys."""
+    """Return the dim of the keys, as a nonnegative index."""
     return softmax.rank + softmax.attrs[0]
 
 
 def _softmaxes(x: Value, axis: int, most: int = 4) -> Iterator[tuple[Value, int]]:
-    """What `x` is arranged from, or a function of each element with at most so many ops, and which dim `axis` is."""
+    """Yield the softmaxes from which `x` is computed, each with the dim that `axis` of `x` is there.
+
+    Between them are views and at most `most` elementwise ops.
+    """
     waiting, seen = [(x, axis, 0)], set[tuple[Value, int]]()
     while waiting:
-        x, axis, odd = waiting.pop()
+        x, axis, functions = waiting.pop()
         if x.op == "softmax":
             yield x, axis
-        elif odd <= most and (x, axis) not in seen:
+        elif functions <= most and (x, axis) not in seen:
             seen.add((x, axis))
-            odd += x.op not in _ARRANGED
-            waiting.extend((each, place, odd) for each, place in _below(x, axis))
+            functions += x.op not in _ARRANGED
+            waiting.extend((each, place, functions) for each, place in _below(x, axis))
 
 
 def _below(x: Value, axis: int) -> list[tuple[Value, int]]:
-    """The arguments of which a dim is this one of `x`, and which."""
+    """List the operands of `x` that have its dim `axis`, each with its index there."""
     match x.op:
         case "matmul":
             return []
@@ -152,31 +157,32 @@ def _below(x: Value, axis: int) -> list[tuple[Value, int]]:
 
 
 def _is_same(dims: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether the first of both, of more than one element, is one dim of the same elements."""
+    """True if the first dims of `dims` and `others` are the same dim of more than one element."""
     return dims[0] == others[0] != 1 and prod(dims) == prod(others)
 
 
 def _is_attended(product: Value) -> bool:
-    """Whether a product sums over the dim of a softmax: it is weights times values itself."""
+    """True if `product` sums over the dim of a softmax, so that it is weights times values."""
     sides = ((side, side.rank + axis) for side, axis in zip(product.args, (-1, -2), strict=True))
     return any(place == _keys(softmax) for side, axis in sides for softmax, place in _softmaxes(side, axis))
 
 
 def _down(x: Value, op: str, passed: Sequence[str], most: int = 4) -> tuple[str, Value | None]:
-    """The first op that is not passed on the way down to the value of an op that has as many elements; that value.
+    """Search the operands of `x` for an op `op` of as many elements; return the first op on the way, and the value.
 
-    Of several ways the latest value is taken first, and none with more than so many ops that are not passed.
+    Ops in `passed` do not count; "" if there are no others. Operands computed last are searched first, and no way with
+    more than `most` ops that count.
     """
     waiting, seen = [(x, tuple[str, ...]())], set[Value]()
     while waiting:
-        x, odd = waiting.pop()
+        x, between = waiting.pop()
         if x.op == op:
-            return odd[0] if odd else "", x
-        if x in seen or len(odd) > most or (x.op == "matmul" and _is_attended(x)):
+            return between[0] if between else "", x
+        if x in seen or len(between) > most or (x.op == "matmul" and _is_attended(x)):
             continue
         seen.add(x)
         below = [each for each in x.args if x.op in _ARRANGED or prod(each.shape) == prod(x.shape)]
         own = () if x.op in passed else (called(x.op),)
         latest = below if x.op == "where" else sorted(below, key=lambda each: each.id)
-        waiting.extend((each, odd + own) for each in latest)
+        waiting.extend((each, between + own) for each in latest)
     return "", None

@@ -1,4 +1,4 @@
-"""Recurrences over tokens, which no operator of this package computes: each is reported once, by its mathematics.
+"""Recurrences over tokens, for which this package emits no operator: each is reported once, with its formula.
 
 S' = a · S + k uᵀ,  y = S'ᵀ q         linear attention (Katharopoulos, 2020); with a decay a, gated linear attention
 u = β (v - (a · S)ᵀ k)                a delta rule (Schlag, 2021; gated by a: Yang, 2024)
@@ -32,8 +32,8 @@ class _Update:
     """An outer product that is added to a decayed state.
 
     Attributes:
-        decayed: the first term [.., K, V].
-        state: what is decayed [.., K, V].
+        decayed: the decayed state [.., K, V].
+        state: the state before its decay [.., K, V].
         decays: the factors of the state, which broadcast to it.
         added: the outer product [.., K, V].
     """
@@ -45,13 +45,13 @@ class _Update:
 
     @property
     def is_decayed(self) -> bool:
-        """True if the state is multiplied, by tensors or a number."""
+        """True if the state is multiplied by tensors or a number."""
         return self.decayed.below("cast") is not self.state
 
 
 @reader(gives=())
 def recurrences(graph: Graph) -> Iterator[Found]:
-    """Report each step of a recurrence over tokens; the steps of one unrolled loop have one place."""
+    """Report each step of a recurrence over tokens; all steps of an unrolled loop are reported at the first one."""
     updates = {value: each for value in graph.places for each in [_update(graph, value)] if each is not None}
     walk = _Walk(graph)
     for value, update in updates.items():
@@ -77,8 +77,11 @@ def _described(rule: str, update: _Update) -> str:
 
 
 def _kind(graph: Graph, update: _Update, reads: set[Value]) -> str:
-    """Return the rule that `update` is reported as, "" where layers stand between the state and what is added to it."""
-    first = update.state.id  # what reads the state is made after it
+    """Return the rule as which `update` is reported.
+
+    "" if the added product depends on the products `reads` with the state through Parameters alone: layers between.
+    """
+    first = update.state.id  # users of the state have larger ids
 
     def computed(value: Value) -> list[Value]:
         return [each for each in value.args if each.id > first]
@@ -95,7 +98,7 @@ def _kind(graph: Graph, update: _Update, reads: set[Value]) -> str:
 
 
 def _update(graph: Graph, value: Value) -> _Update | None:
-    """Return what `value` [.., K, V] updates, if an outer product of computed tensors is added to a state."""
+    """Read `value` [.., K, V] as the sum of a state and an outer product of computed tensors; None for others."""
     if value.op != "add" or value.rank < 3 or 1 in value.shape[-2:] or not is_float(value):
         return None
     for decayed, added in (value.args, value.args[::-1]):
@@ -109,12 +112,12 @@ def _update(graph: Graph, value: Value) -> _Update | None:
 
 
 def _is_state(graph: Graph, x: Value) -> bool:
-    """True if `x` may come from another token: it is neither a Parameter nor a product."""
+    """True if `x` may come from another token: it is neither a Parameter nor a matmul."""
     return not graph.is_fixed(x) and x.below(*_ARRANGED).op != "matmul"
 
 
 def _decayed(x: Value, rank: int) -> tuple[list[Value], list[Value]]:
-    """Split the factors of `x` into states, of all its dims, and decays: exponentials, and what broadcasts."""
+    """Split the factors of `x` into states, with all its dims, and decays: exponentials, and factors that broadcast."""
     factors = _factors(x)
     decays = [each for each in factors if each.below("cast", *_CUT).op == "exp" or _broadcasts(each, rank)]
     return [each for each in factors if each not in decays], decays
@@ -131,9 +134,9 @@ def _factors(x: Value) -> list[Value]:
 
 
 def _is_outer(graph: Graph, x: Value) -> bool:
-    """True if `x` [.., K, V] is the outer product of columns [.., K, 1] and rows [.., 1, V] that are computed.
+    """True if `x` [.., K, V] is the outer product of computed columns [.., K, 1] and rows [.., 1, V].
 
-    An entry of a product for all tokens is one if every factor of that broadcasts.
+    `x` may be sliced from a product for all tokens, if every factor of that product broadcasts.
     """
     product = x.below("cast", "scale", *_CUT)
     if product.op == "matmul":
@@ -153,14 +156,14 @@ def _last(x: Value) -> Sequence[object]:
 
 
 def _is_product(graph: Graph, x: Value) -> bool:
-    """True if `x` [.., K, V] is a product kᵀ u of computed matrices of each head, as of a chunk of tokens."""
+    """True if `x` [.., K, V] is a matmul kᵀ u of computed matrices of each head, as of a chunk of tokens."""
     product = x.below(*_ARRANGED)
     return product.op == "matmul" and product.rank > 2 and not any(map(graph.is_fixed, product.args))
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """The way from values to what reads them."""
+    """Searches from values to their users."""
 
     graph: Graph
 
@@ -174,7 +177,7 @@ class _Walk:
         return users
 
     def contractions(self, state: Value) -> Iterator[Value]:
-        """Yield the sums over a dim of `state` times a tensor that is computed: Sᵀ q."""
+        """Yield the products of `state` with a computed tensor that are summed over a dim, such as Sᵀ q."""
         waiting, seen = [(state, False)], set[Value]()
         while waiting:
             x, weighed = waiting.pop()

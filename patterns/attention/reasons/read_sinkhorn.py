@@ -1,6 +1,6 @@
-"""Matrices whose rows and columns are normalised in turns (Sinkhorn and Knopp, 1967), as hyper-connections mix streams.
+"""Matrices whose rows and columns are normalised alternately (Sinkhorn and Knopp, 1967), as in hyper-connections.
 
-P ← P / Σ_j P_ij,  P ← P / Σ_i P_ij,  …        the first perhaps as softmax; or x ← x - logsumexp(x) over each in turns
+P ← P / Σ_j P_ij,  P ← P / Σ_i P_ij,  …        the first may be a softmax; or x ← x - logsumexp(x), alternately
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from fusion import reader
 from fusion.graph import Found, Graph, Miss, Value
 
 LEAST = 3
-"""Normalisations from which on they are an iteration: weights that are normalised twice are another thing."""
+"""The least number of normalisations that is an iteration; some models normalise weights twice."""
 _PASSED = ("cast", "shift")
 _SUMMED = ("shift", "clip", "scale", "reshape", "permute", "cast")
 _ARRANGED = ("cast", "reshape", "permute", "slice", "scale", "exp")
 
 
 class _Normalised(NamedTuple):
-    """`x`, divided by its sums over `axis`, -1 or -2, which are computed by way of `sums`."""
+    """A matrix `x`, divided by its sums over `axis` (-1 or -2), and the values `sums` that compute the divisor."""
 
     x: Value
     axis: int
@@ -28,7 +28,7 @@ class _Normalised(NamedTuple):
 
 @reader(gives=())
 def sinkhorn(graph: Graph) -> Iterator[Found]:
-    """Report each iteration that normalises rows and columns in turns, once, at its end."""
+    """Report each iteration that normalises rows and columns alternately, once, at its end."""
     chains = {chain[0][0]: chain for value in graph.places if len(chain := _chain(value)) >= LEAST}
     inner = {step for chain in chains.values() for step, _ in chain[1:]}
     for value in chains.keys() - inner:
@@ -43,22 +43,22 @@ def sinkhorn(graph: Graph) -> Iterator[Found]:
 
 
 def _chain(value: Value) -> list[tuple[Value, _Normalised]]:
-    """Return the normalisations that end in `value`, the last first, over rows and columns by turns."""
+    """List the normalisations that end in `value`, the last first, alternately over rows and columns."""
     chain: list[tuple[Value, _Normalised]] = []
     last = 0
     while True:
         step, turns = value.below(*_PASSED), 0
         while _is_transposed(step):
             step, turns = step.arg.below(*_PASSED), turns + 1
-        found = _normalised(step)
-        if found is None or (chain and found.axis == (last if turns % 2 == 0 else -3 - last)):
+        normalised = _normalised(step)
+        if normalised is None or (chain and normalised.axis == (last if turns % 2 == 0 else -3 - last)):
             return chain
-        chain.append((step, found))
-        value, last = found.x, found.axis
+        chain.append((step, normalised))
+        value, last = normalised.x, normalised.axis
 
 
 def _is_transposed(x: Value) -> bool:
-    """True if rows and columns of `x` are exchanged."""
+    """True if `x` transposes the last two dims."""
     return x.op == "permute" and x.attrs == (*range(x.rank - 2), x.rank - 1, x.rank - 2)
 
 
@@ -79,7 +79,7 @@ def _normalised(value: Value) -> _Normalised | None:
 
 
 def _products(graph: Graph, matrix: Value) -> Iterator[Value]:
-    """Yield the products that `matrix` is a factor of."""
+    """Yield the matmuls that have `matrix` as a factor."""
     for each in graph.owners:
         if each.op == "matmul" and any(arg.below(*_ARRANGED) is matrix for arg in each.args):
             yield each

@@ -1,6 +1,6 @@
-"""Why a softmax whose weights meet values is told of by nobody: every attention that is left has a reason.
+"""Reasons for softmaxes of attention that no reader claimed: every attention that is not read is reported.
 
-Routers, which choose by their weights, and classifiers, which give them away, are none.
+Softmaxes of routers, whose weights select, and of classifiers, which return them, are not reported.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _REDUCE = ("sum", "mean", "amax", "amin", "prod", "var", "any", "all")
 _ARRANGED = ("cast", "reshape", "permute", "slice", "narrow", "expand", "scale", "shift")
 _PASSED = (*_ARRANGED, "add", "where", "cat", "mul")
 _FAR = 24
-"""Calls after which it is not asked any more what becomes of weights."""
+"""The most calls that are searched for users of weights."""
 
 
-def completed(graph: Graph, found: Iterator[Found]) -> Iterator[Found]:
-    """What was found, and what is said of each softmax that is in none of it."""
-    told: list[Value] = []
-    for value, said in found:
-        told.append(value)
-        yield value, said
-    yield from unread(graph, told)
+def completed(graph: Graph, readings: Iterator[Found]) -> Iterator[Found]:
+    """Yield the `readings`, then one reason for each softmax of attention that is in none of them."""
+    claimed: list[Value] = []
+    for value, reading in readings:
+        claimed.append(value)
+        yield value, reading
+    yield from unclaimed(graph, claimed)
 
 
-def unread(graph: Graph, told: Collection[Value]) -> Iterator[Found]:
-    """Each softmax over scores that nothing is said of, among what is said of `told`; why it is no attention."""
+def unclaimed(graph: Graph, claimed: Collection[Value]) -> Iterator[Found]:
+    """Yield one reason for each softmax of attention that no value of `claimed` is computed from."""
     softmaxes = [value for value in graph.places if value.op == "softmax"]
     if not softmaxes:
         return
-    known = {each for value in told for each in _weights_below(value)}
+    known = {each for value in claimed for each in _weights_below(value)}
     for softmax in softmaxes:
         reason = "" if softmax in known else _reason(graph, softmax)
         if reason:
@@ -54,7 +54,7 @@ def unread(graph: Graph, told: Collection[Value]) -> Iterator[Found]:
 def _reason(graph: Graph, softmax: Value) -> str:
     meets, chooses, leaves = _fate(graph.places[softmax])
     products = list(_products(softmax.arg))
-    attends = [odd for product, odd in products if not any(map(graph.is_fixed, product.args))]
+    attends = [between for product, between in products if not any(map(graph.is_fixed, product.args))]
     if chooses or graph.is_fixed(softmax.arg):
         return ""
     if not products and _is_passed_in(softmax.arg):
@@ -69,14 +69,14 @@ def _reason(graph: Graph, softmax: Value) -> str:
 
 
 def _is_passed_in(scores: Value) -> bool:
-    """Whether scores are an input, perhaps with something added to it, or masked."""
-    whole = [each for each in scores.args if each.shape == scores.shape]
-    added = scores.op in _ARRANGED or (scores.op in ("add", "where") and len(whole) > 0)
-    return scores.op == "input" or (added and any(map(_is_passed_in, scores.args if scores.op in _ARRANGED else whole)))
+    """True if `scores` are an input, perhaps with a mask or another addend."""
+    full = [each for each in scores.args if each.shape == scores.shape]
+    added = scores.op in _ARRANGED or (scores.op in ("add", "where") and len(full) > 0)
+    return scores.op == "input" or (added and any(map(_is_passed_in, scores.args if scores.op in _ARRANGED else full)))
 
 
 def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool, bool]:
-    """Whether weights are multiplied with something, whether something is chosen by them, and whether they leave."""
+    """Return whether the weights at `nodes` are multiplied, whether they select, and whether they leave before."""
     waiting, seen, meets, leaves = list(nodes), set(nodes), False, False
     while waiting and len(seen) < _FAR:
         for user in waiting.pop(0).users:
@@ -92,22 +92,22 @@ def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool, bool]:
 
 
 def _products(scores: Value) -> Iterator[tuple[Value, str]]:
-    """The products that scores are made of, each with the first op on the way to it that is not read."""
+    """Yield the matmuls in `scores`, each with the last op behind the matmul that no reader passes, or ""."""
     waiting, seen = [(scores, "")], set[Value]()
     while waiting and len(seen) < 4 * _FAR:
-        x, odd = waiting.pop()
+        x, between = waiting.pop()
         if x in seen:
             continue
         seen.add(x)
         if x.op == "matmul":
-            yield x, odd
+            yield x, between
             continue
-        odd = odd or ("" if x.op in _PASSED else x.op)
-        waiting.extend((each, odd) for each in x.args)
+        between = between or ("" if x.op in _PASSED else x.op)
+        waiting.extend((each, between) for each in x.args)
 
 
 def _weights_below(x: Value) -> Iterator[Value]:
-    """The softmaxes of weights that a value is made of, by no more than one product."""
+    """Yield the softmaxes from which `x` is computed by at most one matmul."""
     waiting, seen = [(x, False)], set[tuple[Value, bool]]()
     while waiting:
         x, behind = waiting.pop()

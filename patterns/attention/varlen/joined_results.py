@@ -1,4 +1,4 @@
-"""Results of several attentions that are joined: what each is of, and how all are seen as one."""
+"""Concatenations of the results of several attentions: the attention and the views behind each operand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from fusion.graph.proof import must, proof, proven
 from patterns.attention.varlen.segment_orders import ROWS
 
 Results = Mapping[Value, tuple[Value, Reading]]
-"""What attention gives, and how it is read, by what computes it."""
+"""Results of attention and their readings, by the value below their views (`made_by`)."""
 
 VIEWS = ("permute", "reshape")
 _ALL_ROWS = ("count", "levels", "kv_len", "kv_lens", "bias")
-"""What is said of all queries of a sequence at once."""
+"""Captures that apply to all queries of a sequence, and cannot be cut with them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Attention whose result is joined: what is read of it, its result [1, N, S, E], and how that is seen."""
+    """One operand of a concatenation: the result of an attention, seen through views.
+
+    Attributes:
+        reading: the attention.
+        plain: its result [1, N, S, E], as a value that no node computes.
+        seen: the operand as a view of `plain`.
+    """
 
     reading: Reading
     plain: Value
@@ -31,7 +37,7 @@ class Part:
 
 @proof
 def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
-    """What a value that is joined is, if it is a result of attention, perhaps turned, or some rows of one."""
+    """Read `value`, which is concatenated with others, as a view of a result in `results`, or of some of its rows."""
     result, reading = proven(results.get(made_by(value)))
     views, above, cut = list[Value](), list[Value](), None
     while prod(value.shape) != prod(result.shape) or a.reshape(result, value.shape) is not value:
@@ -41,7 +47,7 @@ def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
         else:
             views.append(value)
         value = value.arg
-    rows, reading = reading.captures["q"].shape[:ROWS], proven(_of_one(a, reading))
+    rows, reading = reading.captures["q"].shape[:ROWS], proven(_batch_as_heads(a, reading))
     q, v = reading.captures["q"], reading.captures["v"]
     plain = a.make("attended", (result,), (), (*q.shape[:3], v.shape[3]), result.dtype)
     seen = a.reshape(plain, (*rows, *plain.shape[ROWS:]))
@@ -62,25 +68,28 @@ def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
 
 @proof
 def _some_rows(a: Algebra, part: Part, axis: int, start: int, stop: int, step: int) -> Part | None:
-    """Attention of the queries from `start` to `stop`, which are those along `axis` of how its result is seen."""
+    """Restrict `part` to the queries `start` to `stop` (exclusive), cut along `axis` of its view.
+
+    None where masks or captures do not allow that.
+    """
     steps = proven(steps_of([(part.plain, part.seen)], axis))
     must(step == 1 and steps.to == axis and part.seen is steps.applied(a, part.plain))
-    said, plain = part.reading.captures, part.plain
-    queries, keys = said["q"].shape[ROWS], said["k"].shape[ROWS]
-    last = stop == queries and (said["mask_kind"] == "causal_lower_right" or queries == keys)
-    must(said["mask_kind"] == "none" or (said["mask_kind"] != "dense" and last))
-    must(all(said.get(name) is None for name in _ALL_ROWS))
-    captures = {**said, "q": _cut_rows(a, said["q"], start, stop)}
-    captures |= {} if said["mask_kind"] == "none" else {"mask_kind": "causal_lower_right"}
-    if said.get("mask") is not None and said["mask"].shape[ROWS] == queries:
-        captures["mask"] = a.cut(said["mask"], ROWS, start, stop)
+    captures, plain = part.reading.captures, part.plain
+    queries, keys = captures["q"].shape[ROWS], captures["k"].shape[ROWS]
+    last = stop == queries and (captures["mask_kind"] == "causal_lower_right" or queries == keys)
+    must(captures["mask_kind"] == "none" or (captures["mask_kind"] != "dense" and last))
+    must(all(captures.get(name) is None for name in _ALL_ROWS))
+    cut = {**captures, "q": _cut_rows(a, captures["q"], start, stop)}
+    cut |= {} if captures["mask_kind"] == "none" else {"mask_kind": "causal_lower_right"}
+    if captures.get("mask") is not None and captures["mask"].shape[ROWS] == queries:
+        cut["mask"] = a.cut(captures["mask"], ROWS, start, stop)
     shape = (*plain.shape[:ROWS], stop - start, *plain.shape[ROWS + 1 :])
     plain = a.make("attended", plain.args, (start, stop), shape, plain.dtype)
-    return Part(replace(part.reading, captures=captures), plain, steps.applied(a, plain))
+    return Part(replace(part.reading, captures=cut), plain, steps.applied(a, plain))
 
 
 def _cut_rows(a: Algebra, q: Value, start: int, stop: int) -> Value:
-    """Some of the queries [1, N, S, D], which may have been put into larger memory before they got the first dim."""
+    """Slice the queries `q` [1, N, S, D] from `start` to `stop`, before the reshape that added the first dim."""
     below = q.arg if q.op == "reshape" else q
     if below is q or (1, *below.shape) != q.shape:
         return a.cut(q, ROWS, start, stop)
@@ -89,54 +98,64 @@ def _cut_rows(a: Algebra, q: Value, start: int, stop: int) -> Value:
 
 
 @proof
-def _of_one(a: Algebra, attention: Reading) -> Reading | None:
-    """Attention of the heads of all sequences as of those of one, each with its own keys."""
-    said = attention.captures
-    must(said["q"].shape[0] == 1 or said.get("sink") is None)
-    heads = {name: (1, prod(said[name].shape[:ROWS]), *said[name].shape[ROWS:]) for name in ("q", "k", "v")}
-    must(said["q"].shape[0] == said["k"].shape[0] == said["v"].shape[0])
-    folded = {name: a.reshape(said[name], shape) for name, shape in heads.items()}
-    return replace(attention, captures={**said, **folded})
+def _batch_as_heads(a: Algebra, attention: Reading) -> Reading | None:
+    """Fold the sequences of `attention` into heads, queries [1, B·N, S, D]; None where sequences share keys."""
+    captures = attention.captures
+    must(captures["q"].shape[0] == 1 or captures.get("sink") is None)
+    heads = {name: (1, prod(captures[name].shape[:ROWS]), *captures[name].shape[ROWS:]) for name in ("q", "k", "v")}
+    must(captures["q"].shape[0] == captures["k"].shape[0] == captures["v"].shape[0])
+    folded = {name: a.reshape(captures[name], shape) for name, shape in heads.items()}
+    return replace(attention, captures={**captures, **folded})
 
 
 def joins(graph: Graph) -> Iterator[tuple[Results, Value]]:
-    """Everything that is joined of several values, where there are several attentions, with their results."""
-    found = graph.readings.all("softmax_attention")
-    results = {made_by(value): (value, reading) for value, reading in found}
+    """Yield each concatenation of several values, with the results of all attentions, in graphs with more than one."""
+    readings = graph.readings.all("softmax_attention")
+    results = {made_by(value): (value, reading) for value, reading in readings}
     for value in graph.places if len(results) > 1 else ():
         if value.op == "cat" and len(value.args) > 1:
             yield results, value
 
 
 def made_by(value: Value) -> Value:
-    """What computes a value, or more than it: below views, casts (that of a reshape is a reshape of one) and slices."""
+    """Return the value below the views, casts and slices of `value`.
+
+    A cast of a reshape is canonicalised to a reshape of the cast.
+    """
     return value.below(*VIEWS, "slice", "cast")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Views of a tensor, whatever the number of its rows: dim `dim` before, dim `to` behind, None in reshapes."""
+    """Views of a tensor, with its number of rows left open.
+
+    Attributes:
+        steps: ("permute", dims) or ("reshape", sizes), the first applied first; None in sizes for the rows.
+        to: the dim of the rows behind the views.
+        dim: the dim of the rows before them.
+    """
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
     to: int
     dim: int = ROWS
 
-    def of(self, size: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-        """The steps for so many rows."""
+    def for_rows(self, size: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """Return the steps for a tensor of `size` rows."""
         return tuple((op, tuple(size if each is None else each for each in how)) for op, how in self.steps)
 
     def applied(self, a: Algebra, plain: Value) -> Value:
-        """What they make of a tensor."""
-        for op, how in self.of(plain.shape[self.dim]):
+        """Apply the views to `plain`."""
+        for op, how in self.for_rows(plain.shape[self.dim]):
             plain = a.permute(plain, how) if op == "permute" else a.reshape(plain, how)
         return plain
 
 
 @proof
 def steps_of(turned: Sequence[tuple[Value, Value]], axis: int, dim: int = ROWS) -> Steps | None:
-    """Read the views between tensors with rows along `dim` and how they are seen, by the first of several rows.
+    """Read the views that lead from tensors to their views in `turned`, leaving the number of rows along `dim` open.
 
-    Gives None where a view joins rows with another dim. One row alone goes to the dim `axis`.
+    They are those of the first pair with several rows; a single row is viewed as one entry along `axis`. None where a
+    view merges the rows with another dim.
     """
     plain, seen = next((both for both in turned if both[0].shape[dim] != 1), turned[0])
     views = proven(views_between(plain, seen))
@@ -157,7 +176,7 @@ def steps_of(turned: Sequence[tuple[Value, Value]], axis: int, dim: int = ROWS) 
 
 @proof
 def views_between(plain: Value, seen: Value) -> list[Value] | None:
-    """The views from a tensor to how it is seen, both among them."""
+    """List the values from `plain` to its view `seen`, both included; None if `seen` is no view of `plain`."""
     views = [seen]
     while views[-1] is not plain:
         must(views[-1].op in VIEWS)
@@ -167,9 +186,9 @@ def views_between(plain: Value, seen: Value) -> list[Value] | None:
 
 @proof
 def each_alone(plain: Value, seen: Value, axis: int, dim: int) -> Steps | None:
-    """How each of many entries of `dim` is seen as the one of `plain` is, all joined along `axis`.
+    """Return the steps that view every entry of `dim` as `seen` views the one of `plain`, concatenated along `axis`.
 
-    They stand before all other dims until they go to their place.
+    The entries are the first dim of all views, until the last one moves them to `axis`.
     """
     views = proven(views_between(plain, seen))
     must(seen.shape[axis] == 1)

@@ -1,9 +1,9 @@
-"""Sequences that are attended to one by one, each with what it sees of its own, and joined: one batch of them.
+"""Attentions of one sequence each whose results are concatenated, read as one attention of a batch.
 
     out = [attention(q[b], k[b], v[b], first lengths[b] keys) for b in range(B)]
 
-Where all have as many queries and keys, and each the keys that it sees, this is attention of all at once: the loop over
-sequences in a serving engine's reference, whose lengths are data.
+All sequences must have as many queries and keys. Reference code of serving engines has such loops, with lengths that
+are data.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from patterns.attention.words import SOFTMAX_ATTENTION
 
 _ALIKE = ("scale", "window", "sink", "fully_masked_row", "mask_kind", "kv_len")
 _BROADCAST = ("mask", "levels", "bias")
-"""What may be the same for all sequences."""
+"""Captures that all sequences may share."""
 _OWN = ("count", "kv_lens", *_BROADCAST)
-"""What each sequence has of its own; without any they are segments, which need no equal lengths."""
+"""Captures that differ between sequences; without any, `segmented_attentions` reads sequences of any length."""
 _JOINED = ("q", "k", "v", *_OWN)
 
 
 @reader(gives=(), needs=("softmax_attention",), refines=(SOFTMAX_ATTENTION.name,))
 def batched_attentions(graph: Graph) -> Iterator[Found]:
-    """What is joined of attentions of one sequence each."""
+    """Read every concatenation of attentions of one sequence each, as `softmax_attention` of the batch."""
     for results, value in joins(graph):
         read = batched(graph.algebra, results, value)
         if read is not None:
@@ -39,7 +39,10 @@ def batched_attentions(graph: Graph) -> Iterator[Found]:
 
 @proof
 def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
-    """The attention of which a value joins the results, sequence by sequence."""
+    """Read attentions of one sequence each, which `joined` concatenates, as attention of a batch.
+
+    None if the sequences differ in more than their tensors.
+    """
     parts = [proven(part_of(a, results, each)) for each in joined.args]
     every = [each.reading.captures for each in parts]
     first, (axis,) = every[0], joined.attrs
@@ -49,30 +52,30 @@ def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
     must(all(each[name].shape[0] == 1 for each in every for name in ("q", "k", "v")))
     there = [name for name in _JOINED if first.get(name) is not None]
-    whole = {name: proven(_joined(a, [each[name] for each in every], name in _BROADCAST)) for name in there}
+    stacked = {name: proven(_joined(a, [each[name] for each in every], name in _BROADCAST)) for name in there}
     must(all(_views(each) == _views(parts[0]) for each in parts))
     view = proven(_view(a, parts[0], axis, joined.shape))
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
-    return Reading("softmax_attention", {**first, **whole, "output_view": view}, relied)
+    return Reading("softmax_attention", {**first, **stacked, "output_view": view}, relied)
 
 
 @proof
 def _view(a: Algebra, part: Part, axis: int, shape: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return the steps that arrange the results of all sequences, one behind the other along `axis`.
+    """Return the steps that view the result of the batch as the results of its sequences, concatenated along `axis`.
 
-    Symbolic sizes are named, as the lowering takes those of its own result.
+    Symbolic sizes are replaced by names, which the lowering takes from its own result.
     """
     seen, count, names = part.seen, shape[axis] // part.seen.shape[axis], {part.plain.shape[ROWS]: "S"}
     if seen.shape[axis] == 1:
-        return named(proven(each_alone(part.plain, seen, axis, 0)).of(count), names)
+        return named(proven(each_alone(part.plain, seen, axis, 0)).for_rows(count), names)
     must(prod(seen.shape[:axis]) == 1)
     apart = a.reshape(seen, (1, *seen.shape))
-    steps = proven(each_alone(part.plain, apart, 0, 0)).of(count)
+    steps = proven(each_alone(part.plain, apart, 0, 0)).for_rows(count)
     return named((*steps, ("reshape", tuple(shape))), names)
 
 
 def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None:
-    """What each sequence has, [1, ..], as that of all [B, ..]; what may be `broadcast` stays if all have the same."""
+    """Concatenate the tensors of the sequences, [1, ..], to [B, ..]; if `broadcast`, a shared one stays as it is."""
     if broadcast and all(each is parts[0] for each in parts):
         return parts[0]
     alike = {(each.shape, each.dtype) for each in parts}
@@ -80,5 +83,5 @@ def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None
 
 
 def _views(part: Part) -> list[tuple[Any, ...]]:
-    """By which views a result is turned."""
+    """List the views from the result of attention to the operand of the concatenation."""
     return [(each.op, each.attrs, each.shape) for each in proven(views_between(part.plain, part.seen))[1:]]

@@ -1,9 +1,9 @@
-"""Packed tokens behind a constant mask of blocks along its diagonal, as eager code of Qwen-VL fills it slice by slice.
+"""Packed tokens under a constant block-diagonal mask, as eager code of Qwen-VL fills it slice by slice.
 
-    seen[i, j] = segment[i] == segment[j] (and j ≤ i)        segment[i] in whole numbers that the graph holds
+    seen[i, j] = segment[i] == segment[j] (and j ≤ i)        segment[i]: constant integers
 
-The mask is folded to its numbers, however it was filled; where these are such blocks, it is one call of the operator in
-TND, told where each segment ends, and nobody makes the mask.
+The mask is folded to its numbers, however it is filled. If it is block diagonal, the attention is one call of the
+operator in layout TND with the end of each segment, and the mask is dead code.
 """
 
 from __future__ import annotations
@@ -21,39 +21,42 @@ from patterns.attention.masks.visible import MASKED
 from patterns.attention.varlen.segment_orders import ROWS
 
 _OWN = ("count", "levels", "kv_len", "kv_lens", "window", "mixed")
-_KEPT = ("q", "k", "v", "scale", "sink", "output_view")
+_UNCHANGED = ("q", "k", "v", "scale", "sink", "output_view")
 
 
 def block_masked(graph: Graph) -> Iterator[Found]:
-    """Attention of one sequence of which a constant mask makes segments."""
+    """Read every attention of one sequence whose constant mask is block diagonal, as `segmented_attention`."""
     for value, attention in list(graph.readings.all("softmax_attention")):
-        found = _segmented(graph.shared(Folder), attention)
-        if found is not None:
-            yield value, found
+        reading = _segmented(graph.shared(Folder), attention)
+        if reading is not None:
+            yield value, reading
 
 
 @proof
 def _segmented(folder: Folder, attention: Reading) -> Reading | None:
-    said = attention.captures
-    q, k = said["q"], said["k"]
+    captures = attention.captures
+    q, k = captures["q"], captures["k"]
     tokens: Any = q.shape[ROWS]
-    must(all(said.get(name) is None for name in _OWN))
+    must(all(captures.get(name) is None for name in _OWN))
     must(q.shape[0] == k.shape[0] == 1 and k.shape[ROWS] == tokens and isinstance(tokens, int))
-    kind, ends = proven(_blocks(proven(_seen(folder, said, tokens))))
-    kept = {name: said[name] for name in _KEPT if name in said}
+    kind, ends = proven(_blocks(proven(_seen(folder, captures, tokens))))
+    unchanged = {name: captures[name] for name in _UNCHANGED if name in captures}
     how = {"mask_kind": kind, "window": None, "kv_len": None, "fully_masked_row": "zero"}  # each token sees itself
-    return Reading("segmented_attention", {**kept, **how, "ends": ends, "key_ends": ends}, attention.relies)
+    return Reading("segmented_attention", {**unchanged, **how, "ends": ends, "key_ends": ends}, attention.relies)
 
 
 @proof
-def _seen(folder: Folder, said: Any, tokens: int) -> Any:
-    """Which keys each query sees [T, T], alike for all heads: where a mask is False, or where a bias is 0, else low."""
-    mask, bias = said.get("mask"), said.get("bias")
+def _seen(folder: Folder, captures: Any, tokens: int) -> Any:
+    """Return constant booleans [T, T], true where a query sees a key, the same for all heads.
+
+    They are the negated mask, or true where the bias is 0; others must be numbers that hide a key.
+    """
+    mask, bias = captures.get("mask"), captures.get("bias")
     must((mask is None) != (bias is None))
     if bias is None:
-        must(said["mask_kind"] == "dense")
+        must(captures["mask_kind"] == "dense")
         return ~proven(_table(folder, mask, tokens))
-    must(said["mask_kind"] == "none")
+    must(captures["mask_kind"] == "none")
     numbers = proven(_table(folder, bias, tokens))
     must(((numbers == 0) | (numbers <= MASKED)).all())
     return numbers == 0
@@ -61,7 +64,7 @@ def _seen(folder: Folder, said: Any, tokens: int) -> Any:
 
 @proof
 def _table(folder: Folder, mask: Value, tokens: int) -> Any:
-    """The numbers of a mask [.., T, T] that are the same for every sequence and head."""
+    """Fold `mask` [.., T, T], the same for all sequences and heads, to its numbers [T, T]."""
     must(mask.shape[-2:] == (tokens, tokens) and all(isinstance(each, int) for each in mask.shape))
     must(prod(mask.shape) > 0)
     tables = proven(folder.fold(mask)).reshape(-1, tokens, tokens)
@@ -71,9 +74,12 @@ def _table(folder: Folder, mask: Value, tokens: int) -> Any:
 
 @proof
 def _blocks(seen: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Which order there is within blocks along the diagonal, and where each ends; None of one block, or of others."""
+    """Return the order within the diagonal blocks of `seen` [T, T], and the end of each block; None for other masks.
+
+    The order is "none" or "causal_lower_right". A single block gives None.
+    """
     must(seen.any(-1).all())
-    segment = np.unique(seen.argmax(-1), return_inverse=True)[1]  # blocks begin where the first key of a row does
+    segment = np.unique(seen.argmax(-1), return_inverse=True)[1]  # a block starts at the first visible key of its rows
     must((np.diff(segment) >= 0).all() and segment[-1] > 0)
     alike = segment[:, None] == segment
     ends = tuple(int(each) for each in np.searchsorted(segment, np.arange(segment[-1] + 1), side="right"))

@@ -1,9 +1,9 @@
-"""Packed tokens that see the tokens of their own segment, where data says which segment each is of (cu_seqlens).
+"""Packed tokens that see the tokens of their own segment, where segment ids are data (from cu_seqlens).
 
-    seen[i, j] = segment[i] == segment[j] (and j ≤ i)        segment[i] = how many bounds are at most i, and the like
+    seen[i, j] = segment[i] == segment[j] (and j ≤ i)        segment[i] = number of bounds ≤ i, and similar forms
 
-As a number that never falls along the tokens, each segment is a run of them: one call of the operator in TND, told
-where each ends. Numbers that may fall again are left to the mask.
+If segment ids never decrease along the tokens, each segment is contiguous: the attention is one call of the operator in
+layout TND with the end of each segment. Ids that may decrease are left to the mask.
 """
 
 from __future__ import annotations
@@ -16,42 +16,46 @@ from fusion import reader
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
+from patterns.attention.varlen.segment_orders import ROWS
 from patterns.attention.words import NUMBERED_ATTENTION
 
-_TOKENS = 2
-"""The dim of queries [B, N, S, D] and of keys."""
 _OWN = ("count", "levels", "kv_len", "kv_lens", "bias", "window", "mixed")
 _REPEATED = "aten.repeat_interleave.Tensor"
 
 
 @reader(gives=(NUMBERED_ATTENTION,), needs=("softmax_attention",))
 def numbered_attentions(graph: Graph) -> Iterator[Found]:
-    """Attention behind a mask of blocks along the diagonal, of which data says where they end."""
+    """Read every attention under a block-diagonal mask made from segment ids, as `numbered_attention`."""
     for value, attention in list(graph.readings.all("softmax_attention")):
-        found = _numbered(graph, attention)
-        if found is not None:
-            yield value, found
+        reading = _by_segment_ids(graph, attention)
+        if reading is not None:
+            yield value, reading
 
 
 @proof
-def _numbered(graph: Graph, attention: Reading) -> Reading | None:
-    said, a = attention.captures, graph.algebra
-    mask, (q, k) = said.get("mask"), (said["q"], said["k"])
-    must(said["mask_kind"] == "dense")
-    must(all(said.get(name) is None for name in _OWN))
-    tokens = q.shape[_TOKENS]
-    must(q.shape[0] == k.shape[0] == 1 and k.shape[_TOKENS] == tokens)
+def _by_segment_ids(graph: Graph, attention: Reading) -> Reading | None:
+    captures, a = attention.captures, graph.algebra
+    mask, (q, k) = captures.get("mask"), (captures["q"], captures["k"])
+    must(captures["mask_kind"] == "dense")
+    must(all(captures.get(name) is None for name in _OWN))
+    tokens = q.shape[ROWS]
+    must(q.shape[0] == k.shape[0] == 1 and k.shape[ROWS] == tokens)
     kind, segment = proven(_blocks(a, proven(mask), tokens))
     count = proven(segments_below(segment))
-    held = next((each for each in graph.places if _line(a, each, tokens) is segment), None)
-    kept = {name: said[name] for name in ("q", "k", "v", "scale", "sink", "output_view") if name in said}
+    ids = next((each for each in graph.places if _line(a, each, tokens) is segment), None)
+    unchanged = {name: captures[name] for name in ("q", "k", "v", "scale", "sink", "output_view") if name in captures}
     how = {"mask_kind": kind, "window": None, "kv_len": None, "fully_masked_row": "zero"}  # each token sees itself
-    return Reading("numbered_attention", {**kept, **how, "segment": proven(held), "segments": count}, attention.relies)
+    return Reading(
+        "numbered_attention", {**unchanged, **how, "segment": proven(ids), "segments": count}, attention.relies
+    )
 
 
 @proof
 def _blocks(a: Algebra, mask: Value, tokens: Any) -> tuple[str, Value]:
-    """Which order there is within segments, and the numbers of tokens [T], of a mask true where a key is hidden."""
+    """Return the order within segments, and the segment ids [T], of a `mask` that is true where a key is hidden.
+
+    The order is "none" or "causal_lower_right".
+    """
     hidden = mask.below("reshape", "expand")
     must(prod(mask.shape) == tokens * tokens)
     if (hidden.op, hidden.attrs) == ("compare", ("ne",)):
@@ -68,7 +72,7 @@ def _blocks(a: Algebra, mask: Value, tokens: Any) -> tuple[str, Value]:
 
 @proof
 def _both(a: Algebra, compared: Value, tokens: Any) -> Value | None:
-    """The numbers [T] of which one says the row and one the column; None where they are not the same."""
+    """Return the segment ids [T] that `compared` compares along rows with themselves along columns; else None."""
     must(compared.op == "compare" and compared.attrs in (("eq",), ("ne",)))
     x, y = compared.args
     must(_run(x, tokens) != _run(y, tokens))  # one along the rows, one along the columns
@@ -77,12 +81,12 @@ def _both(a: Algebra, compared: Value, tokens: Any) -> Value | None:
 
 
 def _run(x: Value, tokens: Any) -> bool:
-    """Whether numbers run along the columns."""
+    """True if `x` varies along the columns, its last dim."""
     return x.shape[-1:] == (tokens,) and tokens != 1
 
 
 def _line(a: Algebra, x: Value, tokens: Any) -> Value | None:
-    """Numbers of each token as one line [T], however they are seen."""
+    """View the numbers `x` of `tokens` tokens as one line [T], before its slices and scales; None for other sizes."""
     if prod(x.shape) != tokens:
         return None
     match x.op:
@@ -98,7 +102,7 @@ def _line(a: Algebra, x: Value, tokens: Any) -> Value | None:
 
 
 def _is_causal(compared: Value, tokens: Any) -> bool:
-    """Whether keys are compared so that those up to the query are seen."""
+    """True if `compared` is key position ≤ query position."""
     if (compared.op, compared.attrs) != ("compare", ("le",)):
         return False
     key, query = compared.args
@@ -112,7 +116,7 @@ def _ascends(x: Value) -> bool:
 
 @proof
 def segments_below(segment: Value) -> int | None:
-    """Return a bound above the numbers of a line, if these are proven to be never negative and never to fall."""
+    """Return a bound above all segment ids, if `segment` is proven nonnegative and nondecreasing; else None."""
     x = segment.below("reshape", "cast")
     x = x.arg.below("reshape", "cast") if x.op == "slice" and x.arg.below("reshape", "cast").op == "cumsum" else x
     must(x.dtype is not None and not x.dtype.is_floating_point)
@@ -150,12 +154,12 @@ def _is_one(marks: Value) -> bool:
 
 @proof
 def _counted(mean: Value, bounds: float) -> int | None:
-    """One more than so many bounds, of which those are counted that are at most, or below, the position of a token."""
+    """Return one more than `bounds`, if `mean` is the fraction of as many bounds that are ≤, or <, each position."""
     must(mean.op == "mean" and mean.attrs in ((-1,), (mean.arg.rank - 1,)))
     truths = mean.arg.below("cast")
     must(truths.op == "compare" and truths.attrs in (("le",), ("lt",)))
     listed, positions = truths.args
-    must(listed.shape[-1:] == truths.shape[-1:] == (prod(listed.shape),) == (bounds,))  # the same for all tokens
+    must(listed.shape[-1:] == truths.shape[-1:] == (prod(listed.shape),) == (bounds,))  # one list for all tokens
     must(positions.shape[-1:] == (1,) and prod(positions.shape) == prod(mean.shape))
     must(_ascends(positions.below("reshape", "cast")))
     return _known(truths.shape[-1] + 1)

@@ -1,7 +1,7 @@
-"""What queries of several segments see, as one call is told of all of them: an order towards the last key, a window.
+"""Masks of several segments, described to one call by one causal order and one window.
 
-A prompt, a chunk behind a cache and a single step may stand beside each other: the operator counts from the last key,
-which is that of a query alone, and in a prompt of as many queries as keys that of the last query.
+Prompts, chunks behind a cache and single decoding steps may be mixed. The operator counts from the last key of a
+segment, which for a single query, or for as many queries as keys, is also the key of the last query.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fusion.analysis.constant_folding import Folder
 
 ROWS = 2
 """The dim of queries [B, N, S, D]."""
-Said = Mapping[str, Any]
-"""What is said of the attention of a segment."""
+Captures = Mapping[str, Any]
+"""The captures of the attention of a segment."""
 
 _LAST = ("none", "causal_lower_right")
 """Orders in which a single query sees every key; masks of data may hide some."""
 
 
-def kind_of(every: Sequence[Said]) -> str | None:
-    """What is seen in every segment; None where that differs, or a query may see nothing."""
+def kind_of(every: Sequence[Captures]) -> str | None:
+    """Return the mask kind of all segments `every`; None where kinds differ, or a query may see no key."""
     sizes = [(each["q"].shape[ROWS], each["k"].shape[ROWS]) for each in every]
     orders = [_from_last(each["mask_kind"], size) for each, size in zip(every, sizes, strict=True)]
     windowed = every[0]["window"] is not None
@@ -34,12 +34,15 @@ def kind_of(every: Sequence[Said]) -> str | None:
 
 
 def _from_last(order: str, size: tuple[Any, Any]) -> str:
-    """The same order counted from the last key, where there are as many queries as keys."""
+    """Return `order`, with an upper-left causal order of a segment with as many queries as keys as lower-right."""
     return "causal_lower_right" if order == "causal_upper_left" and size[0] == size[1] else order
 
 
-def in_one_window(folder: Folder, every: Sequence[Said]) -> list[Said]:
-    """The same, where one window is that of all: it hides nothing of a short segment, or all but the last keys."""
+def in_one_window(folder: Folder, every: Sequence[Captures]) -> list[Captures]:
+    """Give all segments `every` the one window that some of them have; unchanged if windows differ.
+
+    In the others, it must hide no key, or the same keys as their mask.
+    """
     own = [_window(folder, each) for each in every]
     windows = {each for each in own if each is not None}
     if len(windows) != 1:
@@ -50,21 +53,21 @@ def in_one_window(folder: Folder, every: Sequence[Said]) -> list[Said]:
     ]
 
 
-def _window(folder: Folder, said: Said) -> int | None:
-    """How many keys before its own a query sees: as it is said, or as the mask of a single query shows it."""
-    if said["window"] is not None or said["mask_kind"] != "dense" or said["q"].shape[ROWS] != 1:
-        return said["window"]
-    keys, hidden = said["k"].shape[ROWS], folder.fold(said["mask"])
+def _window(folder: Folder, captures: Captures) -> int | None:
+    """Return how many keys before its own a query sees, by its window or the constant mask of one query; else None."""
+    if captures["window"] is not None or captures["mask_kind"] != "dense" or captures["q"].shape[ROWS] != 1:
+        return captures["window"]
+    keys, hidden = captures["k"].shape[ROWS], folder.fold(captures["mask"])
     if hidden is None or hidden.size != keys or hidden.all():
         return None
     before = int(hidden.sum())
     return keys - before - 1 if (hidden.reshape(-1) == (np.arange(keys) < before)).all() else None
 
 
-def _within(said: Said, has: int | None, window: int) -> Said:
-    """What is said of a segment that has no window in words."""
-    keys = said["k"].shape[ROWS]
+def _within(captures: Captures, has: int | None, window: int) -> Captures:
+    """Return `captures` with `window`, if the mask of the segment is that window (`has`) or the window hides no key."""
+    keys = captures["k"].shape[ROWS]
     if has is not None:
-        return {**said, "mask_kind": "none", "window": window, "fully_masked_row": "zero"}
-    short = said["mask_kind"] != "dense" and isinstance(keys, int) and keys <= window + 1
-    return {**said, "window": window} if short else said
+        return {**captures, "mask_kind": "none", "window": window, "fully_masked_row": "zero"}
+    short = captures["mask_kind"] != "dense" and isinstance(keys, int) and keys <= window + 1
+    return {**captures, "window": window} if short else captures
