@@ -114,6 +114,8 @@ def _is_read_as_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
     """
     users = (graph.held.get(user) for node in graph.places[value] for user in node.users)
     seen = [value, *(each for each in users if isinstance(each, Value) and each.op == "reshape")]
+    if rows.table.rank != 2:
+        return False
     batch, pages = rows.table.shape
     return any(rows.size * pages in each.shape or rows.size * pages * batch in each.shape for each in seen)
 
