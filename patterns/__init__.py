@@ -130,5 +130,5 @@ _READERS = (
 
 
 def library() -> Library:
-    """Every rule and every reader of this package."""
+    """Return the library of all rules and readers of this package."""
     return Library(_RULES, _READERS)

@@ -1,1 +1,1 @@
-"""Attention over a latent: what stands before it, its keys and values, and the rows that it keeps."""
+"""Attention over a latent: its prologs, its readers of keys and values, and its rules."""

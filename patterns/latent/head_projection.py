@@ -1,8 +1,8 @@
 """y[b, s, n] = x[b, s, n] · W[n]: a projection of every head by its own matrix.
 
-*Matches* a batched product of heads, as einsum, matmul or bmm, around which tokens and heads change places: how latent
-attention absorbs the projection of keys and expands the values (DeepSeek-V2, 2024, §2.1.2), written by hand. *Replaces
-with* `npu_transpose_batchmatmul`, which reads and gives heads behind tokens, so that nothing is copied around it.
+*Matches* a batched product with one matrix per head, as einsum, matmul or bmm, before or after which tokens and heads
+are transposed: the absorption of W_UK and the expansion by W_UV in latent attention (DeepSeek-V2, 2024, §2.1.2).
+*Replaces with* `npu_transpose_batchmatmul`, which reads and writes [tokens, N, ..], so that no transpose is copied.
 """
 
 from __future__ import annotations
@@ -18,45 +18,49 @@ from patterns.attention.calls import viewed
 
 @dataclass(frozen=True)
 class HeadProjection(Rule):
-    """Projection of every head by its own matrix."""
+    """Product of each head with its own matrix."""
 
     aliases = ("transpose_batchmatmul",)
 
     def reference(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The meaning: x [B, N, S, K] and weight [N, K, M] → [B, N, S, M]."""
+        """Compute x [B, N, S, K] @ weight [N, K, M], [B, N, S, M]."""
         return x @ weight
 
     @pattern
     def written(self, p, x=tensor("B N S K"), weight=tensor("N K M"), output_view=attribute()):
-        """A product of heads, and how its result is arranged."""
+        """x[b, n] @ weight[n], rearranged by the steps of `output_view`."""
         return p.head_product(x=x, weight=weight, output_view=output_view)
 
     @lowering
     def behind(self, x, weight, output_view):
-        """Heads stand behind tokens in memory."""
-        return viewed(turned(x.transpose(1, 2), weight).transpose(1, 2), output_view)
+        """Emit npu_transpose_batchmatmul on x as [B · S, N, K], a view if heads are behind tokens in memory."""
+        return viewed(project_heads(x.transpose(1, 2), weight).transpose(1, 2), output_view)
 
     @lowering
     def first(self, x, weight, output_view):
-        """Heads stand first in memory."""
+        """Emit npu_transpose_batchmatmul on x of one sequence as [N, S, K], a view if heads are first in memory."""
         require(x.shape[0] == 1, "the heads of each sequence stand apart")
-        return viewed(turned(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), output_view)
+        return viewed(project_heads(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), output_view)
 
 
-def turned(x: Tensor, weight: Tensor, heads_first: bool = False) -> Tensor:
-    """x [B, S, N, K] times weight [N, K, M], as [B, S, N, M]; x may lie in memory as [N, B, S, K]."""
-    read = x.permute(2, 0, 1, 3).flatten(1, 2) if heads_first else x.flatten(0, 1)
-    rows = torch.ops.npu.npu_transpose_batchmatmul(
-        read, weight.contiguous(), perm_x1=[0, 1, 2] if heads_first else [1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+def project_heads(x: Tensor, weight: Tensor, heads_first: bool = False) -> Tensor:
+    """Multiply `x` [B, S, N, K] by `weight` [N, K, M] with npu_transpose_batchmatmul: [B, S, N, M].
+
+    `heads_first` passes `x` as [N, B · S, K], else as [B · S, N, K]: the one that is a view of `x` saves a copy.
+    """
+    rows = x.permute(2, 0, 1, 3).flatten(1, 2) if heads_first else x.flatten(0, 1)
+    result = torch.ops.npu.npu_transpose_batchmatmul(
+        rows, weight.contiguous(), perm_x1=[0, 1, 2] if heads_first else [1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
     )
-    return rows.unflatten(0, x.shape[:2])
+    return result.unflatten(0, x.shape[:2])
 
 
 def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
-    """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E].
+    """Multiply `y` [B, S, N, C] by `up` [N, C, E] for each head: [B, N, S, E].
 
-    `values` is "transposed" for the operator that turns heads back, "heads first" for the same where heads lie first in
-    memory, or "multiplied" for a batched product, which takes any sizes; that one gives y itself without `up`.
+    `values` chooses the operator: "transposed" is npu_transpose_batchmatmul, "heads first" the operator on `y` as
+    [N, B · S, C], "multiplied" torch.bmm, which takes any sizes. Without `up`, "multiplied" returns [B, N, S, C], and
+    the others refuse.
     """
     if values == "multiplied":
         if up is None:
@@ -64,4 +68,4 @@ def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
         return torch.bmm(y.flatten(0, 1).transpose(0, 1), up.contiguous()).unflatten(1, y.shape[:2]).transpose(0, 1)
     require(up is not None, "the model itself expands the result")
     assert up is not None
-    return turned(y, up, values == "heads first").transpose(1, 2)
+    return project_heads(y, up, values == "heads first").transpose(1, 2)

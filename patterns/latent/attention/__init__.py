@@ -1,1 +1,1 @@
-"""Attention over a latent: how it is encoded, absorbed or expanded, and put to its operators."""
+"""Attention over a latent: its rule, encodings, calls of operators, and the cost of absorption."""

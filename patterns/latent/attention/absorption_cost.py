@@ -1,9 +1,9 @@
-"""From how many queries on it costs less to expand keys and values of a latent than to absorb the projections.
+"""Break-even number of queries, from which expanding keys and values of a latent costs less than absorption.
 
-    absorbed, for each key:  queries · 2N (2C + Dr) flops, and its line [C + Dr] read once
+    absorbed, for each key:  queries · 2N (2C + Dr) flops, and its row [C + Dr] read once
     expanded, for each key:  2N C (D + E) flops to expand it, and queries · 2N (D + Dr + E) flops
 
-Both as the cost model has it, the longer of computing and moving; launches and the causal half are left out.
+A cost is the longer of computing and moving, as in the cost model; launches and the causal half are left out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ from dataclasses import dataclass
 from fusion import Target
 
 MOST = 1 << 20
-"""More queries than any sequence has."""
+"""More queries than any sequence has: the end of the search."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads N, lanes of the latent C, of keys D and Dr, and of values E; bytes of a number."""
+    """Sizes of an attention over a latent.
+
+    Attributes:
+        heads: N.
+        rank: lanes C of the latent.
+        width, rope: unrotated lanes D and rotated lanes Dr of a key.
+        values: lanes E of a value.
+        item: bytes of an element.
+    """
 
     heads: int
     rank: int
@@ -29,22 +37,25 @@ class Sizes:
     item: int = 2
 
 
-def break_even(machine: Target, of: Sizes) -> int | None:
-    """The least number of queries of a sequence for which expanding costs less; None where it never does."""
+def break_even(machine: Target, sizes: Sizes) -> int | None:
+    """Return the least number of queries of a sequence from which expanding costs less on `machine`; None: never."""
     numbers = range(1, MOST + 1)
-    place = bisect_left(numbers, True, key=lambda n: _expanded(machine, of, n) < _absorbed(machine, of, n))
+    place = bisect_left(numbers, True, key=lambda n: _expanded(machine, sizes, n) < _absorbed(machine, sizes, n))
     return numbers[place] if place < MOST else None
 
 
-def _absorbed(machine: Target, of: Sizes, queries: int) -> float:
-    """Microseconds for each key."""
-    line = of.rank + of.rope
-    flops = 2.0 * queries * of.heads * (line + of.rank)
-    return max(flops / machine.compute, line * of.item / machine.bandwidth)
+def _absorbed(machine: Target, sizes: Sizes, queries: int) -> float:
+    """Estimate the time for each key in microseconds, with W_UK and W_UV absorbed."""
+    row = sizes.rank + sizes.rope
+    flops = 2.0 * queries * sizes.heads * (row + sizes.rank)
+    return max(flops / machine.compute, row * sizes.item / machine.bandwidth)
 
 
-def _expanded(machine: Target, of: Sizes, queries: int) -> float:
-    made, read = of.width + of.values, of.width + of.rope + of.values
-    making = max(2.0 * of.heads * of.rank * made / machine.compute, of.heads * made * of.item / machine.bandwidth)
-    flops = 2.0 * queries * of.heads * read
-    return making + max(flops / machine.compute, of.heads * read * of.item / machine.bandwidth)
+def _expanded(machine: Target, sizes: Sizes, queries: int) -> float:
+    """Estimate the time for each key in microseconds, with keys and values of all heads expanded, written and read."""
+    made, read = sizes.width + sizes.values, sizes.width + sizes.rope + sizes.values
+    making = max(
+        2.0 * sizes.heads * sizes.rank * made / machine.compute, sizes.heads * made * sizes.item / machine.bandwidth
+    )
+    flops = 2.0 * queries * sizes.heads * read
+    return making + max(flops / machine.compute, sizes.heads * read * sizes.item / machine.bandwidth)

@@ -1,13 +1,14 @@
-"""out = softmax(scale · q kᵀ + mask) v, of keys and values that one latent gives, without computing either.
+"""out = softmax(scale · q kᵀ + mask) v, for keys and values that are projected from one latent and not computed.
 
     q · k = (q_nope W_UK) · c + q_rope · r        Σ p v = (Σ p c) W_UV
 
-*Matches* attention over keys and values that are projected from a latent (DeepSeek-V2, 2024, §2.1), or that absorbs the
-projections itself; over rows of the latent, or pages that a block table names; in floats, or in int8 with one scale and
-queries quantised for each token and head; alone, or with the log-sum-exp of its scores. *Replaces with*
-`npu_fused_infer_attention_score_v2` on the latent, its rotated lanes apart, and `npu_transpose_batchmatmul` for both
-projections; of few queries where it is left out, or in int8 by steps of 1 / 127, with atb's older operator. Keys and
-values stay expanded where that costs less: see `Attention`.
+*Matches* attention over keys and values that are projected from a latent (DeepSeek-V2, 2024, §2.1), also where the
+model absorbs W_UK and W_UV itself; over rows of the latent, or pages of a block table; in floating point, or in int8
+with one scale of the latent and queries quantised for each token and head; with or without the log-sum-exp of scores.
+*Replaces with* `npu_fused_infer_attention_score_v2` on the latent, the rotated lanes as arguments of their own, and
+`npu_transpose_batchmatmul` for W_UK and W_UV. atb's older operator takes at most four queries of a sequence where the
+other is excluded, or where int8 probabilities are rounded to steps of 1 / 127. Keys and values stay expanded where that
+costs less: see `Attention`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from patterns.latent.attention.attention_atb import ATB, FewQueries
 from patterns.latent.attention.attention_call import Keys
 from patterns.latent.attention.encodings import Int8, Plain, Unrotated
 
-SEVERAL = dict(seen=(Structured, Dense), values=("transposed", "heads first", "multiplied"), version=(2, 1))
-"""How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
-JOINED = {**SEVERAL, "values": ("transposed", "multiplied")}
+VARIANTS = dict(seen=(Structured, Dense), values=("transposed", "heads first", "multiplied"), version=(2, 1))
+"""Variants of the lowerings: the mask as parameters or as a tensor, the product with W_UV, the operator's version."""
+JOINED_VARIANTS = {**VARIANTS, "values": ("transposed", "multiplied")}
+"""Variants of lowerings whose result never has heads first in memory."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ class AnyQueries(SoftmaxAttention):
     @pattern
     @variants(source=SOURCES, result=RESULTS)
     def written(self, p, source, result, encoding: Any = Plain, seen: Any = Visibility, scale=scalar()):
-        """Behind any mask, or none."""
+        """softmax(scale · q kᵀ + mask) v over a floating-point latent with rotated lanes; the mask may be absent."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     @pattern
     @variants(source=SOURCES, result=(Output,))
     def written_int8(self, p, source, result, encoding: Any = Int8, seen: Any = Visibility, scale=scalar()):
-        """An int8 latent behind any mask, or none; of its scores the operator gives no log-sum-exp."""
+        """softmax(scale · q kᵀ + mask) v over an int8 latent, for which the operator gives no log-sum-exp."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     @pattern
@@ -51,33 +53,36 @@ class AnyQueries(SoftmaxAttention):
     def written_unrotated(
         self, p, result, encoding: Any = Unrotated, source: Any = Rows, seen: Any = Visibility, scale=scalar()
     ):
-        """A latent without rotated lanes, in rows, behind any mask, or none."""
+        """softmax(scale · q kᵀ + mask) v over a latent in rows, without rotated lanes; the mask may be absent."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     @lowering
-    @variants(**SEVERAL)
+    @variants(**VARIANTS)
     def apart(self, encoding, source, result, seen, scale, values, version):
-        """Latent and rotated lanes apart."""
+        """Emit npu_fused_infer_attention_score with the latent and its rotated lanes as separate arguments."""
         keys, scales = Keys(source, seen, encoding.first_rows), encoding.scales(version)
-        shown = isinstance(seen, Dense) and not source.paged
-        require(not (scales and shown), "a mask is shown of int8 keys in pages alone")
+        dense_rows = isinstance(seen, Dense) and not source.paged
+        require(not (scales and dense_rows), "a mask is shown of int8 keys in pages alone")
         call, heads_first = Call(scale, version, result.lse), values == "heads first"
         y, lse = calls.apart(encoding.queries(), keys, call, heads_first=heads_first, **scales)
         return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
 
     @lowering
-    @variants(**JOINED)
+    @variants(**JOINED_VARIANTS)
     def joined(self, encoding, source, result, seen, scale, values, version):
-        """Both side by side, as one key head, for widths that the operator does not take apart."""
+        """Emit npu_fused_infer_attention_score on latent and rotated lanes joined to one key head [.., C + Dr].
+
+        It applies to widths that the operator does not take as separate arguments.
+        """
         keys, q = Keys(source, seen, encoding.first_rows), encoding.queries()
         require(not encoding.scales(version), "int8 queries and rotated lanes are not joined")
         y, lse = calls.joined(q, keys, Call(scale, version, result.lse))
         return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
 
     @lowering
-    @variants(**JOINED)
+    @variants(**JOINED_VARIANTS)
     def unrotated(self, encoding, source, result, seen, scale, values, version):
-        """The latent as the one head of keys and values, where no lanes are rotated."""
+        """Emit npu_fused_infer_attention_score with the latent as keys and values of one head, no rotated lanes."""
         keys = Keys(source, seen, encoding.first_rows)
         y, lse = calls.unrotated(encoding.unrotated(values), keys, Call(scale, version, result.lse))
         return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
@@ -85,7 +90,10 @@ class AnyQueries(SoftmaxAttention):
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
     def expanded(self, encoding, source, result, seen, scale, version):
-        """Keys and values of all heads, the rotated lanes apart: for so many queries that this costs less."""
+        """Emit npu_fused_infer_attention_score on keys and values of all heads, expanded from the latent.
+
+        With many queries this costs less than absorption.
+        """
         keys, (q, up) = Keys(source, seen, encoding.first_rows), encoding.parts_of_heads()
         y, lse = calls.expanded(q, keys, up, Call(scale, version, result.lse))
         return result.restored(y, lse, seen)
@@ -93,7 +101,7 @@ class AnyQueries(SoftmaxAttention):
 
 @dataclass(frozen=True)
 class LatentAttention(FewQueries, AnyQueries):
-    """Softmax attention over a latent that all heads share, of few queries by an older operator too."""
+    """Softmax attention over a latent that all heads share; of at most four queries also by atb's operator."""
 
     aliases = (
         "mla",
@@ -104,7 +112,7 @@ class LatentAttention(FewQueries, AnyQueries):
     )
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any, version: Any):
-        """How pages hold their rows, what the log-sum-exp of the operator is of, and how many queries atb takes."""
+        """Refuse pages in other NZ blocks, unsupported log-sum-exps, and for atb more than four queries."""
         if version in ATB:
             FewQueries.guard(self, encoding, source)
         else:
@@ -112,5 +120,8 @@ class LatentAttention(FewQueries, AnyQueries):
             result.refuse(seen)
 
     def remark(self, encoding: Any, source: Any, version: Any, lowering: str, machine: Target) -> str:
-        """Which form was chosen, and from how many queries on the other one costs less; pages are never expanded."""
+        """Return the chosen form and the number of queries from which the other costs less.
+
+        "" for atb, and for pages, which are never expanded.
+        """
         return "" if version in ATB or source.paged else encoding.remark(lowering, machine)

@@ -2,11 +2,11 @@
 
     int8:  p = exp(s - max s),  s = scale · (c[head] · (q8 k8ᵀ) + q_rope k_ropeᵀ),  out = (round(127 p) k8) v / 127 Σ p
 
-In floats what every attention over a latent is; over an int8 latent with int8 queries of one scale for each head where
-the model itself rounds its probabilities to steps of 1 / 127. A contiguous latent is read as pages in their own order,
-as are pages that the model keeps in NZ, and those that a block table names: without a mask, where every query sees all
-keys; with the mask of fixed shape, where queries are the last tokens of their sequences; or with a mask of every row. A
-hidden key weighs exp(-10000), which is 0.
+A floating-point latent has the forms of every attention over a latent. An int8 latent has int8 queries with a scale of
+each head, in a model that itself rounds its probabilities to steps of 1 / 127. The latent is in rows, which are cut
+into pages, in NZ pages in order, or in pages of a block table. Without a mask every query sees all keys; with the mask
+of fixed shape the queries are the last tokens of their sequences; else each query has a row of an additive mask, in
+which a hidden key weighs exp(-10000), which is 0.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from patterns.latent.attention.attention_atb_call import AnyPages, PagesInOrder
 from patterns.latent.attention.encodings import Floats, Int8ByHead
 
 VALUES = ("transposed", "multiplied")
+"""Operators for the product with W_UV, see `head_projection.expanded`."""
 ATB = ("atb",)
-"""The version of the operator that these forms are for."""
+"""Version of the operator in the forms for atb."""
 BLIND = {"zero": 0.0, "nan": torch.nan}
-"""What a query gives that sees no key."""
+"""`fully_masked_row` -> result of a query that sees no key."""
 
 
 @dataclass(frozen=True)
-class OfFew(Output):
-    """The result of few queries."""
+class FewOutput(Output):
+    """Result [B, N, S, E] of at most four queries of each sequence."""
 
 
 @dataclass(frozen=True)
-class OfFewAndLse(OutputAndLse):
-    """The same and the log-sum-exp of the scores, in the dtype of the queries."""
+class FewOutputAndLse(OutputAndLse):
+    """Result of at most four queries of each sequence, and log-sum-exp of the scores in the dtype of the queries."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +49,37 @@ class FewQueries(SoftmaxAttention):
 
     @alternative
     @pattern
-    @variants(source=(AnyPages, Rows), result=(OfFewAndLse,), version=ATB)
+    @variants(source=(AnyPages, Rows), result=(FewOutputAndLse,), version=ATB)
     def few_with_lse(self, p, source, result, version, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
-        """With the log-sum-exp of the scores."""
+        """softmax(scale · q kᵀ) v and log Σ exp(scale · q kᵀ) over a floating-point latent, up to a length."""
         y, lse = encoding.terms(p, source, result, dict(scale=scale, **seen.said("mask", "count")))
         return y, p.as_dtype(lse, encoding.q_rope)
 
     @alternative
     @pattern
-    @variants(source=(AnyPages, PagesInOrder, Rows), result=(OfFew,), version=ATB)
+    @variants(source=(AnyPages, PagesInOrder, Rows), result=(FewOutput,), version=ATB)
     def few(self, p, source, result, version, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
-        """What the canonicaliser has read; masks as in `Attention.written`."""
+        """softmax(scale · q kᵀ + mask) v over a floating-point latent; the mask may be absent."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     @alternative
     @pattern
-    @variants(source=(AnyPages, PagesInOrder), result=(OfFew,), version=ATB)
+    @variants(source=(AnyPages, PagesInOrder), result=(FewOutput,), version=ATB)
     def few_int8(self, p, source, result, version, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar()):
-        """An int8 latent."""
+        """softmax(scale · q kᵀ + mask) v over an int8 latent, with probabilities rounded to steps of 1 / 127."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     def guard(self, encoding: Any, source: Any):
-        """How many queries there are, and how pages of an int8 latent lie."""
+        """Refuse more than four queries of a sequence, and pages of an int8 latent in another layout than NZ."""
         queries: Any = encoding.queries()[0].shape[2]
         require(isinstance(queries, int) and queries <= atb.ROWS, "a sequence has more than four queries")
         if isinstance(encoding, Int8ByHead):
             encoding.refuse_blocks(source)
 
     @lowering
-    @variants(result=(OfFew, OfFewAndLse), values=VALUES)
+    @variants(result=(FewOutput, FewOutputAndLse), values=VALUES)
     def structured(self, encoding, source, result, seen, scale, values):
-        """What is seen, told by lengths and an order of keys."""
+        """Emit npu_multi_head_latent_attention with the mask as lengths of the keys and a causal order."""
         require(not result.lse, "the log-sum-exp of the scores is used")
         call, keys = _call(encoding, source, scale)
         counted = seen.count is not None and isinstance(encoding, Int8ByHead)  # in floats the mask is shown
@@ -89,26 +90,26 @@ class FewQueries(SoftmaxAttention):
         return viewed(encoding.expanded(seen.restored(y), values), result.view)
 
     @lowering
-    @variants(result=(OfFew, OfFewAndLse), values=VALUES)
+    @variants(result=(FewOutput, FewOutputAndLse), values=VALUES)
     def ring(self, encoding, source, result, seen, scale, values):
-        """One query of each sequence, with the log-sum-exp of its scores."""
+        """Emit npu_multi_head_latent_attention with calc_type_ring, for one query per sequence and the log-sum-exp."""
         require(result.lse, "nothing uses the log-sum-exp of the scores")
         batch, _, queries = encoding.absorbed.shape[:3]
         one = queries == 1 and seen.window is None and seen.kv_lens is None
         require(one, "with the log-sum-exp, each sequence has one query, and keys whose number is known before")
         call, keys = _call(encoding, source, scale)
         context = [keys if seen.kv_len is None else seen.kv_len] * batch
-        told = dict(calc_type="calc_type_ring", return_lse=True)
-        y, lse = atb.attended(encoding.queries(), call, context, told)
+        options = dict(calc_type="calc_type_ring", return_lse=True)
+        y, lse = atb.attended(encoding.queries(), call, context, options)
         return viewed(encoding.expanded(y, values), result.view), lse.transpose(1, 2)
 
     @lowering
-    @variants(result=(OfFew, OfFewAndLse), values=VALUES)
+    @variants(result=(FewOutput, FewOutputAndLse), values=VALUES)
     def dense(self, encoding, source, result, seen, scale, values):
-        """What is seen, shown by a mask."""
+        """Emit npu_multi_head_latent_attention with the mask of the model as an additive tensor."""
         require(seen.mask is not None, "there is no mask")
-        known = seen.fully_masked_row in BLIND
-        require(known, "a query without keys gives the mean of all, the operator gives another one")
+        representable = seen.fully_masked_row in BLIND
+        require(representable, "a query without keys gives the mean of all, the operator gives another one")
         require(isinstance(encoding, Floats), "the kernel reads no mask of int8 queries")
         y, blind = atb.dense(encoding.queries(), _call(encoding, source, scale)[0], seen.mask)
         y = y.masked_fill(blind[..., None, None], BLIND[seen.fully_masked_row])
@@ -116,6 +117,6 @@ class FewQueries(SoftmaxAttention):
 
 
 def _call(encoding: Any, source: Any, scale: float) -> tuple[atb.Call, Any]:
-    """What the operator attends to, and how many keys a sequence has there."""
+    """Build the operands of npu_multi_head_latent_attention, and count the keys of each sequence in `source`."""
     batch = encoding.queries()[0].shape[0]
     return atb.call_of(source, batch, scale, encoding.scales_of_heads()), source.keys(batch)

@@ -1,7 +1,8 @@
-"""How attention of few queries over a latent is put to atb: pages, lengths, masks of fixed shape.
+"""Calls of atb's npu_multi_head_latent_attention: operands in pages, lengths, masks of fixed shape.
 
-Rows, AnyPages    as attention has them, pages in one facet for BSND and NZ
-PagesInOrder      pages in NZ, in their own order, as many for each sequence
+Rows            rows of the latent, as in other attention
+AnyPages        pages of a block table, in BSND or NZ
+PagesInOrder    pages in NZ without a block table, equally many for each sequence, one sequence after the other
 """
 
 from __future__ import annotations
@@ -19,41 +20,41 @@ from patterns.attention.varlen.pages import PagesNZ
 from patterns.cache import pages
 
 HIDDEN = -10000.0
-"""What is added to the score of a hidden key: its weight is 0."""
+"""Addend of the score of a hidden key, whose weight becomes 0."""
 ROWS = 4
-"""The most queries of a sequence."""
+"""Largest number of queries of a sequence."""
 
 
 @dataclass(frozen=True)
 class AnyPages(PagesNZ):
-    """Pages that a block table names, BSND or in NZ."""
+    """Pages of a block table, in BSND or NZ."""
 
     layout: Any = attribute()
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Refuse whole rows too."""
+        """Refuse pages in BSND, and NZ blocks of other than `widths` lanes."""
         require(self.layout == "NZ", "the pages do not hold rows in lines of NZ")
         super().refuse_blocks(*widths)
 
 
 @dataclass(frozen=True)
 class PagesInOrder(Group):
-    """Pages in NZ, in their own order, as many for each sequence."""
+    """Pages in NZ without a block table, equally many for each sequence, one sequence after the other."""
 
     first: Any = tensor("Blocks A Size L")
     second: Any = tensor("Blocks R Size M")
 
     def latent_terms(self, p):
-        """The latent and its rotated lanes."""
+        """Build the terms of the latent and of its rotated lanes as rows."""
         return [p.reshaped(p.permuted(each, (0, 2, 1, 3))) for each in (self.first, self.second)]
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Refuse blocks of NZ of other widths."""
+        """Refuse NZ blocks of other than `widths` lanes, of the latent and of the rotated lanes."""
         for each, width in zip((self.first, self.second), widths, strict=True):
             pages.refuse_others(each.shape[-1], width)
 
     def read(self, batch: Any) -> list[Tensor]:
-        """Both, of which each sequence has as many."""
+        """Return the pages of the latent and of the rotated lanes; refuse unequal numbers of pages and strided ones."""
         both, blocks = [self.first, self.second], self.first.shape[0]
         require(all(each.is_contiguous() for each in both), "the lines of the pages do not lie together")
         shared = isinstance(blocks, int) and isinstance(batch, int) and blocks % batch != 0
@@ -61,17 +62,21 @@ class PagesInOrder(Group):
         return both
 
     def keys(self, batch: Any) -> Any:
-        """How many keys each sequence has."""
+        """Count the keys of each sequence."""
         return self.first.shape[0] * self.first.shape[2] // batch
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is attended to: pages of a latent and its rotated lanes, how they lie, which each sequence has; scales.
+    """Operands of npu_multi_head_latent_attention but for queries and mask: pages of a latent, and scales.
 
     Attributes:
-        size: how many rows a page has.
-        scale, scales: the factor of all scores; those of int8 queries and of an int8 latent.
+        latents, ropes: pages of the latent and of its rotated lanes.
+        mode: the layout of the pages, as the argument cache_mode.
+        size: rows of a page.
+        table: block table [B, pages of a sequence], int32.
+        scale: factor of all scores.
+        scales: arguments for the scales of int8 queries and of an int8 latent, by name; empty for floats.
     """
 
     latents: Tensor
@@ -84,7 +89,10 @@ class Call:
 
 
 def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) -> Call:
-    """Pages in NZ [Block, D / L, Size, L], or as [Block, Size, 1, D]."""
+    """Build the operands of keys in `source`: pages in NZ [Block, D / L, Size, L], or [Block, Size, 1, D].
+
+    Rows are cut into pages. Without a block table, each sequence has consecutive pages.
+    """
     both = source.read(batch)
     if isinstance(source, Rows):
         both, mode = [pages.cut(each, 1) for each in both], "krope_ctkv"
@@ -102,40 +110,48 @@ def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) ->
 
 
 def structured(q: Parts, call: Call, keys: Any, seen: MaskSpec) -> Tensor:
-    """Attention [B, S, N, C] over so many keys, of which lengths and an order tell which are seen."""
+    """Compute attention [B, S, N, C] over `keys` keys of each sequence, with the mask as lengths and a causal order."""
     batch, _, queries = q[0].shape[:3]
-    rows: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if queries > 1:
-        rows = dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
+        options = dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
         if seen.kind != "none":
-            rows |= dict(mask_type="mask_type_free", mask=_free(queries, call.size, q[1]))
+            options |= dict(mask_type="mask_type_free", mask=_free(queries, call.size, q[1]))
     seen = seen.from_last(queries, keys)
-    return attended(q, call, [seen.kv_len] * batch if seen.kv_lens is None else seen.kv_lens, rows)
+    return attended(q, call, [seen.kv_len] * batch if seen.kv_lens is None else seen.kv_lens, options)
 
 
 def _free(queries: int, size: int, like: Tensor) -> Tensor:
-    """The mask of fixed shape for so many queries, [Size - 3 + 2 · queries, Size]."""
+    """Build the additive mask of mask_type_free [size - 3 + 2 · queries, size], in the dtype of `like`."""
     shape = (size - 3 + 2 * queries, size)
     return torch.full(shape, HIDDEN, dtype=like.dtype, device=like.device).triu(2 - queries)
 
 
 def dense(q: Parts, call: Call, mask: Tensor) -> Parts:
-    """Attention [B, S, N, C] under a mask [B | 1, 1, S, T], true where a key is hidden; queries without keys [B, S]."""
+    """Compute attention [B, S, N, C] behind `mask` [B | 1, 1, S, T], true where a key is hidden.
+
+    Returns:
+        The result, and a bool tensor [B, S] that is true for queries without keys.
+    """
     batch, _, queries = q[0].shape[:3]
     keys: Any = mask.shape[-1]
     hidden = mask.expand(batch, 1, queries, keys).reshape(batch * queries, keys)
     added = torch.zeros(hidden.shape, dtype=q[1].dtype, device=q[1].device).masked_fill(hidden, HIDDEN)
-    rows = dict(calc_type="calc_type_spec", qseqlen=[queries] * batch, mask_type="mask_type_spec", mask=added)
-    return attended(q, call, [keys] * batch, rows), hidden.all(-1).reshape(batch, queries)
+    options = dict(calc_type="calc_type_spec", qseqlen=[queries] * batch, mask_type="mask_type_spec", mask=added)
+    return attended(q, call, [keys] * batch, options), hidden.all(-1).reshape(batch, queries)
 
 
-def attended(q: Parts, call: Call, context: Any, rows: dict[str, Any]) -> Any:
-    """Attention over pages, [B, S, N, C]; with `return_lse` also its log-sum-exp [B, S, N, 1]."""
+def attended(q: Parts, call: Call, context: Any, options: dict[str, Any]) -> Any:
+    """Call npu_multi_head_latent_attention on queries `q`; return the result [B, S, N, C].
+
+    With `return_lse` among the `options` it returns the log-sum-exp [B, S, N, 1] as well. `context` holds the number of
+    keys of each sequence, as a list or a tensor [B].
+    """
     batch, heads, queries = q[0].shape[:3]
     operator = torch.ops.atb.npu_multi_head_latent_attention
-    run = operator.lse if "return_lse" in rows else operator.default
+    run = operator.lse if "return_lse" in options else operator.default
     run = operator.tensor_lengths if isinstance(context, Tensor) else run
     query, rope = (each.transpose(1, 2).flatten(0, 1) for each in q)
-    how, rows_of = dict(cache_mode=call.mode, **rows, **call.scales), (batch, queries)
-    y = run(query, rope, call.latents, call.ropes, call.table, context, heads, call.scale, 1, **how)
-    return tuple(each.unflatten(0, rows_of) for each in y) if isinstance(y, tuple) else y.unflatten(0, rows_of)
+    arguments, leading = dict(cache_mode=call.mode, **options, **call.scales), (batch, queries)
+    y = run(query, rope, call.latents, call.ropes, call.table, context, heads, call.scale, 1, **arguments)
+    return tuple(each.unflatten(0, leading) for each in y) if isinstance(y, tuple) else y.unflatten(0, leading)

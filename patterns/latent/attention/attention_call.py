@@ -1,9 +1,9 @@
-"""How dense attention over a latent is put to the operator: its rotated lanes apart, joined to it, or all expanded.
+"""Calls of npu_fused_infer_attention_score over a latent, which differ in the keys that the operator reads.
 
-unrotated q W_UK [B, N, S, C] over a latent [.., C] without rotated lanes
-apart     q_nope W_UK [B, N, S, C] and q_rope [B, N, S, Dr] over a latent [.., C] and its rotated lanes [.., Dr]
-joined    both side by side, as one key head of C + Dr lanes
-expanded  keys c W_UK [.., N, D] and values c W_UV [.., N, E] of all heads, the rotated lanes apart
+unrotated   queries q W_UK [B, N, S, C], latent [.., C]
+apart       queries q_nope W_UK [B, N, S, C] and q_rope [B, N, S, Dr], latent [.., C] and rotated lanes [.., Dr]
+joined      the arguments of `apart`, concatenated to one key head of C + Dr lanes
+expanded    queries q_nope [B, N, S, D] and q_rope, keys c W_UK [.., N, D], values c W_UV [.., N, E], rotated lanes
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ from patterns.attention.sources import Rows
 from patterns.cache import pages as cached
 
 APART = (512, 64)
-"""The widths of a latent and of its rotated lanes that the operator knows apart."""
+"""Widths of the latent and of its rotated lanes that the operator takes as separate arguments."""
 NO_LANES = "no lanes are rotated: the latent is all there is of a key"
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a latent: where they lie, which of them are seen, and of how many, if not all, the model speaks."""
+    """Keys of a latent: their source, the mask, and the number of leading rows that the model reads (None: all)."""
 
     source: Any
     seen: Any
     first_rows: Any
 
     def __post_init__(self) -> None:
-        """Refuse at once: queries cost more to compute."""
+        """Refuse an unproven mask before queries are computed, which costs more."""
         self.seen.refuse_unproven()
 
     def count(self, batch: Any) -> Any:
-        """How many keys each sequence has."""
+        """Count the keys of each sequence that the model reads."""
         return self.source.keys(batch) if self.first_rows is None else self.first_rows
 
     def cut(self, kv: Tensor) -> Tensor:
-        """The rows of a latent [B, T, ..] that the model speaks of."""
+        """Take the rows of `kv` [B, T, ..] that the model reads."""
         return kv if self.first_rows is None else kv[:, : self.first_rows]
 
     def spec(self, queries: Any, batch: Any) -> MaskSpec:
-        """What is seen, told in words of an operator that counts causal orders from the last key."""
+        """Express the mask for an operator whose causal masks are lower-right, see `MaskSpec`."""
         return self.source.spec(self.seen.within(self.first_rows).spec(), queries, self.count(batch), latent=True)
 
 
 def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales: Any) -> Parts:
-    """Latent and rotated lanes apart: the result [B, N, S, C], which lies as [N, B, S, C] with `heads_first`.
+    """Call npu_fused_infer_attention_score with latent and rotated lanes as separate arguments.
 
-    `scales` say of int8 queries and an int8 latent what they stand for.
+    Returns the result [B, N, S, C] and the log-sum-exp. `q` are absorbed queries and their rotated lanes. With
+    `heads_first` the result is [N, B, S, C] in memory. `scales` are the arguments that dequantise int8 queries and an
+    int8 latent.
     """
     require(len(q) == 2, NO_LANES)
     batch, heads, queries = q[0].shape[:3]
@@ -83,7 +85,10 @@ def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales:
 
 
 def joined(q: Parts, keys: Keys, call: Call) -> Parts:
-    """Queries and keys [.., C + Dr], and values of which the first C lanes count: the result [B, N, S, C]."""
+    """Call npu_fused_infer_attention_score on queries and keys [.., C + Dr]; return the first C lanes, [B, N, S, C].
+
+    The keys, latent and rotated lanes concatenated, are also the values.
+    """
     require(len(q) == 2, NO_LANES)
     require(not keys.source.paged, "pages are read in place, latent and rotated lanes apart")
     require(tuple(each.shape[-1] for each in q) != APART, "the operator takes these widths apart")
@@ -93,7 +98,7 @@ def joined(q: Parts, keys: Keys, call: Call) -> Parts:
 
 
 def unrotated(q: Tensor, keys: Keys, call: Call) -> Parts:
-    """Queries [B, N, S, C] over a latent that is keys and values at once: the result [B, N, S, C]."""
+    """Call npu_fused_infer_attention_score on `q` [B, N, S, C], with the latent as keys and values: [B, N, S, C]."""
     source = Rows(keys.cut(keys.source.read(q.shape[0])[0]).transpose(1, 2))
     latent = source.first.transpose(1, 2)
     count = latent.shape[1]
@@ -107,7 +112,11 @@ def unrotated(q: Tensor, keys: Keys, call: Call) -> Parts:
 
 
 def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:
-    """Queries [B, N, S, D] and [B, N, S, Dr] over keys and values of all heads: the result [B, N, S, E]."""
+    """Call npu_fused_infer_attention_score on keys and values of all heads, products of the latent and `up`.
+
+    Returns the result [B, N, S, E] and the log-sum-exp. `q` are queries [B, N, S, D] and their rotated lanes [B, N, S,
+    Dr]; `up` are W_UK [N, D, C] and W_UV [N, C, E].
+    """
     require(not keys.source.paged, "pages are read in place, not expanded")
     batch, _, queries = q[0].shape[:3]
     (up_key, up_value), heads = up, up[0].shape[0]
@@ -127,7 +136,11 @@ def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:
 
 
 def _expanded_heads_first(q: Parts, kv: Parts, up: Parts, spec: MaskSpec, call: Call) -> Parts:
-    """The same for one sequence whose heads lie first in memory, over a latent [T, C] times [N, C, D] and [N, C, E]."""
+    """Call npu_fused_infer_attention_score in layout NTD_TND on one sequence, whose heads are first in memory.
+
+    Returns the result [1, N, S, E] and the log-sum-exp. `kv` are the latent [T, C] and the rotated lanes [T, 1, Dr];
+    `up` are W_UK as [N, C, D] and W_UV [N, C, E].
+    """
     query, query_rope = (each.squeeze(0) for each in q)
     latent, rope = kv
     heads, queries = query.shape[:2]
@@ -142,7 +155,11 @@ def _expanded_heads_first(q: Parts, kv: Parts, up: Parts, spec: MaskSpec, call: 
 
 
 def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
-    """`apart` for queries of one sequence after the other; rows that are seen in part are read as pages."""
+    """Call npu_fused_infer_attention_score in layout TND_NTD, with the sequences of `q` packed one after the other.
+
+    Returns what `apart` returns. Rows of which some sequence sees a part are passed as pages, since the operator takes
+    lengths of pages.
+    """
     batch, heads, queries = q[0].shape[:3]
     source = keys.source
     spec = source.spec(seen.spec(), queries, keys.count(batch), latent=True)
@@ -167,12 +184,12 @@ def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
 
 
 def _few(queries: Any) -> bool:
-    """Whether there are as many queries as layouts that give heads first, one sequence beside the other, are for."""
+    """True if `queries` is a number from 2 to 16, as batched layouts that return heads first require."""
     return isinstance(queries, int) and 1 < queries <= 16
 
 
 def _with_heads(q: Tensor) -> Tensor:
-    """Queries [B, S, N, C] with heads of zeros, so that their number is a power of two: over a latent it must be."""
+    """Pad the heads of `q` [B, S, N, C] with zeros to a power of two, as the operator requires over a latent."""
     heads = q.shape[2]
     more = (1 << (heads - 1).bit_length()) - heads
     return pad(q, (0, 0, 0, more)) if more else q

@@ -1,4 +1,4 @@
-"""The facet of attention over a latent that says in which numbers it lies: in floats, or in int8 with int8 queries."""
+"""Facet of attention over a latent: the encoding of latent and queries, in floating point or in int8."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ from patterns.latent.attention.absorption_cost import Sizes, break_even
 
 @dataclass(frozen=True)
 class Encoding(Group):
-    """Either; by itself one that tells no operator of scales, of a latent that the model projects nowhere."""
+    """Base of the encodings: no scales, no W_UK and W_UV in the graph, all rows of the latent."""
 
     first_rows = up_key = up_value = None
 
     def scales(self, version: int) -> dict[str, Any]:
-        """What the operator is told of scales."""
+        """Return the arguments for scales of this version of npu_fused_infer_attention_score, none for floats."""
         return {}
 
     def scales_of_heads(self) -> dict[str, Any]:
-        """What atb is told of scales."""
+        """Return the arguments for scales of npu_multi_head_latent_attention, none for floats."""
         return {}
 
     def unrotated(self, values: str) -> Any:
-        """Queries over a latent of which no lanes are rotated."""
+        """Compute the absorbed queries [B, N, S, C] of a latent without rotated lanes; refuse one that has some."""
         require(False, "some lanes are rotated")
 
     def expanded(self, y: Tensor, values: str) -> Tensor:
-        """A result over the latent [B, S, N, C] times W_UV, [B, N, S, E], or as [B, N, S, C] where none follows."""
+        """Multiply a result `y` [B, S, N, C] by W_UV: [B, N, S, E], or [B, N, S, C] where the graph has no W_UV.
+
+        `values` chooses the operator, see `head_projection.expanded`.
+        """
         return head_projection.expanded(y, self.up_value, values)
 
     def remark(self, lowering: str, machine: Target) -> str:
-        """Which form was chosen, and from how many queries on the other one costs less, where there are both."""
+        """Return the chosen form and the number of queries from which the other costs less; "" if there is only one."""
         return ""
 
 
 @dataclass(frozen=True)
 class Floats(Encoding):
-    """Floats, of a latent of which the model speaks as a whole.
+    """Floating point, for a model that reads all rows of the latent.
 
     Attributes:
-        nope, up_key: queries of heads and W_UK [N, D, C], where the model projects them in the graph.
-        absorbed: the product of both.
-        q_rope: the rotated lanes of the queries.
-        up_value: W_UV [N, C, E], where the model expands the result in the graph.
+        nope, up_key: unrotated lanes of the queries and W_UK, where the model does not absorb W_UK itself.
+        absorbed: nope · up_key.
+        q_rope: rotated lanes of the queries.
+        up_value: W_UV, where the model does not multiply the result by it itself.
     """
 
     nope: Any = tensor("B N S D", optional=True)
@@ -60,30 +63,30 @@ class Floats(Encoding):
     up_key: Any = tensor("N D C", optional=True)
     up_value: Any = tensor("N C E", optional=True)
 
-    def terms(self, p, source, result, said: dict[str, Any], word: str = "softmax_attention") -> Any:
-        """The results of a form; `word` is what reads as attention of these queries, keys and values."""
+    def terms(self, p, source, result, captures: dict[str, Any], word: str = "softmax_attention") -> Any:
+        """Build the terms of the results: attention `word` of queries, keys and values of a latent, and `captures`."""
         latent, k_rope = source.latent_terms(p)
         k = p.latent_keys(latent=latent, rope=k_rope, up=self.up_key, rows=self.first_rows)
         q = p.latent_queries(nope=self.nope, rope=self.q_rope, absorbed=self.absorbed, keys=k)
         v = p.latent_values(latent=latent, up=self.up_value)
-        attended = partial(getattr(p, word), q=q, k=k, v=v, **said)
-        return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **said))
+        attended = partial(getattr(p, word), q=q, k=k, v=v, **captures)
+        return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **captures))
 
     def refuse_blocks(self, source: Any) -> None:
-        """Refuse pages in other blocks of NZ."""
+        """Refuse pages in NZ blocks of other than 16 lanes."""
         source.refuse_blocks(pages.NZ, pages.NZ)
 
     def queries(self) -> Parts:
-        """Queries as the model has them over the latent, and their rotated lanes."""
+        """Return the absorbed queries [B, N, S, C] and their rotated lanes [B, N, S, Dr]."""
         return self.absorbed, self.q_rope
 
     def parts_of_heads(self) -> tuple[Any, Any]:
-        """Queries of heads with their rotated lanes, and both projections."""
+        """Return queries before absorption with their rotated lanes, and W_UK with W_UV; refuse if one is absent."""
         require(self.nope is not None and self.up_value is not None, "the model itself absorbs the projections")
         return (self.nope, self.q_rope), (self.up_key, self.up_value)
 
     def remark(self, lowering: str, machine: Target) -> str:
-        """Both forms."""
+        """Return the chosen form and its break-even number of queries; "" where the model absorbs W_UK or W_UV."""
         if self.up_key is None or self.up_value is None:
             return ""
         form = "expanded" if lowering.startswith("expanded") else "absorbed"
@@ -91,7 +94,7 @@ class Floats(Encoding):
 
 
 def _compared(form: str, machine: Target, up_key: Any, up_value: Any, rope: Any) -> str:
-    """Which form was chosen, and from how many queries on the other one costs less."""
+    """Describe the chosen `form` and the number of queries from which expanding costs less on `machine`."""
     heads, width, rank = up_key.shape
     even = break_even(machine, Sizes(heads, rank, width, rope, up_value.shape[2]))
     until = f"expanding costs less from about {even} queries on" if even else "expanding never costs less"
@@ -100,18 +103,14 @@ def _compared(form: str, machine: Target, up_key: Any, up_value: Any, rope: Any)
 
 @dataclass(frozen=True)
 class Plain(Floats):
-    """The same where the model may speak of the first rows of the latent alone; None for all."""
+    """Floating point, for a model that reads the leading `first_rows` of the latent; None for all."""
 
     first_rows: Any = attribute()
 
 
 @dataclass(frozen=True)
 class Unrotated(Encoding):
-    """Floats, of a latent without rotated lanes, which is keys and values of one head that all share.
-
-    Attributes:
-        as of `Floats`.
-    """
+    """Floating point, for a latent without rotated lanes: the single head of keys and values. Fields as in `Plain`."""
 
     nope: Any = tensor("B N S D")
     absorbed: Any = tensor("B N S C")
@@ -119,42 +118,42 @@ class Unrotated(Encoding):
     up_value: Any = tensor("N C E")
     first_rows: Any = attribute()
 
-    def terms(self, p, source, result, said: dict[str, Any]) -> Any:
-        """The results of a form."""
+    def terms(self, p, source, result, captures: dict[str, Any]) -> Any:
+        """Build the terms of the results: attention of queries, keys and values of a latent, and other `captures`."""
         k = p.unrotated_keys(latent=source.first, up=self.up_key, rows=self.first_rows)
         q = p.unrotated_queries(nope=self.nope, absorbed=self.absorbed, keys=k)
         v = p.latent_values(latent=source.first, up=self.up_value)
-        attended = partial(p.softmax_attention, q=q, k=k, v=v, **said)
-        return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **said))
+        attended = partial(p.softmax_attention, q=q, k=k, v=v, **captures)
+        return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **captures))
 
     def refuse_blocks(self, source: Any) -> None:
-        """Rows have no blocks of NZ."""
+        """Accept any source: rows have no NZ blocks."""
 
     def queries(self) -> tuple[Any, ...]:
-        """Queries over the latent."""
+        """Return the absorbed queries [B, N, S, C] alone: no lanes are rotated."""
         return (self.absorbed,)
 
     def unrotated(self, values: str) -> Tensor:
-        """Queries of heads [B, N, S, D] times W_UK, [B, N, S, C], in the same way as the values."""
+        """Multiply the queries [B, N, S, D] by W_UK: [B, N, S, C]; `values` chooses the operator, as in `expanded`."""
         return head_projection.expanded(self.nope.transpose(1, 2), self.up_key, values)
 
     def parts_of_heads(self) -> tuple[Any, Any]:
-        """What is expanded is attention of heads as any other."""
+        """Refuse: keys without rotated lanes, once expanded, leave ordinary attention, which needs no rule here."""
         require(False, "keys and values without rotated lanes are expanded as the model has them")
         return (), ()
 
     def remark(self, lowering: str, machine: Target) -> str:
-        """As of `Floats`, where the other form is attention to what the model expands."""
+        """Return the chosen form, and from how many queries attention over the expanded keys and values costs less."""
         return _compared("absorbed", machine, self.up_key, self.up_value, 0)
 
 
 @dataclass(frozen=True)
 class _Int8(Encoding):
-    """int8 queries over an int8 latent, by the names of the word that reads them.
+    """int8 queries over an int8 latent; the fields have the names of the captures of `word`.
 
     Attributes:
         query, rope: queries q8 and their rotated lanes.
-        of_values, values_by: the scale of the result, a tensor times a number.
+        of_values, values_by: scale of the result, a tensor times a number.
     """
 
     query: Any = tensor("B N S C")
@@ -163,24 +162,24 @@ class _Int8(Encoding):
     values_by: Any = scalar()
     word: ClassVar[str]
 
-    def terms(self, p, source, result, said: dict[str, Any]) -> Any:
-        """The result of a form."""
+    def terms(self, p, source, result, captures: dict[str, Any]) -> Any:
+        """Build the term of the result: the attention `word` over an int8 latent, with other `captures`."""
         latent, k_rope = source.latent_terms(p)
-        return getattr(p, self.word)(latent=latent, k_rope=k_rope, output_view=result.view, **vars(self), **said)
+        return getattr(p, self.word)(latent=latent, k_rope=k_rope, output_view=result.view, **vars(self), **captures)
 
     def queries(self) -> Parts:
-        """Queries over the latent, and their rotated lanes."""
+        """Return the absorbed int8 queries [B, N, S, C] and their rotated lanes [B, N, S, Dr]."""
         return self.query, self.rope
 
 
 @dataclass(frozen=True)
 class Int8(_Int8):
-    """Queries quantised for each token and head, over a latent with one scale: out = softmax(...) k8 · c.
+    """Queries quantised for each token and head, over a latent with one scale c: out = softmax(..) k8 · c.
 
     Attributes:
-        tokens: the scales s of queries, whose rotated lanes are divided by s · c.
-        of_values: one of all.
-        of_keys, keys_by: the scale c of the scores, a tensor [1] times a number.
+        tokens: scales s of the queries; the rotated lanes are divided by s · c.
+        of_values: scale of the result, a tensor [1].
+        of_keys, keys_by: scale c of the scores, a tensor [1] times a number.
     """
 
     of_values: Any = tensor("1", optional=True)
@@ -190,15 +189,15 @@ class Int8(_Int8):
     word = "int8_latent_attention"
 
     def refuse_blocks(self, source: Any) -> None:
-        """The operator says of pages in blocks of NZ which it reads."""
+        """Accept any source: the limits of the operator check NZ blocks."""
 
     def parts_of_heads(self) -> tuple[Any, Any]:
-        """Only floats are expanded."""
+        """Refuse: an int8 latent is not expanded."""
         require(False, "an int8 latent is not expanded")
         return self.queries(), self.queries()
 
     def scales(self, version: int) -> dict[str, Any]:
-        """What the operator is told of scales."""
+        """Return the arguments for the scales of queries, keys and values; refuse the first version of the operator."""
         require(version == 2, "the first version of the operator takes no int8 queries")
         device = self.tokens.device
         of_keys = scale_of(self.of_keys, self.keys_by, device)
@@ -213,20 +212,20 @@ class Int8(_Int8):
 
 @dataclass(frozen=True)
 class Int8ByHead(_Int8):
-    """int8 queries with a scale of the scores of each head, and probabilities in steps of 1 / 127."""
+    """int8 queries with scales [N] of the scores of each head, and probabilities in steps of 1 / 127."""
 
     of_scores: Any = tensor("N")
     word = "int8_probability_attention"
 
     def refuse_blocks(self, source: Any) -> None:
-        """Refuse pages that hold no int8 latent as the operator reads it."""
+        """Refuse pages other than NZ with blocks of 32 lanes for the latent and 16 for rotated lanes."""
         source.refuse_blocks(pages.NZ_INT8, pages.NZ)
 
     def scales_of_heads(self) -> dict[str, Any]:
-        """What atb is told of scales."""
+        """Return npu_multi_head_latent_attention's scales of the scores and of the values, float32 [N] each."""
         values = scale_of(self.of_values, self.values_by, self.rope.device)
         return dict(qk_descale=self.of_scores.float(), pv_descale=values.expand(self.query.shape[1]).contiguous())
 
     def expanded(self, y: Tensor, values: str) -> Tensor:
-        """A result [B, S, N, C] as [B, N, S, C]: the model itself expands it."""
+        """Transpose a result `y` [B, S, N, C] to [B, N, S, C]: the model multiplies it by W_UV itself."""
         return y.transpose(1, 2)

@@ -1,10 +1,10 @@
-"""Attention over a latent that lies in int8, and what its queries are.
+"""Operands of attention over an int8 latent, and of its queries.
 
     scores = c · ((q8 k8ᵀ) · tokens · of_keys + q_rope k_ropeᵀ)        out = P k8 · of_values
 
-`query` [B, N, S, C] and `latent` are int8; `tokens` [B, N, S, 1] holds a scale for each token and head. The latent has
-one scale, for keys `of_keys` [1] times the number `keys_by`; without a tensor the number alone. The model may multiply
-by scales before the products or behind them, in any order.
+`query` [B, N, S, C] and `latent` are int8; `tokens` [B, N, S, 1] are scales for each token and head. The latent has one
+scale, which is `of_keys` [1] · `keys_by` as keys and `of_values` [1] · `values_by` as values: tensors, which may be
+absent, times numbers. The model may multiply by scales before or after the products, in any order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Parts = tuple[dict[str, Any], dict[Value, Reading | Miss]]
 
 @proof
 def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
-    """What attention over such a latent consists of, and what its queries are; why it is none; None if nothing is."""
+    """Return the captures of int8_latent_attention for `q`, `k` and `v`, and the reading of its folded_query.
+
+    A Miss if the operator does not take the scales or operands; None if nothing looks like such an attention.
+    """
     values = proven(_once(a, scaled_int8(a, v)))
     must(values.base.shape[1] == 1)
     pieces = [(start, each, _once(a, scaled_int8(a, each))) for start, each in joined_parts(a, k)]
@@ -32,7 +35,7 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
     ropes = [each for each in pieces if each[2] is None]
     must(len(latents) == 1 and len(ropes) == 1 and len(pieces) == 2)
     (start, lanes, keys), (offset, k_rope, _) = latents[0], ropes[0]
-    nope, rotated = (_lanes(a, q, at, at + of.shape[-1]) for at, of in ((start, lanes), (offset, k_rope)))
+    nope, rotated = (_lanes(a, q, at, at + part.shape[-1]) for at, part in ((start, lanes), (offset, k_rope)))
     query, keys = scaled_int8(a, nope), proven(keys)
     if query is None:
         return _miss("the latent lies in whole numbers and the queries do not: no operator multiplies both")
@@ -43,13 +46,13 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
     rotated, k_rope = (uncast(a, each) for each in (_cancelled(a, rotated), once(a, k_rope)))
     if rotated.dtype != k_rope.dtype or k_rope.shape[1] != 1:
         return _miss("rotated queries and keys have different dtypes, or heads have keys of their own")
-    of_keys, of_values = _one(a, (*query.ones, *keys.ones)), _one(a, values.ones)
-    how = {"tokens": query.rows, "of_keys": of_keys}
+    key_scale, value_scale = _one(a, (*query.ones, *keys.ones)), _one(a, values.ones)
+    scales = {"tokens": query.rows, "of_keys": key_scale}
     by = query.number * keys.number
-    folded = _folded(a, rotated, query.rows, of_keys, by)
-    found = {"query": query.base, "rope": folded, "latent": values.base, "k_rope": k_rope, **how, "keys_by": by}
-    said = found | {"of_values": of_values, "values_by": values.number}
-    return said, {folded: Reading("folded_query", {"rope": rotated, **how, "by": by})}
+    folded = _folded(a, rotated, query.rows, key_scale, by)
+    captures = {"query": query.base, "rope": folded, "latent": values.base, "k_rope": k_rope, **scales, "keys_by": by}
+    captures |= {"of_values": value_scale, "values_by": values.number}
+    return captures, {folded: Reading("folded_query", {"rope": rotated, **scales, "by": by})}
 
 
 def _miss(reason: str) -> Miss:
@@ -57,20 +60,23 @@ def _miss(reason: str) -> Miss:
 
 
 def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value:
-    """Some lanes of what may be joined below views that leave lanes alone."""
+    """Slice lanes `start` … `stop` of `x` below its views of rows, and apply the views to the slice."""
     step = row_step(x)
     if step is None:
         return proven(a.slice(x, -1, start, stop))
     return arranged(a, _lanes(a, x.arg, start, stop), [step])
 
 
-def _once(a: Algebra, found: ScaledInt8 | None) -> ScaledInt8 | None:
-    """The same without the repetition of heads."""
-    return None if found is None else replace(found, base=once(a, found.base))
+def _once(a: Algebra, scaled: ScaledInt8 | None) -> ScaledInt8 | None:
+    """Remove the repetition of heads from the int8 tensor."""
+    return None if scaled is None else replace(scaled, base=once(a, scaled.base))
 
 
 def _cancelled(a: Algebra, x: Value) -> Value:
-    """`x` without factors that it is multiplied by and divided by."""
+    """Remove pairs of a factor and its inverse from the product `x`.
+
+    Return `x` itself unless exactly one factor is left, of the shape of `x`.
+    """
     factors = factors_of(a, x)
     inverses = [(each, a.power(each, -1)) for each in factors]
     left = list(factors)
@@ -82,12 +88,12 @@ def _cancelled(a: Algebra, x: Value) -> Value:
 
 
 def _one(a: Algebra, ones: Sequence[Value]) -> Value | None:
-    """The product of factors of a whole tensor, in float32 [1]; None without any."""
+    """Multiply scales [1] of a tensor in float32; None if there are none."""
     return product_of(a, [a.cast(each, WIDE) for each in ones])
 
 
-def _folded(a: Algebra, rotated: Value, tokens: Value, of_keys: Value | None, by: float) -> Value:
-    """Rotated queries divided by what the operator multiplies them by."""
-    scale = a.scale(tokens, by) if of_keys is None else proven(a.mul(a.scale(tokens, by), of_keys))
+def _folded(a: Algebra, rotated: Value, tokens: Value, key_scale: Value | None, by: float) -> Value:
+    """Divide the `rotated` queries by tokens · key_scale · by, the scales by which the operator multiplies scores."""
+    scale = a.scale(tokens, by) if key_scale is None else proven(a.mul(a.scale(tokens, by), key_scale))
     quotient = proven(a.mul(a.cast(rotated, WIDE), a.power(scale, -1)))
     return a.cast(quotient, rotated.dtype)

@@ -1,9 +1,11 @@
-"""Attention over a latent in int8 whose weights are rounded too: out = (round(127 p) k8) / 127 · of_values / Σ p.
+"""Attention over an int8 latent with rounded probabilities.
 
+    out = (round(127 p) k8) / 127 · of_values · values_by / Σ p
     p = exp(s - max s), s = scale · (of_scores · (q8 k8ᵀ) + q_rope k_ropeᵀ)
 
-`of_scores` [N] holds a factor of each head, `of_values` [N] or [1] one of each head or of all, times the number
-`values_by`. It is read as the attention with p / Σ p in place of the rounded weights, which arranges everything else.
+`of_scores` [N] are factors of each head, `of_values` [N] or [1] factors of each head or of all, and `values_by` is a
+number. The reader of int8 attention reads the same value with p / Σ p in place of the rounded weights; the captures
+are derived from its reading.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from fusion.graph import Algebra, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
 
 STEPS = 127
+"""Weight 1 in steps of the rounding."""
 _NAME = "int8_probability_attention"
 _COUNT = "weights are rounded to steps of 1 / {steps:g}, by the operator to 1 / 127"
 _SHARES = "shares of 1 are rounded, where the operator rounds exp(s - max s) and divides by its sum behind the product"
@@ -36,7 +39,10 @@ Outcome = dict[Value, Reading | Miss]
 def int8_probability_attention(
     a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None]
 ) -> Outcome | Miss | None:
-    """What `root` is if it is such attention; why it is none; None if it is not like it. `read` reads attention."""
+    """Read `root` as int8_probability_attention, by `read`, the reader of int8 attention with weights in floats.
+
+    A Miss with the reason if `root` only looks like such an attention; None if not even that.
+    """
     outcome = _read(a, root, read)
     return Miss(_NAME, outcome) if isinstance(outcome, str) else outcome
 
@@ -58,41 +64,51 @@ def _read(a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None
 
 
 def _weights(a: Algebra, p: Value, outer: Peeled) -> Peeled | str | None:
-    """Scores, how the weights are arranged, factors but the sum of their exponentials, and the number that is left."""
+    """Peel the weights `p` = round(127 exp(s - max s)) of a product down to s.
+
+    Args:
+        a: the algebra.
+        p: left operand of the product.
+        outer: factors and number by which the product is multiplied.
+
+    Returns:
+        s, the views from s to `p`, all factors but 1 / Σ exp(s - max s), and the number by which softmax(s) is to be
+        multiplied. A string is the reason why `p` is not such weights; None if it does not look like them.
+    """
     above = peeled(a, p, "round", outer)
     clipped = peeled(a, p, "clip", outer)
     if clipped is not None and clipped.value.attrs[0] <= 0 and clipped.value.attrs[1] >= STEPS:
         above = peeled(a, clipped.value.arg, "round", clipped)
     if above is None:
         return _CUT if _is_cut(a, p) else None
-    found = peeled(a, above.value.arg, "exp", replace(above, number=1.0))
-    if found is None:
+    exps = peeled(a, above.value.arg, "exp", replace(above, number=1.0))
+    if exps is None:
         return _SHARES if peeled(a, above.value.arg, "softmax") else None
-    scores = _scores(found.value)
+    scores = _scores(exps.value)
     if scores is None:
         return _LOST
-    if len(found.factors) > len(above.factors):
+    if len(exps.factors) > len(above.factors):
         return _SHARES
-    if not isclose(found.number, STEPS, rel_tol=1e-6):
-        return _COUNT.format(steps=found.number)
-    if not isinstance(found.value.shape[-1], int):
+    if not isclose(exps.number, STEPS, rel_tol=1e-6):
+        return _COUNT.format(steps=exps.number)
+    if not isinstance(exps.value.shape[-1], int):
         return "the number of keys is not known before"
-    rest = _without_total(a, found.value, [part for each in found.factors for part in factors_of(a, each)])
+    rest = _without_total(a, exps.value, [part for each in exps.factors for part in factors_of(a, each)])
     if rest is None:
         return _TOTAL
     factors, number = rest
-    return Peeled(scores, tuple(factors), number * above.number * STEPS, found.steps)
+    return Peeled(scores, tuple(factors), number * above.number * STEPS, exps.steps)
 
 
 def _is_cut(a: Algebra, p: Value) -> bool:
-    """Whether weights are made whole numbers without being rounded."""
+    """True if the weights `p` are exponentials that a cast to integers truncates."""
     while p.op in ("cast", "reshape", "permute", "scale") and is_float(p):
         p = p.arg
     return p.op == "cast" and peeled(a, p.arg, "exp") is not None
 
 
 def _scores(exps: Value) -> Value | None:
-    """Scores of which the largest of each row is subtracted before exponentials are taken."""
+    """Return s of `exps` = exp(s - max s), the maximum of each row; None for another exponent."""
     for scores, less in (exps.arg.args, exps.arg.args[::-1]) if exps.arg.op == "add" else ():
         top, factor = unscaled(less)
         while exact(top) is not top or top.op in ("reshape", "expand"):
@@ -103,7 +119,10 @@ def _scores(exps: Value) -> Value | None:
 
 
 def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[list[Value], float] | None:
-    """Factors but 1 / Σ exp, and the number that these were multiplied by."""
+    """Remove 1 / Σ `exps` from `factors`; return the others without their numbers, and the product of all numbers.
+
+    None if 1 / Σ `exps` is not one of them.
+    """
     inverse, share = unscaled(a.power(proven(a.sum(exps, (-1,))), -1))
     each = [unscaled(factor) for factor in factors]
     rest = [factor for factor, _ in each if factor is not inverse]
@@ -112,7 +131,10 @@ def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[l
 
 
 def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: Sequence[Value]) -> Outcome | str | None:
-    """The reading of the attention `plain`, whose weights are not rounded, as that of `root`."""
+    """Convert the reading of `plain`, the int8_latent_attention with weights in floats, to one of `root`.
+
+    Per-token scales must be factors of heads. A string is the reason why `root` is not int8_probability_attention.
+    """
     reading = outcome[plain]
     if not isinstance(reading, Reading) or reading.op != "int8_latent_attention":
         return None
@@ -124,10 +146,10 @@ def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: S
         return _WIDTH.format(dtype=root.dtype, other=rope.dtype)
     heads = captures["query"].shape[1]
     tokens = a.scale(captures.pop("tokens"), captures.pop("keys_by"))
-    scores = _each_of_heads(a, (tokens, captures.pop("of_keys")), heads)
+    scores = _all_per_head(a, (tokens, captures.pop("of_keys")), heads)
     if scores is None:
         return _HEADS
-    values = _each_of_heads(a, (*factors, captures.pop("of_values")), heads)
+    values = _all_per_head(a, (*factors, captures.pop("of_values")), heads)
     if values is None:
         return _VALUES
     captures |= {"rope": rope, "of_scores": product_of(a, scores), "of_values": product_of(a, values)}
@@ -136,17 +158,20 @@ def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: S
 
 
 @proof
-def _each_of_heads(a: Algebra, factors: Sequence[Value | None], heads: Any) -> list[Value] | None:
-    """All factors that there are, as `_of_heads` has them."""
-    return [proven(_of_heads(a, each, heads)) for each in factors if each is not None]
+def _all_per_head(a: Algebra, factors: Sequence[Value | None], heads: Any) -> list[Value] | None:
+    """Convert `factors` by `_per_head`, without absent ones; None if one is not constant for each head."""
+    return [proven(_per_head(a, each, heads)) for each in factors if each is not None]
 
 
-def _of_heads(a: Algebra, factor: Value, heads: Any) -> Value | None:
-    """A factor of rows [B, N, S, 1], the same for all sequences and positions, as [N]; one of all as [1]."""
+def _per_head(a: Algebra, factor: Value, heads: Any) -> Value | None:
+    """Reshape a factor of rows [B, N, S, 1] to float32 [N], or [1] if it has one element.
+
+    None if it differs between sequences or positions.
+    """
     if factor.op == "mul":
-        return product_of(a, _each_of_heads(a, factor.args, heads) or ())
+        return product_of(a, _all_per_head(a, factor.args, heads) or ())
     if factor.op == "scale":
-        inner = _of_heads(a, factor.arg, heads)
+        inner = _per_head(a, factor.arg, heads)
         return inner and a.scale(inner, factor.attrs[0])
     while exact(factor) is not factor or factor.op == "expand":
         factor = exact(factor) if exact(factor) is not factor else factor.arg

@@ -1,4 +1,4 @@
-"""Queries of attention over a latent that come from a W8A8 layer, or in floats before they are quantised themselves."""
+"""Reader of the layers of latent queries: W8A8 layers, and layers of queries that are quantised to int8."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INT8 = ("int8_latent_attention", "int8_probability_attention")
     needs=("latent_queries", *_INT8, "folded_query", "int8_matmul", "quantise", "rotation"),
 )
 def int8_queries(graph: Graph) -> Iterator[Found]:
-    """Where the parts of latent queries come from, of a W8A8 layer or of one in floats that is not read yet."""
+    """Read every layer_query and layer_lanes of a W8A8 layer; and absorbed_query and head_lanes of int8 queries."""
     layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("int8_matmul")}
     a = graph.algebra
     for absorbed, rotated in _queries(graph.readings):
@@ -34,21 +34,24 @@ def int8_queries(graph: Graph) -> Iterator[Found]:
         yield from read.items()
 
 
-def _queries(found: Readings) -> list[tuple[Value, Value]]:
-    """Absorbed and rotated queries of every attention over a latent, in floats or before they were quantised."""
-    queries = [each.captures for _, each in found.all("latent_queries")]
+def _queries(readings: Readings) -> list[tuple[Value, Value]]:
+    """List (absorbed, rotated) queries of every attention over a latent; int8 ones before quantisation and folding."""
+    queries = [each.captures for _, each in readings.all("latent_queries")]
     pairs = [(each["absorbed"], each["rope"]) for each in queries]
-    for _, attention in found.all(*_INT8):
+    for _, attention in readings.all(*_INT8):
         query, rope = attention.captures["query"], attention.captures["rope"]
-        folded = found.one(rope, "folded_query")
+        folded = readings.one(rope, "folded_query")
         rope = rope if folded is None else folded.captures["rope"]
-        pairs += [(each.captures["x"], rope) for each in found.of(query, "quantise")]
+        pairs += [(each.captures["x"], rope) for each in readings.of(query, "quantise")]
     return pairs
 
 
 @proof
 def _lanes(layers: Mapping[Value, Value], a: Algebra, value: Value, heads: Any, rows: Any) -> HeadLanes | None:
-    """The layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
+    """Return the layer among `layers` of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each head.
+
+    `layers` maps results of W8A8 layers, below casts and reshapes, to the results.
+    """
     value, rows, number = unscaled_lanes(a, value, rows)
     below = (each.below("cast", "reshape") for each in sources(value))
     layer = proven(next((layers[each] for each in below if each in layers), None))

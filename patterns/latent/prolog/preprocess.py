@@ -1,12 +1,13 @@
-"""What stands before latent attention with int8 weights, from the hidden states to the pages, in one call of atb.
+"""The prologue of latent attention with int8 weights, from the hidden states to the pages, in one call of atb.
 
     x8 = quantise(norm(x))    [q, q_r] = quantise(norm(x8 W_DQ)) W_UQ, per head      [k, k_r] = x8 W_DKV
     query = q W_UK            query_rope = rope(q_r)    pages[slot] = s norm(k)      rope_pages[slot] = rope(k_r)
 
-*Matches* three W8A8 layers, by token or static, the norms before them, and rows written to the pages of both caches at
-the same slots, as BSND or in NZ, beside an attention that reads absorbed queries; the latent and the queries may be
-int8 as well. *Replaces with* `npu_mla_preprocess`, whose norms add 1e-6; weights are prepared once: both that x is
-multiplied by joined, rotated rows of pairs put in halves, in FRACTAL_NZ. It keeps the latent of the queries for itself.
+*Matches* three W8A8 layers with scales per token or static ones, the norms before them, and rows written to the pages
+of both caches at the same slots, in BSND or NZ, for an attention that reads absorbed queries; latent and queries may be
+int8 as well. *Replaces with* `npu_mla_preprocess`, whose norms add 1e-6 and which does not return the latent of the
+queries. Weights are prepared once: W_DKV and W_DQ are joined, rotated rows of interleaved order are put in half order,
+and the result is cast to FRACTAL_NZ.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ EPSILON = 1e-6  # compiled into the kernel
 
 @dataclass(frozen=True)
 class Norm(Group):
-    """The norm of the hidden states."""
+    """Norm of the hidden states."""
 
     gamma: Any = tensor("He")
     eps: Any = scalar()
@@ -43,10 +44,10 @@ class Norm(Group):
 
 @dataclass(frozen=True)
 class Queries(LatentQueries):
-    """Queries of layers in int8."""
+    """Queries of W8A8 layers."""
 
     def terms(self, p, low, projection, tables):
-        """Rotated and absorbed queries; `low` projects x to their latent."""
+        """Build the terms of rotated and absorbed queries; `low` is the layer W_DQ of the hidden states."""
         heads = projection.heads(p, self.norm(p, low))
         lanes = p.layer_lanes(layer=heads, width=self.width, start=self.first, heads_first=self.heads_first)
         rotated = rotated_lanes(p, lanes, tables, self, self.gamma, self.heads_first)
@@ -55,45 +56,45 @@ class Queries(LatentQueries):
 
 @dataclass(frozen=True)
 class Int8Pages(Int8LatentPages):
-    """Pages in NZ of an int8 latent, by one scale, beside int8 queries, by a factor of each head."""
+    """Pages in NZ of an int8 latent with one scale, for absorbed queries in int8 with a scale [N] of each head."""
 
     kv_scale: Any = tensor("1", optional=True)
     kv_shift: Any = scalar()
     query_scale: Any = tensor("N")
 
     def queries(self, p, rotated, absorbed):
-        """Absorbed queries in int8."""
+        """Build the terms of rotated queries and of absorbed ones, quantised by the scale of each head."""
         return rotated, p.quantise(x=absorbed, scale=self.query_scale, scheme="head")
 
     def quantised(self, p, latent):
-        """A latent in int8, perhaps with a zero point."""
-        how = dict(scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift, scheme="static")
-        return p.quantise(x=p.reshaped(latent), **how)
+        """Build the term of the latent quantised by a static scale and a zero point."""
+        scheme = dict(scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift, scheme="static")
+        return p.quantise(x=p.reshaped(latent), **scheme)
 
     def guard(self, tokens: Any) -> None:
-        """Refuse other pages than those in NZ, and a zero point of the latent."""
+        """Refuse pages in BSND, and a zero point of the latent."""
         require(None not in self.blocks, "the pages hold whole rows, not lines of NZ")
         super().guard(tokens)
         require(self.kv_shift == 0, "the latent is stored with a zero point")
 
     def preprocess_arguments(self, like: Tensor) -> dict[str, Any]:
-        """What the latent is divided by, and the queries are multiplied by."""
+        """Return ctkv_scale, by which the latent is divided, and q_nope_scale, by which the queries are multiplied."""
         kv_scale = exact_scale(self.kv_scale, self.kv_by, like)
         return dict(ctkv_scale=kv_scale, q_nope_scale=exact_scale(self.query_scale, 1, like))
 
 
 @dataclass(frozen=True)
 class MlaPreprocess(Rule):
-    """The whole prologue of latent attention in int8, up to both caches."""
+    """Prologue of latent attention with W8A8 layers, from the norm of the hidden states to the writes into caches."""
 
     aliases = ("preprocess", "mla_preprocess_whole", "mla_preprocess_fixed")
 
     def beside(self) -> frozenset[str]:
-        """The attention that reads absorbed queries."""
+        """Name the attention that reads absorbed queries."""
         return frozenset({"latent_attention"})
 
     def reference(self, x: Tensor, gamma: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The meaning without rotation or quantisation: that of `MlaProlog`, with its weights, of the norm of x."""
+        """Compute the reference of `MlaProlog` for norm(x) and its `weights`: no rotation, no quantisation."""
         return MlaProlog().reference(rms_norm(x, gamma.shape, gamma, EPSILON), *weights)
 
     @pattern
@@ -109,14 +110,14 @@ class MlaPreprocess(Rule):
         row: Any = LatentRow,
         tables: Any = Tables,
     ):
-        """Rows of all pages by their number, or by a block and a place in it."""
+        """query = norm(norm(x) W_DQ) W_UQ W_UK, query_rope = rope(q_r), and pages[slot] = norm(k), rope(k_r)."""
         low, both = projection.down(p, p.rms_norm(x=x, gamma=norm.gamma, eps=norm.eps))
         rotated, absorbed = queries.terms(p, low, projection, tables)
         rows = row.terms(p, both, tables, queries.gamma)
         return *storage.queries(p, rotated, absorbed), *storage.written(p, *rows)
 
     def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
-        """As for `MlaProlog`; and what the kernel takes no argument for."""
+        """Refuse layouts and layers that the operator does not take, and norms with another epsilon than 1e-6."""
         queries.guard(row)
         row.guard(projection.dkv)
         for eps in (norm.eps, queries.eps, row.eps):
@@ -127,24 +128,24 @@ class MlaPreprocess(Rule):
 
     @lowering
     def run(self, x, norm, queries, row, tables, projection, storage):
-        """One call, that writes to the pages and to fresh memory."""
-        cos, sin = (each.flatten(0, -2) for each in tables.of_tokens(x, row, x.dtype))
+        """Emit npu_mla_preprocess, which writes rows to the pages and queries to fresh memory."""
+        cos, sin = (each.flatten(0, -2) for each in tables.for_tokens(x, row, x.dtype))
         tokens, turning, (heads, _, width) = storage.slots.numel(), cos.shape[-1], queries.up.shape
         order = JoinedRows(RowOrder(turning, HALF), heads, queries.source, row.source)
         down, wide = map(_nz, order.joined(projection.dq, projection.dkv, projection.uq))
         scales = order.joined(projection.dq_scale, projection.dkv_scale, projection.uq_scale)
-        betas, told = _told(projection, x, (norm.gamma, queries.gamma), order)
+        betas, scheme = _quantisation(projection, x, (norm.gamma, queries.gamma), order)
         kv, kr, mode = _pages(storage)
-        given = (
+        inputs = (
             x.reshape(tokens, -1), norm.gamma, betas[0], down, scales[0].float(), queries.gamma, betas[1], wide,
             scales[1].float(), row.scaled_gamma(x.dtype), cos, sin, queries.up.contiguous(), kv, kr,
             storage.slots.reshape(-1).to(torch.int32),
         )  # fmt: skip
         with rounding("what the int8 layers give", projection.layer_dtype, x.dtype):
             query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
-                *given, q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
+                *inputs, q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
                 q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
-                cache_mode=mode, **told, **storage.preprocess_arguments(x),
+                cache_mode=mode, **scheme, **storage.preprocess_arguments(x),
             )  # fmt: skip
         query, rope = (each.unflatten(0, x.shape[:-1]) if x.dim() == 3 else each for each in (query, rope))
         return *queries.restored(query, rope), *storage.restored(kv, kr)
@@ -152,32 +153,44 @@ class MlaPreprocess(Rule):
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """In which order the operator reads what belongs to rows of layers; how lanes of queries and keys come."""
+    """Order of the operator for rows of weights, and for scales and biases of rows.
+
+    Attributes:
+        order: order of the lanes that are rotated.
+        query_order, key_order: orders in which the model has these lanes of the queries and of the key.
+    """
 
     order: RowOrder
     heads: int
-    of_queries: str
-    of_keys: str
+    query_order: str
+    key_order: str
 
     def joined(self, dq: Tensor, dkv: Tensor, uq: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the layers of x, W_dkv before W_dq, and of all heads."""
-        return torch.cat((self.order.of(dkv, self.of_keys), dq)), self.order.of(uq, self.of_queries, self.heads)
+        """Concatenate the rows of `dkv` and `dq`, layers of the hidden states; return them, and the rows of `uq`."""
+        return torch.cat((self.order.of(dkv, self.key_order), dq)), self.order.of(uq, self.query_order, self.heads)
 
 
-def _told(of: Any, x: Tensor, gammas: tuple[Tensor, Tensor], order: JoinedRows) -> tuple[list[Tensor], dict[str, Any]]:
-    """What the norms of x and of the queries' latent add behind their gain, and how the layers are quantised."""
-    if not isinstance(of, StaticInt8Layers):
+def _quantisation(
+    layers: Any, x: Tensor, gammas: tuple[Tensor, Tensor], order: JoinedRows
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return the biases of the norms of x and of the queries' latent, and the arguments for how x is quantised."""
+    if not isinstance(layers, StaticInt8Layers):
         return [torch.zeros_like(each) for each in gammas], dict(quant_mode="per_token_quant_symm")
-    betas = [_or_zeros(beta, each, each.dtype) for beta, each in zip((of.beta, of.beta_cq), gammas, strict=True)]
-    biases = ((of.dq_bias, of.dq_scale), (of.dkv_bias, of.dkv_scale), (of.uq_bias, of.uq_scale))
+    pairs = zip((layers.beta, layers.beta_cq), gammas, strict=True)
+    betas = [_or_zeros(beta, each, each.dtype) for beta, each in pairs]
+    biases = (
+        (layers.dq_bias, layers.dq_scale),
+        (layers.dkv_bias, layers.dkv_scale),
+        (layers.uq_bias, layers.uq_scale),
+    )
     both = order.joined(*(_or_zeros(*each, torch.int32) for each in biases))
     return betas, dict(
         quant_mode="per_tensor_quant_asymm",
-        quant_scale0=exact_scale(of.scale, of.factor, x),
-        quant_offset0=_zero_point(of.zero_point, of.shift, x),
+        quant_scale0=exact_scale(layers.scale, layers.factor, x),
+        quant_offset0=_zero_point(layers.zero_point, layers.shift, x),
         bias0=both[0],
-        quant_scale1=exact_scale(of.scale_cq, of.factor_cq, x),
-        quant_offset1=_zero_point(of.zero_point_cq, of.shift_cq, x),
+        quant_scale1=exact_scale(layers.scale_cq, layers.factor_cq, x),
+        quant_offset1=_zero_point(layers.zero_point_cq, layers.shift_cq, x),
         bias1=both[1],
     )
 
@@ -191,7 +204,7 @@ def _or_zeros(bias: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
-    """Both caches as the operator takes them, those in NZ as their blocks, and how they lie."""
+    """Return both caches as the operator takes them, in rows or in NZ blocks, and their cache_mode."""
     both = storage.kv_cache, storage.kr_cache
     if storage.nz_block is None:
         kv, kr = (in_rows(each, None) for each in both)
@@ -201,7 +214,7 @@ def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
 
 
 def _nz(weight: Tensor) -> Tensor:
-    """A weight [out, in] as [1, in / 32, out, 32] in FRACTAL_NZ."""
+    """Arrange `weight` [out, in] as [1, in / 32, out, 32] in FRACTAL_NZ."""
     require(weight.shape[1] % NZ_INT8 == 0, "the weights do not fill lines of 32 numbers")
-    lines = weight.unflatten(1, (-1, NZ_INT8)).transpose(0, 1)
-    return torch.ops.npu.npu_format_cast(lines.contiguous()[None], NZ)
+    blocks = weight.unflatten(1, (-1, NZ_INT8)).transpose(0, 1)
+    return torch.ops.npu.npu_format_cast(blocks.contiguous()[None], NZ)

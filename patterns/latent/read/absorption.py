@@ -1,7 +1,6 @@
-"""Queries of attention over a latent, q_nope W_UK: what the model absorbs itself, and what would be absorbed.
+"""Absorbed queries q_nope W_UK of attention over a latent, in the model or to be built, and the layer of q_nope.
 
-Heads stand by sequence [B, N, S, D], or as those of packed tokens [T, N, D]; a product by W_UK [N, D, C] may be of
-either.
+The product with W_UK [N, D, C] is over heads of sequences [B, N, S, D], or over heads of packed tokens [N, T, D].
 """
 
 from __future__ import annotations
@@ -18,28 +17,29 @@ from fusion.graph.proof import must, proof, proven
 from patterns.latent.read.head_lanes import HeadLanes, head_projection, sources
 
 Operands = dict[Value, Reading]
-"""What the operands of attention are."""
+"""Readings of the operands of attention."""
 
 Factors = tuple[Value, Value]
-"""Lanes of queries before W_UK [B, N, S, D], and W_UK [N, D, C]."""
+"""Queries before absorption [B, N, S, D], and W_UK [N, D, C]."""
 
 Lanes = Callable[[Algebra, Value, Any, Any], HeadLanes | None]
-"""From lanes of heads, how many heads and how many rows there are, to the layer that gives them."""
+"""Function of lanes of heads, numbers of heads and of rows, that returns the layer of the lanes, or None."""
 
 
-def absorb(a: Algebra, nope: Value, up: Value, turned: Sequence[Reading]) -> Value:
-    """Lanes [B, N, S, D] times up [N, D, C], as a product of tokens [N, T, D] where the model packs them."""
-    if not _are_packed(turned):
+def absorb(a: Algebra, nope: Value, up: Value, rotated: Sequence[Reading]) -> Value:
+    """Multiply `nope` [B, N, S, D] by `up` [N, D, C], as [N, T, D] if the `rotated` lanes are of packed tokens."""
+    if not _are_packed(rotated):
         return proven(matmul(a, nope, up))
     product = proven(matmul(a, a.permute(packed(a, nope), (1, 0, 2)), up))
     return _opened(a, a.permute(product, (1, 0, 2)), nope)
 
 
 @proof
-def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
-    """Lanes [B, N, S, D] and matrices [N, D, C] of which `absorbed` is the product, of heads or of tokens [N, T, D].
+def absorption(a: Algebra, absorbed: Value) -> Factors | None:
+    """Return the factors [B, N, S, D] and [N, D, C] of the product `absorbed` [B, N, S, C]; None if it is no product.
 
-    A number that the product is multiplied by is one of the lanes.
+    The model may multiply heads of packed tokens [N, T, D]. A number that the product is multiplied by becomes a factor
+    of the first.
     """
     absorbed, number = unscaled(absorbed)
     product = proven(next((each for each in sources(absorbed) if each.op == "matmul"), None))
@@ -57,55 +57,58 @@ def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
 
 
 def _by_tokens(a: Algebra, flat: Value, like: Value) -> Value:
-    """Heads [N, T, D] of tokens as [B, N, S, D], tokens put first."""
+    """Convert heads `flat` [N, T, D] to [B, N, S, D], by way of [T, N, D]."""
     return _opened(a, a.permute(flat, (1, 0, 2)), like)
 
 
 def _by_heads_first(a: Algebra, flat: Value, like: Value) -> Value:
-    """The same where tokens are opened behind their heads."""
+    """Convert heads `flat` [N, T, D] to [B, N, S, D], by way of [N, B, S, D]."""
     batch, count, rows, _ = like.shape
     return a.permute(a.reshape(flat, (count, batch, rows, flat.shape[-1])), (1, 0, 2, 3))
 
 
 def packed(a: Algebra, heads: Value) -> Value:
-    """Heads [B, N, S, D] as those of tokens [T, N, D]."""
+    """Convert `heads` [B, N, S, D] to [B · S, N, D]."""
     batch, count, rows, width = heads.shape
     return a.reshape(a.permute(heads, (0, 2, 1, 3)), (batch * rows, count, width))
 
 
-def _are_packed(turned: Sequence[Reading]) -> bool:
-    """Whether these rotations are of the heads of tokens without their sequences, [T, N, D], and of no others."""
-    return bool(turned) and all(each.captures["x"].rank == 3 for each in turned)
+def _are_packed(rotated: Sequence[Reading]) -> bool:
+    """True if there are rotations, and all are of heads of packed tokens [T, N, D]."""
+    return bool(rotated) and all(each.captures["x"].rank == 3 for each in rotated)
 
 
 def _opened(a: Algebra, flat: Value, like: Value) -> Value:
-    """Heads of tokens [T, N, D] as [B, N, S, D], B and S those of `like`."""
+    """Convert heads `flat` [B · S, N, D] to [B, N, S, D], with B and S of `like` [B, N, S, ..]."""
     batch, count, rows, _ = like.shape
     return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
 
 
 def query_sources(
-    a: Algebra, factors: Factors, absorbed: Value, turned: Sequence[Reading], lanes_in: Lanes = head_projection
+    a: Algebra, factors: Factors, absorbed: Value, rotated: Sequence[Reading], lanes_in: Lanes = head_projection
 ) -> Operands:
-    """Where both parts of the queries come from, if one layer gives them."""
+    """Read absorbed queries, and arguments of their rotations, as lanes of the layer that `lanes_in` recognises.
+
+    Each part that is no lanes of a layer has no reading.
+    """
     (nope, up), (_, heads, rows, _) = factors, absorbed.shape
     sources: Operands = {}
     layer = lanes_in(a, nope, heads, rows)
     if layer is not None and (layer.heads_first or rows == 1):
-        placed = packed(a, absorbed) if _are_packed(turned) else absorbed
+        placed = packed(a, absorbed) if _are_packed(rotated) else absorbed
         sources[placed] = Reading(layer.words[0], {**layer.captures(), "up": up})
         if a.reshape(absorbed, placed.shape) is placed:
-            sources[absorbed] = sources[placed]  # which a node may hold before the other
-    for rotation in turned:
+            sources[absorbed] = sources[placed]  # a node may compute it before `placed`
+    for rotation in rotated:
         x = uncast(a, rotation.captures["x"], nope.dtype)
-        lanes = lanes_in(a, x, heads, rows)  # what a rotation is multiplied by is in the tables
+        lanes = lanes_in(a, x, heads, rows)  # without a factor: that of a rotation is in its tables
         if lanes is not None:
             sources[x] = Reading(lanes.words[1], {**lanes.captures(), "heads_first": lanes.heads_first})
     return sources
 
 
-def rotations(a: Algebra, found: Readings, rotated: Value) -> list[Reading]:
-    """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions, or as [T, N, D]."""
+def rotations(a: Algebra, readings: Readings, rotated: Value) -> list[Reading]:
+    """List the rotations whose result is `rotated` [B, N, S, D], its transpose [B, S, N, D], or [B · S, N, D]."""
     forms = (rotated, a.permute(rotated, (0, 2, 1, 3)), packed(a, rotated))
-    held = dict.fromkeys(each for form in forms for each in (form, form.below("cast")))
-    return [reading for each in held for reading in found.of(each, "rotation")]
+    results = dict.fromkeys(each for form in forms for each in (form, form.below("cast")))
+    return [reading for each in results for reading in readings.of(each, "rotation")]

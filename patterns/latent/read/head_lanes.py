@@ -1,8 +1,9 @@
-"""Lanes of every head of a linear layer: which ones a value [B, N, S, D], [B, S, N, D] or [T, N, D] holds.
+"""Recognition of values [B, N, S, D], [B, S, N, D] or [T, N, D] as lanes of each head of a linear layer.
 
     value[b, n, s, j] = (x Wᵀ)[b, s, n · width + start + j]
 
-Every form is proven by building it: a value is a projection of heads if it is what the algebra makes of one.
+Every form is proven by building it: a value is a projection of heads if it is identical to the one that the algebra
+builds.
 """
 
 from __future__ import annotations
@@ -21,41 +22,48 @@ from fusion.graph.proof import must, proof, proven
 
 @dataclass(frozen=True)
 class HeadLanes:
-    """Lanes start … start + d of each head of a layer, which is `of` by the names of the `words` for it."""
+    """Lanes from `start` on of each head of a layer.
 
-    of: Mapping[str, Value]
+    Attributes:
+        operands: captures that describe the layer: x and weight, or layer.
+        words: the words for absorbed queries and for lanes of such a layer.
+        width: number of lanes of each head in the layer.
+        heads_first: True for [B, N, S, D], False for [B, S, N, D].
+    """
+
+    operands: Mapping[str, Value]
     words: tuple[str, str]
     width: Any
     start: int
     heads_first: bool
 
     def captures(self) -> dict[str, Any]:
-        """What a reading says of it."""
-        return {**self.of, "width": self.width, "start": self.start}
+        """Return the captures of both `words`."""
+        return {**self.operands, "width": self.width, "start": self.start}
 
 
 @dataclass(frozen=True)
 class HeadProjection(HeadLanes):
-    """The same of x Wᵀ, for x [B, S, K], W [N · width, K]; `source` is x as it lies."""
+    """Lanes of each head of x Wᵀ, x [B, S, K], W [N · width, K]; `source` is x in the shape that the model has."""
 
     source: Value
 
     @property
     def x(self) -> Value:
-        """What is projected, by sequence."""
-        return self.of["x"]
+        """The argument of the layer, [B, S, K]."""
+        return self.operands["x"]
 
     def lanes(self, a: Algebra, count: Any) -> Value:
-        """The rows of the weight that make `count` lanes of each head [N, count, K]."""
-        rows, inner = self.of["weight"].shape
-        opened = a.reshape(self.of["weight"], (rows // self.width, self.width, inner))
+        """Slice the rows of the weight for `count` lanes of each head, [N, count, K]."""
+        rows, inner = self.operands["weight"].shape
+        opened = a.reshape(self.operands["weight"], (rows // self.width, self.width, inner))
         return a.cut(opened, 1, self.start, self.start + count)
 
 
 def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """The linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head.
+    """Return the linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each head.
 
-    Where they are multiplied by a number, x is what the layer takes times that number.
+    None if there is none. A number by which the lanes are multiplied becomes a factor of x.
     """
     value, rows, number = unscaled_lanes(a, value, rows)
     for layer in (_linear, _positions_first, _by_heads):
@@ -65,13 +73,16 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
             if parts and place:
                 x, weight, opened = parts
                 x = a.scale(x, number)
-                of = {"x": a.reshape(x, (value.shape[0], rows, x.shape[-1])), "weight": weight}
-                return HeadProjection(of, ("absorbed_query", "head_lanes"), opened.shape[-1], *place, x)
+                operands = {"x": a.reshape(x, (value.shape[0], rows, x.shape[-1])), "weight": weight}
+                return HeadProjection(operands, ("absorbed_query", "head_lanes"), opened.shape[-1], *place, x)
     return None
 
 
 def unscaled_lanes(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any, float]:
-    """Lanes of heads with their rows, those of tokens [T, N, D] as [T, 1, N, D], and the number they are times."""
+    """Split the lanes `value` into lanes, as [T, 1, N, D] if [T, N, D], and a number; return both, and `rows` between.
+
+    `rows` is the number of positions of a sequence, 1 for [T, 1, N, D].
+    """
     if value.rank == 3:
         value, rows = a.reshape(value, (value.shape[0], 1, *value.shape[1:])), 1
     below, number = pulled(a, value)
@@ -79,17 +90,17 @@ def unscaled_lanes(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any, flo
 
 
 def opened_heads(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Value:
-    """A layer [.., N · width] as [B, S, N, width]; where its sizes do not fit, no value is a part of that."""
+    """Reshape `layer` [.., N · width] to [B, S, N, width]; if its sizes differ, to what no value is a slice of."""
     return a.reshape(layer, (batch, rows, heads, layer.shape[-1] // heads))
 
 
 Layer = tuple[Value, Value, Value]
-"""x, W [N · width, K] and the heads [B, S, N, width] of a linear layer."""
+"""Argument x, weight W [N · width, K] and result as heads [B, S, N, width] of a linear layer."""
 
 
 @proof
 def _linear(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
-    """A linear layer, or some of its outputs."""
+    """Match a linear layer with the result `layer` [.., N · width], or a slice of its outputs."""
     is_cut = layer.op == "slice" and layer.attrs[0] == layer.rank - 1 and layer.attrs[3] == 1
     product = layer.arg if is_cut else layer
     must(product.op == "matmul" and prod(product.args[1].shape[:-2]) == 1)
@@ -100,7 +111,7 @@ def _linear(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Laye
 
 @proof
 def _positions_first(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
-    """A linear layer of [S, B, K], which may be flattened."""
+    """Match a linear layer of x [S, B, K], flattened or not."""
     x, weight, opened = proven(_linear(a, layer, rows, heads, batch))
     by_sequence = a.permute(a.reshape(x, (rows, batch, x.shape[-1])), (1, 0, 2))
     return by_sequence, weight, a.permute(opened, (1, 0, 2, 3))
@@ -108,18 +119,18 @@ def _positions_first(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any
 
 @proof
 def _by_heads(a: Algebra, product: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
-    """The same where every head multiplies by a matrix of its own: x [B, 1, S, K] @ y [N, K, width]."""
+    """Match x [B, 1, S, K] @ y [N, K, width], a linear layer written as one matrix per head."""
     must(product.op == "matmul")
     x, y = product.args
-    of_rows = (*(1,) * (4 - x.rank), *x.shape[:-1]) == (batch, 1, rows)
-    must(isinstance(heads, int) and but_ones(y.shape[:-2]) == (heads,) and of_rows)
+    is_shared = (*(1,) * (4 - x.rank), *x.shape[:-1]) == (batch, 1, rows)
+    must(isinstance(heads, int) and but_ones(y.shape[:-2]) == (heads,) and is_shared)
     inner, width = y.shape[-2:]
     weight = a.reshape(swapped(a, a.reshape(y, (heads, inner, width))), (heads * width, inner))
     return x, weight, a.permute(a.reshape(product, (batch, heads, rows, width)), (0, 2, 1, 3))
 
 
 def sources(value: Value) -> Iterator[Value]:
-    """A value and what it is cut, turned and reshaped from."""
+    """Yield `value` and the arguments of the slices, permutes and reshapes that it results from."""
     yield value
     while value.op in ("slice", "permute", "reshape"):
         value = value.arg
@@ -127,27 +138,34 @@ def sources(value: Value) -> Iterator[Value]:
 
 
 def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
-    """From which lane of each head of [B, S, N, width] on `value` is, and whether heads stand before positions."""
+    """Locate the lanes `value` in the heads `opened` [B, S, N, width].
+
+    Returns:
+        The first lane, and True for [B, N, S, D], False for [B, S, N, D]; None if `value` is not lanes of `opened`.
+    """
     count: Any = value.shape[-1]
-    both = [opened, a.permute(opened, (0, 2, 1, 3))]
-    if opened.shape[0] == 1:  # turned before one sequence had a dim
-        both.append(a.reshape(a.permute(a.reshape(opened, opened.shape[1:]), (1, 0, 2)), both[1].shape))
+    layouts = [opened, a.permute(opened, (0, 2, 1, 3))]
+    if opened.shape[0] == 1:  # a permute before the dim of the one sequence was inserted is another value
+        layouts.append(a.reshape(a.permute(a.reshape(opened, opened.shape[1:]), (1, 0, 2)), layouts[1].shape))
     starts = {0, *(each.attrs[1] for each in sources(value) if each.op == "slice")} if isinstance(count, int) else ()
     for start in sorted(starts):
-        forms = [a.slice(each, -1, start, start + count) for each in both]
+        forms = [a.slice(each, -1, start, start + count) for each in layouts]
         if value in forms:
             return start, value is not forms[0]
     return None
 
 
 def heads_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """The same where heads stand before positions, [B, N, S, D]: as many of both give either order this shape."""
-    found = head_projection(a, value, heads, rows)
-    return found if found is not None and (found.heads_first or rows == 1) else None
+    """Return the linear layer of which `value` [B, N, S, D] is lanes of each head; None if `value` is [B, S, N, D].
+
+    The shape alone does not tell both orders apart where N = S.
+    """
+    projection = head_projection(a, value, heads, rows)
+    return projection if projection is not None and (projection.heads_first or rows == 1) else None
 
 
 def pulled(a: Algebra, value: Value) -> tuple[Value, float]:
-    """Lanes of heads, and the number that they, or all that they are cut from, are multiplied by."""
+    """Split `value` into a value and a number that multiplies it, also below slices, permutes and reshapes."""
     if value.op not in ("slice", "permute", "reshape"):
         return unscaled(value)
     below, number = pulled(a, value.arg)

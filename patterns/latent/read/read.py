@@ -1,10 +1,10 @@
-"""Latent attention: keys and values of all heads that are projected from one latent, and what may be absorbed.
+"""Readers of latent attention: queries, keys and values of heads whose keys and values are projected from one latent.
 
     k[b, n, t] = [W_K[n] c[b, t], r[b, t]]      v[b, n, t] = c[b, t] W_V[n]
     q · k = (q_nope W_K) · c + q_rope · r        Σ p v = (Σ p c) W_V
 
-Both lines on the right hold for every c, so that neither keys nor values need be computed (DeepSeek-V2, 2024, §2.1).
-Which layer keys and values are projected by is read in `head_lanes`, what queries take over of it in `absorption`.
+The second line holds for every c, so that neither keys nor values need be computed (DeepSeek-V2, 2024, §2.1).
+`head_lanes` recognises the layer that projects keys and values, `absorption` the queries that absorb W_K.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _NO_LATENT = "the rows that are listed are no latent with rotated lanes, of whic
     needs=("softmax_attention", "listed_attention", "topk_mask", "rotation"),
 )
 def latent_operands(graph: Graph) -> Iterator[Found]:
-    """What queries, keys and values of attention are, if they come from a latent; why they do not."""
+    """Read every latent_queries, latent_keys, latent_values of attention, unrotated ones, and layers of the queries."""
     listed = {value for value, _ in (*graph.readings.all("topk_mask"), *graph.readings.missed("sparse_attention"))}
     for root, attention in graph.readings.all("listed_attention"):
         parts = latents(graph.algebra, graph.readings, attention)
         if isinstance(parts, dict):
             yield from parts.items()
         else:
-            yield root.arg, Miss("sparse_attention", parts or _NO_LATENT)  # what reads so itself is no miss
+            yield root.arg, Miss("sparse_attention", parts or _NO_LATENT)  # `root` has a reading, and no miss
     for _, attention in graph.readings.all("softmax_attention"):
         parts = latents(graph.algebra, graph.readings, attention)
         if isinstance(parts, str):
@@ -65,42 +65,46 @@ def latent_operands(graph: Graph) -> Iterator[Found]:
             yield from parts.items()
             k = attention.captures["k"]
             if k is attention.captures["v"]:  # one projection gives both
-                of = parts[k].captures
-                yield k, Reading("latent_values", {"latent": of["latent"], "up": swapped(graph.algebra, of["up"])})
+                keys = parts[k].captures
+                yield k, Reading("latent_values", {"latent": keys["latent"], "up": swapped(graph.algebra, keys["up"])})
 
 
 @proof
-def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str | None:
-    """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it.
+def latents(a: Algebra, readings: Readings, attention: Reading) -> Operands | str | None:
+    """Return the readings of queries, keys and values of attention over a latent.
 
-    Keys, values or both may be those of heads: else the model has absorbed what projects them.
+    Keys or values with a single head are those of a model that absorbs their projection itself. A string is the reason
+    why the operands are not those of a latent, None if nothing looks like it.
     """
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
-    whole, rows = _uncut(k, v)
-    keys, values = (once(a, each) for each in whole)
+    full, rows = _uncut(k, v)
+    keys, values = (once(a, each) for each in full)
     if values.shape[1] == 1:
-        latent, projected, tokens = values, {}, values
+        latent, up, tokens = values, {}, values
     else:
-        of_values = proven(heads_projection(a, values, q.shape[1], values.shape[2]))
-        latent, projected, tokens = of_values.source, {"up": swapped(a, of_values.lanes(a, v.shape[-1]))}, of_values.x
+        projection = proven(heads_projection(a, values, q.shape[1], values.shape[2]))
+        latent, up, tokens = projection.source, {"up": swapped(a, projection.lanes(a, v.shape[-1]))}, projection.x
     if keys.shape[1] == 1:
-        attended = proven(absorbed_keys(a, found, (q, k), (keys, rows), (latent, tokens)))
+        attended = proven(absorbed_keys(a, readings, (q, k), (keys, rows), (latent, tokens)))
     else:
-        of_keys = proven(keys_of_latent(a, keys, q.shape[1], keys.shape[2]))
-        if isinstance(of_keys, str):
-            return of_keys
-        if of_keys.up.x is not _seen_as(a, tokens, of_keys.up.x.shape):
-            return "keys and values are projected from different latents" if projected else None
-        latent, (read, sources) = of_keys.up.source, proven(read_keys(a, found, q, k, of_keys, rows))
+        projected = proven(keys_of_latent(a, keys, q.shape[1], keys.shape[2]))
+        if isinstance(projected, str):
+            return projected
+        if projected.up.x is not _seen_as(a, tokens, projected.up.x.shape):
+            return "keys and values are projected from different latents" if up else None
+        latent, (read, sources) = projected.up.source, proven(read_keys(a, readings, q, k, projected, rows))
         attended = read | sources
-    return {v: Reading("latent_values", {"latent": latent, **projected})} | attended
+    return {v: Reading("latent_values", {"latent": latent, **up})} | attended
 
 
 @dataclass(frozen=True)
 class KeysOfLatent:
-    """Keys [B, N, T, D]: `part`, lanes from `start` on that are projected for each head, and rotated ones of all heads.
+    """Keys [B, N, T, D] that are projected from a latent, with rotated lanes that all heads share.
 
-    `rope`, from lane `offset` on, is None where no lanes are rotated.
+    Attributes:
+        up: the projection of `part`.
+        part, start: lanes that are projected for each head, and the first of them in the keys.
+        rope, offset: rotated lanes [B, 1, T, Dr], None if there are none, and the first of them in the keys.
     """
 
     up: HeadProjection
@@ -112,57 +116,65 @@ class KeysOfLatent:
 
 @proof
 def keys_of_latent(a: Algebra, k: Value, heads: Any, count: Any) -> KeysOfLatent | str | None:
-    """What keys [B, N, T, D] are made of, if some of their lanes are projected from a latent; why they are not."""
+    """Split keys `k` [B, N, T, D] of `count` positions into lanes projected from a latent and shared rotated lanes.
+
+    A string is the reason why the keys of a latent cannot be split so; None if no lanes are projected for each head.
+    """
     parts = joined_parts(a, k)
-    of_heads = ((start, each, heads_projection(a, each, heads, count)) for start, each in parts)
-    projected = [(start, each, p) for start, each, p in of_heads if p is not None]
+    projections = ((start, each, heads_projection(a, each, heads, count)) for start, each in parts)
+    projected = [(start, each, p) for start, each, p in projections if p is not None]
     must(projected)
     start, part, up = projected[0]
     if len(parts) == 1:
         return KeysOfLatent(up, part)
     shared = [(at, each) for at, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if len(shared) != 1 or len(parts) != 2:
-        must(_is_less(up.source.shape[-1], heads * k.shape[-1]))  # else it is no latent but what heads are made of
+        must(_is_less(up.source.shape[-1], heads * k.shape[-1]))  # a latent has fewer lanes than all heads
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
     return KeysOfLatent(up, part, start, shared[0][1], shared[0][0])
 
 
 def _is_less(lanes: Any, others: Any) -> bool:
-    """Whether so many lanes are known to be fewer."""
+    """True if both numbers are known, and `lanes` is less than `others`."""
     return isinstance(lanes, int) and isinstance(others, int) and lanes < others
 
 
 @proof
 def read_keys(
-    a: Algebra, found: Readings, q: Value, k: Value, keys: KeysOfLatent, rows: Any
+    a: Algebra, readings: Readings, q: Value, k: Value, keys: KeysOfLatent, rows: Any
 ) -> tuple[Operands, Operands] | None:
-    """Readings of queries and of the first `rows` such keys; and where both parts of the queries come from."""
+    """Return the readings of queries `q` and of `k`, the leading `rows` of `keys`; and those of the queries' layer."""
     up = keys.up.lanes(a, keys.part.shape[-1])
     nope = proven(_lanes(a, q, keys.start, keys.part.shape[-1]))
     rope = None if keys.rope is None else proven(_lanes(a, q, keys.offset, keys.rope.shape[-1]))
-    turned = [] if rope is None else rotations(a, found, rope)
-    absorbed = absorb(a, nope, up, turned)
-    of_query = {"nope": nope, "absorbed": absorbed, "keys": k}
-    of_keys = {"latent": keys.up.source, "up": up, "rows": rows}
+    rotated = [] if rope is None else rotations(a, readings, rope)
+    absorbed = absorb(a, nope, up, rotated)
+    query_captures = {"nope": nope, "absorbed": absorbed, "keys": k}
+    key_captures = {"latent": keys.up.source, "up": up, "rows": rows}
     if rope is None:
-        read = {q: Reading("unrotated_queries", of_query), k: Reading("unrotated_keys", of_keys)}
+        read = {q: Reading("unrotated_queries", query_captures), k: Reading("unrotated_keys", key_captures)}
     else:
         read = {
-            q: Reading("latent_queries", {**of_query, "rope": rope}),
-            k: Reading("latent_keys", {**of_keys, "rope": keys.rope}),
+            q: Reading("latent_queries", {**query_captures, "rope": rope}),
+            k: Reading("latent_keys", {**key_captures, "rope": keys.rope}),
         }
-    return read, query_sources(a, (nope, up), absorbed, turned)
+    return read, query_sources(a, (nope, up), absorbed, rotated)
 
 
 @proof
 def absorbed_keys(
-    a: Algebra, found: Readings, attending: tuple[Value, Value], held: tuple[Value, Any], latents: tuple[Value, Value]
+    a: Algebra,
+    readings: Readings,
+    attending: tuple[Value, Value],
+    cached: tuple[Value, Any],
+    latents: tuple[Value, Value],
 ) -> Operands | None:
-    """Readings of queries and keys where the model absorbs the projection of these itself.
+    """Return the readings of queries and keys, and of the queries' layer, of a model that absorbs W_UK itself.
 
-    The keys are the first rows, so many, of some [B, 1, T, C + Dr]; the latent is given as it lies, and by sequence.
+    `attending` are queries and keys; `cached` the keys [B, 1, T, C + Dr] before a cut, and the number of leading rows
+    that the cut takes (None: all); `latents` the latent in the shape of the model, and as [B, 1, T, C] or [B, T, C].
     """
-    (q, k), (keys, rows), (latent, tokens) = attending, held, latents
+    (q, k), (keys, rows), (latent, tokens) = attending, cached, latents
     width: Any = keys.shape[-1]
     count: Any = latent.shape[-1]
     must(isinstance(width, int) and isinstance(count, int) and count < width)
@@ -170,22 +182,22 @@ def absorbed_keys(
     start = proven(next((at for at in (0, width - count) if _lanes(a, keys, at, count) is plain), None))
     behind, others = (count, width - count) if start == 0 else (0, start)
     rope = proven(_lanes(a, keys, behind, others))
-    absorbed, rotated = (proven(_lanes(a, q, *of)) for of in ((start, count), (behind, others)))
-    readings = {
+    absorbed, rotated = (proven(_lanes(a, q, *bounds)) for bounds in ((start, count), (behind, others)))
+    operands = {
         q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
     }
     factors = absorption(a, absorbed)
     if factors is None:
-        absorbed, rotated = (_of_all_tokens(a, each) for each in (absorbed, rotated))
+        absorbed, rotated = (_before_split(a, each) for each in (absorbed, rotated))
         factors = absorption(a, absorbed)
     if factors is None:
-        return readings
-    return readings | query_sources(a, factors, absorbed, rotations(a, found, rotated))
+        return operands
+    return operands | query_sources(a, factors, absorbed, rotations(a, readings, rotated))
 
 
-def _of_all_tokens(a: Algebra, x: Value) -> Value:
-    """Lanes [1, N, T, D] of all packed tokens, of which those of one sequence are `x` [1, N, S, D]; else itself."""
+def _before_split(a: Algebra, x: Value) -> Value:
+    """Return the lanes [1, N, T, D] of all packed tokens, of which `x` [1, N, S, D] is a slice; else `x`."""
     below = x.below("reshape")
     if x.op == "slice" and x.attrs[0] == 2 and x.shape[0] == 1:
         return x.arg
@@ -200,25 +212,28 @@ def _of_all_tokens(a: Algebra, x: Value) -> Value:
 
 
 def _seen_as(a: Algebra, x: Value, shape: Sequence[Any]) -> Value | None:
-    """Rows as another arrangement of the same that differs by dims of size 1; None where it differs by more."""
+    """Reshape `x` to `shape` if only dims of size 1 differ; else None."""
     return a.reshape(x, shape) if but_ones(x.shape) == but_ones(shape) else None
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
-    """Keys and values of which both are the first so many rows; themselves and None where they are no such cut."""
-    (keys, rows), (values, alike) = first_rows(k), first_rows(v)
-    return ((keys, values), rows) if rows == alike else ((k, v), None)
+    """Return the keys and values whose leading rows are `k` and `v`, and the number of these rows.
+
+    `k`, `v` and None, if they are no such slices, or slices of different length.
+    """
+    (keys, rows), (values, value_rows) = first_rows(k), first_rows(v)
+    return ((keys, values), rows) if rows == value_rows else ((k, v), None)
 
 
 def first_rows(k: Value) -> tuple[Value, int | None]:
-    """Of what keys [.., T, D] are the first so many rows, and how many; themselves and None for other keys."""
+    """Return the keys whose leading rows are `k` [.., T, D], and the number of these rows; else `k` and None."""
     if k.op == "slice" and k.attrs[0] == k.rank - 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
         return k.arg, k.attrs[2]
     return k, None
 
 
 def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
-    """What keys are joined from, each with its first lane."""
+    """List (first lane, part) for each part that `k` concatenates along the lanes; (0, k) if it is no concatenation."""
     joined, axis = k, k.rank - 1
     while joined.op == "permute" or (joined.op == "reshape" and axis == joined.rank - 1 and _keeps_lanes(joined)):
         axis = joined.attrs[axis] if joined.op == "permute" else joined.arg.rank - 1
@@ -234,7 +249,7 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
 
 
 def _lanes(a: Algebra, x: Value, start: int, count: Any) -> Value | None:
-    """Some lanes of a value; where it arranges what is joined of them, of what is joined, arranged alike."""
+    """Slice lanes `start` … `start + count` of `x`; below views of rows of a concatenation, then apply the views."""
     views, joined = [], x
     while joined.op in ("reshape", "permute") and _keeps_lanes(joined):
         views.append(joined)
@@ -249,5 +264,5 @@ def _lanes(a: Algebra, x: Value, start: int, count: Any) -> Value | None:
 
 
 def _keeps_lanes(view: Value) -> bool:
-    """Whether the last dim stays the last, and as it is."""
+    """True if the reshape or permute `view` leaves the last dim unchanged."""
     return view.attrs[-1] == view.rank - 1 if view.op == "permute" else view.shape[-1:] == view.arg.shape[-1:]

@@ -1,7 +1,7 @@
-"""One product per head with a weight that all tokens share, as latent attention absorbs and expands its projections.
+"""Reader of products of each head with its own matrix, by which latent attention absorbs W_UK and applies W_UV.
 
-A reading "head_product" holds x [B, N, S, K], weight [N, K, M] and how [B, N, S, M] becomes the result. A product of
-heads that stand first before and behind it is left alone: nothing is arranged anew around it.
+A reading "head_product" has x [B, N, S, K], weight [N, K, M] and the views from [B, N, S, M] to the result. A product
+without a view of x or of the result has none: its heads are first on both sides, and no transpose could be saved.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ ARRANGES = ("permute", "reshape")
 
 @reader(gives=(HEAD_PRODUCT,))
 def head_products(graph: Graph) -> Iterator[Found]:
-    """Every such product, of Parameters if any is known."""
+    """Read every head_product with a view of x or of the result; if Parameters are known, only products with one."""
     places = graph.places
-    turned = {value.arg for value in places if value.op in ARRANGES}
+    viewed = {value.arg for value in places if value.op in ARRANGES}
     for value in list(places):
         product, arranged = stripped(value)
         if product.op != "matmul" or product.dtype != value.dtype or product.rank not in (3, 4):
             continue
         if product is not value and product in places:
-            continue  # what only arranges it is left to the product itself
+            continue  # a view of a product is read with the product
         x, weight = product.args
         constant = graph.is_fixed(weight)
-        heads_alone = not (value in turned or arranged or x.op in ARRANGES)
+        heads_alone = not (value in viewed or arranged or x.op in ARRANGES)
         if x.shape[:-2] != product.shape[:-2] or heads_alone or (graph.fixed and not constant):
             continue
         outcome = _reading(graph.algebra, x, weight, arranged)

@@ -1,8 +1,8 @@
-"""Products of attention with what a latent gives, whatever stands between them: scores, and weights times values.
+"""Readers of single products of attention over a latent: scores, and weights times values.
 
     q kᵀ = (q_nope W_UK) cᵀ + q_rope rᵀ        P v = (P c) W_UV                           (DeepSeek-V2, 2024, §2.1)
 
-Both hold for any finite weights: no softmax, mask or bias need be read.
+The equations hold for any finite P: the operations between the products need not be recognised.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _CALLED = {
         "is_causal",
     ),
 }
-"""PyTorch's own attention -> its first arguments."""
+"""PyTorch's own attention -> names of its positional arguments."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """number · x y, arranged by `steps`, of x [B, N, S, K] and y [B, N, K, M]."""
+    """number · x y for x [B, N, S, K] and y [B, N, K, M], followed by the views and casts `steps`, in `dtype`."""
 
     x: Value
     y: Value
@@ -62,9 +62,10 @@ class Product:
 
 @reader(gives=(LATENT_SCORES, LATENT_CONTEXT, LATENT_SDPA), needs=("latent_keys", "rotation", "softmax_attention"))
 def latent_products(graph: Graph) -> Iterator[Found]:
-    """Every product of queries with such keys, and of weights with such values.
+    """Read every latent_scores, latent_context and latent_sdpa.
 
-    One that a node of its own scales is read there as well where the whole is no attention: its factor goes with it.
+    A node that multiplies scores by a number is read as latent_scores too, with this scale, unless a softmax_attention
+    has the keys.
     """
     attended = {each.captures["k"].below("reshape") for _, each in graph.readings.all("softmax_attention")}
     for value in list(graph.places):
@@ -72,16 +73,19 @@ def latent_products(graph: Graph) -> Iterator[Found]:
             continue
         called = _call(graph.places[value][0])
         if called is not None:
-            yield from (_whole(graph, value, called) or {}).items()
+            yield from (_sdpa(graph, value, called) or {}).items()
             continue
-        found = _product_in(graph, value)
-        if found is not None and (value.op != "scale" or _keys_of(graph.algebra, found) not in attended):
-            yield from (_scores(graph, value, found) or _context(graph, value, found) or {}).items()
+        product = _product_in(graph, value)
+        if product is not None and (value.op != "scale" or _keys_of(graph.algebra, product) not in attended):
+            yield from (_scores(graph, value, product) or _context(graph, value, product) or {}).items()
 
 
 @proof
 def _product_in(graph: Graph, value: Value) -> Product | None:
-    """The product of heads that `value` holds, alone but for a factor; None where the steps have no names."""
+    """Match `value` as a product of heads, followed by views, casts and factors that no other node uses.
+
+    A sum of two scaled products is one product. None for another value, and for views with several symbolic sizes.
+    """
     a = graph.algebra
     z, number = value, 1.0
     steps: list[Step] = []
@@ -114,55 +118,58 @@ def _product_in(graph: Graph, value: Value) -> Product | None:
     return Product(x, y, number, view, z.dtype)
 
 
-def _keys_of(a: Algebra, of: Product) -> Value:
-    """The right side of a product of queries and keys, before its rows are split among sequences and heads."""
-    return swapped(a, of.y).below("reshape")
+def _keys_of(a: Algebra, scores: Product) -> Value:
+    """Return the keys of the product `scores`, before a reshape to [B, N, T, D]."""
+    return swapped(a, scores.y).below("reshape")
 
 
 @proof
-def _scores(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | None:
-    """Queries times keys."""
-    given, sources = proven(_keys(graph, of.x, swapped(graph.algebra, of.y)))
-    told = {"scale": of.number, "dtype": of.dtype, "output_view": of.steps}
-    return {value: Reading("latent_scores", given | told), **sources}
+def _scores(graph: Graph, value: Value, product: Product) -> dict[Value, Reading] | None:
+    """Read `value` as latent_scores, and the layer of the queries; None if y is no transposed keys of a latent."""
+    captures, sources = proven(_keys(graph, product.x, swapped(graph.algebra, product.y)))
+    rest = {"scale": product.number, "dtype": product.dtype, "output_view": product.steps}
+    return {value: Reading("latent_scores", captures | rest), **sources}
 
 
 @proof
-def _context(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | None:
-    """Weights times values; infinite ones make other numbers NaN if they meet the latent first."""
-    must(of.number == 1 and not may_hold_infinity(of.x))
-    latent, up, rows = proven(_values(graph.algebra, of.y))
-    given = {"weights": of.x, "latent": latent, "up": up, "rows": rows}
-    return {value: Reading("latent_context", {**given, "dtype": of.dtype, "output_view": of.steps})}
+def _context(graph: Graph, value: Value, product: Product) -> dict[Value, Reading] | None:
+    """Read `value` as latent_context; None if y is no values of a latent, or x may be infinite.
+
+    With an infinite weight, (x c) W_UV is NaN in more lanes than x (c W_UV).
+    """
+    must(product.number == 1 and not may_hold_infinity(product.x))
+    latent, up, rows = proven(_values(graph.algebra, product.y))
+    captures = {"weights": product.x, "latent": latent, "up": up, "rows": rows}
+    return {value: Reading("latent_context", {**captures, "dtype": product.dtype, "output_view": product.steps})}
 
 
 def _call(node: fx.Node) -> fx.Node | None:
-    """The call of PyTorch's own attention that gives a node, perhaps beside a log-sum-exp; None for another node."""
+    """Return the call of PyTorch's own attention whose first, or only, result is `node`; None for another node."""
     source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
     return source if isinstance(source, fx.Node) and source.target in _CALLED else None
 
 
 @proof
-def _whole(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | None:
-    """A call of scaled_dot_product_attention, whose softmax no node holds."""
-    given: dict[str, Any] = {**dict(zip(_CALLED[cast(Any, node.target)], node.args, strict=False)), **node.kwargs}
-    must(not given.get("is_causal") and not given.get("dropout_p"))
-    tensors = {name: proven(graph.operand(node, each)) for name, each in given.items() if isinstance(each, fx.Node)}
+def _sdpa(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | None:
+    """Read `value` as latent_sdpa, the call `node` of PyTorch's own attention without is_causal and dropout."""
+    arguments: dict[str, Any] = {**dict(zip(_CALLED[cast(Any, node.target)], node.args, strict=False)), **node.kwargs}
+    must(not arguments.get("is_causal") and not arguments.get("dropout_p"))
+    tensors = {name: proven(graph.operand(node, each)) for name, each in arguments.items() if isinstance(each, fx.Node)}
     q, k, v = (tensors[name] for name in ("query", "key", "value"))
     must(q.rank == k.rank == v.rank == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[1] != 1)
     keys, sources = proven(_keys(graph, q, k))
     latent, up, rows = proven(_values(graph.algebra, v))
     must(keys["up"].dtype == up.dtype == q.dtype)
-    scale = given.get("scale")
-    told = {"scale": 1 / sqrt(q.shape[-1]) if scale is None else scale, "dtype": q.dtype, "output_view": ()}
-    told |= {"bias": tensors.get("attn_mask"), "up_value": up, "value_rows": rows}
+    scale = arguments.get("scale")
+    rest = {"scale": 1 / sqrt(q.shape[-1]) if scale is None else scale, "dtype": q.dtype, "output_view": ()}
+    rest |= {"bias": tensors.get("attn_mask"), "up_value": up, "value_rows": rows}
     values = {} if latent is keys["latent"] and rows == keys["rows"] else {"values": latent}
-    return {value: Reading("latent_sdpa", {**keys, **values, **told}), **sources}
+    return {value: Reading("latent_sdpa", {**keys, **values, **rest}), **sources}
 
 
 @proof
 def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value, Reading]] | None:
-    """What is said of queries and keys, and where the queries come from."""
+    """Return the captures for queries `q` and keys `k` that are projected from a latent; and readings of q's layer."""
     a = graph.algebra
     q, k = _narrow(a, q, k)
     k, rows = first_rows(k)
@@ -171,21 +178,21 @@ def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value,
     if not isinstance(keys, KeysOfLatent):
         return None
     readings, sources = proven(read_keys(a, graph.readings, q, k, keys, rows))
-    of_query, of_keys = (readings[each].captures for each in (q, k))
-    given = {name: of_query[name] for name in ("nope", "absorbed", "rope") if name in of_query}
-    given |= {"latent": of_keys["latent"], "up": of_keys["up"], "rows": rows}
-    return given | ({"k_rope": of_keys["rope"]} if "rope" in of_keys else {}), sources
+    query, key = (readings[each].captures for each in (q, k))
+    captures = {name: query[name] for name in ("nope", "absorbed", "rope") if name in query}
+    captures |= {"latent": key["latent"], "up": key["up"], "rows": rows}
+    return captures | ({"k_rope": key["rope"]} if "rope" in key else {}), sources
 
 
 @proof
 def _values(a: Algebra, v: Value) -> tuple[Value, Value, Any] | None:
-    """A latent, W_UV and how many of its first rows values are of."""
+    """Return the latent that values `v` are projected from, W_UV, and the number of leading rows (None: all)."""
     v, rows = first_rows(uncast(a, v))
     values = proven(heads_projection(a, v, v.shape[1], v.shape[2]))
     return values.source, swapped(a, values.lanes(a, v.shape[-1])), rows
 
 
 def _narrow(a: Algebra, *both: Value) -> tuple[Value, ...]:
-    """Queries and keys before both were widened."""
+    """Strip the widening casts of `both`, queries and keys, if they have one dtype below."""
     narrow = tuple(uncast(a, each) for each in both)
     return narrow if len({each.dtype for each in narrow}) == 1 else both
