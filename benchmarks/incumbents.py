@@ -31,7 +31,7 @@ class Place:
 
 
 def kinds(source: fx.Graph, gone: Sequence[Collection[str]]) -> list[Place]:
-    """The kinds of places among sets of nodes, named as in `source`, that rewrites make needless."""
+    """Return the kinds of places among sets of nodes, named as in `source`, that rewrites make needless."""
     found: dict[str, Place] = {}
     for names in gone:
         place = _cut_out(source, frozenset(names))
@@ -81,7 +81,7 @@ def by_register_replacement(gm: fx.GraphModule, places: Sequence[Place]) -> tupl
 
 
 def by_subgraph_rewriter(gm: fx.GraphModule, places: Sequence[Place]) -> tuple[float, int]:
-    """The same for the rewriter of `torch.fx`, pattern after pattern."""
+    """Time the rewriter of `torch.fx`, pattern after pattern."""
 
     def run(owned: fx.GraphModule) -> int:
         return sum(len(replace_pattern_with_filters(owned, each.pattern, each.replacement)) for each in places)
@@ -90,7 +90,7 @@ def by_subgraph_rewriter(gm: fx.GraphModule, places: Sequence[Place]) -> tuple[f
 
 
 def _traced(run: Callable[..., Any], inputs: Sequence[Any], **_: Any) -> fx.GraphModule:
-    """The aten graph of a function, with the operators that our graphs keep."""
+    """Trace the aten graph of a function, with the operators that our graphs keep."""
     gm = make_fx(run, tracing_mode="real")(*inputs)
     gm.graph.eliminate_dead_code()
     gm.recompile()
@@ -98,7 +98,7 @@ def _traced(run: Callable[..., Any], inputs: Sequence[Any], **_: Any) -> fx.Grap
 
 
 def _as_function(gm: fx.GraphModule) -> Callable[..., Any]:
-    """A plain function with the named parameters that `register_replacement` reads."""
+    """Make a plain function with the named parameters that `register_replacement` reads."""
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     scope: dict[str, Any] = {"run": gm}
     exec(f"def pattern({', '.join(names)}):\n    return run({', '.join(names)})", scope)

@@ -32,7 +32,7 @@ class Never(Rule):
 
     @lowering
     def plain(self, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-        """What the reference says."""
+        """Return x."""
         return self.reference(x, gamma, eps)
 
 

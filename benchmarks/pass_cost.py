@@ -156,7 +156,7 @@ class _Judge(FusionBackend):
 
 
 def model_and_call(family: str, layers: int, mode: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A small random model, and what one step of it is called with."""
+    """Build a small random model, and the arguments of one step."""
     config = getattr(transformers, f"{family}Config")(num_hidden_layers=layers, **MODELS[family](layers))
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).eval().requires_grad_(False)
     call: dict[str, Any] = {"input_ids": torch.arange(8).view(1, 8), "use_cache": False}
@@ -185,7 +185,7 @@ def measure(family: str, target: str, mode: str, layers: int, never: int = 0, wi
 
 
 def _measured(family: str, target: str, mode: str, layers: int, never: int, with_others: bool) -> Figures:
-    """A round in a process that has done nothing yet: what a first compilation imports and makes is not of the case."""
+    """Run a round in a process that has done nothing yet: what a first compilation imports and makes is not of the case."""
     torch.set_num_threads(1)
     measure(family, target, mode, 2, never)
     return measure(family, target, mode, layers, never, with_others)
@@ -332,7 +332,7 @@ def _show(runs: Mapping[tuple[str, str, str, int], Sequence[Figures]], told: Map
 
 
 def _shares(found: Sequence[Figures]) -> str:
-    """The stages that take most of the pass."""
+    """List the stages that take most of the pass."""
     names = {name for each in found for name in each.stages}
     shares = {name: statistics.median(each.stages[name] / each.cold for each in found) for name in names}
     most = sorted(shares.items(), key=lambda each: -each[1])[:5]

@@ -51,7 +51,7 @@ def _bytes(value: object) -> int:
 
 
 def calls(context: int, listed: int, heads: int, device: str) -> dict[str, Callable[[], object]]:
-    """What is compared, by name: one token against a cache of `context` tokens."""
+    """Return the functions to compare by name: one token against a cache of `context` tokens."""
     places = torch.randperm(context, device=device)[:listed].to(torch.int32).reshape(1, 1, 1, -1)
     lists = {"sparse_indices": places, "scale_value": SCALE, "attention_mode": 2, "layout_kv": "BSND"}
     found: dict[str, Callable[[], object]] = {}
@@ -76,7 +76,7 @@ def _whole(query: Tensor, key: Tensor, value: Tensor, query_rope: Tensor, key_ro
 
 
 def seconds(call: Callable[[], object], device: str, rounds: int) -> float:
-    """The median time of a call."""
+    """Measure the median time of a call."""
     taken: list[float] = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

@@ -92,7 +92,7 @@ def _cell(text: str) -> str:
 
 
 def words_page() -> str:
-    """What the readers of the default library say of values."""
+    """Return the page of the words of the default library."""
     head = (
         "# Words\n\n"
         "What the readers of this package say of values, beside the names of rules: the words that forms "
@@ -113,7 +113,7 @@ def _escaped(text: str) -> str:
 
 
 def rules_page() -> str:
-    """The rules of the default library."""
+    """Return the page of the rules of the default library."""
     head = (
         "# Rules\n\nThe rules that this package installs, as `cann-fusion rules` lists them: what each means, the "
         "forms in which it is recognised in any spelling, what looks alike but is refused, and what it becomes: the "
@@ -135,7 +135,7 @@ def _list(title: str, described: dict[str, str]) -> list[str]:
 
 
 def families_page() -> str:
-    """What becomes of code in the manner of public repositories, from the texts in tests/goldens/expected."""
+    """Return the page of code in the manner of public repositories, from the texts in tests/goldens/expected."""
     sys.path.insert(0, str(ROOT))
     from tests.repositories.families import told
     from tests.repositories.pieces import PIECES
@@ -170,7 +170,7 @@ def _row(what: str, each: Any, attentions: int) -> str:
 
 
 def _indexers() -> str:
-    """The families of transformers with an indexer, one step of two layers each."""
+    """Return the rows of the families of transformers with an indexer, one step of two layers each."""
     from tests.models import indexers
     from tests.models.families import LAYERS
     from tests.repositories.families import of_case
@@ -208,7 +208,7 @@ def _traced(name: str, kind: str) -> str:
 
 
 def listing() -> str:
-    """The launches of the block of examples/first_fusion.py before and after, as text."""
+    """List the launches of the block of examples/first_fusion.py before and after, as text."""
     sys.path.insert(0, str(ROOT / "examples"))
     from first_fusion import HIDDEN, LENGTH, Block, tables
 

@@ -72,7 +72,7 @@ class Facts:
 
     @property
     def prepares(self) -> bool:
-        """True if prepared tensors can be passed to the graph."""
+        """Return True if prepared tensors can be passed to the graph."""
         return self.extensible or bool(self.parameters)
 
     def assumption(self, name: str) -> tuple[str, str | Band]:

@@ -237,7 +237,7 @@ class Prepared:
 
     @property
     def joined(self) -> bool:
-        """True if the Parameters become views of the tensor."""
+        """Return True if the Parameters become views of the tensor."""
         return not self.copied
 
     @property

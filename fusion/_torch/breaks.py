@@ -72,7 +72,7 @@ _LOGGERS = ("torch._dynamo.variables.tensor", "torch._subclasses.fake_tensor")
 
 
 def _is_unlisted(record: logging.LogRecord) -> bool:
-    """True if a log `record` is neither of a graph break nor of an error of the model."""
+    """Return True if a log `record` is neither of a graph break nor of an error of the model."""
     return not str(record.msg).lstrip().startswith(("Graph break from", "failed while attempting to run meta"))
 
 

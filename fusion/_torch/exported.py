@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def is_exported(value: object) -> TypeGuard[ExportedProgram]:
-    """True if `value` is an ExportedProgram; does not import torch.export."""
+    """Return True if `value` is an ExportedProgram; does not import torch.export."""
     module = sys.modules.get("torch.export")
     return module is not None and isinstance(value, module.ExportedProgram)
 

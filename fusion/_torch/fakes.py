@@ -297,7 +297,7 @@ _SPECIAL_FOR_SYMBOLS = (aten.view.default, aten._unsafe_view.default, aten.selec
 
 @cache
 def _is_meta_enough(func: Callable[..., Any]) -> bool:
-    """True if fake mode runs the Meta kernel of `func` and nothing else, where all sizes are ints."""
+    """Return True if fake mode runs the Meta kernel of `func` and nothing else, where all sizes are ints."""
     from torch._decomp import decomposition_table, meta_table
 
     if not isinstance(func, OpOverload) or func.namespace in ("prim", "prims"):
@@ -318,12 +318,12 @@ _MADE = ("ones", "zeros", "full", "arange", "scalar_tensor")
 
 @cache
 def _makes(func: Callable[..., Any]) -> bool:
-    """True if `func` is a factory, which makes a tensor without reading one."""
+    """Return True if `func` is a factory, which makes a tensor without reading one."""
     return isinstance(func, OpOverload) and func.namespace == "aten" and func._schema.name.split("::")[-1] in _MADE
 
 
 def _is_known(argument: Any) -> bool:
-    """True if `argument` is a fake tensor without symbolic sizes, or neither a tensor nor a symbol."""
+    """Return True if `argument` is a fake tensor without symbolic sizes, or neither a tensor nor a symbol."""
     if isinstance(argument, torch.Tensor):
         return isinstance(argument, FakeTensor) and not argument._has_symbolic_sizes_strides
     return not isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -55,7 +55,7 @@ def inductor_table() -> dict[Any, Callable[..., Any]]:
 
 
 def hosts_pass() -> bool:
-    """True if Inductor is compiling in this thread, so that a pass that runs now is a custom pass of Inductor.
+    """Return True if Inductor is compiling in this thread, so that a pass that runs now is a custom pass of Inductor.
 
     Private: `torch._inductor.virtualized.V.fake_mode`, set from AOT autograd to the end of code generation.
     """
@@ -112,7 +112,7 @@ def _graph_pass(name: str, change: Callable[[fx.Graph], None]) -> Any:
 
 
 def inductor_can_build(device_type: str) -> bool:
-    """True if the compiler that Inductor needs is installed: C++ for `device_type` "cpu", Triton for others.
+    """Return True if the compiler that Inductor needs is installed: C++ for `device_type` "cpu", Triton for others.
 
     Private: `torch._inductor.cpp_builder.get_cpp_compiler`, `torch.utils._triton.has_triton`.
     """

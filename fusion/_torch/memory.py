@@ -48,7 +48,7 @@ def holders(tensor: Tensor, sampled: Tensor | None = None) -> int:
 
 
 def fills_its_storage(tensor: Tensor) -> bool:
-    """True if the storage of `tensor` has exactly as many bytes as its elements."""
+    """Return True if the storage of `tensor` has exactly as many bytes as its elements."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
@@ -61,12 +61,12 @@ def copied(x: Tensor) -> Tensor:
 
 
 def is_between_processes(tensor: Tensor) -> bool:
-    """True if `tensor` is in shared or mapped CPU memory: another process may write to it, or it is a file."""
+    """Return True if `tensor` is in shared or mapped CPU memory: another process may write to it, or it is a file."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
 
 def is_from_torch(tensor: Tensor) -> bool:
-    """True if only storages of torch can refer to the memory of `tensor`.
+    """Return True if only storages of torch can refer to the memory of `tensor`.
 
     The memory is from an allocator of torch, from `with_own_storage`, or a private mapping of a checkpoint, as made by
     `torch.load(mmap=True)` and safetensors. False for memory of other libraries, such as NumPy, and without a proof.
@@ -75,7 +75,9 @@ def is_from_torch(tensor: Tensor) -> bool:
 
 
 def _is_mapped_file(tensor: Tensor) -> bool:
-    """True if the memory of `tensor` is a private mapping of a file; False where /proc has no list of mappings."""
+    """Return True if the memory of `tensor` is a private mapping of a file; False where /proc has no list of
+    mappings.
+    """
     if tensor.device.type != "cpu" or not _MAPPINGS.exists():
         return False
     mappings = _MAPPINGS.read_text().splitlines()  # by address

@@ -33,7 +33,9 @@ def _source_name(source: Any) -> str:
 
 
 def _is_readable(source: Any) -> bool:
-    """True if code of the model reads the value of a source; a local of Dynamo's own, as of `tolist`, has no name."""
+    """Return True if code of the model reads the value of a source; a local of Dynamo's own, as of `tolist`, has no
+    name.
+    """
     try:
         return bool(source.name)
     except NotImplementedError:
@@ -41,7 +43,7 @@ def _is_readable(source: Any) -> bool:
 
 
 def is_buffer(node: fx.Node) -> bool:
-    """True if an input of a Dynamo graph is a buffer of a module.
+    """Return True if an input of a Dynamo graph is a buffer of a module.
 
     Private: `torch._dynamo.source.UnspecializedParamBufferSource` and the attribute `_dynamo_source` of placeholders.
     """

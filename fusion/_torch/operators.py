@@ -61,17 +61,17 @@ def short_name(target: Any) -> str:
 
 
 def is_random(target: Any) -> bool:
-    """True if `target` is an operator that draws from a random generator."""
+    """Return True if `target` is an operator that draws from a random generator."""
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_composite(op: OpOverload) -> bool:
-    """True if torch decomposes `op` on every device. Private: `OpOverload._can_decompose`."""
+    """Return True if torch decomposes `op` on every device. Private: `OpOverload._can_decompose`."""
     return op._can_decompose()
 
 
 def has_kernel(operator: str, device: str) -> bool:
-    """True if `operator` (`npu::npu_rms_norm`) has its own kernel for the dispatch key `device`, such as "CPU".
+    """Return True if `operator` (`npu::npu_rms_norm`) has its own kernel for the dispatch key `device`, such as "CPU".
 
     Private: `torch._C._dispatch_has_kernel_for_dispatch_key`.
     """

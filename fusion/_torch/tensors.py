@@ -53,7 +53,7 @@ def map_only(kinds: type | tuple[type, ...], change: Callable[[Any], Any], argum
 
 
 def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """True if `x` and `y`, fake or real, are views of one storage."""
+    """Return True if `x` and `y`, fake or real, are views of one storage."""
     return storage_of(x) == storage_of(y)
 
 
@@ -105,7 +105,7 @@ def memory_order(x: torch.Tensor) -> list[int]:
 
 
 def known_true(condition: bool | torch.SymBool) -> bool:
-    """True if `condition` is proven for all values of symbolic sizes.
+    """Return True if `condition` is proven for all values of symbolic sizes.
 
     Private: `torch.fx.experimental.symbolic_shapes.statically_known_true`.
     """

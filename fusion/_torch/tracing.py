@@ -230,7 +230,7 @@ def specialise_floats(gm: fx.GraphModule) -> None:
 
 
 def _is_argument(node: fx.Node) -> bool:
-    """True if a float input of a Dynamo graph is an argument of the compiled function, not a part of one."""
+    """Return True if a float input of a Dynamo graph is an argument of the compiled function, not a part of one."""
     from torch._dynamo.source import LocalSource
 
     source: Any = getattr(node, "_dynamo_source", None)

@@ -31,12 +31,12 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 
 
 def is_integer(x: Value) -> bool:
-    """True if the dtype of `x` is an integer dtype; bool is none."""
+    """Return True if the dtype of `x` is an integer dtype; bool is none."""
     return x.dtype in INTEGERS
 
 
 def is_rounding(x: Value) -> bool:
-    """True if `x` is a cast between floats of at least 16 bits, which only rounds."""
+    """Return True if `x` is a cast between floats of at least 16 bits, which only rounds."""
     return x.op == "cast" and x.dtype in _FLOATS and x.arg.dtype in _FLOATS
 
 
@@ -91,7 +91,7 @@ def held_number(value: Number, dtype: torch.dtype | None) -> Number | None:
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """True if the dtype `wide` represents every number of `narrow` exactly."""
+    """Return True if the dtype `wide` represents every number of `narrow` exactly."""
     if narrow is torch.bool or widens(narrow, wide):
         return True
     if narrow not in INTEGERS or wide not in KINDS or wide is torch.bool:
@@ -129,6 +129,6 @@ def _combined(higher: torch.dtype, lower: torch.dtype) -> torch.dtype:
 
 
 def is_exact(value: Number, dtype: torch.dtype) -> bool:
-    """True if `dtype` represents the number `value` exactly."""
+    """Return True if `dtype` represents the number `value` exactly."""
     converted = held_number(value, dtype)
     return converted is not None and (converted == value or (math.isnan(converted) and math.isnan(value)))

@@ -79,6 +79,6 @@ def without(x: Value, pick: Pick) -> tuple[Dim, ...]:
 
 
 def lists_all(chosen: Value) -> bool:
-    """True if the indices of `chosen` are a permutation of all positions: the top k of k."""
+    """Return True if the indices of `chosen` are a permutation of all positions: the top k of k."""
     places, size = chosen.arg, chosen.shape[-1]
     return places.op == "largest_index" and places.attrs == (size,)

@@ -135,7 +135,7 @@ def _scope(x: Value, args: Sequence[Value], entry_of: Callable[[Value], _Entry |
 
 
 def _keeps_rows(x: Value, scope: str) -> bool:
-    """True if the view `x` keeps elements of the given scope in their row."""
+    """Return True if the view `x` keeps elements of the given scope in their row."""
     below = x.arg.shape
     if x.op not in ("reshape", "expand"):
         return scope == "all"

@@ -47,7 +47,7 @@ class Share:
 
     @property
     def is_weight(self) -> bool:
-        """True if an exponential is among the generators."""
+        """Return True if an exponential is among the generators."""
         return any(kind == "exp" for kind, _ in self.generators)
 
     @property
@@ -76,7 +76,7 @@ def moved(powers: Powers, move: Callable[[Value], Value]) -> Powers:
 
 
 def divides(number: float) -> bool:
-    """True if `number` and 1 / number are finite and not 0, so that a share with that factor has an inverse."""
+    """Return True if `number` and 1 / number are finite and not 0, so that a share with that factor has an inverse."""
     return bool(number) and isfinite(number) and isfinite(1 / number)
 
 

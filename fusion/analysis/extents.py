@@ -52,7 +52,7 @@ class Extent:
                 return equal if op == "eq" else negation(equal)
 
     def implies(self, formula: Formula, other: Formula) -> bool:
-        """True if `other` is proven to hold at every position at which `formula` does."""
+        """Return True if `other` is proven to hold at every position at which `formula` does."""
         if other is True or formula is False or formula == other:
             return True
         if formula is True or other is False:

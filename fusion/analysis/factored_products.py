@@ -109,7 +109,7 @@ def _factor_of(z: Value) -> tuple[Value | None, Value]:
 
 
 def _is_rounded(z: Value) -> bool:
-    """True if `z` is the result of a round, through casts, views and clips, in any dtype but bool."""
+    """Return True if `z` is the result of a round, through casts, views and clips, in any dtype but bool."""
     return z.dtype is not torch.bool and z.below("cast", "reshape", "permute", "clip").op == "round"
 
 

@@ -19,13 +19,13 @@ _SHARES = tuple((-1, "nan", less) for less in ("greatest", "nothing"))
 
 
 def is_above(x: Value, number: float) -> bool:
-    """True if every element of `x` (floats) is proven to be greater than `number`, or NaN."""
+    """Return True if every element of `x` (floats) is proven to be greater than `number`, or NaN."""
     floor = _floor(x)
     return floor > 0 and number < _ROUNDED * floor  # 0 is no floor: elements may be negative
 
 
 def absorbs(x: Value, number: float) -> bool:
-    """True if x + `number` rounds to x in float64 for every element: less than half a unit in the last place."""
+    """Return True if x + `number` rounds to x in float64 for every element: less than half a unit in the last place."""
     return 0 <= number < _ROUNDED * _floor(x) * torch.finfo(torch.float64).eps / 4
 
 

@@ -12,7 +12,7 @@ _ENDS = ("matmul", "softmax", "sigmoid", "tanh", "exp", "compare", "below", "inp
 
 
 def may_hold_infinity(x: Value) -> bool:
-    """True if an infinity that the graph writes as a constant may reach `x`."""
+    """Return True if an infinity that the graph writes as a constant may reach `x`."""
     return any(each.op == "full" and math.isinf(each.attrs[0]) for each in x.sources(_passed_on))
 
 

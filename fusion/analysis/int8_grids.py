@@ -28,7 +28,7 @@ class Grid:
 
     @property
     def is_scaled(self) -> bool:
-        """True if there is a factor, after which an addend is no offset."""
+        """Return True if there is a factor, after which an addend is no offset."""
         return bool(self.factors) or self.number != 1
 
 

@@ -34,13 +34,13 @@ def _range(x: Value) -> Range:
 
 
 def is_exact(x: Value) -> bool:
-    """True if the integer result of `x` is proven not to overflow its dtype."""
+    """Return True if the integer result of `x` is proven not to overflow its dtype."""
     computed = _computed(x)
     return computed is not None and _fits(computed, x.dtype)
 
 
 def keeps_integers(x: Value) -> bool:
-    """True if `x` is a cast of integers to floats that is proven to round none of them."""
+    """Return True if `x` is a cast of integers to floats that is proven to round none of them."""
     if x.op != "cast" or x.dtype is None or not x.dtype.is_floating_point or not is_integer(x.arg):
         return False
     low, high = bounds(x.arg)

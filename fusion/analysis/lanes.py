@@ -144,7 +144,9 @@ def within(size: Dim, where: Index) -> Index:
 
 
 def same_lanes(value: Value, left: Index, right: Index) -> bool:
-    """True if x[.., left] and x[.., right] of `value` are proven equal, such as both halves of cos(cat(f, f))."""
+    """Return True if x[.., left] and x[.., right] of `value` are proven equal, such as both halves of cos(cat(f,
+    f)).
+    """
     numbers: dict[object, int] = {}
     ends = [_ends(Rows(value, 1, index), (), numbers) for index in (left, right)]
     return bool((ends[0][0] == ends[1][0]).all() and (ends[0][1] == ends[1][1]).all())

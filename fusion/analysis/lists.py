@@ -80,7 +80,7 @@ def _mask_of_entries(a: Algebra, places: Value, size: Any) -> Value | None:
 
 
 def _is_within(places: Value, size: Any) -> bool:
-    """True if all entries of `places` are proven to be in 0 … size - 1."""
+    """Return True if all entries of `places` are proven to be in 0 … size - 1."""
     if places.op == "largest_index" and places.arg.shape[-1] == size:
         return True
     low, high = bounds(places)

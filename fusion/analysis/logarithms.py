@@ -87,14 +87,14 @@ def decomposed(x: Value) -> tuple[Value, ...]:
 
 
 def _are_ordered(top: Value, least: Value) -> bool:
-    """True if `top` = where(y <= x, x, y) and `least` = where(y <= x, y, x)."""
+    """Return True if `top` = where(y <= x, x, y) and `least` = where(y <= x, y, x)."""
     order, x, y = top.args
     ordered = order.op == "compare" and order.attrs[0] in ("le", "lt") and order.args == (y, x)
     return ordered and least.args == (order, y, x)
 
 
 def _is_same_infinity(condition: Value, both: Sequence[Value]) -> bool:
-    """True if `condition` holds only where the two values `both` are equal and not finite."""
+    """Return True if `condition` holds only where the two values `both` are equal and not finite."""
     equal = any(
         each.op == "compare" and each.attrs == ("eq",) and set(each.args) == set(both) for each in condition.args
     )
@@ -102,7 +102,7 @@ def _is_same_infinity(condition: Value, both: Sequence[Value]) -> bool:
 
 
 def _is_finite(condition: Value, both: Sequence[Value]) -> bool:
-    """True if `condition` is (|x| != inf) · (x == x), for an x in `both`."""
+    """Return True if `condition` is (|x| != inf) · (x == x), for an x in `both`."""
     if condition.op != "mul":
         return False
     for other, own in (condition.args, condition.args[::-1]):

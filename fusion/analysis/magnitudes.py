@@ -41,7 +41,7 @@ def largest(x: Value, steps: int = 16) -> float:
 
 
 def _is_counted(x: Value) -> bool:
-    """True if `x` is cast from integers that are proven not to be negative."""
+    """Return True if `x` is cast from integers that are proven not to be negative."""
     below = x.below("cast", "reshape", "expand")
     return is_integer(below) and bounds(below)[0] >= 0
 

@@ -62,7 +62,7 @@ def rounded(value: Value) -> Rounded:
 
 
 def _truncates(value: Value) -> bool:
-    """True if `value` is a cast of floats to a wide integer dtype."""
+    """Return True if `value` is a cast of floats to a wide integer dtype."""
     return value.op == "cast" and value.dtype in _INTEGERS and is_float(value.arg)
 
 
@@ -73,7 +73,7 @@ def _truncated(below: Rounded, dtype: torch.dtype | None) -> Rounded:
 
 
 def is_float(value: Value) -> bool:
-    """True if the dtype of `value` is a floating-point dtype."""
+    """Return True if the dtype of `value` is a floating-point dtype."""
     return value.dtype is not None and value.dtype.is_floating_point
 
 

@@ -214,6 +214,6 @@ def narrowed(a: Algebra, x: Value, dtype: torch.dtype) -> Value:
 
 
 def _is_exact(a: Algebra, x: Value, dtype: torch.dtype) -> bool:
-    """True if `x` was widened from `dtype`, or is a constant that `dtype` represents exactly."""
+    """Return True if `x` was widened from `dtype`, or is a constant that `dtype` represents exactly."""
     number = x.below("expand", "reshape")
     return is_exact(number.attrs[0], dtype) if number.op == "full" else uncast(a, x, dtype).dtype == dtype

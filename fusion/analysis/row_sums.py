@@ -155,7 +155,7 @@ class RowSums(Exponentials):
 
 
 def _is_replaced_below_one(x: Value) -> bool:
-    """True if `x` is where(sum == c, .., sum), or with <= or <, for c < 1 and a sum that is at least 1."""
+    """Return True if `x` is where(sum == c, .., sum), or with <= or <, for c < 1 and a sum that is at least 1."""
     condition, _, row_sum = x.args
     tested = condition.args[:1] == (row_sum,) and condition.op == "compare" and condition.attrs[0] != "ne"
     bounded = tested and condition.args[1].op == "full" and condition.args[1].attrs[0] < 1
@@ -163,7 +163,7 @@ def _is_replaced_below_one(x: Value) -> bool:
 
 
 def _is_one_at_least(total: Value) -> bool:
-    """True if `total` is Σ exp(x - max x) over the last dim, which is at least 1 for rows with a visible key."""
+    """Return True if `total` is Σ exp(x - max x) over the last dim, which is at least 1 for rows with a visible key."""
     total = total.below("reshape")
     mean = total.arg if total.op == "scale" else total
     exps = exact(mean.arg) if (mean.op, mean.attrs) == ("mean", (-1,)) else mean
@@ -173,7 +173,7 @@ def _is_one_at_least(total: Value) -> bool:
 
 
 def _is_greatest(top: Value, x: Value) -> bool:
-    """True if `top` is max x over the last dim, for rows with a visible key; others may have -inf replaced."""
+    """Return True if `top` is max x over the last dim, for rows with a visible key; others may have -inf replaced."""
     top = top.below("reshape")
     if top.op == "where" and top.arg.op == "compare" and top.arg.attrs == ("eq",):
         asked, bound = top.arg.args

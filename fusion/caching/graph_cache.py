@@ -63,7 +63,7 @@ class Before:
     val: Any
 
     def is_still(self, node: fx.Node) -> bool:
-        """True if `node` is unchanged."""
+        """Return True if `node` is unchanged."""
         return (node.target, node.args, node.kwargs) == (self.target, self.args, self.kwargs) and (
             node.meta.get("val") is self.val
         )

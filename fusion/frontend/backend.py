@@ -376,7 +376,7 @@ class Explainer:
 
 
 def _is_symbolic(graph: fx.Graph) -> bool:
-    """True if a node of `graph` is a symbolic size."""
+    """Return True if a node of `graph` is a symbolic size."""
     return any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes)
 
 

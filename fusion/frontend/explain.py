@@ -125,7 +125,7 @@ def _copied(given: Any) -> tuple[Any, dict[int, Any]]:
 
 
 def _may_be_shared(given: Any) -> bool:
-    """True if an object has no tensor that tracing could write to."""
+    """Return True if an object has no tensor that tracing could write to."""
     holders = (torch.Tensor, torch.nn.Module, Mapping, list, tuple, set)
     attributes = getattr(given, "__dict__", {}).values()
     return not any(isinstance(each, holders) for each in (given, *attributes))

@@ -36,7 +36,7 @@ _LARGEST = frozenset({"largest", "largest_index", "stable_largest", "stable_larg
 
 
 def widens(source: torch.dtype | None, target: torch.dtype | None) -> bool:
-    """True if a cast from `source` to `target` represents every value exactly."""
+    """Return True if a cast from `source` to `target` represents every value exactly."""
     return source == target or (source is not None and target in _LOSSLESS.get(source, ()))
 
 
@@ -307,12 +307,12 @@ class Algebra:
 
 
 def of_constants(x: Value) -> bool:
-    """True if `x` may depend on no input, as positions do: then rounding to its dtype is part of its value."""
+    """Return True if `x` may depend on no input, as positions do: then rounding to its dtype is part of its value."""
     return all(each.args or each.op in ("arange", "constant", "full", "number") for each in x.sources())
 
 
 def _joins(step: Value, number: float) -> bool:
-    """True if `step` and the next step of its op merge into one with `number`, up to the rounding of data."""
+    """Return True if `step` and the next step of its op merge into one with `number`, up to the rounding of data."""
     if step.dtype is None or step.dtype.is_floating_point:
         return not of_constants(step)
     return abs(number) < LONGEST

@@ -19,12 +19,12 @@ _UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema doe
 
 
 def reserves(target: Any) -> bool:
-    """True if `target` returns new memory without defined contents, as `empty` does."""
+    """Return True if `target` returns new memory without defined contents, as `empty` does."""
     return short_name(target) in _RESERVING
 
 
 def is_write(node: fx.Node) -> bool:
-    """True if `node` calls an operator that mutates an argument, by its schema."""
+    """Return True if `node` calls an operator that mutates an argument, by its schema."""
     return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
@@ -95,12 +95,12 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def is_written(node: fx.Node) -> bool:
-    """True if a call of the graph mutates `node` or a view of it."""
+    """Return True if a call of the graph mutates `node` or a view of it."""
     return any(node in written_by(user) for user in node.users) or any(map(is_written, _views(node)))
 
 
 def is_returned(node: fx.Node) -> bool:
-    """True if the graph returns `node` or a view of it."""
+    """Return True if the graph returns `node` or a view of it."""
     return any(user.op == "output" for user in node.users) or any(map(is_returned, _views(node)))
 
 
@@ -109,7 +109,9 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 
 def is_copy_unseen(copy: fx.Node, source: fx.Node) -> bool:
-    """True if `source` may replace its `copy`: neither is mutated, and no caller gets memory of anything else."""
+    """Return True if `source` may replace its `copy`: neither is mutated, and no caller gets memory of anything
+    else.
+    """
     memory = memory_of(source)
     if is_written(copy) or is_written(memory):
         return False
@@ -143,7 +145,7 @@ def result(number: int) -> str:
 
 
 def _is_sorted(source: fx.Graph) -> bool:
-    """True if `source` is in topological order."""
+    """Return True if `source` is in topological order."""
     passed: set[fx.Node] = set()
     for node in source.nodes:
         if not passed.issuperset(node.all_input_nodes):

@@ -34,7 +34,7 @@ class Path:
     first: Mapping[fx.Node, int]
 
     def joins(self, node: fx.Node, on: fx.Node) -> bool:
-        """True if `node` is computed from `on` by way of the path."""
+        """Return True if `node` is computed from `on` by way of the path."""
         return self.last[node] >= self.first[on]
 
 
@@ -54,7 +54,7 @@ class Dependence:
         self._taken = taken
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """True if `node` is `on`, or is computed from `on` directly or indirectly."""
+        """Return True if `node` is `on`, or is computed from `on` directly or indirectly."""
         start = self._order[on]
         if self._order[node] <= start:
             return node is on

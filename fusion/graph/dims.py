@@ -30,7 +30,7 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 
 def is_symbolic(size: Any) -> bool:
-    """True if `size` is the expression of a symbolic size."""
+    """Return True if `size` is the expression of a symbolic size."""
     return hasattr(size, "free_symbols")
 
 
@@ -41,7 +41,9 @@ def plain(size: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def is_nonnegative(size: Dim) -> bool:
-    """True if `size`, such as a difference of sizes, is proven to be at least 0 for all values of its symbols."""
+    """Return True if `size`, such as a difference of sizes, is proven to be at least 0 for all values of its
+    symbols.
+    """
     if isinstance(size, (int, float)):
         return size >= 0
     import sympy
@@ -109,7 +111,7 @@ def joined_from(dims: tuple[Dim, ...], shape: tuple[Dim, ...]) -> list[range] | 
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True if `tensor` is proven to be contiguous in row-major order; adds no guards on symbolic sizes."""
+    """Return True if `tensor` is proven to be contiguous in row-major order; adds no guards on symbolic sizes."""
     expected: Any = 1
     for size, stride in zip(reversed(dims_of(tensor.shape)), reversed(dims_of(tensor.stride())), strict=True):
         if size != 1 and stride != expected:
@@ -131,7 +133,7 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...] | None:
 
 
 def lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """True if `x` and `y`, of one shape, are proven to have equal strides in all dims of a size other than 1."""
+    """Return True if `x` and `y`, of one shape, are proven to have equal strides in all dims of a size other than 1."""
     sizes, strides = dims_of(x.shape), zip(dims_of(x.stride()), dims_of(y.stride()), strict=True)
     return 0 in sizes or all(size == 1 or one == other for size, (one, other) in zip(sizes, strides, strict=True))
 

@@ -26,19 +26,21 @@ _VIEW_OR_COPY = {"reshape", "flatten"}  # composites that only graphs of torch.e
 
 @cache
 def is_view(target: Any) -> bool:
-    """True if a call of `target` launches no kernel: a view, an alias, an assertion, or memory without content."""
+    """Return True if a call of `target` launches no kernel: a view, an alias, an assertion, or memory without
+    content.
+    """
     if target is operator.getitem or reserves(target):
         return True
     return short_name(target).rstrip("_") in _VIEWS
 
 
 def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
-    """True if a call of `target` with `kwargs` copies a tensor to make it contiguous."""
+    """Return True if a call of `target` with `kwargs` copies a tensor to make it contiguous."""
     return target is torch.ops.aten.clone.default and kwargs.get("memory_format") is torch.contiguous_format
 
 
 def is_data(val: Any) -> bool:
-    """True if a tensor of the result `val` has floating-point, complex or int8 dtype, as data has."""
+    """Return True if a tensor of the result `val` has floating-point, complex or int8 dtype, as data has."""
     if isinstance(val, torch.Tensor):
         return is_data_dtype(val.dtype)
     return any(is_data_dtype(each.dtype) for each in leaves(val) if isinstance(each, torch.Tensor))
@@ -46,24 +48,24 @@ def is_data(val: Any) -> bool:
 
 @cache
 def is_data_dtype(dtype: torch.dtype) -> bool:
-    """True if tensors of `dtype` hold floating-point, complex or int8 data, not positions, masks or counts."""
+    """Return True if tensors of `dtype` hold floating-point, complex or int8 data, not positions, masks or counts."""
     return dtype.is_floating_point or dtype.is_complex or dtype == torch.int8
 
 
 def is_launch(node: fx.Node) -> bool:
-    """True if `node` is a live kernel call that reads or returns data, as `is_data` defines it."""
+    """Return True if `node` is a live kernel call that reads or returns data, as `is_data` defines it."""
     if not is_call(node):
         return False
     return is_data(node.meta.get("val")) or any(is_data(each.meta.get("val")) for each in node.all_input_nodes)
 
 
 def is_bookkeeping(node: fx.Node) -> bool:
-    """True if `node` is a live kernel call that reads and returns only tensors of positions, masks or counts."""
+    """Return True if `node` is a live kernel call that reads and returns only tensors of positions, masks or counts."""
     return is_call(node) and not is_launch(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_call(node: fx.Node) -> bool:
-    """True if `node` is a live call that does more than view memory or compute a scalar."""
+    """Return True if `node` is a live call that does more than view memory or compute a scalar."""
     views = is_view(node.target) and not is_reshaping_copy(node)
     if views or node.op not in ("call_function", "call_method", "call_module"):
         return False
@@ -72,7 +74,9 @@ def is_call(node: fx.Node) -> bool:
 
 
 def is_reshaping_copy(node: fx.Node) -> bool:
-    """True if `node`, a `reshape` or `flatten` of the model, copies: its result does not share the input's memory."""
+    """Return True if `node`, a `reshape` or `flatten` of the model, copies: its result does not share the input's
+    memory.
+    """
     if short_name(node.target) not in _VIEW_OR_COPY or "fusion" in node.meta:
         return False
     return not shares_memory(node.meta["val"], node.all_input_nodes[0].meta["val"])

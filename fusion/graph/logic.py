@@ -72,7 +72,7 @@ def _decided(a: Algebra, condition: Value, x: Value, holds: bool) -> Value:
 
 
 def _is_never(condition: Value) -> bool:
-    """True if `condition` is `softmax == ±inf`, which never holds."""
+    """Return True if `condition` is `softmax == ±inf`, which never holds."""
     if condition.op != "compare" or condition.attrs != ("eq",) or condition.arg.op != "softmax":
         return False
     return condition.args[1].op == "full" and math.isinf(condition.args[1].attrs[0])
@@ -101,7 +101,7 @@ def pointwise(
 
 
 def _sees_nothing(condition: Value, scores: Value) -> bool:
-    """True if `condition` is `~any(scores != -inf, -1)`: the row is fully masked."""
+    """Return True if `condition` is `~any(scores != -inf, -1)`: the row is fully masked."""
     if condition.op != "not" or condition.arg.op != "any" or condition.arg.attrs != (-1,):
         return False
     seen = condition.arg.arg
@@ -120,7 +120,9 @@ def _is_nan(condition: Value, x: Value) -> bool:
 
 
 def hides(a: Algebra, condition: Value, scores: Value, least: float = -math.inf) -> bool:
-    """True if `condition` holds only at `scores` replaced by a number <= `least`, or in rows of such scores alone."""
+    """Return True if `condition` holds only at `scores` replaced by a number <= `least`, or in rows of such scores
+    alone.
+    """
     scores = scores.below("cast")
     if scores.op != "where":
         return False
@@ -139,7 +141,7 @@ def hides(a: Algebra, condition: Value, scores: Value, least: float = -math.inf)
 
 
 def are_contrary(a: Algebra, x: Value, y: Value) -> bool:
-    """True if one of the conditions `x` and `y` is the negation of the other, up to reshapes."""
+    """Return True if one of the conditions `x` and `y` is the negation of the other, up to reshapes."""
     below = [each.below("reshape") for each in (x, y)]
     return any(
         math.prod(one.shape) == math.prod(other.shape) and _is_negated(a, one, other)
@@ -148,7 +150,7 @@ def are_contrary(a: Algebra, x: Value, y: Value) -> bool:
 
 
 def _is_negated(a: Algebra, x: Value, y: Value) -> bool:
-    """True if `x` has the form of the negation of `y`: not y, y == False, or the contrary comparison."""
+    """Return True if `x` has the form of the negation of `y`: not y, y == False, or the contrary comparison."""
     if x.op == "not":
         return a.reshape(x.arg, y.shape) is y
     if x.op != "compare":

@@ -71,7 +71,7 @@ class Graph:
         return self._shared[make]
 
     def is_fixed(self, *values: Value | None) -> bool:
-        """True if `values` are read or built from nodes that are computed from Parameters alone."""
+        """Return True if `values` are read or built from nodes that are computed from Parameters alone."""
         nodes = [node for each in values if each is not None for node in self.reads(each)]
         return bool(nodes) and all(node in self.fixed for node in nodes)
 
@@ -98,7 +98,7 @@ class Graph:
         )
 
     def _is_passed_on(self, value: Value, node: fx.Node, places: int) -> bool:
-        """True if an input of `node` has `value` already, directly or through views that undo each other."""
+        """Return True if an input of `node` has `value` already, directly or through views that undo each other."""
         sources = node.all_input_nodes
         while places > 1 and len(sources) == 1 and self.held.get(sources[0]) is not value:
             sources = sources[0].all_input_nodes
@@ -155,7 +155,7 @@ class Graph:
         return a.make("reshape" if below[0] else "not", (x.arg,), (), x.shape, torch.bool)
 
     def _is_available_before(self, one: Value, other: Value) -> bool:
-        """True if `one` is not built from `other`, and its operands are available no later."""
+        """Return True if `one` is not built from `other`, and its operands are available no later."""
         return other not in one.args and self._last_read(one) <= self._last_read(other)
 
     def _last_read(self, value: Value) -> int:
@@ -235,7 +235,7 @@ class Graph:
         return result
 
     def _is_cloned(self, node: Any) -> bool:
-        """True if `node` views a clone of a computed tensor, below which a write cannot be in place."""
+        """Return True if `node` views a clone of a computed tensor, below which a write cannot be in place."""
         while isinstance(node, fx.Node) and node.target is not torch.ops.aten.clone.default:
             value, source = self.held.get(node), node.args[0] if node.args else None
             below = self.held.get(source) if isinstance(source, fx.Node) else None
@@ -275,7 +275,7 @@ class Graph:
         return self._shared[Dependence]
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """True if `node` is `on`, or is computed from `on` directly or indirectly."""
+        """Return True if `node` is `on`, or is computed from `on` directly or indirectly."""
         return self.dependence.depends(node, on)
 
 

@@ -21,7 +21,7 @@ _PURE = ("aten", "prims")  # operators of other libraries may communicate betwee
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """True if `tensor` is a Parameter that wraps other tensors, as DTensor does: AOT autograd unwraps it."""
+    """Return True if `tensor` is a Parameter that wraps other tensors, as DTensor does: AOT autograd unwraps it."""
     return isinstance(tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
@@ -65,7 +65,7 @@ def _mark(tensor: torch.Tensor) -> Mark:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """True if `node` is a pure, deterministic call whose results are tensors of fixed shapes."""
+    """Return True if `node` is a pure, deterministic call whose results are tensors of fixed shapes."""
     results = leaves(node.meta.get("val"))
     if not results or not all(isinstance(each, torch.Tensor) and _is_fixed(each) for each in results):
         return False

@@ -57,7 +57,7 @@ def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int,
 
 
 def _stems(x: Value, part: Value) -> bool:
-    """True if `x` is `part`, or is computed from it by casts, sums and choices."""
+    """Return True if `x` is `part`, or is computed from it by casts, sums and choices."""
     return x is part or (x.op in ("cast", "add", "shift", "where") and any(_stems(each, part) for each in x.args[-2:]))
 
 

@@ -131,7 +131,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def buildable(value: Value) -> bool:
-    """True if a recipe computes `value`.
+    """Return True if a recipe computes `value`.
 
     Not a mean of integers, which torch lacks, nor an index of non-adjacent dims, whose result torch moves to the front.
     """

@@ -8,7 +8,7 @@ from fusion.graph.value import Value
 
 
 def is_nonnegative(x: Value) -> bool:
-    """True if every element of the float value `x` is proven to be at least 0 or NaN.
+    """Return True if every element of the float value `x` is proven to be at least 0 or NaN.
 
     False for every integer, because integers wrap around.
     """

@@ -36,7 +36,9 @@ class Body:
 
     @property
     def is_entered(self) -> bool:
-        """True if the body may be rewritten: its values have shapes, and its operator accepts any equivalent graph."""
+        """Return True if the body may be rewritten: its values have shapes, and its operator accepts any equivalent
+        graph.
+        """
         if self.code is None or higher_order(self.call.target) not in ENTERED:
             return False
         return all("val" in node.meta for node in self.code.graph.nodes if node.op in ("placeholder", "call_function"))

@@ -109,7 +109,7 @@ _VIEWS = ("view", "reshape", "unsqueeze", "expand", "slice", "select", "_to_copy
 
 
 def _is_per_key(mask: Tensor, kind: str) -> bool:
-    """True if `mask` is a padding mask [B, T], which has 1 for each key that is no padding."""
+    """Return True if `mask` is a padding mask [B, T], which has 1 for each key that is no padding."""
     return mask.dim() == 2 and kind == "padding"
 
 
@@ -136,12 +136,13 @@ def _shown(path: ArgumentPath) -> str:
 
 
 def can_be(mask: Tensor) -> bool:
-    """True if the rank and dtype of `mask` are those of a mask."""
+    """Return True if the rank and dtype of `mask` are those of a mask."""
     return mask.dim() in (2, 3, 4) and not mask.is_complex()
 
 
 def holds(mask: Tensor, kind: str) -> bool:
-    """True if a real `mask` has the assumed contents, for any lengths L_b in [S, T]. Synchronises the device once.
+    """Return True if a real `mask` has the assumed contents, for any lengths L_b in [S, T]. Synchronises the device
+    once.
 
     Bool masks: True is visible. Integer masks, float masks [B, T] of "padding", and those of a kind that ends in
     `ONES`: 1 is visible, 0 is masked. Other float masks are added to scores: 0 is visible, at most half of the least

@@ -156,7 +156,7 @@ def innermost(stack: Iterable[traceback.FrameSummary]) -> str:
 
 
 def is_of_model(file: str) -> bool:
-    """True if `file` belongs neither to torch, numpy or Python itself nor to this package."""
+    """Return True if `file` belongs neither to torch, numpy or Python itself nor to this package."""
     return not file.startswith(_LIBRARIES) and not (file.startswith(_PYTHON) and "-packages" not in file)
 
 

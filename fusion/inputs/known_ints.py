@@ -57,7 +57,7 @@ class GivenNumbers:
         return self._known.get(x)
 
     def is_sampled(self, x: Any) -> bool:
-        """True if the numbers of `x` depend on a sample."""
+        """Return True if the numbers of `x` depend on a sample."""
         return isinstance(x, FakeTensor) and x in self._sampled
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Numbers | None:
@@ -167,12 +167,12 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _makes_none(func: OpOverload) -> bool:
-    """True if `func` returns memory without defined contents; fake mode calls such operators itself."""
+    """Return True if `func` returns memory without defined contents; fake mode calls such operators itself."""
     return "empty" in schema_of(func).name
 
 
 def _makes_few(func: OpOverload, args: Sequence[Any]) -> bool:
-    """True if a call without tensor arguments makes at most `MOST` numbers."""
+    """Return True if a call without tensor arguments makes at most `MOST` numbers."""
     if _makes_none(func):
         return False
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else ()

@@ -20,7 +20,9 @@ _NUMBER, _LINE, _ROWS = 29, 32, 16
 
 
 def holds_lines(shape: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """True if pages [Block, .., R, L] have the same bytes in FRACTAL_NZ: L elements are 32 bytes, 16 divides R."""
+    """Return True if pages [Block, .., R, L] have the same bytes in FRACTAL_NZ: L elements are 32 bytes, 16 divides
+    R.
+    """
     if len(shape) < 4 or dtype is None:
         return False
     rows, line = shape[-2:]
@@ -29,17 +31,17 @@ def holds_lines(shape: Sequence[Any], dtype: torch.dtype | None) -> bool:
 
 
 def may_be_fractal(x: Any) -> bool:
-    """True if `x` is a tensor whose bytes are the same in FRACTAL_NZ, as `holds_lines` tests."""
+    """Return True if `x` is a tensor whose bytes are the same in FRACTAL_NZ, as `holds_lines` tests."""
     return isinstance(x, Tensor) and holds_lines(x.shape, x.dtype)
 
 
 def supposed_fractal(x: Any) -> bool:
-    """True if `x` is taken to be in FRACTAL_NZ: unless an NPU reports another format."""
+    """Return True if `x` is taken to be in FRACTAL_NZ: unless an NPU reports another format."""
     return is_fractal(x) is not False
 
 
 def is_fractal(x: Any) -> bool | None:
-    """True if `x` is in FRACTAL_NZ; None where no NPU can report it: for fake tensors and other devices."""
+    """Return True if `x` is in FRACTAL_NZ; None where no NPU can report it: for fake tensors and other devices."""
     npu = sys.modules.get("torch_npu")
     if npu is None or not isinstance(x, Tensor) or isinstance(x, FakeTensor) or x.device.type != "npu":
         return None

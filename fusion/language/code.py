@@ -75,7 +75,7 @@ def keys_of(library: Library) -> str | None:
 
 
 def _is_in_package(given: Rule | Reader | Operator, kind: Any) -> bool:
-    """True if `given`, or the class of a rule without fields, is a global of a module of a package."""
+    """Return True if `given`, or the class of a rule without fields, is a global of a module of a package."""
     if isinstance(given, Operator):
         module = sys.modules.get(kind.__module__)
         return _is_package(_package(kind.__module__)) and any(each is given for each in vars(module).values())
@@ -246,7 +246,7 @@ _INSTALLED = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]
 
 @cache
 def _is_installed(file: str) -> bool:
-    """True if the source file `file` belongs to the standard library, this package or an installed package."""
+    """Return True if the source file `file` belongs to the standard library, this package or an installed package."""
     path = Path(file)
     return (
         file.startswith("<frozen ")
@@ -256,7 +256,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _is_foreign(value: ModuleType | FunctionType | type) -> bool:
-    """True if the qualified name of `value` identifies its code, as an installed module defines it."""
+    """Return True if the qualified name of `value` identifies its code, as an installed module defines it."""
     if isinstance(value, FunctionType):
         return _is_installed(value.__code__.co_filename)
     module: Any = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
@@ -267,7 +267,7 @@ def _is_foreign(value: ModuleType | FunctionType | type) -> bool:
 
 
 def _resolves(module: Any, kind: Any) -> bool:
-    """True if the qualified name of the class or function `kind`, resolved in `module`, is `kind`."""
+    """Return True if the qualified name of the class or function `kind`, resolved in `module`, is `kind`."""
     return reduce(lambda owner, name: getattr(owner, name, None), kind.__qualname__.split("."), module) is kind
 
 

@@ -46,7 +46,7 @@ class Pattern:
     alternative: bool = False
 
     def keeps_apart(self, captures: Mapping[str, Any]) -> bool:
-        """True if the captures named in `apart` are pairwise different."""
+        """Return True if the captures named in `apart` are pairwise different."""
         return len({captures[name] for name in self.apart}) == len(self.apart)
 
     @property

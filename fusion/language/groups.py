@@ -91,5 +91,5 @@ def _named(kind: type[Group], name: str) -> tuple[tuple[str, str, Any], ...]:
 
 
 def is_group(declared: Any) -> TypeGuard[type[Group]]:
-    """True if `declared` is a subclass of `Group` (a class, not an instance)."""
+    """Return True if `declared` is a subclass of `Group` (a class, not an instance)."""
     return isinstance(declared, type) and issubclass(declared, Group)

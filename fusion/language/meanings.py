@@ -33,7 +33,9 @@ class Meaning(Term):
         return frozenset((f"reading:{self.op}",))
 
     def follows(self, bound: Bindings) -> bool:
-        """True if a term in or below `captures` is bound; a plain capture, such as a shared table, does not count."""
+        """Return True if a term in or below `captures` is bound; a plain capture, such as a shared table, does not
+        count.
+        """
         return any(_is_bound(each, bound) for each in self.captures.values() if not isinstance(each, Capture))
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
@@ -64,5 +66,5 @@ class Meaning(Term):
 
 
 def _is_bound(term: Any, bound: Bindings) -> bool:
-    """True if `term`, or any term below it, is bound."""
+    """Return True if `term`, or any term below it, is bound."""
     return isinstance(term, Term) and (term in bound or any(_is_bound(each, bound) for each in term.below()))

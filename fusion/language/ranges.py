@@ -18,7 +18,9 @@ _covered: ContextVar[bool] = ContextVar("covered", default=False)
 
 
 def narrows(have: torch.dtype | None, to: torch.dtype) -> bool:
-    """True if a cast from `have` (None if unknown) to another dtype `to` may overflow (float16), or demotes float64."""
+    """Return True if a cast from `have` (None if unknown) to another dtype `to` may overflow (float16), or demotes
+    float64.
+    """
     if have == to:
         return False
     return to is torch.float16 or have is torch.float64
@@ -51,7 +53,7 @@ def bounded() -> Generator[None]:
 
 
 def is_covered() -> bool:
-    """True if called within `rounding` or `bounded`."""
+    """Return True if called within `rounding` or `bounded`."""
     return _covered.get()
 
 

@@ -85,7 +85,9 @@ class Reader:
         return Reader, tuple(getattr(self, each.name) for each in fields(self))
 
     def waits_for(self, other: Reader) -> bool:
-        """True if `other` must run first: it gives or refines a needed word, or gives a word that this one refines."""
+        """Return True if `other` must run first: it gives or refines a needed word, or gives a word that this one
+        refines.
+        """
         awaited = (other.gives | other.refines) & self.needs or other.gives & self.refines
         return other is not self and bool(awaited)
 

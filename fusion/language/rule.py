@@ -73,7 +73,9 @@ class Lowering:
     refused_on: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def suits(self, choices: Mapping[str, Any]) -> bool:
-        """True if no variant of the lowering differs from the choice of a form under the same name in `choices`."""
+        """Return True if no variant of the lowering differs from the choice of a form under the same name in
+        `choices`.
+        """
         return all(choices.get(name, each) == each for name, each in self.chosen.items())
 
     def run(self, rule: Rule, captures: Mapping[str, Any]) -> Any:

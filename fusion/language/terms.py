@@ -50,7 +50,7 @@ class Term:
         return ()
 
     def follows(self, bound: Bindings) -> bool:
-        """True if a term that this one is computed from is bound already."""
+        """Return True if a term that this one is computed from is bound already."""
         return False
 
     def flattened(self) -> Iterator[list[Term]]:
@@ -110,7 +110,7 @@ class Capture(Term):
             yield sizes
 
     def _have_sizes(self, value: Value, sizes: dict[Any, Any]) -> bool:
-        """True if the sizes of `value` agree with those in `sizes` by dim name; adds the sizes of new names."""
+        """Return True if the sizes of `value` agree with those in `sizes` by dim name; adds the sizes of new names."""
         fixed = self.dims[self._starred :]
         lead = value.rank - len(fixed)
         if lead < 0 or (lead and not self._starred):
@@ -125,7 +125,7 @@ class Capture(Term):
 
     @cached_property
     def _starred(self) -> bool:
-        """True if the first dim is starred, for any number of leading dims."""
+        """Return True if the first dim is starred, for any number of leading dims."""
         return any(name.startswith("*") for name in self.dims)
 
     def fit(self, value: Value, cx: Context) -> Value:
@@ -144,7 +144,7 @@ class Parameter:
     among: tuple[Any, ...] = ()
 
     def takes(self, have: Any, bound: Bindings) -> bool:
-        """True if `have` is among the allowed values, and equal to the bound one if there is one."""
+        """Return True if `have` is among the allowed values, and equal to the bound one if there is one."""
         return (not self.among or have in self.among) and bound.get(self, have) == have
 
 
@@ -173,7 +173,7 @@ class Apply(Operation):
     attrs: tuple[Any, ...] | None = ()
 
     def follows(self, bound: Bindings) -> bool:
-        """True if the term of an argument is bound already."""
+        """Return True if the term of an argument is bound already."""
         return any(arg in bound for arg in self.args)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
@@ -247,7 +247,7 @@ class Product(Operation):
 
     @cached_property
     def _takes_products(self) -> bool:
-        """True if a factor is matched by its reading: its value may be a product itself, like x · Φ(x)."""
+        """Return True if a factor is matched by its reading: its value may be a product itself, like x · Φ(x)."""
         return any(head.startswith("reading:") for each in self.args for head in each.heads())
 
     @cached_property

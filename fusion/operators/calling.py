@@ -82,7 +82,7 @@ def named(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def takes_mapping(function: Callable[..., Any]) -> bool:
-    """True if `function` has a parameter `given`, which receives the arguments of an operator as one mapping."""
+    """Return True if `function` has a parameter `given`, which receives the arguments of an operator as one mapping."""
     return "given" in signature(function).parameters
 
 

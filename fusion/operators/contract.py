@@ -61,7 +61,8 @@ class Operator:
     in_place: str = ""
     """Name of the operator that writes into the arguments that this one copies, "" if there is none."""
     runs_default: bool = False
-    """True if this overload is declared by us, and a device runs the vendor's default overload for it: the vendor's
+    """Return True if this overload is declared by us, and a device runs the vendor's default overload for it: the
+    vendor's
     schema does not declare its writes, or belongs to a package that may define it at any time."""
     older: str = ""
     """Qualified name of an operator with the same contract in a package older than torch_npu's, "" if there is none."""
@@ -84,7 +85,7 @@ class Operator:
     empty: frozenset[str] = field(default_factory=frozenset[str])
     """Dims that may be 0, as in a tensor that a mode of the operator does not touch; all other dims are positive."""
     moves: bool = False
-    """True if every float of the results is an element of an argument."""
+    """Return True if every float of the results is an element of an argument."""
     rounds: str = ""
     """Intermediate values that the kernel rounds to float16 in calls in float16, "" if there are none."""
 

@@ -33,11 +33,11 @@ class Layout:
     when: tuple[str, str] | None
 
     def selected(self, values: Mapping[str, Any]) -> bool:
-        """True if the arguments `values` of a call satisfy the condition of this alternative."""
+        """Return True if the arguments `values` of a call satisfy the condition of this alternative."""
         return self.when is None or values.get(self.when[0]) == self.when[1]
 
     def fits(self, rank: int) -> bool:
-        """True if a tensor of `rank` dims can have this layout."""
+        """Return True if a tensor of `rank` dims can have this layout."""
         variadic = sum(dim.startswith("*") for dim in self.dims)
         fixed = len(self.dims) - variadic
         return rank >= fixed if variadic else rank == fixed

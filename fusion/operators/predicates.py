@@ -245,7 +245,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def is_plain(value: Any) -> bool:
-    """True if `value`, an argument or a size, contains no symbolic size."""
+    """Return True if `value`, an argument or a size, contains no symbolic size."""
     if isinstance(value, torch.Tensor):
         return all(map(is_plain, value.shape))
     if isinstance(value, (tuple, list)):

@@ -253,7 +253,7 @@ def run_by_older(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_default(operator: Operator) -> bool:
-    """True if the default overload of `operator`, which is the vendor's own, is registered."""
+    """Return True if the default overload of `operator`, which is the vendor's own, is registered."""
     packet = getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0], None)
     return getattr(packet, "default", None) is not None  # packet.overloads() omits later definitions
 

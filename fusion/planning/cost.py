@@ -81,7 +81,7 @@ _LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "_int_mm": 0, "ad
 
 @cache
 def _computes(target: Any) -> bool:
-    """True if `target` is a product or an attention of PyTorch, whose flops count."""
+    """Return True if `target` is a product or an attention of PyTorch, whose flops count."""
     name = short_name(target)
     return name in _LEFT or name == "einsum" or "scaled_dot_product" in name
 

@@ -49,13 +49,13 @@ class SizeNodes:
         return self._nodes[dim]
 
     def can_make(self, dim: Any) -> bool:
-        """True if `node` has or can build the size `dim`."""
+        """Return True if `node` has or can build the size `dim`."""
         known = isinstance(dim, int) or dim.is_Integer or dim in self._computed or self._is_given(dim)
         joined = None if known else _joined(dim)
         return known or (joined is not None and all(map(self.can_make, joined[1])))
 
     def _is_given(self, dim: Any) -> bool:
-        """True if `dim` is a size of an input, an int, or a sum or product of such sizes."""
+        """Return True if `dim` is a size of an input, an int, or a sum or product of such sizes."""
         if dim in self._given or getattr(dim, "is_Integer", False):
             return True
         joined = _joined(dim)

@@ -90,7 +90,7 @@ def _uncovered(refusals: Sequence[Refusal]) -> list[Refusal]:
 
 
 def _is_alternative(rule: Rule, refused: Refusal) -> bool:
-    """True if the refused form is an `@alternative` of `rule`: then it is compared like another rule."""
+    """Return True if the refused form is an `@alternative` of `rule`: then it is compared like another rule."""
     return any(form.alternative and form.name == refused.variant for form in rule.patterns())
 
 

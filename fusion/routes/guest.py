@@ -24,7 +24,7 @@ _NPU = ("npu", "privateuseone")
 
 
 def is_on_npu(source: fx.Graph) -> bool:
-    """True if a tensor of the graph is on an NPU, where the fused operators have kernels."""
+    """Return True if a tensor of the graph is on an NPU, where the fused operators have kernels."""
     results = leaves([node.meta.get("val") for node in source.nodes])
     return any(isinstance(each, torch.Tensor) and each.device.type in _NPU for each in results)
 

@@ -34,7 +34,7 @@ def _is_hidden(operator: Operator) -> bool:
 
 
 def _in_order(call: fx.Node) -> bool:
-    """True if every access to the memory that `call` writes is an ancestor or a descendant of `call`."""
+    """Return True if every access to the memory that `call` writes is an ancestor or a descendant of `call`."""
     before, after = _reached(call, "all_input_nodes"), _reached(call, "users")
     return all(each in before or each in after for each in _touching(call))
 

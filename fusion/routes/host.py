@@ -32,7 +32,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], table: Table) ->
 
 
 def has_compiler(device_type: str | None = None) -> bool:
-    """True if Inductor can build code here: for "cpu" it needs a C++ compiler, for "cuda" Triton.
+    """Return True if Inductor can build code here: for "cpu" it needs a C++ compiler, for "cuda" Triton.
 
     Without `device_type`, for the GPU where there is one, else for the CPU.
     """

@@ -80,7 +80,9 @@ def _copied(memory: fx.Node) -> fx.Node:
 
 
 def _may_become_input(memory: fx.Node) -> bool:
-    """True if `memory` is made by writes, and copies that Inductor removes, from an input that the graph mutates."""
+    """Return True if `memory` is made by writes, and copies that Inductor removes, from an input that the graph
+    mutates.
+    """
     writes = False
     while _is_reinplaced(memory) or memory.target in _REMOVED:
         writes |= memory.target not in _REMOVED

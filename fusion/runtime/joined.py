@@ -76,13 +76,15 @@ class Block:
         return self.views[key]
 
     def has(self, tensor: Tensor, number: int) -> bool:
-        """True if `tensor` is part `number`: the same memory, size, dtype and order."""
+        """Return True if `tensor` is part `number`: the same memory, size, dtype and order."""
         start, size = self.start(number), self.ends[number] - self.start(number)
         same = tensor.dtype == self.memory.dtype and tensor.numel() == size and tensor.is_contiguous()
         return same and tensor.data_ptr() == self.memory.data_ptr() + start * self.memory.element_size()
 
     def is_read_outside(self, number: int) -> bool:
-        """True if another tensor than its Parameter still reads part `number`, such as one that `.data` returned."""
+        """Return True if another tensor than its Parameter still reads part `number`, such as one that `.data`
+        returned.
+        """
         handle, owner = self.handles[number], self.owners[number]()
         if handle is None or not self.has(handle, number):
             return False
@@ -177,6 +179,6 @@ def _obstacle_outside(parameter: Tensor) -> str:
 
 
 def is_shared(parameter: Tensor) -> bool:
-    """True if another tensor reads the memory of a Parameter, which may be a view of a block."""
+    """Return True if another tensor reads the memory of a Parameter, which may be a view of a block."""
     at = home(parameter)
     return holders(parameter) > (at[0].known_holders(parameter) if at else 1)

@@ -61,7 +61,7 @@ class _Look:
         return _Look(stamps(parameters), taken, on_host, seen, waiting)
 
     def is_still(self, parameters: Sequence[Tensor]) -> bool:
-        """True if no write to a Parameter shows, and none can now become a view that could not before."""
+        """Return True if no write to a Parameter shows, and none can now become a view that could not before."""
         if self.stamps != stamps(parameters):
             return False
         if self.seen is not None and not torch.equal(torch.cat(self.on_host), self.seen):

@@ -109,7 +109,7 @@ def _as_bits(x: Tensor, dtype: torch.dtype, source: torch.dtype) -> Tensor:
 
 
 def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a call draws random numbers: attention without dropout does not, though its operator may."""
+    """Return True if a call draws random numbers: attention without dropout does not, though its operator may."""
     if not is_random(target):
         return False
     return arguments_of(target, args, kwargs).get("dropout_p", 1.0) != 0
@@ -126,7 +126,7 @@ def _drawn(target: OpOverload, narrow: torch.dtype | None, *args: Any, **kwargs:
 
 
 def _multiplies_groups(node: fx.Node) -> bool:
-    """True if `node` multiplies rows by a matrix for each group, which torch computes in float32 at most."""
+    """Return True if `node` multiplies rows by a matrix for each group, which torch computes in float32 at most."""
     grouped = node.target is torch.ops.aten._grouped_mm.default
     return grouped and tuple(each.meta["val"].dim() for each in node.all_input_nodes[:2]) == (2, 3)
 

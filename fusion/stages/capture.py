@@ -15,7 +15,8 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 
 
 def is_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """True if autograd would build a backward graph: gradients are on, and an input and a result of `gm` require them.
+    """Return True if autograd would build a backward graph: gradients are on, and an input and a result of `gm`
+    require them.
 
     A result without metadata counts as one that does.
     """

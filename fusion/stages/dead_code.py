@@ -30,7 +30,7 @@ def drop_dead_code(source: fx.Graph) -> bool:
 
 
 def _is_proven(node: fx.Node) -> bool:
-    """True if `node` asserts metadata of a tensor all of which its fake tensor has."""
+    """Return True if `node` asserts metadata of a tensor all of which its fake tensor has."""
     if node.target is not _METADATA:
         return False
     claimed = given(node.target, node.args, node.kwargs)

@@ -224,7 +224,7 @@ class _Search:
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
 
     def _may_occur(self, form: Pattern) -> bool:
-        """True if the graph has a reading for each word of `form`, and a value for each of its necessary ops."""
+        """Return True if the graph has a reading for each word of `form`, and a value for each of its necessary ops."""
         return form.words <= self._words and all(any(map(self._count, heads)) for heads in form.needed)
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
@@ -256,7 +256,7 @@ class _Search:
         return None
 
     def _may_replace(self, value: Value) -> bool:
-        """True if a node computes `value`, or no node has it as its value: then only other matches read it."""
+        """Return True if a node computes `value`, or no node has it as its value: then only other matches read it."""
         return bool(self._makers(value)) or value not in self.graph.places
 
     def _explain(self, rule: Rule, value: Value, captures: Mapping[str, Any]) -> None:
@@ -271,7 +271,8 @@ class _Search:
                 waiting.extend(each.args)
 
     def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
-        """True if the match cannot be one call: a capture depends on a result, or on a write to memory behind it.
+        """Return True if the match cannot be one call: a capture depends on a result, or on a write to memory behind
+        it.
 
         A capture may be cut from the result, as the start of a rolled buffer is from its end.
         """
@@ -379,14 +380,16 @@ class _Search:
                         break
 
     def _is_known(self, rule: Rule, value: Value) -> bool:
-        """True if `value`, or a product among its operands, has a reading of `rule`, or the guard explains it."""
+        """Return True if `value`, or a product among its operands, has a reading of `rule`, or the guard explains
+        it.
+        """
         products = (each for each in value.args if each.op == "mul") if value.op == "mul" else ()
         if any(each in self._guarded or self.readings(each, rule.name) for each in (value, *products)):
             return True
         return (rule.name, value) in self._explained
 
     def _is_within(self, value: Value) -> bool:
-        """True if `value` is an intermediate of a node whose result has a reading."""
+        """Return True if `value` is an intermediate of a node whose result has a reading."""
         owner = None if value in self.graph.places else self.graph.owners.get(value)
         result = None if owner is None else self.graph.held.get(owner)
         return isinstance(result, Value) and bool(self._readings.get(result))

@@ -138,7 +138,7 @@ def _shorten(copy: fx.Node) -> None:
 
 
 def _fills(node: fx.Node) -> bool:
-    """True if the `slice_scatter` `node` overwrites all of its first argument with a source of the same strides.
+    """Return True if the `slice_scatter` `node` overwrites all of its first argument with a source of the same strides.
 
     A source with the shape of the destination covers all of it, wherever the slice begins.
     """
@@ -176,7 +176,7 @@ def _count_before(operator: Operator) -> int:
 
 
 def _is_fresh(cache: Any, reader: fx.Node) -> bool:
-    """True if `cache` is, or is a view of, memory that a call of the graph allocates and only `reader` reads."""
+    """Return True if `cache` is, or is a view of, memory that a call of the graph allocates and only `reader` reads."""
     base = _peel_views(cache)[1]
     target: Any = base.target if isinstance(base, fx.Node) else None
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
@@ -207,7 +207,9 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
-    """True if `steps`, views applied to `place` one after the other, give back its shape, strides, offset and dtype."""
+    """Return True if `steps`, views applied to `place` one after the other, give back its shape, strides, offset and
+    dtype.
+    """
     start = place.meta["val"]
     value = start
     with torch.no_grad():
@@ -223,7 +225,7 @@ def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
 
 
 def _may_write(chain: Chain, chains: Sequence[Chain]) -> bool:
-    """True if every write of `chain` may be in place, given that the other `chains` are written in place.
+    """Return True if every write of `chain` may be in place, given that the other `chains` are written in place.
 
     Arguments that a call writes to and that belong to no chain must be memory of its own. As a side effect, readers of
     an old cache are moved before the write where their operands allow it.
@@ -246,7 +248,7 @@ def _readers(value: Any) -> Iterator[fx.Node]:
 
 
 def _reads_before(reader: fx.Node, link: Link) -> bool:
-    """True if `reader` reads the cache before `link` writes to it.
+    """Return True if `reader` reads the cache before `link` writes to it.
 
     A reader behind the write is moved before it, if its operands allow that. The write itself may read the cache in no
     other argument.

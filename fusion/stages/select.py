@@ -68,7 +68,7 @@ def _saved(cover: Sequence[Candidate]) -> int:
 
 
 def _is_sure(candidate: Candidate) -> bool:
-    """True if `candidate` pays without its surplus and with its further launches priced twice."""
+    """Return True if `candidate` pays without its surplus and with its further launches priced twice."""
     return candidate.benefit - candidate.surplus - candidate.further > LEAST_BENEFIT
 
 
@@ -144,7 +144,7 @@ def _interleaved(chosen: Sequence[Candidate], late: Sequence[Sequence[fx.Node]],
 
 
 def _waits(candidate: Candidate, late: Sequence[fx.Node], other: Candidate, graph: Graph) -> bool:
-    """True if `candidate`, with the nodes `late` that it reads, depends on a result of `other`."""
+    """Return True if `candidate`, with the nodes `late` that it reads, depends on a result of `other`."""
     waiting = (*candidate.match.firsts, *late)
     return any(graph.depends(one, another) for one in waiting for another in other.match.firsts)
 

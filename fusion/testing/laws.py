@@ -43,7 +43,9 @@ def recognises(t: Trial) -> None:
 
 
 def lacks_range(t: Trial) -> bool:
-    """True if inputs are float16, and a refusal reports that float16 lacks the range for a number of the model."""
+    """Return True if inputs are float16, and a refusal reports that float16 lacks the range for a number of the
+    model.
+    """
     narrow = any(isinstance(each, Tensor) and each.dtype == torch.float16 for each in t.captured.inputs)
     return narrow and any("float16" in each.reason for each in t.outcome.refusals)
 

@@ -114,7 +114,7 @@ def scalings(inputs: Sequence[Any], pairs: bool = False) -> Iterator[Scales]:
 
 
 def _is_scaled(x: Any, inputs: Sequence[Any]) -> bool:
-    """True if `x` has floats of any magnitude: not integers, a mask, or cosines or sines of a pair."""
+    """Return True if `x` has floats of any magnitude: not integers, a mask, or cosines or sines of a pair."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.any() or not x.isfinite().all():
         return False
     is_mask = bool((x <= MASKED).any()) or bool(((x == 0) | (x.abs() == 1)).all())
@@ -122,7 +122,7 @@ def _is_scaled(x: Any, inputs: Sequence[Any]) -> bool:
 
 
 def _are_angles(x: Tensor, y: Any) -> bool:
-    """True if x² + y² is 1 everywhere, as for cosines and sines."""
+    """Return True if x² + y² is 1 everywhere, as for cosines and sines."""
     alike = isinstance(y, Tensor) and y.is_floating_point() and y.shape == x.shape
     return alike and bool(((x.double().square() + y.double().square() - 1).abs() < 0.02).all())
 
@@ -135,7 +135,7 @@ def _scaled(x: Any, by: float | None) -> Any:
 
 
 def _overflows(x: Tensor, given: Tensor) -> bool:
-    """True if scaling made an entry of `x` infinite."""
+    """Return True if scaling made an entry of `x` infinite."""
     return x.is_floating_point() and not bool(x.isfinite().all()) and bool(given.isfinite().all())
 
 
@@ -193,13 +193,13 @@ def _differing(
 
 
 def _overflowed(exact: Any, old: Any) -> bool:
-    """True if an intermediate of the original is not finite where float64 is: its own range ends there."""
+    """Return True if an intermediate of the original is not finite where float64 is: its own range ends there."""
     is_float = isinstance(old, Tensor) and old.is_floating_point()
     return is_float and bool((exact.isfinite() & ~old.isfinite()).any())
 
 
 def _is_paired(x: Any, numbers: Tensor) -> bool:
-    """True if `x` has one float for each of the integers `numbers`, such as the weights of experts."""
+    """Return True if `x` has one float for each of the integers `numbers`, such as the weights of experts."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape
 
 

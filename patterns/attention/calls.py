@@ -164,12 +164,12 @@ def _older(
 
 
 def heads_last(x: Tensor) -> bool:
-    """True if `x` [B, N, S, D] has the memory layout [B, S, N, D]."""
+    """Return True if `x` [B, N, S, D] has the memory layout [B, S, N, D]."""
     return x.stride(1) < x.stride(2)
 
 
 def positions_first(x: Tensor) -> bool:
-    """True if `x` [B, N, S, D] has the memory layout [S, B, N, D], with the heads of all sequences adjacent."""
+    """Return True if `x` [B, N, S, D] has the memory layout [S, B, N, D], with the heads of all sequences adjacent."""
     adjacent = x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     return adjacent and (x.shape[2] == 1 or x.stride(2) > x.stride(0))
 
@@ -216,7 +216,8 @@ def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, ends:
 
     Args:
         q: queries [B, N, S, D].
-        k, v: keys and values, packed [.., M, D] or in pages.
+        k: keys, packed [.., M, D] or in pages.
+        v: values alike.
         lengths: the ends of packed keys, or the lengths in pages.
         call: scale, version and results.
         ends: the ends of the packed queries; None for B sequences of S rows.

@@ -317,12 +317,12 @@ def _looked_up(a: Algebra, folder: Folder, below: Value, batch: Any) -> tuple[Va
 
 
 def _is_shared_along_first(x: Value, shape: Sequence[Any]) -> bool:
-    """True if `x`, broadcast to `shape`, has size 1 along the first dim and all sizes along the others."""
+    """Return True if `x`, broadcast to `shape`, has size 1 along the first dim and all sizes along the others."""
     return (1,) * (len(shape) - x.rank) + x.shape == (1, *shape[1:])
 
 
 def _is_batch_index(folder: Folder, x: Value, batch: Any) -> bool:
-    """True if `x` is arange(batch) along its first dim and 1 along the others."""
+    """Return True if `x` is arange(batch) along its first dim and 1 along the others."""
     return isinstance(batch, int) and x.shape[:1] == (batch,) and _constant(folder, x) == list(range(batch))
 
 

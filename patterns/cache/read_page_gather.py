@@ -100,7 +100,9 @@ def _input(pages: Value) -> Value | None:
 
 
 def _is_fractal(graph: Graph, pages: Value) -> bool | None:
-    """True if `pages` are in FRACTAL_NZ, None if the format is unknown; computed pages are never in FRACTAL_NZ."""
+    """Return True if `pages` are in FRACTAL_NZ, None if the format is unknown; computed pages are never in
+    FRACTAL_NZ.
+    """
     source = _input(pages)
     if source is None:
         return False
@@ -108,7 +110,7 @@ def _is_fractal(graph: Graph, pages: Value) -> bool | None:
 
 
 def _is_read_as_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
-    """True if the model views the gathered `value` as rows of sequences.
+    """Return True if the model views the gathered `value` as rows of sequences.
 
     Otherwise it may be no gather from a cache at all, but one from a table of rotations.
     """
@@ -153,7 +155,7 @@ def _by_page(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
 
 
 def _gathers_pages(gather: Gather) -> bool:
-    """True if each number of the table selects one page [Size, ..] of more than one row."""
+    """Return True if each number of the table selects one page [Size, ..] of more than one row."""
     pages, table, size = gather.pages, gather.table, gather.size
     sizes = (*pages.shape[1:], table.shape[1])
     is_static = table.rank == 2 and pages.rank > 2 and all(isinstance(each, int) for each in sizes)

@@ -129,12 +129,12 @@ class Writes:
                 return ()
 
     def _is_back(self, value: Value) -> bool:
-        """True if `value` restores the shape of a cache that was reshaped before it was written."""
+        """Return True if `value` restores the shape of a cache that was reshaped before it was written."""
         viewed = value.arg.below(*WRITES)
         return viewed.op == "reshape" and viewed.arg.shape == value.shape
 
     def _is_cache(self, value: Value) -> bool:
-        """True if `value` views all of an input that the graph changes, or of a write into one."""
+        """Return True if `value` views all of an input that the graph changes, or of a write into one."""
         return unviewed(value) in self._caches
 
     def _rows(self, cache: Value, rows: Value, index: Value, *inner: Value, axis: int) -> Sequence[Reading]:
@@ -259,7 +259,7 @@ def _truth(a: Algebra, x: Value) -> Value | None:
 
 
 def _is_mask(a: Algebra, x: Value) -> bool:
-    """True if `x` is a boolean mask cast to numbers, or a linear function of one such as 1 - mask."""
+    """Return True if `x` is a boolean mask cast to numbers, or a linear function of one such as 1 - mask."""
     return _truth(a, x.below("shift", "scale")) is not None
 
 
@@ -268,7 +268,7 @@ def _write(cache: Value, rows: Value, axis: int, **place: Any) -> Reading:
 
 
 def _reads_what_it_writes(write: Reading) -> bool:
-    """True if the rows of `write` are a view of its cache."""
+    """Return True if the rows of `write` are a view of its cache."""
     base, source = (write.captures[name].below(*_VIEWS) for name in ("cache", "rows"))
     return source is base
 

@@ -89,7 +89,7 @@ def _others(graph: Graph) -> Iterator[Found]:
 
 
 def _gates(sigmoid: Value, factors: set[Value]) -> bool:
-    """True if a factor of the product has the shape of `sigmoid`, but is no divisor: it is gated by lane."""
+    """Return True if a factor of the product has the shape of `sigmoid`, but is no divisor: it is gated by lane."""
     return any(each.shape == sigmoid.shape for each in factors if each is not sigmoid and each.op != "power")
 
 

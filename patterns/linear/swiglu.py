@@ -68,7 +68,7 @@ class GatedActivation(Rule):
         "or lanes; exchange both in the weight of their projection"
     )
     def swapped(self, p, bounds, source: Any = Merged):
-        """a · silu(b), with the gate in the second half or in odd lanes"""
+        """y = a · silu(b), with the gate in the second half or in odd lanes"""
         return activated(p, bounds, source.terms(p, gate_first=False), source.like)
 
     @lookalike(

@@ -132,7 +132,7 @@ def _divisor(factor: Value) -> tuple[Value, float] | None:
 
 
 def _is_greatest(value: Value) -> bool:
-    """True if `value` is a maximum over dims, or a top-k with k = 1."""
+    """Return True if `value` is a maximum over dims, or a top-k with k = 1."""
     return value.op == "greatest" or (value.op == "largest" and value.attrs == (1,))
 
 
@@ -219,7 +219,7 @@ class _Scales:
         return 1.0 if other is None else _snapped(other.factor / self.scale.factor)
 
     def is_multiple(self, multiple: Value) -> bool:
-        """True if `multiple` is a number times s, entry by entry, for all but faint rows."""
+        """Return True if `multiple` is a number times s, entry by entry, for all but faint rows."""
         other = self.multiples[multiple]
         faint = other.least * self.scale.factor <= FAINT * (1 + 1e-6) * other.factor
         return faint and but_ones(multiple.shape) == but_ones(self.s.shape)
@@ -261,7 +261,7 @@ def _multiples(graph: Graph, roots: Sequence[Value]) -> dict[Value, _Scale]:
 
 
 def _is_read(graph: Graph, multiple: Value, others: Container[object], int8: Value) -> bool:
-    """True if `multiple` is used for more than `others`, and for more than the computation of `int8`."""
+    """Return True if `multiple` is used for more than `others`, and for more than the computation of `int8`."""
     users = (user for node in graph.places.get(multiple, ()) for user in node.users)
     return any(
         graph.held.get(user) not in others and not any(graph.depends(node, user) for node in graph.places[int8])
@@ -281,7 +281,7 @@ def _has_scale(quotient: Value) -> bool:
 
 
 def is_rounded_by_row(value: Value) -> bool:
-    """True if `value` is round(x / s), with s a scale of each row."""
+    """Return True if `value` is round(x / s), with s a scale of each row."""
     if value.op != "round":
         return False
     quotient, _ = unscaled(value.arg.below("clip"))

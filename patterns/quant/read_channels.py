@@ -88,12 +88,12 @@ def _by_number(quotient: Value) -> Reading | None:
 
 
 def _is_input(factor: Value) -> bool:
-    """True if `factor` is an input, or a view or a cast of one."""
+    """Return True if `factor` is an input, or a view or a cast of one."""
     return factor.below(*_VIEWS).op == "input"
 
 
 def _is_per_channel(x: Value, factor: Value) -> bool:
-    """True if `factor` varies along the last dim of `x` and at most one more, or along one dim alone.
+    """Return True if `factor` varies along the last dim of `x` and at most one more, or along one dim alone.
 
     A factor with as many entries and dims as `x`, of one row, may be one of each row instead: False.
     """

@@ -62,7 +62,7 @@ def _source(piece: Value) -> Value:
 
 
 def _is(a: Algebra, value: Value, other: Value) -> bool:
-    """True if `value` and `other` differ by a reshape alone."""
+    """Return True if `value` and `other` differ by a reshape alone."""
     same_size = value.dtype == other.dtype and prod(value.shape) == prod(other.shape)
     return same_size and a.reshape(value, other.shape) is other
 

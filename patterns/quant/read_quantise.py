@@ -181,7 +181,7 @@ def _factored(quotient: Value, number: float) -> tuple[Value, Value] | None:
 
 
 def _is_from_input(factor: Value) -> bool:
-    """True if `factor` is an input, or computed from one by unary ops.
+    """Return True if `factor` is an input, or computed from one by unary ops.
 
     The channels of a single token have the shape of such a factor, but are computed otherwise.
     """
@@ -200,6 +200,6 @@ def _biased(a: Algebra, x: Value) -> dict[str, Value]:
 
 
 def _is_quotient(value: Value) -> bool:
-    """True if `value` is a product with a reciprocal."""
+    """Return True if `value` is a product with a reciprocal."""
     factors = [unscaled(each)[0] for each in value.args] if value.op == "mul" else []
     return any(each.op == "power" and each.attrs == (-1.0,) for each in factors)

@@ -277,7 +277,7 @@ def _by_head(a: Algebra, permuted: Value) -> _Layer | None:
 
 
 def _is_channel_factor(line: Value, value: Value) -> bool:
-    """True if `line`, an operand of `value`, is an input with one entry, or with one of each output channel.
+    """Return True if `line`, an operand of `value`, is an input with one entry, or with one of each output channel.
 
     Computed operands are excluded: the activations of a single token have the same shape. What is added has one dim and
     one entry of each channel.

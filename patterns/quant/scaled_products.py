@@ -53,7 +53,7 @@ class Product:
 
     @property
     def complete(self) -> bool:
-        """True if the scales of tokens and of channels are read."""
+        """Return True if the scales of tokens and of channels are read."""
         return self.tokens is not None and self.channels is not None
 
 

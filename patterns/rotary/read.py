@@ -72,12 +72,12 @@ def rotations(graph: Graph) -> Iterator[Found]:
 
 
 def _may_turn(value: Value) -> bool:
-    """True if the op of `value` may end a rotation; a scaled mean over two products is their sum."""
+    """Return True if the op of `value` may end a rotation; a scaled mean over two products is their sum."""
     return value.op in _TURNING or (value.op == "scale" and value.below("scale", "reshape").op == "mean")
 
 
 def _stands_on_one(graph: Graph, value: Value, turned: Collection[Value], depth: int = 3) -> bool:
-    """True if `value` depends on a rotation in `turned` within `depth` nodes, so that it may only pass it on."""
+    """Return True if `value` depends on a rotation in `turned` within `depth` nodes, so that it may only pass it on."""
     nodes = graph.places[value][:1]
     for _ in range(depth):
         nodes = tuple(source for node in nodes for source in node.all_input_nodes)
@@ -127,7 +127,7 @@ def _summed(known: KnownTables, root: Value, at: Rows, leaves: Leaves, full: boo
 
 
 def _turns_all(products: Sequence[Term]) -> bool:
-    """True if every lane is a sum of two products."""
+    """Return True if every lane is a sum of two products."""
     return len(products) == 2 and all((each.second.leaf != NONE).all() for each in products)
 
 
@@ -164,7 +164,7 @@ def _apart(sums: _Sum) -> str | None:
 
 
 def _multiplies(value: Value, depth: int = 8) -> bool:
-    """True if `value` depends on a product within `depth` ops: a cheap test before lanes are followed."""
+    """Return True if `value` depends on a product within `depth` ops: a cheap test before lanes are followed."""
     if value.op == "mul" or (value.op == "matmul" and value.arg.shape[-1] == 2):
         return True
     moving = ("add", "scale", "cast", "reshape", "permute", "slice", "cat", "slice_scatter", "mean")
@@ -172,7 +172,7 @@ def _multiplies(value: Value, depth: int = 8) -> bool:
 
 
 def _may_turn_all(value: Value) -> bool:
-    """True if all lanes of `value` may be sums of two products: a cheap test.
+    """Return True if all lanes of `value` may be sums of two products: a cheap test.
 
     It excludes rotated lanes that are concatenated with others.
     """

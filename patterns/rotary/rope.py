@@ -56,7 +56,7 @@ class Rope(Rule):
     @pattern
     @variants(rotated=(FullWidth, WidenedFullWidth), others=IN_ONE_TENSOR)
     def among(self, p, rotated, others):
-        """the rotation of a slice of lanes of x, concatenated with the other lanes of x"""
+        """x[.., lanes] rotated, concatenated with the other lanes of x"""
         return others.term(p, rotated)
 
     @pattern

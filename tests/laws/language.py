@@ -18,8 +18,6 @@ PACKAGES = ("fusion", "patterns")
 LIST = Path(__file__).with_name("language.txt")
 VERBS = frozenset(Path(__file__).with_name("verbs.txt").read_text().split())
 """First words of the docstring of a function."""
-PREDICATE = "True if"
-"""Beginning of the docstring of a predicate."""
 CLAUSES = frozenset({"What", "Whether", "Which", "Why", "How", "Where", "Of", "As", "Both", "Whose", "That", "Those"})
 """First words of a relative clause, which begin no docstring of a module, class or property."""
 WORDS = frozenset(
@@ -55,7 +53,7 @@ def _fault_of_docstring(node: _Definition) -> Iterator[str]:
     place = f"{getattr(node, 'lineno', 1)}: {getattr(node, 'name', 'module')}"
     first = text.split()[0].rstrip(",.:;")
     is_action = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "property" not in decorators
-    if is_action and not (first in VERBS or text.startswith(PREDICATE)):
+    if is_action and first not in VERBS:
         yield f"{place}: {first!r} is no verb: {text.splitlines()[0]}"
     elif first in CLAUSES:
         yield f"{place}: {first!r} begins a clause: {text.splitlines()[0]}"

@@ -42,10 +42,12 @@ class Names:
     """Scale and offset of an int8 result."""
     uncomputed: Mapping[str, str]
     padded: bool = False
-    """True if the version has padding sizes, which right-align sequences in their rows, and a shared prefix of keys."""
+    """Return True if the version has padding sizes, which right-align sequences in their rows, and a shared prefix of
+    keys.
+    """
     sink: str | None = None
     int8_queries: bool = False
-    """True if the version takes int8 queries over an int8 latent."""
+    """Return True if the version takes int8 queries over an int8 latent."""
 
 
 V2 = Names(

@@ -199,7 +199,7 @@ def _gathered(
 
 
 def _is_in_lines(cache: Tensor, rows: Tensor) -> bool:
-    """True if pages are in NZ, [Blocks, N · D / L, Size, L], and not in rows [Blocks, Size, N, D]."""
+    """Return True if pages are in NZ, [Blocks, N · D / L, Size, L], and not in rows [Blocks, Size, N, D]."""
     return cache.shape[2:] != rows.shape[1:]
 
 

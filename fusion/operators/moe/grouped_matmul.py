@@ -112,7 +112,7 @@ def _dequantised(
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """True if torch's grouped kernel takes the operands: bfloat16, contiguous, lines a multiple of 16 bytes."""
+    """Return True if torch's grouped kernel takes the operands: bfloat16, contiguous, lines a multiple of 16 bytes."""
     lines = all(size % 8 == 0 for size in matrices.shape[1:])
     plain = matrices.is_contiguous() or matrices.mT.is_contiguous()
     return rows.dtype == matrices.dtype == torch.bfloat16 and lines and plain and rows.is_contiguous()

@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def is_wrong(self) -> bool:
-        """True if these calls alone show that the fused graph is wrong."""
+        """Return True if these calls alone show that the fused graph is wrong."""
         judge = Judge(self.plain, self.call, self.call.run(self.plain), self.names, is_compiled=False)
         return judge.judged(self.fused) is not None
 
@@ -113,7 +113,7 @@ def _results(plain: fx.Graph, fused: fx.Graph, twins: Twins) -> list[tuple[fx.No
 
 
 def _is_same_call(one: fx.Node, other: fx.Node) -> bool:
-    """True if two nodes are the same call of operands that may differ.
+    """Return True if two nodes are the same call of operands that may differ.
 
     Operands with several results must be calls of the same operator.
     """

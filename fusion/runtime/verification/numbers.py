@@ -54,14 +54,16 @@ def relative_error(have: Tensor, want: Tensor) -> float:
 
 
 def is_like(fused: Any, plain: Any) -> bool:
-    """True if two results have the same type, and tensors the same shape, dtype and device."""
+    """Return True if two results have the same type, and tensors the same shape, dtype and device."""
     if not isinstance(plain, Tensor) or not isinstance(fused, Tensor):
         return type(fused) is type(plain)
     return (fused.shape, fused.dtype, fused.device) == (plain.shape, plain.dtype, plain.device)
 
 
 def is_close(fused: Any, plain: Any) -> bool:
-    """True if two results differ by half a unit in the last place of each row at most; integers must be equal."""
+    """Return True if two results differ by half a unit in the last place of each row at most; integers must be
+    equal.
+    """
     if not isinstance(plain, Tensor):
         return bool(fused == plain)
     if torch.equal(fused, plain):
@@ -77,7 +79,7 @@ def is_close(fused: Any, plain: Any) -> bool:
 
 
 def is_inexact(x: Tensor) -> bool:
-    """True if `x` has rounded numbers: a floating-point or complex dtype."""
+    """Return True if `x` has rounded numbers: a floating-point or complex dtype."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -100,7 +102,8 @@ def distances(fused: Tensor, plain: Tensor, exact: Tensor) -> Distances:
 
 
 def is_further(measured: Distances, dtype: torch.dtype) -> bool:
-    """True if a fused result may be further from float64 than the plain one by more than rounding to `dtype` explains.
+    """Return True if a fused result may be further from float64 than the plain one by more than rounding to `dtype`
+    explains.
 
     The limit is low: a suspect is judged by float64 of the fused graph. A plain result that is far from float64 itself,
     such as one that breaks a tie differently, does not raise the limit.

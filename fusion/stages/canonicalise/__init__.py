@@ -237,7 +237,7 @@ class _Walk:
 
 
 def _moves(node: fx.Node) -> bool:
-    """True if the call `node` copies a tensor with dims from another device."""
+    """Return True if the call `node` copies a tensor with dims from another device."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
         return False

@@ -26,7 +26,7 @@ def parts(a: Algebra, z: Value) -> tuple[Value, Value]:
 
 
 def is_complex(value: object) -> bool:
-    """True if `value` is a canonical value of complex numbers."""
+    """Return True if `value` is a canonical value of complex numbers."""
     return isinstance(value, Value) and value.dtype is not None and value.dtype.is_complex
 
 

@@ -68,7 +68,7 @@ def counted(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Va
 
 
 def _can_count(dtype: torch.dtype | None, count: Any) -> bool:
-    """True if no sum of up to `count` ones is 0 in `dtype`.
+    """Return True if no sum of up to `count` ones is 0 in `dtype`.
 
     An integer must not wrap round; a float that is too large to grow stays as it is.
     """

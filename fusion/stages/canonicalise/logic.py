@@ -197,7 +197,7 @@ def last_index(a: Algebra, x: Value, indices: Sequence[Value]) -> Value | None:
 
 
 def _is_position(a: Algebra, x: Value, axis: int, shape: Sequence[Any]) -> bool:
-    """True if `x`, which broadcasts to `shape`, is the position along `axis`."""
+    """Return True if `x`, which broadcasts to `shape`, is the position along `axis`."""
     x = uncast(x.below("expand"))
     if shape[axis] == 1 and bounds(x) == (0, 0):
         return True
@@ -280,7 +280,7 @@ def _ranked(x: Value) -> Value:
 
 
 def is_shares(x: Value) -> bool:
-    """True if `x` is a softmax over its last dim."""
+    """Return True if `x` is a softmax over its last dim."""
     return x.op == "softmax" and x.attrs[0] == -1
 
 

@@ -207,7 +207,7 @@ def _pad(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], *how: Any) -> Tra
 
 
 def _is_constant(x: Value) -> bool:
-    """True if `x` is computed without inputs, by canonical ops alone."""
+    """Return True if `x` is computed without inputs, by canonical ops alone."""
     return x.op != "input" and not x.op.startswith("aten.") and all(map(_is_constant, x.args))
 
 

@@ -81,5 +81,5 @@ def promote(algebra: Algebra, out: Out, *operands: Any) -> tuple[Any, ...]:
 
 
 def is_number(operand: Any) -> bool:
-    """True if `operand` is an int or a float, and no bool."""
+    """Return True if `operand` is an int or a float, and no bool."""
     return isinstance(operand, (int, float)) and not isinstance(operand, bool)

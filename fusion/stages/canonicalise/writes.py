@@ -106,7 +106,9 @@ def _by_batch(a: Algebra, cache: Value, indices: Sequence[Value], rows: Value, a
 
 
 def _may_fit(count: Dim, size: Dim) -> bool:
-    """True if `count` may be at most `size`: more rows than that are an error in eager mode and in the operator."""
+    """Return True if `count` may be at most `size`: more rows than that are an error in eager mode and in the
+    operator.
+    """
     return count <= size if isinstance(count, int) and isinstance(size, int) else True
 
 
@@ -219,7 +221,9 @@ def _start(a: Algebra, positions: Value) -> Value | int | None:
 
 
 def _is_open(cache: Value, rows: Value, axis: int) -> bool:
-    """True if a constant position cannot be checked: a size is symbolic, or `rows` are of some sequences only."""
+    """Return True if a constant position cannot be checked: a size is symbolic, or `rows` are of some sequences
+    only.
+    """
     sizes = (cache.shape[axis], rows.shape[axis])
     return not all(isinstance(size, int) for size in sizes) or rows.shape[:1] != cache.shape[:1]
 

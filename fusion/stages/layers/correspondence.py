@@ -54,7 +54,7 @@ class Correspondence:
         return max(self.number[each] for each in made.candidate.match.firsts)
 
     def is_shared(self, node: fx.Node) -> bool:
-        """True if `node` is the same for every layer that reads it; every symbolic size is."""
+        """Return True if `node` is the same for every layer that reads it; every symbolic size is."""
         return node in self._shared or isinstance(node.meta.get("val"), torch.SymInt)
 
     def _same_for_all(self, value_of: Mapping[fx.Node, Held]) -> set[fx.Node]:
@@ -133,7 +133,7 @@ class Correspondence:
         return original
 
     def _is_result(self, node: fx.Node) -> bool:
-        """True if the added `node` is a result of its rewrite, rather than an operand of its calls.
+        """Return True if the added `node` is a result of its rewrite, rather than an operand of its calls.
 
         Rewrites share operands that are built for their calls, as experts a view of their common input.
         """
@@ -191,7 +191,7 @@ class Correspondence:
         return made and next((each for each in made.added if self._does_same(node, each, number)), None)
 
     def _is_made_as(self, one: Rewritten, other: Rewritten) -> bool:
-        """True if two rewrites run the same plan at corresponding places."""
+        """Return True if two rewrites run the same plan at corresponding places."""
         return one.candidate.plan is other.candidate.plan and self._places(one) == self._places(other)
 
     def _places(self, made: Rewritten) -> list[Hashable]:
@@ -199,7 +199,8 @@ class Correspondence:
         return [self._origins.relative(each, number) for each in made.candidate.match.firsts]
 
     def _does_same(self, one: fx.Node, other: fx.Node, number: int) -> bool:
-        """True if the nodes `one` and `other`, added to layers of one kind, do the same; `other` is in layer `number`.
+        """Return True if the nodes `one` and `other`, added to layers of one kind, do the same; `other` is in layer
+        `number`.
 
         Operands in other layers correspond if neither is shared.
         """

@@ -154,7 +154,7 @@ class _Divider:
             yield replace(layer, ports=ports[number], kind=numbers.setdefault(kind, len(numbers)))
 
     def _is_single(self, layer: Layer, behind: Layer) -> bool:
-        """True if `layer` is of a kind of its own: it is read beyond the next layer, or meets a wall."""
+        """Return True if `layer` is of a kind of its own: it is read beyond the next layer, or meets a wall."""
         is_read_far = not self._exported.isdisjoint(layer.nodes)
         return is_read_far or not self._walls.isdisjoint((*layer.nodes, *behind.nodes[:1]))
 

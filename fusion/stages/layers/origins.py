@@ -54,7 +54,7 @@ class Origins:
         return self.folded.layers[number]
 
     def is_real(self, first: int, last: int) -> bool:
-        """True if no layer from `first` to `last` is left out, and `last` stands for itself alone."""
+        """Return True if no layer from `first` to `last` is left out, and `last` stands for itself alone."""
         follow = self.order[last] - self.order[first] == last - first
         return follow and len(self.instances[last]) == 1
 
@@ -118,7 +118,9 @@ class Origins:
         return frozenset(self.copies[node] for node in nodes if node in self.copies)
 
     def is_changed(self, node: fx.Node) -> bool:
-        """True if `node` was added, or its arguments or its fake tensor are others than when the graph was folded."""
+        """Return True if `node` was added, or its arguments or its fake tensor are others than when the graph was
+        folded.
+        """
         now = node.args, node.kwargs, node.meta.get("val")
         return node not in self._came or any(one is not other for one, other in zip(now, self._came[node], strict=True))
 

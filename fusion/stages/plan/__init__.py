@@ -180,7 +180,7 @@ class Planner:
         return best
 
     def _is_legal(self, plans: Plans) -> bool:
-        """True if the target takes one of `plans`."""
+        """Return True if the target takes one of `plans`."""
         return any(isinstance(plan, Plan) and self.target.name not in plan.refusals for plan in plans.values())
 
     def _cause(self, offer: Candidate) -> Refused | str | None:
@@ -272,7 +272,7 @@ class Planner:
         return cost, sum(map(len, kernels.values()))
 
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
-        """True if a step that depends on the captures `names` alone is computed once, outside of the graph.
+        """Return True if a step that depends on the captures `names` alone is computed once, outside of the graph.
 
         All of them come from Parameters alone; so does a step that depends on none, of constants.
         """

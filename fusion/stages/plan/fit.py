@@ -27,12 +27,12 @@ def mismatch(match: Match, plan: Plan) -> Refused | None:
 
 
 def has_unreliable_strides(match: Match) -> bool:
-    """True if strides of the fakes of the results of `match` are unreliable."""
+    """Return True if strides of the fakes of the results of `match` are unreliable."""
     return any(map(_follows_index_strides, match.makers))
 
 
 def _follows_index_strides(node: fx.Node) -> bool:
-    """True if the memory of `node` comes from `aten.index` with an index of permuted strides.
+    """Return True if the memory of `node` comes from `aten.index` with an index of permuted strides.
 
     Its real result follows the strides of the indices; torch's fake tensor does not.
     """
@@ -43,7 +43,7 @@ def _follows_index_strides(node: fx.Node) -> bool:
 
 
 def _in_order(val: torch.Tensor) -> bool:
-    """True if the strides of `val` fall from dim to dim, dims of size 1 or stride 0 aside."""
+    """Return True if the strides of `val` fall from dim to dim, dims of size 1 or stride 0 aside."""
     strides = [each for size, each in zip(dims_of(val.shape), dims_of(val.stride()), strict=True) if size != 1 and each]
     known = all(isinstance(each, int) for each in strides)
     return is_dense(val) or (known and strides == sorted(strides, reverse=True))

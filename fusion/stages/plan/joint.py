@@ -62,6 +62,6 @@ def _covering(node: fx.Node, numbers: Sequence[int], alone: Sequence[Candidate])
 
 
 def _overlap(one: Candidate, other: Candidate) -> bool:
-    """True if one candidate replaces a node that the other replaces or makes dead."""
+    """Return True if one candidate replaces a node that the other replaces or makes dead."""
     pairs = ((one, other), (other, one))
     return any(not dead.dying.isdisjoint(root.match.makers) for root, dead in pairs)

@@ -80,7 +80,8 @@ class Precision:
 
 
 def _ends_in_16_bits(node: fx.Node) -> bool:
-    """True if every reader of `node` gets its result in 16 bits, which hide the difference of float32 and float64.
+    """Return True if every reader of `node` gets its result in 16 bits, which hide the difference of float32 and
+    float64.
 
     On the way to the readers the result may be moved and cast.
     """
@@ -100,12 +101,12 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _is_moved_by(user: fx.Node) -> bool:
-    """True if the call `user` moves or casts elements of its arguments, without arithmetic."""
+    """Return True if the call `user` moves or casts elements of its arguments, without arithmetic."""
     return user.op == "call_function" and (is_view(user.target) or short_name(user.target) in _MOVES_AND_CASTS)
 
 
 def _fits_float16(value: Any) -> bool:
-    """True if float16 is proven to represent every number of `value`; False for None, which is no capture."""
+    """Return True if float16 is proven to represent every number of `value`; False for None, which is no capture."""
     return value is not None and (not narrows(exact(value).dtype, F16) or _is_within(value))
 
 
@@ -114,7 +115,7 @@ def _is_negated(value: Value) -> bool:
 
 
 def _is_within(value: Value) -> bool:
-    """True if the magnitudes in `value` are proven to be below the greatest float16."""
+    """Return True if the magnitudes in `value` are proven to be below the greatest float16."""
     return largest(value) < torch.finfo(F16).max
 
 
@@ -152,7 +153,7 @@ def _computed_on(plan: Plan) -> Iterator[tuple[Step, torch.Tensor]]:
 
 
 def _moves(step: Step) -> bool:
-    """True if `step` gives elements of its arguments, or numbers that float16 represents."""
+    """Return True if `step` gives elements of its arguments, or numbers that float16 represents."""
     operator = operator_of(step.target)
     if operator is not None:
         return operator.moves
@@ -168,7 +169,9 @@ def _is_in_float16(step: Step) -> bool:
 
 
 def _is_wide(given: Sequence[Value]) -> bool:
-    """True if the values `given` depend on inputs of the graph whose floats are all float64, at least one of them."""
+    """Return True if the values `given` depend on inputs of the graph whose floats are all float64, at least one of
+    them.
+    """
     inputs = (each for value in given for each in value.sources() if each.op == "input")
     return {each.dtype for each in inputs if each.dtype is not None and each.dtype.is_floating_point} == {F64}
 

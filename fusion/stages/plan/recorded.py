@@ -99,7 +99,7 @@ class PlanBook:
         return [each for each in ways if not each.operator or self._runs(OPERATORS[each.operator])] or ways
 
     def _runs(self, operator: Operator) -> bool:
-        """True if the compiler whose limits count on the first target takes `operator` or its in-place form."""
+        """Return True if the compiler whose limits count on the first target takes `operator` or its in-place form."""
         planned, then = self._planned(self._targets[0]), OPERATORS[operator.in_place or operator.name]
         return planned is None or planned in operator.lowerings | then.lowerings
 
@@ -278,12 +278,14 @@ def _wanted(result: Value, makers: Sequence[fx.Node]) -> Hashable:
 
 
 def _has_strides_of(makers: Sequence[fx.Node], fake: torch.Tensor) -> bool:
-    """True if `fake` has the strides of the result that it replaces, or no node of `makers` computes that result."""
+    """Return True if `fake` has the strides of the result that it replaces, or no node of `makers` computes that
+    result.
+    """
     return not makers or lie_alike(makers[0].meta["val"], fake)
 
 
 def _is_prepared(graph: Graph, value: Value) -> bool:
-    """True if `value` has a static shape and is computed from Parameters alone."""
+    """Return True if `value` has a static shape and is computed from Parameters alone."""
     return all(isinstance(size, int) for size in value.shape) and graph.is_fixed(value)
 
 

@@ -54,7 +54,7 @@ class Run:
         return {each: self.lookup(each) for each in _references(step)}
 
     def is_kernel(self, step: Step) -> bool:
-        """True if `step` is no view, and its result or an operand has floats or quantised numbers.
+        """Return True if `step` is no view, and its result or an operand has floats or quantised numbers.
 
         Arithmetic on positions costs nothing.
         """

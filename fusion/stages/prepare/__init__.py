@@ -80,7 +80,7 @@ def _frontier(source: fx.Graph, fixed: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_work(node: fx.Node) -> bool:
-    """True if `node` is a tensor in new memory, rather than a view."""
+    """Return True if `node` is a tensor in new memory, rather than a view."""
     if node.target is operator.getitem:
         return not is_view(node.all_input_nodes[0].target)
     return isinstance(node.meta["val"], torch.Tensor) and not is_view(node.target)

@@ -123,7 +123,7 @@ def _view_of(view: fx.Node, node: fx.Node, val: torch.Tensor) -> torch.Tensor | 
 
 
 def _reads_as_stored(reader: fx.Node, node: fx.Node, val: torch.Tensor, on_chip: bool) -> bool:
-    """True if the call `reader` accepts `node` in ND with the strides of `val`, without being much slower."""
+    """Return True if the call `reader` accepts `node` in ND with the strides of `val`, without being much slower."""
     called = operator_of(reader.target)
     given = called.bind(reader.args, reader.kwargs) if called else {}
     if called and all(name in called.either for name, each in given.items() if node in leaves(each)):

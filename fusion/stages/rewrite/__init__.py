@@ -76,7 +76,7 @@ class _Editor:
         return roots[0] if len(roots) == 1 or self._is_ready(candidate, roots[0]) else roots[-1]
 
     def _is_ready(self, candidate: Candidate, root: fx.Node) -> bool:
-        """True if all nodes that `candidate` reads come before its result `root`."""
+        """Return True if all nodes that `candidate` reads come before its result `root`."""
         values = candidate.plan.tensors(candidate.match).values()
         return all(self._order[node] < self._order[root] for value in values for node in self._graph.reads(value))
 

@@ -33,7 +33,7 @@ class Layouts:
         self._replacements: dict[fx.Node, fx.Node] = {}
 
     def __contains__(self, node: fx.Node) -> bool:
-        """True if `node` has other strides than the node that it replaces, or than plans assumed."""
+        """Return True if `node` has other strides than the node that it replaces, or than plans assumed."""
         return node in self._originals or node in self._unplanned
 
     def planned(self, node: fx.Node, val: Any) -> None:
@@ -176,13 +176,15 @@ class Layouts:
 
 
 def same_strides(old: Any, new: Any) -> bool:
-    """True if the tensors `old` and `new`, or those of two tuples, have equal strides."""
+    """Return True if the tensors `old` and `new`, or those of two tuples, have equal strides."""
     pairs = zip(leaves(old), leaves(new), strict=True)
     return all(dims_of(a.stride()) == dims_of(b.stride()) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
 def _is_redundant(copy: fx.Node) -> bool:
-    """True if `copy` copies a contiguous tensor, and no write and no caller can tell the copy from its source."""
+    """Return True if `copy` copies a contiguous tensor, and no write and no caller can tell the copy from its
+    source.
+    """
     if not is_contiguous_copy(copy.target, copy.kwargs):
         return False
     source = copy.all_input_nodes[0]

@@ -42,7 +42,7 @@ class _Link:
 
     @property
     def is_begun(self) -> bool:
-        """True if nothing below this link may be repeated: it is memory, or a write, which is made once."""
+        """Return True if nothing below this link may be repeated: it is memory, or a write, which is made once."""
         return self.below is None or is_write(self.node)
 
 
@@ -78,7 +78,7 @@ class Results:
         return [node for node in copies if node is not None]
 
     def _has_layout(self, number: int, now: torch.Tensor) -> bool:
-        """True if `now` has the strides of output `number` in the original graph, or in the uncompiled model."""
+        """Return True if `now` has the strides of output `number` in the original graph, or in the uncompiled model."""
         return same_strides(now, self._chains[number][-1].val) or dims_of(now.stride()) == self._eager.get(number)
 
     def _restored(self, group: Sequence[int], layouts: Layouts, returned_memory: set[fx.Node]) -> fx.Node | None:
@@ -123,7 +123,7 @@ class Results:
 
 
 def _only_shows(node: fx.Node) -> bool:
-    """True if `node` is a view or a contiguous copy, no item of a call and no write."""
+    """Return True if `node` is a view or a contiguous copy, no item of a call and no write."""
     if node.target is operator.getitem or is_write(node):
         return False
     return shown(node) is not None or is_contiguous_copy(node.target, node.kwargs)

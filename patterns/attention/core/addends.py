@@ -12,7 +12,7 @@ _PASSED = ("cast", "scale", "reshape", "permute", "tanh", "clip")
 
 
 def computed_from(x: Value, source: Value) -> bool:
-    """True if `x` is `source` or is computed from `source`."""
+    """Return True if `x` is `source` or is computed from `source`."""
     seen, waiting = {x}, [x]
     while waiting:
         new = {each for each in waiting.pop().args if each.id >= source.id} - seen

@@ -144,7 +144,7 @@ class Attended:
         return Frame(tuple(shape), self.score_rows.after, self.weight_rows.before)
 
     def _is_repeated(self, frame: Frame) -> bool:
-        """True if keys or values are repeated for the sequences of `frame`, so that the sequences are heads."""
+        """Return True if keys or values are repeated for the sequences of `frame`, so that the sequences are heads."""
         both = (each for each in self.keys_and_values(frame) if each is not None)
         return any(unrepeated(self.a, each, 0)[1] != 1 for each in both)
 

@@ -10,18 +10,20 @@ ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 
 
 def is_one_call(graph: Graph, value: Value) -> bool:
-    """True if a node of `value` is a call of scaled_dot_product_attention."""
+    """Return True if a node of `value` is a call of scaled_dot_product_attention."""
     return any("scaled_dot_product" in str(node.target) for node in graph.places[value])
 
 
 def only_arranges(graph: Graph, value: Value) -> bool:
-    """True if the node of `value` only reshapes or permutes an input that ends in the same contraction and dtype."""
+    """Return True if the node of `value` only reshapes or permutes an input that ends in the same contraction and
+    dtype.
+    """
     product, _ = stripped(value)
     feeds = (graph.held.get(source) for source in graph.places[value][0].all_input_nodes)
     return any(isinstance(each, Value) and each.dtype == value.dtype and stripped(each)[0] is product for each in feeds)
 
 
 def is_end(graph: Graph, value: Value) -> bool:
-    """True if no user of `value` may be attention: a product, a multiple, a cast or a view."""
+    """Return True if no user of `value` may be attention: a product, a multiple, a cast or a view."""
     users = [graph.held.get(user) for node in graph.places[value] for user in node.users]
     return not any(isinstance(each, Value) and each.op in ATTENDING for each in users)

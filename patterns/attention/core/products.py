@@ -50,7 +50,7 @@ def _values_behind(a: Algebra, value: Value, finish: Finish) -> tuple[Value, Fin
 
 
 def _is_viewed(values: Value, computed: Container[Value]) -> bool:
-    """True if `values`, or a value that they are a view, cast or expansion of, is in `computed`."""
+    """Return True if `values`, or a value that they are a view, cast or expansion of, is in `computed`."""
     while values not in computed and values.op in (*VIEWS, "expand"):
         values = values.arg
     return values in computed

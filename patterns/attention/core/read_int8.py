@@ -63,12 +63,16 @@ def int8_cache(graph: Graph) -> Iterator[Found]:
 
 
 def _is_latent(k: Value, v: Value) -> bool:
-    """True if both are computed from int8 at least in part, as keys of an int8 latent with rotated lanes in floats."""
+    """Return True if both are computed from int8 at least in part, as keys of an int8 latent with rotated lanes in
+    floats.
+    """
     return all(any(source.dtype == torch.int8 for source in each.sources()) for each in (k, v))
 
 
 def _alike(keys: Any, values: Any) -> bool:
-    """True if the scales of `keys` and `values` are per token with equal dims of heads, or neither is per token."""
+    """Return True if the scales of `keys` and `values` are per token with equal dims of heads, or neither is per
+    token.
+    """
     scales = [each.get("scale") for each in (keys, values)]
     tokens = [scale is not None and _is_per_token(scale) and scale.shape[1] for scale in scales]
     return tokens[0] == tokens[1]
@@ -99,7 +103,7 @@ def _scales(a: Algebra, grid: Grid, name: str) -> dict[str, Any] | str:
 
 
 def _is_per_token(x: Value) -> bool:
-    """True if `x` [B or 1, M or 1, T or 1, D or 1] differs between sequences or tokens."""
+    """Return True if `x` [B or 1, M or 1, T or 1, D or 1] differs between sequences or tokens."""
     return x.shape[0] != 1 or x.shape[2] != 1
 
 
@@ -116,5 +120,5 @@ def _shared(a: Algebra, x: Value, shape: Sequence[Any]) -> Value:
 
 
 def are_int8(a: Algebra, *values: Value) -> bool:
-    """True if all `values` are floats that are dequantised from int8."""
+    """Return True if all `values` are floats that are dequantised from int8."""
     return all(x.dtype != torch.int8 and grid_of(a, x) is not None for x in values)

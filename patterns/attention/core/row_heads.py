@@ -44,7 +44,9 @@ MOST = 128
 
 
 def in_groups(q: Value) -> bool:
-    """True if the dims M and G of queries `q` [.., M, G, D] are heads: split from one dim, and at most `MOST`."""
+    """Return True if the dims M and G of queries `q` [.., M, G, D] are heads: split from one dim, and at most
+    `MOST`.
+    """
     shared, group = q.shape[-3:-1]
     if not all(isinstance(each, int) for each in (shared, group)) or not 1 < group <= shared * group <= MOST:
         return False
@@ -52,7 +54,7 @@ def in_groups(q: Value) -> bool:
 
 
 def _is_opened(x: Value, axis: int) -> bool:
-    """True if a reshape below `x`, casts and ops on lanes split dims `axis` and `axis` + 1 from one dim."""
+    """Return True if a reshape below `x`, casts and ops on lanes split dims `axis` and `axis` + 1 from one dim."""
     while x.op == "cast" or x.op in _BY_LANES:
         alike = (each for each in x.args if each.shape[:-1] == x.shape[:-1])
         below = next(alike, None)
@@ -75,7 +77,7 @@ _BY_LANES = ("scale", "mul", "add", "cat", "slice")
 
 
 def _is_latent(a: Algebra, k: Value, v: Value, heads: Any) -> bool:
-    """True if `v` is the first or the last lanes of `k`, and `heads` is at most `MOST`."""
+    """Return True if `v` is the first or the last lanes of `k`, and `heads` is at most `MOST`."""
     width, count = k.shape[-1], v.shape[-1]
     if not all(isinstance(each, int) for each in (width, count, heads)) or heads > MOST:
         return False
@@ -84,12 +86,12 @@ def _is_latent(a: Algebra, k: Value, v: Value, heads: Any) -> bool:
 
 
 def _are_by_heads(a: Algebra, q: Value, heads: Any) -> bool:
-    """True if some lanes of `q` [B, 1, N, D] are a product with one matrix for each of the N `heads`."""
+    """Return True if some lanes of `q` [B, 1, N, D] are a product with one matrix for each of the N `heads`."""
     return any(_by_heads(a, part, heads) for _, part in joined_parts(a, q))
 
 
 def _by_heads(a: Algebra, part: Value, heads: Any) -> bool:
-    """True if `part` [B, 1, N, D] is a batched product [N, B, D], with one matrix for each of the N `heads`."""
+    """Return True if `part` [B, 1, N, D] is a batched product [N, B, D], with one matrix for each of the N `heads`."""
     for each in sources(part):
         if each.op == "matmul":
             own = each.rank == 3 and each.args[1].shape[:-2] == (heads,) == each.shape[:1]

@@ -147,7 +147,7 @@ def _alike(product: Value) -> Sequence[Value]:
 
 
 def _joins_keys(z: Value, biases: Collection[Value]) -> bool:
-    """True if `z` joins several dims of keys, such as rows and columns of an image, to the one dim of q kᵀ."""
+    """Return True if `z` joins several dims of keys, such as rows and columns of an image, to the one dim of q kᵀ."""
     product = product_in(z, biases) if z.op == "reshape" else None
     return product is not None and (product.shape[-1], prod(product.shape)) == (z.shape[-1], prod(z.shape))
 
@@ -240,7 +240,7 @@ def _masked_by_factor(a: Algebra, z: Value) -> Value | None:
 
 
 def _is_of_products(scores: Value) -> bool:
-    """True if `scores` are a product, or a sum of products, without a mask."""
+    """Return True if `scores` are a product, or a sum of products, without a mask."""
     below = scores.below(*PLAIN)
     return below.op == "matmul" or (below.op == "add" and all(map(_is_of_products, below.args)))
 
@@ -280,7 +280,9 @@ def _shifted(a: Algebra, walk: Scores, shift: Shift) -> Scores:
 
 
 def swallows(by: Value, scores: Value, below: Scores) -> bool:
-    """True if `by`, a number for each row of `scores`, may be one that hides keys, in a row with visible keys."""
+    """Return True if `by`, a number for each row of `scores`, may be one that hides keys, in a row with visible
+    keys.
+    """
     same = _unscaled(scores)
     read = list(by.sources(lambda x: _deciding(x, same)))
     low = any(each.op == "full" and abs(each.attrs[0]) >= -MASKED for each in read)

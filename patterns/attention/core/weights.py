@@ -44,7 +44,7 @@ def empty_rows(weights: Weights, scores: Scores) -> Empty:
 
 
 def dropped(p: Value) -> bool:
-    """True if `p`, the factor of the values, is a softmax after dropout."""
+    """Return True if `p`, the factor of the values, is a softmax after dropout."""
     while p.op in ("cast", "reshape", "permute", "getitem") or (p.op.endswith("getitem>") and p.args):
         p = p.arg
     return "dropout" in p.op and any(each.op == "softmax" for each in p.args)
@@ -165,7 +165,7 @@ def _score_arguments(x: Value) -> Sequence[Value]:
 
 
 def _hides_no_key(x: Value) -> bool:
-    """True if `x`, an op on scores or a constant among them, hides no key."""
+    """Return True if `x`, an op on scores or a constant among them, hides no key."""
     return x.attrs[0] > MASKED if x.op == "full" else x.op in _SEEING
 
 
@@ -210,7 +210,9 @@ _HEADS_FIRST = {4: (0, 2, 1), 3: (1, 0)}
 
 
 def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool:
-    """True if rows are [.., S, N], heads after positions: heads share the keys, and masks depend on S, not on N."""
+    """Return True if rows are [.., S, N], heads after positions: heads share the keys, and masks depend on S, not on
+    N.
+    """
     rank = softmax.rank
     if rank not in _HEADS_FIRST or prod(product.args[1].shape[rank - 3 : -2]) != 1:
         return False

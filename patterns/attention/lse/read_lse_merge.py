@@ -188,13 +188,13 @@ def _added(terms: list[Outs]) -> Outs | None:
 
 
 def _is_undivided(out: Value) -> bool:
-    """True if `out` is a matmul of exponentials that are not divided by their sum."""
+    """Return True if `out` is a matmul of exponentials that are not divided by their sum."""
     product = out.below("cast", "reshape", "permute")
     return product.op == "matmul" and product.arg.below("cast", "reshape").op == "exp"
 
 
 def _gives_other(value: Value, merge: Reading) -> bool:
-    """True if the model and the operator merge a row that a finite number hides in all parts to different sums.
+    """Return True if the model and the operator merge a row that a finite number hides in all parts to different sums.
 
     The operator weighs by exp(lseᵢ - lse): lse = number + log 2 rounds to the number itself where that is large, so
     that both weights are 1.
@@ -215,7 +215,7 @@ def _gives_other(value: Value, merge: Reading) -> bool:
 
 
 def _may_be_low(lse: Value) -> bool:
-    """True if a finite number may hide the scores of `lse`."""
+    """Return True if a finite number may hide the scores of `lse`."""
     sources = lse.sources(lambda each: () if each.op == "matmul" else each.args)
     return any(each.op in ("full", "scale") and -math.inf < each.attrs[0] <= MASKED for each in sources)
 

@@ -55,14 +55,14 @@ def softmax_lse(graph: Graph) -> Iterator[Found]:
 
 
 def _sees_keys(reading: Reading, softmax: Value) -> bool:
-    """True if each query is known to see a key; a softmax that gives 0 for rows of -inf proves nothing."""
+    """Return True if each query is known to see a key; a softmax that gives 0 for rows of -inf proves nothing."""
     captures = reading.captures
     ordered = captures["mask_kind"] != "dense" and captures.get("kv_lens") is None
     return captures["fully_masked_row"] == "zero" and (ordered or softmax.attrs[1] != "zero")
 
 
 def _is_infinite(graph: Graph, value: Value, scores: Value, terms: Sequence[Term]) -> bool:
-    """True if the log-sum-exp `value` is -inf for every number by which masks hide all keys, as in the lowering.
+    """Return True if the log-sum-exp `value` is -inf for every number by which masks hide all keys, as in the lowering.
 
     m + log Σ exp(s - m) is NaN for m = -inf; for a row that a finite number hides, it is about that number.
     """

@@ -15,7 +15,7 @@ _VIEWS = ("reshape", "expand", "permute")
 
 
 def granted(a: Algebra, x: Value, holds: Callable[[Value], bool]) -> Value:
-    """Partially evaluate the boolean mask `x`, taking every operand for which `holds` is true as True."""
+    """Evaluate the boolean mask `x` partially, taking every operand for which `holds` is true as True."""
     memo: dict[Value, Value] = {}  # the number of paths to a value may be 2 to the depth of the mask
 
     def evaluate(x: Value) -> Value:

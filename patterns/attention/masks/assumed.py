@@ -116,12 +116,12 @@ class Assumed:
         return conjunction(("le", ahead), ("le", ahead.times(-1).plus(1 - keys)))
 
     def holds_ones(self, mask: Value) -> bool:
-        """True if `mask` is an integer or float mask with 1 at visible keys and 0 at hidden ones."""
+        """Return True if `mask` is an integer or float mask with 1 at visible keys and 0 at hidden ones."""
         floats = is_float(mask) and mask.op == "input"
         return is_integer(mask) or (floats and (self._is_of_keys(mask) or self._assumption(mask).endswith(ONES)))
 
     def may_be_lowered(self, mask: Value) -> bool:
-        """True if the assumed `mask` may hide every key of a query, by finite numbers or by -inf."""
+        """Return True if the assumed `mask` may hide every key of a query, by finite numbers or by -inf."""
         return self._assumption(mask).endswith(LOWERED)
 
     def _assumption(self, mask: Value) -> str:
@@ -131,7 +131,7 @@ class Assumed:
         return plain(self._assumption(mask)) or None
 
     def _is_of_keys(self, mask: Value) -> bool:
-        """True if `mask` is a padding mask [B, T]."""
+        """Return True if `mask` is a padding mask [B, T]."""
         return mask.rank == 2 and self._kind(mask) == "padding"
 
     def _last(self, mask: Value, at: Sequence[Affine]) -> Affine | None:

@@ -31,7 +31,7 @@ class Limits:
 
 
 def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] = ()) -> bool:
-    """True if every query is proven to see a key of `keys`.
+    """Return True if every query is proven to see a key of `keys`.
 
     Elements of tensors are taken as nonnegative positions; `lengths` are symbolic sizes that are nonnegative.
     """
@@ -56,7 +56,9 @@ def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] 
 
 
 def is_counted(term: int | Leaf) -> bool:
-    """True if `term` is the number of keys that a mask shows to the first query, which is checked to be at least 1."""
+    """Return True if `term` is the number of keys that a mask shows to the first query, which is checked to be at
+    least 1.
+    """
     return isinstance(term, Leaf) and term.value.op == "count"
 
 

@@ -109,13 +109,15 @@ def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
 
 
 def hides_by_truths(positions: Positions, term: Term) -> bool:
-    """True if the additive `term` would hold only 0 and hiding numbers, were all integer inputs masks of 0 and 1."""
+    """Return True if the additive `term` would hold only 0 and hiding numbers, were all integer inputs masks of 0 and
+    1.
+    """
     constants = _added(positions.supposing(), term)
     return constants is not None and all(value == 0 or value <= MASKED for value in constants)
 
 
 def hides_below(positions: Positions, term: Term) -> bool:
-    """True if every score that `term` hides is below all scores that it lets through."""
+    """Return True if every score that `term` hides is below all scores that it lets through."""
     numbers = (term.fill,) if term.how != "add" else _added(positions, term) or ()
     return all(number <= LOST for number in numbers if number != 0)
 
@@ -166,7 +168,7 @@ def addends(term: Term) -> Iterator[Term]:
 
 
 def is_finite(positions: Positions, term: Term) -> bool:
-    """True if `term` hides no key by -inf."""
+    """Return True if `term` hides no key by -inf."""
     return -torch.inf not in numbers_of(positions, (term,))
 
 

@@ -187,7 +187,7 @@ class Masks:
         return _OF_LISTS.format(what="keys" if names_keys(listed, self.sizes[3]) else "blocks of keys")
 
     def _lists_some(self, bounds: Limits) -> bool:
-        """True if each query sees a key though `bounds` have one more condition.
+        """Return True if each query sees a key though `bounds` have one more condition.
 
         An alternative of the condition shows a listed key, or the first or last key, within the bounds.
         """
@@ -199,7 +199,7 @@ class Masks:
         return any(self._lists_one(each, inside) or self._is_at_end(each, inside) for each in choices)
 
     def _is_at_end(self, part: Formula, inside: Limits) -> bool:
-        """True if `part` shows the first key, or the last keys, within the bounds `inside`."""
+        """Return True if `part` shows the first key, or the last keys, within the bounds `inside`."""
         rank = len(self.positions.shape)
         side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
         if at is None or inside.high is None or inside.low is not None:
@@ -210,7 +210,9 @@ class Masks:
         return bool(move) == inside.moving and not span.terms and isinstance(span.constant, int) and span.constant >= 0
 
     def _lists_one(self, part: Formula, inside: Limits) -> bool:
-        """True if `part` is a top-k list of scores masked to the bounds `inside`, which has a key within them."""
+        """Return True if `part` is a top-k list of scores masked to the bounds `inside`, which has a key within
+        them.
+        """
         kind, leaf = part if not isinstance(part, bool) else ("", None)
         if kind != "is" or leaf.value.op != "chosen" or leaf.index[-2:] != self.positions.origin[-2:]:
             return False
@@ -261,7 +263,7 @@ class Masks:
         return {"fully_masked_row": empty, "levels": self._without_heads(wide, lead)}
 
     def _lowers_some(self) -> bool:
-        """True if each query is proven to have a key that is lowered by no -inf.
+        """Return True if each query is proven to have a key that is lowered by no -inf.
 
         Such a key is visible in all masks but one, which hides by finite numbers.
         """
@@ -280,12 +282,13 @@ class Masks:
         return max(numbers_of(self.positions, self.terms), default=-torch.inf)
 
     def are_shared(self, empty: Empty) -> bool:
-        """True if a row of each finite number by which a mask hides a key shares its weights among all keys."""
+        """Return True if a row of each finite number by which a mask hides a key shares its weights among all keys."""
         finite = [each for each in numbers_of(self.positions, self.terms) if each > -math.inf]
         return all(empty.of(number) == "mean" for number in finite or [MASKED])
 
     def blur(self, least: float) -> bool:
-        """True if the masks, summed in a dtype of lowest number `least`, may give -inf, and numbers near `least`.
+        """Return True if the masks, summed in a dtype of lowest number `least`, may give -inf, and numbers near
+        `least`.
 
         Clamping -inf to `least` would then make both kinds of keys alike.
         """
@@ -319,7 +322,7 @@ class Masks:
         return self._led(joined)
 
     def _shows_all(self, term: Term) -> bool:
-        """True if `term` hides no key and is made from no list."""
+        """Return True if `term` hides no key and is made from no list."""
         positions = self.positions.over(self.positions.shape)
         shows = visible(positions, (term,)) is True and not positions.lists_all
         self.positions.relied.update(positions.relied)

@@ -88,7 +88,9 @@ def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
 
 
 def stays_finite(split: Parted) -> bool:
-    """True if the one bias is chosen from finite numbers and nonnegative values, so that no sum with it is -inf."""
+    """Return True if the one bias is chosen from finite numbers and nonnegative values, so that no sum with it is
+    -inf.
+    """
     return len(split.biases) == 1 and all(_is_chosen(each.mask) for _, each in split.biases)
 
 
@@ -101,7 +103,9 @@ def _is_chosen(x: Value) -> bool:
 
 
 def _hides(positions: Positions, x: Value, factor: float) -> bool:
-    """True if `x` times `factor` has only 0 and numbers that hide a key; or +inf or NaN, which no bias has either."""
+    """Return True if `x` times `factor` has only 0 and numbers that hide a key; or +inf or NaN, which no bias has
+    either.
+    """
     numbers = positions.constants(x, positions.of(x)) if factor > 0 else None
     if numbers is None:
         return False
@@ -197,13 +201,13 @@ def bias_of(
 
 
 def _is_finite(positions: Positions, x: Value) -> bool:
-    """True if `x` is proven to have finite numbers alone, as a choice of constants has."""
+    """Return True if `x` is proven to have finite numbers alone, as a choice of constants has."""
     numbers = positions.constants(x, positions.of(x))
     return numbers is not None and all(map(math.isfinite, numbers))
 
 
 def _holds(numbers: Array, dtype: torch.dtype | None) -> bool:
-    """True if `dtype` represents all `numbers` exactly."""
+    """Return True if `dtype` represents all `numbers` exactly."""
     rounded = held(numbers, dtype)
     return rounded is not None and np.array_equal(rounded, numbers)
 
@@ -247,14 +251,16 @@ def _per_head(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
 
 
 def _may_reach(most: float, x: Value, numbers: Array | None, weights: Collection[str]) -> bool:
-    """True if the bias `x`, with entries `numbers` if constant, may have an entry of magnitude `most` or more."""
+    """Return True if the bias `x`, with entries `numbers` if constant, may have an entry of magnitude `most` or
+    more.
+    """
     if numbers is not None:
         return not (np.abs(numbers) < most).all()
     return not largest(x) < most and _may_hold(most, x, weights)
 
 
 def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
-    """True if `x`, which is no constant, may have an entry of magnitude `most` or more.
+    """Return True if `x`, which is no constant, may have an entry of magnitude `most` or more.
 
     Results of matmuls and Parameters in `weights` count as small, as scores do.
     """

@@ -51,7 +51,7 @@ class Visibility(Group):
     fully_masked_row: Any = attribute()
 
     def hides_nothing(self) -> bool:
-        """True if every query sees every key."""
+        """Return True if every query sees every key."""
         return self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None
 
     def refuse_unproven(self) -> None:

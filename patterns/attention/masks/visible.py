@@ -48,7 +48,7 @@ def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | 
 
 
 def _is_hidden(mask: Value, filled: Value, side: Value, hides: Callable[[float], bool]) -> bool:
-    """True if `mask` hides where `filled`, its operand or itself, is the constant `side`."""
+    """Return True if `mask` hides where `filled`, its operand or itself, is the constant `side`."""
     sides = [side if each is filled else each for each in mask.args] if mask is not filled else [side]
     if any(each.op != "full" for each in sides):
         return False
@@ -67,7 +67,7 @@ def list_in(mask: Value) -> Value | None:
 
 
 def names_keys(listed: Value, keys: Any) -> bool:
-    """True if `listed` [.., T or more] has an entry for each of `keys` keys; False for a list of blocks.
+    """Return True if `listed` [.., T or more] has an entry for each of `keys` keys; False for a list of blocks.
 
     It may have one more entry, for empty slots.
     """

@@ -123,7 +123,7 @@ def passed_in(x: Value) -> Value | None:
 
 
 def _inverts_float_input(x: Value, turned: bool = False) -> bool:
-    """True if the mask `x` would be known, were its float inputs 0 or 1: it contains 1 - input."""
+    """Return True if the mask `x` would be known, were its float inputs 0 or 1: it contains 1 - input."""
     turned = turned or x.op == "shift"
     if x.op == "input":
         return is_float(x) and turned

@@ -73,7 +73,7 @@ def unlike(product: Value) -> str:
 
 
 def _has_one_key(weights: Value) -> bool:
-    """True if `weights` are the softmax over one score, the sum of an elementwise product of two rows."""
+    """Return True if `weights` are the softmax over one score, the sum of an elementwise product of two rows."""
     softmax = weights.below(*_ARRANGED)
     if softmax.op != "softmax" or softmax.shape[_keys(softmax)] != 1:
         return False
@@ -104,7 +104,9 @@ def without_softmax(graph: Graph, product: Value) -> str:
 
 
 def _is_joined(x: Value) -> bool:
-    """True if the scores `x` concatenate matmuls of single heads, along a dim that is not that of queries or keys."""
+    """Return True if the scores `x` concatenate matmuls of single heads, along a dim that is not that of queries or
+    keys.
+    """
     _, joined = _down(x, "cat", _SCORES)
     if joined is None or joined.attrs[0] >= joined.rank - (2 if x.rank == joined.rank else 1):
         return False
@@ -112,7 +114,7 @@ def _is_joined(x: Value) -> bool:
 
 
 def _concatenates_keys(softmax: Value) -> bool:
-    """True if the scores of `softmax` concatenate several products along the keys."""
+    """Return True if the scores of `softmax` concatenate several products along the keys."""
     _, joined = _down(softmax.arg, "cat", _SCORES)
     if joined is None or joined.attrs[0] != joined.rank - 1 or joined.shape[-1] != softmax.shape[_keys(softmax)]:
         return False
@@ -157,12 +159,12 @@ def _below(x: Value, axis: int) -> list[tuple[Value, int]]:
 
 
 def _is_same(dims: Sequence[Any], others: Sequence[Any]) -> bool:
-    """True if the first dims of `dims` and `others` are the same dim of more than one element."""
+    """Return True if the first dims of `dims` and `others` are the same dim of more than one element."""
     return dims[0] == others[0] != 1 and prod(dims) == prod(others)
 
 
 def _is_attended(product: Value) -> bool:
-    """True if `product` sums over the dim of a softmax, so that it is weights times values."""
+    """Return True if `product` sums over the dim of a softmax, so that it is weights times values."""
     sides = ((side, side.rank + axis) for side, axis in zip(product.args, (-1, -2), strict=True))
     return any(place == _keys(softmax) for side, axis in sides for softmax, place in _softmaxes(side, axis))
 

@@ -45,7 +45,7 @@ class _Update:
 
     @property
     def is_decayed(self) -> bool:
-        """True if the state is multiplied by tensors or a number."""
+        """Return True if the state is multiplied by tensors or a number."""
         return self.decayed.below("cast") is not self.state
 
 
@@ -112,7 +112,7 @@ def _update(graph: Graph, value: Value) -> _Update | None:
 
 
 def _is_state(graph: Graph, x: Value) -> bool:
-    """True if `x` may come from another token: it is neither a Parameter nor a matmul."""
+    """Return True if `x` may come from another token: it is neither a Parameter nor a matmul."""
     return not graph.is_fixed(x) and x.below(*_ARRANGED).op != "matmul"
 
 
@@ -134,7 +134,7 @@ def _factors(x: Value) -> list[Value]:
 
 
 def _is_outer(graph: Graph, x: Value) -> bool:
-    """True if `x` [.., K, V] is the outer product of computed columns [.., K, 1] and rows [.., 1, V].
+    """Return True if `x` [.., K, V] is the outer product of computed columns [.., K, 1] and rows [.., 1, V].
 
     `x` may be sliced from a product for all tokens, if every factor of that product broadcasts.
     """
@@ -156,7 +156,7 @@ def _last(x: Value) -> Sequence[object]:
 
 
 def _is_product(graph: Graph, x: Value) -> bool:
-    """True if `x` [.., K, V] is a matmul kᵀ u of computed matrices of each head, as of a chunk of tokens."""
+    """Return True if `x` [.., K, V] is a matmul kᵀ u of computed matrices of each head, as of a chunk of tokens."""
     product = x.below(*_ARRANGED)
     return product.op == "matmul" and product.rank > 2 and not any(map(graph.is_fixed, product.args))
 

@@ -58,7 +58,7 @@ def _chain(value: Value) -> list[tuple[Value, _Normalised]]:
 
 
 def _is_transposed(x: Value) -> bool:
-    """True if `x` transposes the last two dims."""
+    """Return True if `x` transposes the last two dims."""
     return x.op == "permute" and x.attrs == (*range(x.rank - 2), x.rank - 1, x.rank - 2)
 
 

@@ -69,7 +69,7 @@ def _reason(graph: Graph, softmax: Value) -> str:
 
 
 def _is_passed_in(scores: Value) -> bool:
-    """True if `scores` are an input, perhaps with a mask or another addend."""
+    """Return True if `scores` are an input, perhaps with a mask or another addend."""
     full = [each for each in scores.args if each.shape == scores.shape]
     added = scores.op in _ARRANGED or (scores.op in ("add", "where") and len(full) > 0)
     return scores.op == "input" or (added and any(map(_is_passed_in, scores.args if scores.op in _ARRANGED else full)))

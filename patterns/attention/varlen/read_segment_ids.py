@@ -81,7 +81,7 @@ def _both(a: Algebra, compared: Value, tokens: Any) -> Value | None:
 
 
 def _run(x: Value, tokens: Any) -> bool:
-    """True if `x` varies along the columns, its last dim."""
+    """Return True if `x` varies along the columns, its last dim."""
     return x.shape[-1:] == (tokens,) and tokens != 1
 
 
@@ -102,7 +102,7 @@ def _line(a: Algebra, x: Value, tokens: Any) -> Value | None:
 
 
 def _is_causal(compared: Value, tokens: Any) -> bool:
-    """True if `compared` is key position ≤ query position."""
+    """Return True if `compared` is key position ≤ query position."""
     if (compared.op, compared.attrs) != ("compare", ("le",)):
         return False
     key, query = compared.args

@@ -184,7 +184,7 @@ def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
 
 
 def _few(queries: Any) -> bool:
-    """True if `queries` is a number from 2 to 16, as batched layouts that return heads first require."""
+    """Return True if `queries` is a number from 2 to 16, as batched layouts that return heads first require."""
     return isinstance(queries, int) and 1 < queries <= 16
 
 

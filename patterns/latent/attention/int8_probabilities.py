@@ -101,7 +101,7 @@ def _weights(a: Algebra, p: Value, outer: Peeled) -> Peeled | str | None:
 
 
 def _is_cut(a: Algebra, p: Value) -> bool:
-    """True if the weights `p` are exponentials that a cast to integers truncates."""
+    """Return True if the weights `p` are exponentials that a cast to integers truncates."""
     while p.op in ("cast", "reshape", "permute", "scale") and is_float(p):
         p = p.arg
     return p.op == "cast" and peeled(a, p.arg, "exp") is not None

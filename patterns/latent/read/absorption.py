@@ -74,7 +74,7 @@ def packed(a: Algebra, heads: Value) -> Value:
 
 
 def _are_packed(rotated: Sequence[Reading]) -> bool:
-    """True if there are rotations, and all are of heads of packed tokens [T, N, D]."""
+    """Return True if there are rotations, and all are of heads of packed tokens [T, N, D]."""
     return bool(rotated) and all(each.captures["x"].rank == 3 for each in rotated)
 
 

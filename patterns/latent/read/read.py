@@ -135,7 +135,7 @@ def keys_of_latent(a: Algebra, k: Value, heads: Any, count: Any) -> KeysOfLatent
 
 
 def _is_less(lanes: Any, others: Any) -> bool:
-    """True if both numbers are known, and `lanes` is less than `others`."""
+    """Return True if both numbers are known, and `lanes` is less than `others`."""
     return isinstance(lanes, int) and isinstance(others, int) and lanes < others
 
 
@@ -264,5 +264,5 @@ def _lanes(a: Algebra, x: Value, start: int, count: Any) -> Value | None:
 
 
 def _keeps_lanes(view: Value) -> bool:
-    """True if the reshape or permute `view` leaves the last dim unchanged."""
+    """Return True if the reshape or permute `view` leaves the last dim unchanged."""
     return view.attrs[-1] == view.rank - 1 if view.op == "permute" else view.shape[-1:] == view.arg.shape[-1:]

@@ -272,7 +272,7 @@ def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Sta
 
 
 def _computes(x: Value) -> bool:
-    """True if `x` or one of its operands is a matmul below reshapes, permutes and casts."""
+    """Return True if `x` or one of its operands is a matmul below reshapes, permutes and casts."""
     below = x.below("reshape", "permute", "cast")
     return any(each.below("reshape", "permute", "cast").op == "matmul" for each in (below, *below.args))
 

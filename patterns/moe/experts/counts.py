@@ -23,7 +23,7 @@ _EXACT = {torch.float32, torch.float64, torch.int32, torch.int64}
 
 
 def are_indices(experts: Value, count: Dim) -> bool:
-    """True if all elements of `experts` are proven to be in 0 … `count` - 1."""
+    """Return True if all elements of `experts` are proven to be in 0 … `count` - 1."""
     low, high = bounds(experts)
     return isinstance(count, int) and 0 <= low <= high < count
 
@@ -52,7 +52,7 @@ def counted(ends: Value, count: Dim) -> Value | None:
 
 
 def counted_outside(ends: Value) -> bool:
-    """True if `ends` are an input of the graph, or the prefix sum of one."""
+    """Return True if `ends` are an input of the graph, or the prefix sum of one."""
     ends = _uncast(ends)
     return (_uncast(ends.arg) if ends.op == "cumsum" else ends).op == "input"
 
@@ -104,7 +104,7 @@ def _boolean(x: Value, axes: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
 
 
 def _is_indicator(x: Value) -> bool:
-    """True if `x` is where(condition, 1, 0)."""
+    """Return True if `x` is where(condition, 1, 0)."""
     return x.op == "where" and [(each.op, each.attrs) for each in x.args[1:]] == [("full", (1,)), ("full", (0,))]
 
 

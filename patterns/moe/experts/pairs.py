@@ -40,7 +40,7 @@ def plain(x: Value) -> Value:
 
 
 def sorts(order: Value, experts: Value) -> bool:
-    """True if `order` [R] is an argsort of `experts` [T, K]."""
+    """Return True if `order` [R] is an argsort of `experts` [T, K]."""
     return order.rank == 1 and uncast(order.arg, "reshape") is uncast(experts, "reshape")
 
 
@@ -122,7 +122,7 @@ def order_of_tokens(listed: Value, pairs: Pairs) -> Value | None:
 
 
 def are_tokens(x: Value, pairs: Pairs) -> bool:
-    """True if `x` is the token of each listed pair: 0 (K times), 1 (K times), … T - 1."""
+    """Return True if `x` is the token of each listed pair: 0 (K times), 1 (K times), … T - 1."""
     x = uncast(x, "reshape")
     if x.op == "floor_divide":
         return x.attrs == (pairs.choices,) and _is_line(x.arg, pairs.tokens * pairs.choices)

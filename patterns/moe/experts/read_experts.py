@@ -247,7 +247,7 @@ def _integers(x: Value) -> tuple[Value, ...]:
 
 
 def _is_one_hot(x: Value) -> bool:
-    """True if `x` compares numbers by == with 0, 1, …"""
+    """Return True if `x` compares numbers by == with 0, 1, …"""
     numbers = (uncast(each, "reshape", "expand") for each in x.args)
     return (
         x.op == "compare"

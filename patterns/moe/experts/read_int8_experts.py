@@ -33,7 +33,7 @@ class _Product(Product):
 
     @property
     def is_static(self) -> bool:
-        """True if all rows have one scale (static quantisation), not one each."""
+        """Return True if all rows have one scale (static quantisation), not one each."""
         return self.channels is not None and self.tokens is None and self.one is not None
 
 

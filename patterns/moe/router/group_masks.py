@@ -47,7 +47,9 @@ _OTHERWISE = {
 
 
 def _is_filled_by_topk(inner: Value) -> bool:
-    """True if the where `inner` fills some of its numbers with a constant, by a condition made of top-k indices."""
+    """Return True if the where `inner` fills some of its numbers with a constant, by a condition made of top-k
+    indices.
+    """
     condition, *sides = inner.args
     return any(each.op == "full" for each in sides) and _unmasked(inner).shape == inner.shape and uses_topk(condition)
 

@@ -93,12 +93,14 @@ def _selection_mask(mask: Value, over: Value) -> SelectionMask | None:
 
 
 def has_topk(graph: Graph) -> bool:
-    """True if `graph` computes a top-k, without which no experts are selected."""
+    """Return True if `graph` computes a top-k, without which no experts are selected."""
     return any(each.op in ("largest", "largest_index") for each in graph.owners)
 
 
 def uses_topk(mask: Value) -> bool:
-    """True if `mask` is computed from top-k indices or a multi-hot encoding, through ops that masks are built of."""
+    """Return True if `mask` is computed from top-k indices or a multi-hot encoding, through ops that masks are built
+    of.
+    """
     below = mask.sources(lambda each: each.args if each.op in _MASK_OPS else ())
     return any(each.op in ("chosen", "largest_index") for each in below)
 
@@ -111,7 +113,7 @@ _CHANGES: dict[str, Callable[[Any, Any], Any]] = {"scale": lambda x, y: x * y, "
 
 
 def _sides(x: Value, selections: dict[Selection, None], size: Any) -> Sides | None:
-    """Partially evaluate the mask `x`: its value where selected, and elsewhere; None if these are not two constants.
+    """Evaluate the mask `x`: its value where selected, and elsewhere; None if these are not two constants.
 
     Every selection that `x` is made of is added to `selections`. Elements of `x` are those of experts if `size` is
     None, otherwise of groups of `size` experts: those below an expand [.., G, 1] → [.., G, size].

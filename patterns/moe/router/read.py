@@ -63,18 +63,20 @@ def expert_choices(graph: Graph) -> Iterator[Found]:
 
 
 def _lists_some(places: Value) -> bool:
-    """True if `places` are top-k indices, from a topk, or from a stable sort of which not all indices are taken."""
+    """Return True if `places` are top-k indices, from a topk, or from a stable sort of which not all indices are
+    taken.
+    """
     return places.op == "largest_index" or (places.op == _STABLE and places.attrs != places.arg.shape[-1:])
 
 
 def _become_scores(graph: Graph, places: Value) -> bool:
-    """True if the model takes a softmax or sigmoids of the values that the stable sort has at `places`."""
+    """Return True if the model takes a softmax or sigmoids of the values that the stable sort has at `places`."""
     best = graph.algebra.make("stable_largest", places.args, places.attrs, places.shape, places.arg.dtype)
     return any(each.op in ("softmax", "sigmoid") and each.arg.below("cast") is best for each in graph.places)
 
 
 def _gathers_choice(graph: Graph, places: Value) -> bool:
-    """True if `places` is a top-k of numbers + bias [E], and the model gathers the numbers at these places."""
+    """Return True if `places` is a top-k of numbers + bias [E], and the model gathers the numbers at these places."""
     choice = places.arg
     for numbers, bias in (choice.args, choice.args[::-1]) if choice.op == "add" else ():
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
@@ -105,7 +107,7 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
 
 
 def _reads(gathered: Value, scores: Value, places: Value) -> bool:
-    """True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`."""
+    """Return True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`."""
     x, at = gathered.args
     are_scores = _unrounded(x) is _unrounded(scores) and x.shape[-1] == scores.shape[-1]
     return uncast(at) is places and are_scores
@@ -187,7 +189,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
 
 
 def _is_score(x: Value) -> bool:
-    """True if `x` is a sigmoid, or a softmax over the last dim, perhaps cast or reshaped."""
+    """Return True if `x` is a sigmoid, or a softmax over the last dim, perhaps cast or reshaped."""
     x = rows_below(x)
     return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
 

@@ -98,7 +98,7 @@ def _miss(value: Value) -> Miss | None:
 
 
 def _is_own_topk(numbers: Masked) -> bool:
-    """True if the selection is the top-k of `numbers.choice`, or of the logits of which this is the softmax."""
+    """Return True if the selection is the top-k of `numbers.choice`, or of the logits of which this is the softmax."""
     places = numbers.selection.places
     return places.op == "largest_index" and _ranked(_logits(numbers.choice)) is _ranked(places.arg)
 

@@ -68,11 +68,11 @@ class Listing(Seen):
         require(left or restored, why, gives=gives)
 
     def _marks_empty_rows(self) -> bool:
-        """True if `own` gives an empty list to each query without keys."""
+        """Return True if `own` gives an empty list to each query without keys."""
         return self.hidden is not None or self.room is not None or self.segment is not None
 
     def _is_nan(self, seen: Any) -> bool:
-        """True if a query may have no keys, and gives NaN then."""
+        """Return True if a query may have no keys, and gives NaN then."""
         return seen.fully_masked_row == "nan" and not self.every_row_nonempty
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
@@ -80,7 +80,7 @@ class Listing(Seen):
         return Seen.lengths(self if self.row_lens is None else _EVERY, queries, keys, room)
 
     def is_distinct(self) -> bool:
-        """True if the list for the operator names no key twice: `own` removes repetitions."""
+        """Return True if the list for the operator names no key twice: `own` removes repetitions."""
         return True
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
@@ -157,7 +157,7 @@ class GatheredRows(Group):
         """Allow every result of a query without keys, as `posed` and `restored` give it."""
 
     def is_distinct(self) -> bool:
-        """True if the list for the operator names no key twice."""
+        """Return True if the list for the operator names no key twice."""
         return self.distinct
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
@@ -227,7 +227,7 @@ class IndexedRows(Seen):
         return dict(places=places, ends="indexer", **rows)
 
     def is_distinct(self) -> bool:
-        """True if the list for the operator names no key twice, as that of an indexer."""
+        """Return True if the list for the operator names no key twice, as that of an indexer."""
         return True
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:

@@ -45,7 +45,7 @@ class Seen(Group):
         return seen | own | dict(every_row_nonempty=self.every_row_nonempty)
 
     def hides_nothing(self) -> bool:
-        """True if every query may see all of the keys."""
+        """Return True if every query may see all of the keys."""
         limits = (self.kv_len, self.kv_lens, self.row_lens, self.segment)
         return self.mask_kind == "none" and all(each is None for each in limits)
 

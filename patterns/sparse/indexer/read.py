@@ -121,7 +121,7 @@ def _below_logic(x: Value) -> Sequence[Value]:
 
 
 def _is_threshold(x: Value) -> bool:
-    """True if `x` compares scores with one of their own largest ones."""
+    """Return True if `x` compares scores with one of their own largest ones."""
     sides = [each.below("cast", "reshape", "expand", "slice") for each in x.args] if x.op == "compare" else []
     return any(
         one.op == "largest" and one.arg.below("cast", "reshape") is other.below("cast", "reshape")
@@ -284,7 +284,7 @@ def _unmasked(a: Algebra, scored: _Scores) -> _Scores | str:
 
 
 def _is_in_order(scored: _Scores) -> bool:
-    """True if `scored.total`, a shift or a softmax over the keys, leaves the order of the scores as it is.
+    """Return True if `scored.total`, a shift or a softmax over the keys, leaves the order of the scores as it is.
 
     A softmax may take low scores to 0 alike; `topk` leaves open which of equal scores it lists.
     """
@@ -294,13 +294,13 @@ def _is_in_order(scored: _Scores) -> bool:
 
 
 def _is_exchanged(scored: _Scores) -> bool:
-    """True if the sum is [S, B, .., T] and the masked scores are [.., B, S, T], where one of B and S is 1."""
+    """Return True if the sum is [S, B, .., T] and the masked scores are [.., B, S, T], where one of B and S is 1."""
     rows = scored.shape[-3:-1]
     return 1 in rows and scored.total.rank == 4 and scored.total.shape[:2] == rows[::-1] != rows
 
 
 def _is_rectified(z: Value) -> bool:
-    """True if a relu is below the masks and sums of `z`, which the scores of no router have."""
+    """Return True if a relu is below the masks and sums of `z`, which the scores of no router have."""
     return any(each.op == "relu" for each in z.sources(lambda each: each.args if each.op in _OF_SUMS else ()))
 
 
@@ -317,7 +317,7 @@ def _by_key(a: Algebra, scale: Value, shape: Sequence[Any]) -> Value:
 
 
 def _is_scores(z: Value) -> bool:
-    """True if `z` is a sum over heads, below views, factors and masks."""
+    """Return True if `z` is a sum over heads, below views, factors and masks."""
     total = z.below("scale", "shift", "cast", "reshape", "permute", "softmax")
     inner = total.args if total.op == "mul" else total.args[-2:] if total.op in ("add", "where") else ()
     return total.op in ("matmul", "mean", "relu") or any(map(_is_scores, inner))

@@ -147,12 +147,12 @@ def _below_relu(a: Algebra, value: Value, order: tuple[int, ...]) -> _Products |
 
 
 def _keeps_order(value: Value) -> bool:
-    """True if `value` is a cast that rounds floats, or one of integers to floats."""
+    """Return True if `value` is a cast that rounds floats, or one of integers to floats."""
     return is_rounding(value) or (value.op == "cast" and value.arg.dtype in INTEGERS and is_float(value))
 
 
 def _is_product(value: Value) -> bool:
-    """True if `value` is a matrix product below relus, views, casts and factors."""
+    """Return True if `value` is a matrix product below relus, views, casts and factors."""
     below = value.below("scale", "cast", "reshape", "permute", "relu")
     return below.op == "matmul" or (below.op == "mul" and any(map(_is_product, below.args)))
 

@@ -26,7 +26,8 @@ _ASKED = {"reshape", "expand", "cast", "abs", "isnan", "compare", "not", "and", 
 
 
 def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) -> bool:
-    """True if `condition` holds for scores of hidden keys alone, or without `hides` for those of visible keys alone.
+    """Return True if `condition` holds for scores of hidden keys alone, or without `hides` for those of visible keys
+    alone.
 
     Args:
         condition: elementwise condition on the values that `topk` returns.
@@ -47,7 +48,9 @@ def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) 
 
 
 def _are_shares(scores: Value) -> bool:
-    """True if `scores` went through a softmax, where hidden keys have 0, as visible keys of low scores may have."""
+    """Return True if `scores` went through a softmax, where hidden keys have 0, as visible keys of low scores may
+    have.
+    """
     steps = scores.sources(lambda each: each.args if each.op in _ARITHMETIC else ())
     return any(each.op == "softmax" for each in steps)
 
@@ -75,7 +78,7 @@ def _lowered(scores: Value, masks: Masks) -> list[float] | None:
 
 
 def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
-    """True if `x` is made of constants and the scores of `places` alone.
+    """Return True if `x` is made of constants and the scores of `places` alone.
 
     `steps` receives `x` and the values below `x`, operands first.
     """
@@ -134,5 +137,5 @@ def _number(x: Value) -> float | None:
 
 
 def _are_scores(x: Value, places: Value) -> bool:
-    """True if `x` is the first result of the `topk` whose second is `places`."""
+    """Return True if `x` is the first result of the `topk` whose second is `places`."""
     return x.op == "largest" and x.args == places.args and x.attrs == places.attrs

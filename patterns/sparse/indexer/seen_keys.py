@@ -31,7 +31,7 @@ def in_words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 
 
 def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
-    """True if `bounds` hide the keys before a position that a tensor gives."""
+    """Return True if `bounds` hide the keys before a position that a tensor gives."""
     key = len(masks.positions.shape) - 1
     named = () if bounds.low is None else tuple(bounds.low.terms)
     for part in bounds.rest:
@@ -90,7 +90,7 @@ def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
 
 
 def _sees_some(masks: Masks, bounds: Limits) -> bool:
-    """True if every query is proven to see a key."""
+    """Return True if every query is proven to see a key."""
     own = _own_bound(masks, bounds) if bounds.rest else None
     limits = bounds if own is None else Limits(own, None, False, ())
     return sees_some(limits, *masks.sizes[2:])

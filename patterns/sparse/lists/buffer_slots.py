@@ -31,19 +31,19 @@ class Compared:
     slots: int
 
     def is_any(self, x: Value, axis: int) -> bool:
-        """True if `x` is `equal` reduced by "any" along `axis`."""
+        """Return True if `x` is `equal` reduced by "any" along `axis`."""
         return _anywhere(x) == (self.equal, axis)
 
     def is_hit(self, x: Value) -> bool:
-        """True if `x` is True for each entry whose key is in a slot (a hit)."""
+        """Return True if `x` is True for each entry whose key is in a slot (a hit)."""
         return self.is_any(x, self.slots)
 
     def is_used(self, x: Value) -> bool:
-        """True if `x` is True for each slot whose key is in the list."""
+        """Return True if `x` is True for each slot whose key is in the list."""
         return self.is_any(x, 2 * self.equal.rank - 3 - self.slots)
 
     def is_slot(self, x: Value) -> bool:
-        """True if `x` is the slot of each hit; values at misses are ignored. No two slots have the same key."""
+        """Return True if `x` is the slot of each hit; values at misses are ignored. No two slots have the same key."""
         x = plain(x).below("reshape")
         axis = x.attrs[0] if x.attrs else self.equal.rank - 1
         return x.op == "first_greatest" and axis == self.slots and x.arg.below("cast") is self.equal
@@ -96,7 +96,7 @@ def compared(a: Algebra, condition: Value, ids: Value) -> Compared | None:
 
 
 def is_next_free(new: Value, same: Compared) -> bool:
-    """True if `new` is the slot of each hit, and for each miss the next slot that has no key of the list."""
+    """Return True if `new` is the slot of each hit, and for each miss the next slot that has no key of the list."""
     condition, old, free = choice(plain(new)) or (None, None, None)
     if condition is None or old is None or free is None or not (same.is_hit(condition) and same.is_slot(old)):
         return False
@@ -111,7 +111,7 @@ def free_order(new: Value) -> Value:
 
 
 def _is_free_first(order: Value, same: Compared) -> bool:
-    """True if `order` lists the slots without a listed key first, in any order among them."""
+    """Return True if `order` lists the slots without a listed key first, in any order among them."""
     order, last = plain(order), same.equal.rank - 2
     if order.op == "ascending_index" and order.attrs[0] == last:
         return same.is_used(order.arg)
@@ -120,7 +120,7 @@ def _is_free_first(order: Value, same: Compared) -> bool:
 
 
 def _is_rank(x: Value, same: Compared) -> bool:
-    """True if `x` is the exclusive rank of each miss (cumsum(miss) - 1); values at hits are ignored."""
+    """Return True if `x` is the exclusive rank of each miss (cumsum(miss) - 1); values at hits are ignored."""
     count = same.equal.shape[-1]
     x = plain(x.arg) if x.op == "relu" or (x.op == "clamp" and x.attrs[0] == 0 and x.attrs[1] >= count - 1) else x
     total = plain(x.arg) if x.op == "shift" and x.attrs == (-1,) else x
@@ -131,7 +131,7 @@ def _is_rank(x: Value, same: Compared) -> bool:
 
 
 def is_updated_status(x: Value, same: Compared, new: Value, ids: Value) -> bool:
-    """True if `x` is the status after a step: the list scattered by its `new` slots, then its length."""
+    """Return True if `x` is the status after a step: the list scattered by its `new` slots, then its length."""
     count = ids.shape[-1]
     if x.op == "cat" and x.attrs == (x.rank - 1,) and len(x.args) == 2:
         listed, length = x.args
@@ -149,7 +149,7 @@ def is_updated_status(x: Value, same: Compared, new: Value, ids: Value) -> bool:
 
 
 def _is_last(condition: Value, count: Any) -> bool:
-    """True if `condition` holds for the last of count + 1 columns alone."""
+    """Return True if `condition` holds for the last of count + 1 columns alone."""
     if (condition.op, condition.attrs) != ("compare", ("eq",)) or condition.shape[-1] != count + 1:
         return False
     line, number = (each.below("reshape", "cast", "expand") for each in condition.args)

@@ -42,16 +42,16 @@ class Entries:
         return opened, self.masks.positions.of(opened)
 
     def holds(self, condition: Value, how: bool) -> bool:
-        """True if every visible entry meets `condition`, or without `how` if none does."""
+        """Return True if every visible entry meets `condition`, or without `how` if none does."""
         truth = self.masks.positions.truth(*self._opened(condition))
         return set(conjuncts(truth if how else negation(truth))) <= set(self.parts)
 
     def least(self, places: Value) -> bool:
-        """True if no visible entry of `places` is negative."""
+        """Return True if no visible entry of `places` is negative."""
         return bounds(places)[0] >= 0 or any(says_below(each, self.number(places), -1, 0) for each in self.parts)
 
     def within(self, places: Value, low: Any, high: Any) -> bool:
-        """True if every visible entry of `places` is between `low` and `high`, inclusive."""
+        """Return True if every visible entry of `places` is between `low` and `high`, inclusive."""
         number = self.number(places)
         above = low <= bounds(places)[0] or any(says_below(each, number, -1, low) for each in self.parts)
         return above and (high >= bounds(places)[1] or any(says_below(each, number, 1, -high) for each in self.parts))
@@ -66,13 +66,13 @@ class Entries:
         return tuple(each for each in self.parts if each not in [("le", bound) for bound in known])
 
     def is_tail(self) -> bool:
-        """True if the mask is an upper bound on the index of the entry: hidden entries follow visible ones."""
+        """Return True if the mask is an upper bound on the index of the entry: hidden entries follow visible ones."""
         last = len(self.masks.positions.shape) - 1
         return all(grows(each, last) for each in self.parts)
 
 
 def says_below(part: Formula, number: Affine, sign: int, bound: Any) -> bool:
-    """True if `part` of a formula implies sign · number + bound ≤ 0."""
+    """Return True if `part` of a formula implies sign · number + bound ≤ 0."""
     if isinstance(part, bool) or part[0] != "le":
         return False
     left = part[1] + number.times(-sign)
@@ -80,7 +80,7 @@ def says_below(part: Formula, number: Affine, sign: int, bound: Any) -> bool:
 
 
 def grows(part: Formula, axis: int) -> bool:
-    """True if `part` of a formula is an upper bound on the position along `axis`."""
+    """Return True if `part` of a formula is an upper bound on the position along `axis`."""
     if isinstance(part, bool) or part[0] != "le" or not part[1].terms.get(axis, 0) > 0:
         return False
     return not any(isinstance(term, Leaf) and axis in term.axes() for term in part[1].terms)

@@ -104,5 +104,5 @@ def _fixed(masks: Masks, part: Formula, bounds: Limits) -> dict[str, Any] | None
 
 
 def _is_within(count: Affine, keys: int) -> bool:
-    """True if `count` is a constant number of keys, at least 1 and at most `keys`."""
+    """Return True if `count` is a constant number of keys, at least 1 and at most `keys`."""
     return not count.terms and isinstance(count.constant, int) and 0 < count.constant <= keys

@@ -36,12 +36,12 @@ def looked_up(
 
 
 def _is_unmasked(scores: Value) -> bool:
-    """True if no mask lowers some of the `scores`, which would be among those of hidden keys then."""
+    """Return True if no mask lowers some of the `scores`, which would be among those of hidden keys then."""
     return scores.below("cast", "scale", "reshape", "permute").op in ("matmul", "mean")
 
 
 def _same_of_scores(masks: Masks, places: Value, others: tuple[Formula, ...]) -> bool:
-    """True if `places` are of the largest scores under a mask of `others`: hidden entries are last."""
+    """Return True if `places` are of the largest scores under a mask of `others`: hidden entries are last."""
     source = places.below("cast", "reshape")
     masked = source.arg.below("cast") if source.op == "largest_index" else source
     behind = masks.behind(masked) if any(map(_is_unmasked, masked.args[-2:])) else None

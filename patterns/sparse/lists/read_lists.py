@@ -58,7 +58,7 @@ def indexer_lists(graph: Graph) -> Iterator[Found]:
     read |= {result[0] for each in lists if each.op == "where" and (result := _places(each))}
 
     def is_wanted(value: Value) -> bool:
-        """True if a list is read as it is: by no mask or gather that is read, or by the caller."""
+        """Return True if a list is read as it is: by no mask or gather that is read, or by the caller."""
         return value not in read or any(map(is_handed_out, graph.places[value]))
 
     for value in lists:
@@ -114,7 +114,7 @@ def _unmoved(x: Value) -> tuple[Value, int]:
 
 
 def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
-    """True if every query is proven to see `count` keys, by an upper bound alone or without any."""
+    """Return True if every query is proven to see `count` keys, by an upper bound alone or without any."""
     bounds = masks.limits(seen)
     if bounds.rest or bounds.low is not None:
         return False
@@ -126,7 +126,7 @@ def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
 
 
 def _hides(assumed: Assumed, written: Value, places: Value, indexer: Indexed) -> bool:
-    """True if `written` is -1 at the places of hidden keys, and nowhere else."""
+    """Return True if `written` is -1 at the places of hidden keys, and nowhere else."""
     a, (condition, yes, no) = assumed.algebra, written.args
     how, fill = ("drop", yes) if _unmoved(no)[0] is places else ("keep", no)
     number_of = fill.below("expand", "reshape", "cast")
@@ -148,7 +148,9 @@ def _hides(assumed: Assumed, written: Value, places: Value, indexer: Indexed) ->
 
 
 def _are_counted(assumed: Assumed, places: Value, indexer: Indexed) -> bool:
-    """True if entry e of a list names a hidden key exactly where key e is hidden: visible keys come first in both."""
+    """Return True if entry e of a list names a hidden key exactly where key e is hidden: visible keys come first in
+    both.
+    """
     last, masks = len(indexer.masks.positions.shape) - 1, indexer.masks
     first_ones = all(grows(each, last) for each in conjuncts(indexer.seen))
     return first_ones and assumed.sorted_by_scores(places) and all(hides_below(masks.positions, t) for t in masks.terms)

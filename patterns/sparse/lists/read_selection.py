@@ -139,7 +139,7 @@ def _unkept(reason: str) -> Reading:
 
 
 def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> bool:
-    """True if a node reads `slots`, or the order of free slots, for another result than the values `into`."""
+    """Return True if a node reads `slots`, or the order of free slots, for another result than the values `into`."""
     ends = {node for each in into for node in graph.places[each]}
     leading, waiting = set(ends), list(ends)
     while waiting:

@@ -144,13 +144,13 @@ def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) ->
 
 
 def counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
-    """True if `index` of `rank` dims is arange(groups) along the first dim, and has size 1 along the others."""
+    """Return True if `index` of `rank` dims is arange(groups) along the first dim, and has size 1 along the others."""
     is_column = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
     return is_column and run(a, a.reshape(index, (groups,))) == Run(None, 0)
 
 
 def distinct(places: Value) -> bool:
-    """True if no row of `places` names a place twice, apart from negative numbers, which name none."""
+    """Return True if no row of `places` names a place twice, apart from negative numbers, which name none."""
     while places.op in ("cast", "reshape", "permute", "expand", "slice"):
         is_row = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
         moved = places.op == "permute" and places.attrs[-1] != places.rank - 1
@@ -161,7 +161,7 @@ def distinct(places: Value) -> bool:
 
 
 def sorted_by_scores(graph: Graph, places: Value) -> bool:
-    """True if `places` are computed by `topk` or `sort` calls that sort: the largest scores come first."""
+    """Return True if `places` are computed by `topk` or `sort` calls that sort: the largest scores come first."""
     source = places.below("cast", "reshape", "expand", "permute")
     nodes = graph.places.get(source, ())
     calls = [node.args[0] if node.target is operator.getitem else node for node in nodes]

@@ -59,7 +59,7 @@ class Latent(Group):
 
     @property
     def is_rope_first(self) -> bool:
-        """True if the first rows are the rotated lanes."""
+        """Return True if the first rows are the rotated lanes."""
         return prod(self.first.shape[2:]) < prod(self.second.shape[2:])
 
     def caches(self) -> tuple[Tensor, ...]:
