@@ -185,7 +185,7 @@ def measure(family: str, target: str, mode: str, layers: int, never: int = 0, wi
 
 
 def _measured(family: str, target: str, mode: str, layers: int, never: int, with_others: bool) -> Figures:
-    """Run a round in a process that has done nothing yet: what a first compilation imports and makes is not of the case."""
+    """Run a round in a fresh process, behind one small compilation that pays for imports."""
     torch.set_num_threads(1)
     measure(family, target, mode, 2, never)
     return measure(family, target, mode, layers, never, with_others)

@@ -23,7 +23,7 @@ from fusion._torch.tracing import copied, refill
 from fusion.caching.text_cache import text_cache
 from fusion.errors import Failure, FormatError, StageError
 from fusion.facts import Facts
-from fusion.graph.overlay import Held
+from fusion.graph.overlay import NodeValue
 from fusion.graph.subgraphs import bodies
 from fusion.language import Library, needed
 from fusion.options import Options
@@ -136,7 +136,7 @@ class _Made:
     failures: tuple[Failure, ...]
     done: tuple[Rewritten, ...]
     copies: tuple[fx.Node, ...]
-    values: Mapping[fx.Node, Held]
+    values: Mapping[fx.Node, NodeValue]
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class _Search:
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
         failures = (*reader_failures, *matched.failures, *planner.failures)
-        return _Made(tuple(chosen), tuple(refusals), failures, tuple(done), tuple(copies), graph.held)
+        return _Made(tuple(chosen), tuple(refusals), failures, tuple(done), tuple(copies), graph.value_of)
 
 
 def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:

@@ -12,7 +12,7 @@ from patterns.attention.reasons.read_recurrences import recurrences
 from patterns.attention.reasons.read_sinkhorn import sinkhorn
 from patterns.attention.ring import RingMla
 from patterns.attention.varlen.read_batches import batched_attentions
-from patterns.attention.varlen.read_segment_ids import numbered_attentions
+from patterns.attention.varlen.read_segment_ids import segment_id_attentions
 from patterns.attention.varlen.read_segments import paged_segments, segmented_attentions
 from patterns.cache.cache_write import CacheWrite
 from patterns.cache.page_gather import PageGather
@@ -38,7 +38,7 @@ from patterns.moe.experts.read_experts import routed_experts
 from patterns.moe.experts.routed_experts import RoutedExperts
 from patterns.moe.router.expert_routing import ExpertRouting
 from patterns.moe.router.read import expert_choices
-from patterns.moe.router.read_weights import kept_largest
+from patterns.moe.router.read_weights import topk_masks
 from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
 from patterns.norm.layer_norm import LayerNorm
@@ -59,7 +59,7 @@ from patterns.sparse.indexer.indexer_prolog import LightningIndexerPrologPto
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers
 from patterns.sparse.lists.read_lists import indexer_lists
-from patterns.sparse.lists.read_selection import kept_selections
+from patterns.sparse.lists.read_selection import buffered_rows
 from patterns.sparse.lists.selection import GatherSelectionKvCache
 
 _RULES = (
@@ -97,7 +97,7 @@ _READERS = (
     attentions,
     int8_cache,
     softmax_lse,
-    numbered_attentions,
+    segment_id_attentions,
     batched_attentions,
     segmented_attentions,
     paged_segments,
@@ -110,7 +110,7 @@ _READERS = (
     latent_products,
     block_tables,
     cache_writes,
-    kept_selections,
+    buffered_rows,
     page_gathers,
     quantised,
     int8_rows,
@@ -122,7 +122,7 @@ _READERS = (
     gate_lanes,
     written_gelus,
     expert_choices,
-    kept_largest,
+    topk_masks,
     routed_experts,
     int8_queries,
     head_products,

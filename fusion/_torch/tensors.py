@@ -68,7 +68,7 @@ _MOST_NUMBERS = 256
 _NUMBERS = frozenset({torch.int32, torch.int64, torch.float32})
 
 
-def held_by(node: fx.Node) -> Any:
+def attribute_of(node: fx.Node) -> Any:
     """Return the attribute that a `get_attr` node reads; None where its graph has no module, or no such attribute."""
     attribute: Any = node.graph.owning_module
     for part in str(node.target).split("."):
@@ -85,7 +85,7 @@ def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
     """
     if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
         return None
-    constant = held_by(node)
+    constant = attribute_of(node)
     if isinstance(constant, FakeTensor):
         constant = constant.constant
     if not isinstance(constant, torch.Tensor) or constant.is_complex():

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion.analysis.dtypes import INTEGERS, KINDS, Array, held, is_exact, is_integer
+from fusion.analysis.dtypes import INTEGERS, KINDS, Array, is_exact, is_integer, rounded_to
 from fusion.graph import Value
 
 MOST = 2**22
@@ -170,7 +170,7 @@ def _converted(computed: Any, dtype: torch.dtype | None) -> Array | None:
     if computed is None:
         return None
     numbers = np.asarray(computed)
-    converted = held(numbers, dtype)
+    converted = rounded_to(numbers, dtype)
     if converted is None or converted.dtype.kind != "f":
         return converted
     back = converted if numbers.dtype.kind == "f" else converted.astype(np.int64)

@@ -47,7 +47,7 @@ def rows_below(x: Value) -> Value:
     return x
 
 
-def held(numbers: Array, dtype: torch.dtype | None) -> Array | None:
+def rounded_to(numbers: Array, dtype: torch.dtype | None) -> Array | None:
     """Convert `numbers` (booleans, integers or float64) to `dtype` as torch does; None where torch leaves it open.
 
     Open are floats outside the range of an integer dtype, infinities and NaN among them, and dtypes not in `KINDS`.
@@ -81,12 +81,12 @@ def _rounded(numbers: Array, dtype: torch.dtype | None) -> Array:
     return numbers.astype(np.float64)
 
 
-def held_number(value: Number, dtype: torch.dtype | None) -> Number | None:
-    """Convert one number to `dtype` as `held` does."""
+def rounded_number(value: Number, dtype: torch.dtype | None) -> Number | None:
+    """Convert one number to `dtype` as `rounded_to` does."""
     if isinstance(value, int) and dtype in INTEGERS:
         limits = torch.iinfo(dtype)
         return (value - limits.min) % (limits.max - limits.min + 1) + limits.min
-    converted = held(np.array(float(value)), dtype)
+    converted = rounded_to(np.array(float(value)), dtype)
     return None if converted is None else converted.item()
 
 
@@ -130,5 +130,5 @@ def _combined(higher: torch.dtype, lower: torch.dtype) -> torch.dtype:
 
 def is_exact(value: Number, dtype: torch.dtype) -> bool:
     """Return True if `dtype` represents the number `value` exactly."""
-    converted = held_number(value, dtype)
+    converted = rounded_number(value, dtype)
     return converted is not None and (converted == value or (math.isnan(converted) and math.isnan(value)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusion.analysis.constant_folding import COMPARE
-from fusion.analysis.dtypes import held_number
+from fusion.analysis.dtypes import rounded_number
 from fusion.graph import Value
 from fusion.graph.proof import must, proof, proven
 
@@ -105,7 +105,7 @@ def share(softmax: Value, row: float, keys: int, sink: float | None = None) -> f
     (_, empty, less), number = softmax.attrs, np.float64(row)
 
     def rounded(x: Any) -> np.float64:
-        return np.float64(proven(held_number(float(x), softmax.dtype)))
+        return np.float64(proven(rounded_number(float(x), softmax.dtype)))
 
     with np.errstate(all="ignore"):
         if less in ("greatest", "nothing"):
@@ -119,7 +119,7 @@ def share(softmax: Value, row: float, keys: int, sink: float | None = None) -> f
 
 
 def _rounded(x: Value, number: Any) -> float:
-    return float(proven(held_number(float(number), x.dtype)))
+    return float(proven(rounded_number(float(number), x.dtype)))
 
 
 def _scope(x: Value, args: Sequence[Value], entry_of: Callable[[Value], _Entry | None]) -> str:

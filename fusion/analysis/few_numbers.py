@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fusion.analysis.affine import Formula, disjunction, negation
-from fusion.analysis.dtypes import held_number
+from fusion.analysis.dtypes import rounded_number
 from fusion.graph import Value
 
 MOST = 8
@@ -29,7 +29,7 @@ def merged(pairs: Iterable[tuple[float, Formula]], dtype: torch.dtype | None) ->
     for value, formula in pairs:
         if formula is False:
             continue
-        number = held_number(value, dtype)
+        number = rounded_number(value, dtype)
         if number is None:
             return None
         number = math.nan if math.isnan(number) else number  # one object, as NaN is not equal to itself

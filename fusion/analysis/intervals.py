@@ -30,7 +30,7 @@ def bounds(x: Value) -> Range:
 
 def _range(x: Value) -> Range:
     computed = _computed(x)
-    return computed if computed is not None and _fits(computed, x.dtype) else of_dtype(x.dtype)
+    return computed if computed is not None and _fits(computed, x.dtype) else dtype_bounds(x.dtype)
 
 
 def is_exact(x: Value) -> bool:
@@ -54,7 +54,7 @@ def uncast(x: Value, *through: str) -> Value:
     return x
 
 
-def of_dtype(dtype: torch.dtype | None) -> Range:
+def dtype_bounds(dtype: torch.dtype | None) -> Range:
     """Return the bounds of all numbers of `dtype`: ±2^48 for int64, and for dtypes that are no integers."""
     if dtype is torch.bool:
         return 0, 1

@@ -18,7 +18,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.lanes import NONE, Index, Rows, descend, lanes_at, within
 from fusion.graph import Value
-from fusion.graph.algebra import of_constants, widens
+from fusion.graph.algebra import is_input_free, widens
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] 
     None if neither operand can be folded to constants that are the same for all rows.
     """
     for other, constant in (at.value.args, at.value.args[::-1]):
-        numbers = leaves.folder.fold(constant) if of_constants(constant) else None
+        numbers = leaves.folder.fold(constant) if is_input_free(constant) else None
         if numbers is None:
             continue
         sides = _operand(at, constant), _operand(at, other)

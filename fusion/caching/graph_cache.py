@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from fusion._torch.fakes import FakeTensor, fake_tensor
 from fusion._torch.operators import OpOverload
-from fusion._torch.tensors import held_by, map_only
+from fusion._torch.tensors import attribute_of, map_only
 from fusion._torch.tracing import refill
 from fusion.caching.text_cache import TextCache, text_cache
 from fusion.facts import Facts
@@ -215,7 +215,7 @@ def _key(node: fx.Node) -> str:
         UnwrittenError: a property cannot be part of a key, such as a symbolic size.
     """
     if node.op == "get_attr":
-        constant = held_by(node)
+        constant = attribute_of(node)
         if not isinstance(constant, torch.Tensor) or constant.numel() > SMALL or isinstance(constant, FakeTensor):
             raise UnwrittenError
         return f"{node.name} {_look(constant)} {constant.tolist()}"

@@ -294,7 +294,7 @@ class Algebra:
 
     def mean(self, x: Value, axes: Sequence[int]) -> Value:
         """Average `x` over `axes`; the factor of a scaled power moves outside, as `power` moves factors."""
-        if x.op == "scale" and x.arg.op == "power" and not of_constants(x):
+        if x.op == "scale" and x.arg.op == "power" and not is_input_free(x):
             return self.scale(self.mean(x.arg, axes), *x.attrs)
         return self.reduce("mean", x, axes)
 
@@ -306,7 +306,7 @@ class Algebra:
         return self.scale(self.mean(x, axes), math.prod(int(size) for size in sizes))
 
 
-def of_constants(x: Value) -> bool:
+def is_input_free(x: Value) -> bool:
     """Return True if `x` may depend on no input, as positions do: then rounding to its dtype is part of its value."""
     return all(each.args or each.op in ("arange", "constant", "full", "number") for each in x.sources())
 
@@ -314,7 +314,7 @@ def of_constants(x: Value) -> bool:
 def _joins(step: Value, number: float) -> bool:
     """Return True if `step` and the next step of its op merge into one with `number`, up to the rounding of data."""
     if step.dtype is None or step.dtype.is_floating_point:
-        return not of_constants(step)
+        return not is_input_free(step)
     return abs(number) < LONGEST
 
 

@@ -18,7 +18,7 @@ from fusion.graph.dims import broadcast, but_ones, is_dense
 from fusion.graph.readings import Readings
 from fusion.graph.value import Value
 
-Held = Value | tuple["Value | None", ...]
+NodeValue = Value | tuple["Value | None", ...]
 Made = TypeVar("Made")
 
 
@@ -43,7 +43,7 @@ class Graph:
     Attributes:
         source: the user's graph; nothing here changes it.
         algebra: the values of this graph.
-        held: the value of each node that computes a tensor, or the tuple of values for several.
+        value_of: the value of each node that computes a tensor, or the tuple of values for several.
         places: for each value, every node with that value, in order; other values must be built by their recipes.
         fixed: the nodes that are computed from Parameters alone.
         facts: known facts about the inputs.
@@ -54,7 +54,7 @@ class Graph:
 
     source: fx.Graph
     algebra: Algebra
-    held: Mapping[fx.Node, Held]
+    value_of: Mapping[fx.Node, NodeValue]
     places: Mapping[Value, tuple[fx.Node, ...]]
     fixed: Set[fx.Node] = frozenset()
     facts: Facts = field(default_factory=Facts)
@@ -82,8 +82,8 @@ class Graph:
 
     def operand(self, node: fx.Node, argument: fx.Node) -> Value | None:
         """Return the value of the `argument` of `node`; None for a tuple, or where memory was written in between."""
-        held = self.held.get(argument)
-        return held if isinstance(held, Value) and self.regions[argument] == self.regions[node] else None
+        value = self.value_of.get(argument)
+        return value if isinstance(value, Value) and self.regions[argument] == self.regions[node] else None
 
     def makers(self, value: Value) -> tuple[fx.Node, ...]:
         """Return the nodes that compute `value`, without those that only pass it on, such as a no-op view.
@@ -100,9 +100,9 @@ class Graph:
     def _is_passed_on(self, value: Value, node: fx.Node, places: int) -> bool:
         """Return True if an input of `node` has `value` already, directly or through views that undo each other."""
         sources = node.all_input_nodes
-        while places > 1 and len(sources) == 1 and self.held.get(sources[0]) is not value:
+        while places > 1 and len(sources) == 1 and self.value_of.get(sources[0]) is not value:
             sources = sources[0].all_input_nodes
-        return any(self.held.get(source) is value for source in sources)
+        return any(self.value_of.get(source) is value for source in sources)
 
     def reads(self, value: Value) -> tuple[fx.Node, ...]:
         """Return the nodes from whose results `value` is read or built."""
@@ -200,7 +200,7 @@ class Graph:
         places = self.places.get(value, ())
         if not places or not is_dense(places[0].meta["val"]):
             return None
-        users = [self.held.get(user) for user in places[0].users if user not in places]
+        users = [self.value_of.get(user) for user in places[0].users if user not in places]
         if len(users) != 1 or not isinstance(users[0], Value) or users[0].op != "reshape" or users[0].arg is not value:
             return None
         return users[0]
@@ -230,21 +230,21 @@ class Graph:
         result: dict[Value, Value] = {}
         for node in self.source.nodes:
             if node.target is torch.ops.aten.copy_.default and not self._is_cloned(node.args[1]):
-                place, made = (self.held.get(each) for each in node.args[:2])
+                place, made = (self.value_of.get(each) for each in node.args[:2])
                 result.update(self._writes_between(place, made))
         return result
 
     def _is_cloned(self, node: Any) -> bool:
         """Return True if `node` views a clone of a computed tensor, below which a write cannot be in place."""
         while isinstance(node, fx.Node) and node.target is not torch.ops.aten.clone.default:
-            value, source = self.held.get(node), node.args[0] if node.args else None
-            below = self.held.get(source) if isinstance(source, fx.Node) else None
+            value, source = self.value_of.get(node), node.args[0] if node.args else None
+            below = self.value_of.get(source) if isinstance(source, fx.Node) else None
             if not (isinstance(value, Value) and isinstance(below, Value)) or unviewed(value) is not unviewed(below):
                 return False
             node = source
         return isinstance(node, fx.Node)
 
-    def _writes_between(self, place: Held | None, made: Held | None) -> Mapping[Value, Value]:
+    def _writes_between(self, place: NodeValue | None, made: NodeValue | None) -> Mapping[Value, Value]:
         """Map each write, and its views, between `place` and `made` to the cache it overwrites.
 
         Empty unless `made` comes from `place` by writes and views alone.

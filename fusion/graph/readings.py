@@ -50,7 +50,7 @@ class Miss:
     covers: frozenset[Value] = frozenset()
 
 
-Found = tuple[Value, Reading | Miss]
+Annotation = tuple[Value, Reading | Miss]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Readings:
         """List the pairs of a value and a miss with one of `rules`, or all of them."""
         return [(value, each) for value, each in self._misses if not rules or each.rule in rules]
 
-    def joined(self, new: Iterable[Found]) -> Readings:
+    def joined(self, new: Iterable[Annotation]) -> Readings:
         """Return these readings and the `new` ones, each once."""
         readings, misses = dict(self._readings), dict.fromkeys(self._misses)
         for value, each in new:

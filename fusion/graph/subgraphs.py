@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from fusion._torch.operators import higher_order
-from fusion._torch.tensors import held_by
+from fusion._torch.tensors import attribute_of
 
 ENTERED = frozenset({"cond", "hints_wrapper", "invoke_subgraph", "map_impl", "scan", "strict_mode", "while_loop"})
 """Operators whose bodies are ordinary graphs. Bodies of others describe one element of a kernel, or are a key by
@@ -51,7 +51,7 @@ def bodies(source: fx.Graph) -> Iterator[Body]:
             continue
         for operand in node.all_input_nodes:
             if operand.op == "get_attr" and not isinstance(operand.meta.get("val"), torch.Tensor):
-                code = held_by(operand)
+                code = attribute_of(operand)
                 if code is None or isinstance(code, fx.GraphModule):
                     yield Body(node, str(operand.target), code)
 

@@ -75,8 +75,10 @@ class _Words:
                 else:
                     self._require_captures(who, self._rules[name], captures)
 
-        every = {*self._rules, *self._elsewhere()} if rule.beside() - self._rules.keys() else self._rules
-        require_known(lambda: f"rule {rule.name} is offered beside", rule.beside(), every, "which is no rule")
+        every = {*self._rules, *self._elsewhere()} if rule.readers_of_results() - self._rules.keys() else self._rules
+        require_known(
+            lambda: f"rule {rule.name} is offered beside", rule.readers_of_results(), every, "which is no rule"
+        )
 
     def require_given(self, who: Callable[[], str], name: str) -> None:
         """Require that a reader or a rule gives the word `name`; `who` begins the message.

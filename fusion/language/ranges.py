@@ -27,16 +27,16 @@ def narrows(have: torch.dtype | None, to: torch.dtype) -> bool:
 
 
 @contextmanager
-def rounding(what: str, held: torch.dtype, to: torch.dtype) -> Generator[None]:
-    """State that the calls inside round `what`, a value that the model has in the dtype `held`, to the dtype `to`.
+def rounding(what: str, have: torch.dtype, to: torch.dtype) -> Generator[None]:
+    """State that the calls inside round `what`, a value that the model has in the dtype `have`, to the dtype `to`.
 
     Raises:
-        Refused: `narrows(held, to)`.
+        Refused: `narrows(have, to)`.
     """
     require(
-        not narrows(held, to),
-        "{what}: the model holds it in {held}; the operator requires it in {to}, which has fewer digits or less range",
-        what=what, held=_name(held), to=_name(to),
+        not narrows(have, to),
+        "{what}: the model holds it in {have}; the operator requires it in {to}, which has fewer digits or less range",
+        what=what, have=_name(have), to=_name(to),
     )  # fmt: skip
     with bounded():
         yield

@@ -3,7 +3,7 @@
     ROTATION = word("rotation", "x · cos + partner(x) · sin", x="[.., D]", cos="[.., D]", sin="[.., D]")
 
     @reader(gives=(ROTATION,), needs=("linear",))
-    def rotations(graph: Graph) -> Iterator[Found]: ...
+    def rotations(graph: Graph) -> Iterator[Annotation]: ...
 
 A library declares its readers in addition to its rules. They run before any rule is matched, each after the readers of
 the words that it needs. A word is the name of a semantic op that a reader gives; the names of rules are semantic ops
@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 from fusion.errors import RuleError
 from fusion.graph import Graph
-from fusion.graph.readings import Found
+from fusion.graph.readings import Annotation
 from fusion.language.rule import Rule
 from fusion.operators import Operator
 
-Read = Callable[[Graph], Iterator[Found]]
+Read = Callable[[Graph], Iterator[Annotation]]
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Rule:
         """List the lowerings in order of declaration, one for each combination of variants."""
         return _lowerings(type(self))
 
-    def beside(self) -> frozenset[str]:
+    def readers_of_results(self) -> frozenset[str]:
         """Name the rules that read results of this rule which no node of the model computes, such as absorbed queries.
 
         Planning finds the matches that read them without these names. Loading a library checks the names, and tests of

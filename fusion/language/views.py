@@ -178,7 +178,7 @@ def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
     makers = graph.places.get(value, ())
     sources = (node for maker in makers for node in maker.all_input_nodes)
     for node in chain(sources, (user for maker in makers for user in maker.users)):
-        other = graph.held.get(node)
+        other = graph.value_of.get(node)
         if not isinstance(other, Value) or other is value or other.dtype != value.dtype:
             continue
         if prod(other.shape) == prod(value.shape) and graph.algebra.reshape(other, value.shape) is value:

@@ -71,7 +71,7 @@ class Operator:
     flops: Callable[..., float] | None = None
     """Function of arguments by name that estimates the multiplications and additions of a call; None if the cost of a
     call is that of the bytes that it moves."""
-    unread: Callable[..., float] | None = None
+    skipped_bytes: Callable[..., float] | None = None
     """Function of arguments by name that estimates how many bytes of its arguments a call does not read; None if it
     reads all."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
@@ -233,7 +233,7 @@ class Operator:
 
     @cached_property
     def _skipped_bytes(self) -> Callable[..., float]:
-        return calling.by_name(self.unread or (lambda: 0.0))
+        return calling.by_name(self.skipped_bytes or (lambda: 0.0))
 
     @cached_property
     def _flops(self) -> Callable[..., float]:

@@ -391,7 +391,7 @@ class _Search:
     def _is_within(self, value: Value) -> bool:
         """Return True if `value` is an intermediate of a node whose result has a reading."""
         owner = None if value in self.graph.places else self.graph.owners.get(value)
-        result = None if owner is None else self.graph.held.get(owner)
+        result = None if owner is None else self.graph.value_of.get(owner)
         return isinstance(result, Value) and bool(self._readings.get(result))
 
     def _inside(self, term: Term) -> list[Value]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fusion.errors import Failure
-from fusion.graph import Found, Graph, Reading
+from fusion.graph import Annotation, Graph, Reading
 from fusion.language import Reader, ordered
 from fusion.report.failures import culprit, failure
 
@@ -26,7 +26,7 @@ def read(graph: Graph, readers: Sequence[Reader]) -> tuple[Graph, list[Failure]]
     return graph, failures
 
 
-def _checked(reader: Reader, results: Iterable[Found]) -> Iterator[Found]:
+def _checked(reader: Reader, results: Iterable[Annotation]) -> Iterator[Annotation]:
     """Yield the pairs (value, reading or miss) of `results`.
 
     Raise where a reading has other captures than the word of `reader` for it declares.

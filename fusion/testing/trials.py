@@ -94,7 +94,7 @@ def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:
     waiting = [rule]
     while waiting:
         each = waiting.pop()
-        for name in sorted(each.uses() | each.beside()):
+        for name in sorted(each.uses() | each.readers_of_results()):
             if name in by_name and name not in closure:
                 closure[name] = by_name[name]
                 waiting.append(by_name[name])

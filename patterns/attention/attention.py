@@ -104,7 +104,7 @@ class Attention(SoftmaxAttention):
         encoding.refuse(source, result, sink)
         result.refuse(seen, sink, bias.values)
         require(sink is None or bias.values is None, "with a sink the operator reads packed sequences, without a bias")
-        bias.refuse_beside(seen, source.paged)
+        bias.refuse_with_mask(seen, source.paged)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1, 0))

@@ -179,12 +179,12 @@ def batch_as_heads(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
 
-def ends_of(batch: Any, size: Any, device: torch.device, beside: Any = None) -> Any:
+def ends_of(batch: Any, size: Any, device: torch.device, lengths: Any = None) -> Any:
     """Return the ends of `batch` packed sequences of `size` rows: a list of numbers, or a tensor [B].
 
-    It is a tensor if `batch` is symbolic, or if `beside`, the lengths of the other operand, is a tensor.
+    It is a tensor if `batch` is symbolic, or if `lengths`, the lengths of the other operand, is a tensor.
     """
-    if isinstance(batch, int) and not isinstance(beside, Tensor):
+    if isinstance(batch, int) and not isinstance(lengths, Tensor):
         return [size * (number + 1) for number in range(batch)]
     return torch.arange(1, batch + 1, device=device) * size
 
@@ -228,7 +228,7 @@ def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, ends:
     """
     batch: Any = q.shape[0]
     heads, queries = q.shape[1:3]
-    ends = ends_of(batch, queries, q.device, beside=lengths) if ends is None else ends
+    ends = ends_of(batch, queries, q.device, lengths=lengths) if ends is None else ends
     y, lse = fused(
         q.transpose(1, 2).flatten(0, 1), k, v, lengths, call, actual_seq_qlen=ends, input_layout="TND",
         num_query_heads=heads, **arguments,

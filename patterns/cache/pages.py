@@ -30,7 +30,7 @@ def sequences(cache: Any, start: Any, axis: int) -> Any:
     return cache.shape[0] if axis else 1
 
 
-def of_one_head(cache: Tensor, axis: int) -> Tensor:
+def single_head(cache: Tensor, axis: int) -> Tensor:
     """Return `cache` [B, .., T, .., D], T along `axis`; refuse several heads, and gaps in its memory."""
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(
@@ -45,7 +45,7 @@ def of_one_head(cache: Tensor, axis: int) -> Tensor:
 
 def cut(cache: Tensor, axis: int) -> Tensor:
     """View a contiguous cache [B, .., T, .., D] of one head, T along `axis`, as pages [Block, Size, 1, D]."""
-    cache = of_one_head(cache, axis)
+    cache = single_head(cache, axis)
     size: Any = cache.shape[axis]
     page = next((each for each in SIZES if isinstance(size, int) and size % each == 0), 0)
     require(

@@ -17,7 +17,7 @@ from fusion import reader, word
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import uncast
 from fusion.analysis.runs import iota, wrapped
-from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.cache.joined_tables import joined_table
 
@@ -56,7 +56,7 @@ _INDEXERS = ("lightning_indexer", "indexer_list")
 
 
 @reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_INT8_OPERANDS, *_LATENTS, "unpacked_latent", *_INDEXERS))
-def block_tables(graph: Graph) -> Iterator[Found]:
+def block_tables(graph: Graph) -> Iterator[Annotation]:
     """Read every key, value and latent of an attention, and every key of an indexer, that is gathered from pages."""
     indexed = (each.captures["key"] for _, each in graph.readings.all(*_INDEXERS))
     yield from _readings(graph, ((key, (key.shape[0], 1, *key.shape[1:])) for key in indexed))
@@ -83,13 +83,13 @@ def _stored(graph: Graph, x: Value) -> Value:
     return x if reading is None else reading.captures["x"]
 
 
-def _readings(graph: Graph, wanted: Iterable[tuple[Value, Sizes]]) -> Iterator[Found]:
+def _readings(graph: Graph, wanted: Iterable[tuple[Value, Sizes]]) -> Iterator[Annotation]:
     """Yield each value of `wanted`, [B, N, T, D] of the given sizes, with its reading as rows of pages, if any."""
     readings = ((value, rows_of_pages(graph, value, sizes)) for value, sizes in wanted)
     return ((value, reading) for value, reading in readings if reading is not None)
 
 
-def _int8_latent_rows(graph: Graph, attention: Reading) -> list[Found]:
+def _int8_latent_rows(graph: Graph, attention: Reading) -> list[Annotation]:
     """Read an int8 latent and its rotated keys as rows of pages of one layout.
 
     A part whose row fills one line of NZ reads as a plain row too: if the layouts differ, both are read as NZ.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fusion import reader, word
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.inputs.nz_format import holds_lines
 from patterns.cache.read_block_tables import Gather, gathers, unflattened
 from patterns.cache.read_writes import WRITES
@@ -61,7 +61,7 @@ class _Rows(NamedTuple):
 
 
 @reader(gives=(GATHERED_PAGES,), needs=("paged_rows",))
-def page_gathers(graph: Graph) -> Iterator[Found]:
+def page_gathers(graph: Graph) -> Iterator[Annotation]:
     """Read every gather of pages if a second cache is gathered by the same table and lengths; report the others."""
     a, folder = graph.algebra, graph.shared(Folder)
     known = [value for value in graph.places if sum(not isinstance(size, int) for size in value.shape) < 2]
@@ -114,7 +114,7 @@ def _is_read_as_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
 
     Otherwise it may be no gather from a cache at all, but one from a table of rotations.
     """
-    users = (graph.held.get(user) for node in graph.places[value] for user in node.users)
+    users = (graph.value_of.get(user) for node in graph.places[value] for user in node.users)
     seen = [value, *(each for each in users if isinstance(each, Value) and each.op == "reshape")]
     if rows.table.rank != 2:
         return False

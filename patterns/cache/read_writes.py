@@ -18,7 +18,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import bounds
 from fusion.analysis.predicates import Positions
 from fusion.analysis.runs import wrapped
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
 
 _ELEMENT_WRITES = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
@@ -73,7 +73,7 @@ SLIDE = word("slide", "cat(cache[.., S:, ..], rows) along `axis`, of S rows", **
 
 
 @reader(gives=(WRITE, WRITE_PAGES, WRITE_SEQUENCES, SLIDE))
-def cache_writes(graph: Graph) -> Iterator[Found]:
+def cache_writes(graph: Graph) -> Iterator[Annotation]:
     """Read every write into a cache; report why other writes into an input are not read."""
     writes = Writes(graph.algebra, graph.shared(Folder), graph.written, graph.places)
     return ((value, each) for value in list(graph.places) for each in writes.read(value))

@@ -12,7 +12,7 @@ import torch.fx as fx
 from fusion import reader, word
 from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float
-from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 
 Places = Mapping[Value, Sequence[fx.Node]]
@@ -57,7 +57,7 @@ LINEAR_BEFORE = word(
 
 
 @reader(gives=(LINEAR, LINEAR_BEFORE), needs=("softmax_attention",))
-def linears(graph: Graph) -> Iterator[Found]:
+def linears(graph: Graph) -> Iterator[Annotation]:
     """Read every linear layer as `linear`, and as `linear_before` with the next layer of the same input.
 
     Layers are paired only up to an attention: one call for layers before and behind it would have to wait for the

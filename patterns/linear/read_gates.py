@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fusion import reader, word
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 
 GATE_LANES = word(
     "gate_lanes", "half of the lanes of x, [*B, H]",
@@ -19,7 +19,7 @@ GATE_LANES = word(
 
 
 @reader(gives=(GATE_LANES,))
-def gate_lanes(graph: Graph) -> Iterator[Found]:
+def gate_lanes(graph: Graph) -> Iterator[Annotation]:
     """Read every half of the lanes of a tensor as `gate_lanes`; also give why a gate by a sigmoid is no silu."""
     yield from _others(graph)
     yield from _adjacent(graph)
@@ -35,7 +35,7 @@ def half_of_lanes(a: Algebra, value: Value) -> Reading | None:
     return None if half is None else Reading("gate_lanes", dict(zip(("x", "second", "interleaved"), half, strict=True)))
 
 
-def _adjacent(graph: Graph) -> Iterator[Found]:
+def _adjacent(graph: Graph) -> Iterator[Annotation]:
     """Yield adjacent slices of the last dim with the same width, as halves of the slice that has both."""
     slices = {
         (value.arg, value.attrs[1], value.shape[-1]): value
@@ -71,7 +71,7 @@ def _half(a: Algebra, value: Value) -> tuple[Value, bool, bool] | None:
     return a.reshape(tensor, (*value.shape[:-1], 2 * size)), start == 1, split is pairs
 
 
-def _others(graph: Graph) -> Iterator[Found]:
+def _others(graph: Graph) -> Iterator[Annotation]:
     """Yield the reason for products with a sigmoid that are no silu: its operand is scaled, or is no factor."""
     products = [each for each in list(graph.places) if each.op == "mul"]
     factors_of: dict[Value, set[Value]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from fusion import reader, word
 from fusion.analysis.rounding import exact, is_float, unscaled
-from fusion.graph import Found, Graph, Miss, Reading, Value
+from fusion.graph import Annotation, Graph, Miss, Reading, Value
 
 WRITTEN_GELU = word("written_gelu", "x · Φ(x)", x="[*B, D]", approximate='how Φ is computed: "none" or "tanh"')
 
@@ -25,7 +25,7 @@ Terms = dict[int, float]
 
 
 @reader(gives=(WRITTEN_GELU,))
-def written_gelus(graph: Graph) -> Iterator[Found]:
+def written_gelus(graph: Graph) -> Iterator[Annotation]:
     """Read every product x / 2 · (1 + f(..)), f tanh or erf, as `written_gelu`; else give the differing polynomial."""
     for value in list(graph.places):
         product, number = unscaled(value)

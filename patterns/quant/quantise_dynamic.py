@@ -256,7 +256,7 @@ def _multiples(graph: Graph, roots: Sequence[Value]) -> dict[Value, _Scale]:
         if scale is not None and not scale.reason:
             multiples[value] = scale
             users = (user for node in graph.places.get(value, ()) for user in node.users)
-            waiting.extend(made for user in users if isinstance(made := graph.held.get(user), Value))
+            waiting.extend(made for user in users if isinstance(made := graph.value_of.get(user), Value))
     return multiples
 
 
@@ -264,7 +264,7 @@ def _is_read(graph: Graph, multiple: Value, others: Container[object], int8: Val
     """Return True if `multiple` is used for more than `others`, and for more than the computation of `int8`."""
     users = (user for node in graph.places.get(multiple, ()) for user in node.users)
     return any(
-        graph.held.get(user) not in others and not any(graph.depends(node, user) for node in graph.places[int8])
+        graph.value_of.get(user) not in others and not any(graph.depends(node, user) for node in graph.places[int8])
         for user in users
     )
 

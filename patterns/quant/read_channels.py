@@ -16,7 +16,7 @@ import torch
 from fusion import reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import exact, is_float, rounded, unscaled
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.quant.read_quantise import UNBOUNDED
 
 INT8_ROWS = word(
@@ -34,7 +34,7 @@ _VIEWS = ("reshape", "permute", "expand", "slice", "cast")
 
 
 @reader(gives=(INT8_ROWS, INT8_BY_NUMBER))
-def int8_rows(graph: Graph) -> Iterator[Found]:
+def int8_rows(graph: Graph) -> Iterator[Annotation]:
     """Read every int8 value that is quantised by constant scales; report why similar values are not read."""
     for value in graph.places:
         if value.op != "cast" or value.dtype != torch.int8 or not is_computed(graph, value):

@@ -17,7 +17,7 @@ from fusion import reader, word
 from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.nodes import are_read_by, is_computed
 from fusion.analysis.rounding import exact, unscaled
-from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import proof
 from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_one, times_ones
@@ -98,7 +98,7 @@ def _reading(graph: Graph, product: Product, value: Value) -> Reading | str | No
 
 
 @reader(gives=(INT8_MATMUL,))
-def int8_matmuls(graph: Graph) -> Iterator[Found]:
+def int8_matmuls(graph: Graph) -> Iterator[Annotation]:
     """Read every int8 product with all factors and the bias that follow; report why others are not read."""
     layers = Layers(graph.algebra)
     places = list(graph.places) if torch.int8 in graph.dtypes else []

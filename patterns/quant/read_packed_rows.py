@@ -9,7 +9,7 @@ import torch
 
 from fusion import reader, word
 from fusion.analysis.nodes import is_computed
-from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 
 _ORDER = "a line of bytes holds {what}; that of the operator int8, bfloat16, and float32 for the scales"
 _UNPROVEN = "whole numbers in a line of bytes are not those of runs of lanes by a scale that is the largest of each"
@@ -23,7 +23,7 @@ PACKED_KV_ROW = word(
 
 
 @reader(gives=(PACKED_KV_ROW,), needs=("quantise",))
-def packed_rows(graph: Graph) -> Iterator[Found]:
+def packed_rows(graph: Graph) -> Iterator[Annotation]:
     """Read every packed row; report why other concatenations of bytes are not read."""
     for value in [each for each in graph.places if each.op == "cat" and each.dtype == torch.int8]:
         outcome = _packed_row(graph, value) if is_computed(graph, value) else None

@@ -19,7 +19,7 @@ import torch
 from fusion import reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.quant.quantise_dynamic import FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
 
 _LEAST, _MOST = -128, 127
@@ -53,7 +53,7 @@ TOKEN_SCALE = word(
 
 
 @reader(gives=(QUANTISE, TOKEN_SCALE))
-def quantised(graph: Graph) -> Iterator[Found]:
+def quantised(graph: Graph) -> Iterator[Annotation]:
     """Read every int8 value that is cast from floats, and every dynamic scale; report why others are not read."""
     largest = largest_of(graph)
     become_int8 = {value.below(*_PASSED) for value in graph.places if value.dtype == torch.int8}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion import reader, word
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
 
 _ATTENDING = ("latent_keys", "latent_values", "listed_attention")
@@ -94,7 +94,7 @@ def rope(value: Value) -> tuple[Value, int, int] | None:
 
 
 @reader(gives=(UNPACKED_LATENT, UNPACKED_ROPE), needs=_ATTENDING)
-def unpacked_rows(graph: Graph) -> Iterator[Found]:
+def unpacked_rows(graph: Graph) -> Iterator[Annotation]:
     """Read every latent and rotated key of an attention that is unpacked from the rows of one cache.
 
     Rows whose parts have another order are reported.

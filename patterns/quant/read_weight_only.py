@@ -17,7 +17,7 @@ from fusion import reader, word
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.nodes import are_read_by, is_computed
 from fusion.analysis.rounding import exact, is_float, unscaled
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
 from patterns.linear.read import linear
@@ -314,7 +314,7 @@ def _for_operator(a: Algebra, factor: Value | None) -> Value | None:
 
 
 @reader(gives=(INT8_WEIGHT_LINEAR,))
-def int8_weight_linears(graph: Graph) -> Iterator[Found]:
+def int8_weight_linears(graph: Graph) -> Iterator[Annotation]:
     """Read every linear layer with an int8 weight, its scale and bias included; report why others are not."""
     places = [] if graph.dtypes.isdisjoint(_STORED) else list(graph.places)
     layers = {value: each for value in places if (each := _layer(graph.algebra, graph, value)) is not None}

@@ -19,7 +19,7 @@ import torch
 from fusion import reader, word
 from fusion.analysis.lane_products import Leaves, Term, terms
 from fusion.analysis.lanes import NONE, Index, Rows, rows
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.rotary.pairs import ORDERS, Side, align, pairs_of, refusal, runs, side_of, unpaired
 from patterns.rotary.tables import KnownTables
 
@@ -56,7 +56,7 @@ _TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
 
 
 @reader(gives=(ROTATION, PARTIAL_ROTATION))
-def rotations(graph: Graph) -> Iterator[Found]:
+def rotations(graph: Graph) -> Iterator[Annotation]:
     """Read every rotation of lanes as `rotation` or `partial_rotation`, but not nodes that pass on another rotation."""
     turned: set[Value] = set()
     known = KnownTables(graph.algebra, graph.places)
@@ -81,7 +81,7 @@ def _stands_on_one(graph: Graph, value: Value, turned: Collection[Value], depth:
     nodes = graph.places[value][:1]
     for _ in range(depth):
         nodes = tuple(source for node in nodes for source in node.all_input_nodes)
-        if any(graph.held.get(node) in turned for node in nodes):
+        if any(graph.value_of.get(node) in turned for node in nodes):
             return True
     return False
 

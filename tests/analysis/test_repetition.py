@@ -22,7 +22,7 @@ def held(form: Callable[[Tensor], Tensor], given: Tensor, dynamic: bool = False)
     captured = capture(form, (given,), dynamic=dynamic)
     graph = read_graph(captured.graph.graph, captured.facts)
     output: Any = captured.graph.graph.output_node().args[0]
-    value = graph.held[output[0]]
+    value = graph.value_of[output[0]]
     assert isinstance(value, Value)
     return graph.algebra, value
 

@@ -6,7 +6,7 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import constant, either, where
-from patterns.attention.masks.assume_true import granted
+from patterns.attention.masks.assume_true import assume_true
 
 A = Algebra()
 ROWS = (2, 4)
@@ -30,7 +30,7 @@ def below(x: Value) -> Value:
 
 def left(x: Value | None) -> Value:
     assert x is not None
-    return granted(A, x, lambda truth: truth is LISTED)
+    return assume_true(A, x, lambda truth: truth is LISTED)
 
 
 def is_everywhere(x: Value, number: bool) -> bool:

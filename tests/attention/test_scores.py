@@ -23,7 +23,7 @@ QK, SINK, WIDE = (numbers(N, S, D), numbers(N, T, D, seed=1)), numbers(N, 1, 1, 
 def canonical(form: Callable[..., Tensor], *args: Tensor) -> tuple[Algebra, Value]:
     graph = canonicalise(traced(form, *args).graph)
     (root,) = graph.source.output_node().args[0]
-    found = graph.held[root]
+    found = graph.value_of[root]
     assert isinstance(found, Value)
     return graph.algebra, found
 

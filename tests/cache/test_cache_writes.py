@@ -31,7 +31,7 @@ RANGES = [
 def test_bounds_hold_and_are_as_tight_as_said(form, expected):
     graph = canonicalise(capture(form, (PLACES,)).graph.graph)
     (output,) = graph.source.output_node().args[0]
-    low, high = bounds(graph.held[output])
+    low, high = bounds(graph.value_of[output])
     assert (low, high) == expected
     assert all(low <= number <= high for number in form(PLACES).tolist())
 

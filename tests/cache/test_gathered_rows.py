@@ -40,7 +40,7 @@ def rows(pages: Tensor, table: Tensor) -> Tensor:
 def results(function: Callable[..., Any], *inputs: Any) -> tuple[Graph, list[Value]]:
     captured = capture(function, inputs)
     graph = read_graph(captured.graph.graph, captured.facts)
-    return graph, [graph.held[node] for node in graph.source.output_node().args[0]]
+    return graph, [graph.value_of[node] for node in graph.source.output_node().args[0]]
 
 
 OTHERS: dict[str, tuple[Any, ...]] = {

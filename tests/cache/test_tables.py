@@ -51,7 +51,7 @@ def named(
     captured = capture(read, (pages, table), dynamic=dynamic)
     graph = canonicalise(captured.graph.graph, captured.facts)
     (output,) = graph.source.output_node().args[0]
-    value = graph.held[output].below("reshape")
+    value = graph.value_of[output].below("reshape")
     found = gathers(graph.algebra, graph.shared(Folder), value, value.shape[0] if dynamic is None else batch, keys)
     return {Named(each.table.shape, each.size, each.pages.shape) for each in found if each.size > 1}
 
@@ -198,7 +198,7 @@ def test_both_parts_of_a_latent_in_rows_are_read_in_rows():
         return latent[table].reshape(B, 1, ROOM, WIDTH), rope[table].reshape(B, 1, ROOM, WIDTH)
 
     graph = read_graph(capture(form, (PAGES, PAGES + 1, TABLE)).graph.graph)
-    latent, rope = (graph.held[node] for node in graph.source.output_node().args[0])  # type: ignore[union-attr, index]
+    latent, rope = (graph.value_of[node] for node in graph.source.output_node().args[0])  # type: ignore[union-attr, index]
     found = _int8_latent_rows(graph, Reading("int8_latent_attention", {"latent": latent, "k_rope": rope}))
     assert [reading.captures["layout"] for _, reading in found] == ["BSND", "BSND"]  # type: ignore[union-attr]
 

@@ -65,7 +65,7 @@ def names(gm: fx.GraphModule) -> list[str]:
 def value(function: Callable[..., Any], *args: Any, level: Level = "composite") -> Any:
     """The canonical value of the last result of a function."""
     graph = canonicalise(traced(function, *args, level=level).graph)
-    return graph.held[graph.source.output_node().args[0][-1]]
+    return graph.value_of[graph.source.output_node().args[0][-1]]
 
 
 def said(value_: Any) -> str:

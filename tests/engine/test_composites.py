@@ -79,7 +79,7 @@ def test_a_graph_of_export_fuses_as_one_of_compile(
 def held(made: Callable[[Build], Any]) -> Any:
     build = Build()
     node = made(build)
-    return canonicalise(build.graph).held[node]
+    return canonicalise(build.graph).value_of[node]
 
 
 @pytest.mark.parametrize(

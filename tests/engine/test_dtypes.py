@@ -37,17 +37,17 @@ def test_numbers_are_held_as_torch_holds_them(dtype):
     whole = torch.tensor([0, 1, -1, 127, 128, 255, 256, 2049, 32768, 65537, 2**24 + 1, 2**31, -(2**31) - 1, 2**40 + 3])
     parts = torch.tensor([0.0, -0.5, 0.1, 2.7, -2.7, 1.00390625, 3.01171875, 65519.0, 65520.0, 1e-9, 1e30, torch.inf])
     for source in (whole, parts.double(), whole > 0):
-        held = dtypes.held(source.numpy(), dtype)
+        held = dtypes.rounded_to(source.numpy(), dtype)
         if dtype in dtypes.INTEGERS and source.dtype is torch.float64:
             assert held is None  # some lie beyond
             source = source[:6]
-            held = dtypes.held(source.numpy() % 3, dtype)
+            held = dtypes.rounded_to(source.numpy() % 3, dtype)
             source = source % 3
         expected = source.to(dtype)
         assert held is not None
         assert np.array_equal(held, (expected.double() if expected.is_floating_point() else expected).numpy())
         for each, kept in zip(source.tolist(), expected.tolist(), strict=True):
-            assert dtypes.held_number(each, dtype) == kept
+            assert dtypes.rounded_number(each, dtype) == kept
 
 
 @pytest.mark.parametrize("wide", KNOWN, ids=str)
@@ -68,7 +68,7 @@ def test_a_dtype_that_is_not_known_holds_no_other():
 
 @pytest.mark.parametrize(("number", "dtype"), [(1e30, torch.int32), (0.1, torch.float8_e4m3fn), (1, None)])
 def test_what_torch_leaves_open_is_not_known(number, dtype):
-    assert dtypes.held_number(number, dtype) is None
+    assert dtypes.rounded_number(number, dtype) is None
     assert not dtypes.is_exact(number, dtype)
 
 
@@ -121,7 +121,7 @@ def test_what_may_wrap_round_is_bounded_by_its_dtype_alone():
 def test_positions_of_a_symbolic_size_fit_from_int32_on(dtype, exact):
     captured = capture(lambda x: torch.arange(x.shape[0], dtype=dtype) + x[0], (torch.arange(9),), dynamic=True)
     graph = read_graph(captured.graph.graph)
-    (counted,) = (each for each in graph.held.values() if getattr(each, "op", "") == "arange")
+    (counted,) = (each for each in graph.value_of.values() if getattr(each, "op", "") == "arange")
     assert is_exact(counted) == exact
 
 

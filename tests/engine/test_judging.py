@@ -286,7 +286,7 @@ def test_the_calls_that_differ_are_cut_out_with_their_inputs():
 
 
 @dataclass
-class Found:
+class Annotation:
     logits: Tensor
     states: tuple[Tensor, ...]
 
@@ -297,10 +297,10 @@ class Attention(nn.Module):
         self.project = nn.Linear(4, 4, bias=False)
         self.register_buffer("k_scale", torch.ones(4))
 
-    def forward(self, x: Tensor, cache: dict[str, list[Tensor]]) -> Found:
+    def forward(self, x: Tensor, cache: dict[str, list[Tensor]]) -> Annotation:
         y = self.project(x) * self.k_scale
         cache["keys"][1].copy_(y)
-        return Found(y + 1, (y + 2, y + 3))
+        return Annotation(y + 1, (y + 2, y + 3))
 
 
 def test_inputs_and_results_have_the_names_of_the_model():

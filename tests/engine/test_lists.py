@@ -22,7 +22,7 @@ def value(form) -> Value:
     """What a function of X and of the places of its largest returns, as a value."""
     graph = read_graph(traced(lambda x: form(x, x.topk(K)[1]), X).graph)
     (result,) = [each for each in graph.source.output_node().args[0] if each is not None]
-    return graph.held[result]  # type: ignore[return-value]
+    return graph.value_of[result]  # type: ignore[return-value]
 
 
 CHOSEN = {
@@ -137,7 +137,7 @@ SHARES = {
 def test_what_is_not_negative_is_its_absolute(name: str):
     graph = read_graph(traced(SHARES[name], X).graph)
     (result,) = graph.source.output_node().args[0]
-    held = graph.held[result]
+    held = graph.value_of[result]
     assert isinstance(held, Value)
     assert held.op != "abs" or held.arg.op == "input"
 
@@ -147,5 +147,5 @@ def test_a_norm_of_order_1_is_the_sum_of_absolutes():
         return x.norm(p=1, dim=-1, keepdim=True), x.abs().sum(-1, keepdim=True), x.norm(p=3, dim=-1, keepdim=True)
 
     graph = read_graph(traced(form, X).graph)
-    norm, total, third = (graph.held[each] for each in graph.source.output_node().args[0])
+    norm, total, third = (graph.value_of[each] for each in graph.source.output_node().args[0])
     assert norm is total is not third

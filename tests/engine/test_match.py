@@ -339,7 +339,7 @@ def test_captures_that_have_to_be_apart_are():
 
 def test_two_results_with_meanings_of_their_own_are_two_values():
     graph = read_graph(traced(lambda x: (x.exp(), x.sin()), X).graph)
-    exp, sin = (graph.held[node] for node in graph.source.output_node().args[0])
+    exp, sin = (graph.value_of[node] for node in graph.source.output_node().args[0])
     means = [(exp, Reading(name, {"x": exp.arg})) for name in ("one_meaning", "other_meaning")]
     graph = replace(graph, readings=Readings().joined([*means, (sin, means[1][1])]))
     (one,) = match(graph, (Both(),)).matches
@@ -348,7 +348,7 @@ def test_two_results_with_meanings_of_their_own_are_two_values():
 
 def test_a_miss_is_told_unless_it_was_read_as_that_after_all():
     graph = read_graph(traced(lambda x: x.exp().sin(), X).graph)
-    (value,) = (graph.held[node] for node in graph.source.output_node().args[0])
+    (value,) = (graph.value_of[node] for node in graph.source.output_node().args[0])
     missed = replace(graph, readings=Readings().joined([(value, Miss("other", "it is none"))]))
     for rule in (Quotient(), Wave()):  # of one that is taken for something else it is told only where that is not fused
         assert [each.reason for each in match(missed, (rule,)).refusals] == ["it is none"]

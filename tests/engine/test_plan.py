@@ -40,7 +40,7 @@ def test_what_is_repeated_a_symbolic_number_of_times_is_not_prepared():
     captured = capture(lambda x, w: x * w, (X, W))
     source = captured.graph.graph
     graph = canonicalise(source, Facts(parameter_inputs(source, marks(captured.inputs))))
-    (weight,) = (graph.held[node] for node in graph.fixed)
+    (weight,) = (graph.value_of[node] for node in graph.fixed)
     book = PlanBook(graph, Fakes(graph), (), "", Options(), None)
     assert book.is_prepared(graph.algebra.expand(weight, (3, 64)))
     assert not book.is_prepared(graph.algebra.expand(weight, (Symbol("tokens"), 64)))

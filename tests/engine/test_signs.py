@@ -35,4 +35,4 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def test_signs(form: Callable[[Tensor], Tensor], expected: bool):
     graph = read_graph(traced(form, X).graph)
     (result,) = graph.source.output_node().args[0]
-    assert is_nonnegative(graph.held[result]) is expected
+    assert is_nonnegative(graph.value_of[result]) is expected

@@ -20,7 +20,7 @@ SQUARE = torch.randn(8, 8)
 
 def result(form: Any, *args: Tensor) -> Value:
     graph = capture(form, args).graph.graph
-    held = canonicalise(graph).held[graph.output_node().args[0][0]]
+    held = canonicalise(graph).value_of[graph.output_node().args[0][0]]
     assert isinstance(held, Value)
     return held
 

@@ -24,7 +24,7 @@ def of(made):
     """The value that a call of a graph has, and what it calls."""
     build = Build()
     node = made(build)
-    return canonicalise(build.graph).held[node], str(node.target)
+    return canonicalise(build.graph).value_of[node], str(node.target)
 
 
 def call(target, *shapes, more=(), dtype=f32, **how):
@@ -709,7 +709,7 @@ def test_symbolic_sizes_may_stand_wherever_numbers_do(name):
     form, target = OF_SIZES[name]
     graph = capture(form, (numbers(7, 9),), dynamic=True).graph.graph
     (node,) = graph.output_node().args[0]
-    assert f"{target}(" in said(canonicalise(graph).held[node])
+    assert f"{target}(" in said(canonicalise(graph).value_of[node])
 
 
 def of_first_rows(x):
@@ -731,7 +731,7 @@ def put_one_row_below(x):
 def test_columns_of_the_first_rows_are_columns_only_where_these_rows_stand(form, axis):
     graph = capture(form, (numbers(7, 9),), dynamic=True).graph.graph
     (node,) = graph.output_node().args[0]
-    found = canonicalise(graph).held[node]
+    found = canonicalise(graph).value_of[node]
     assert (found.op, found.attrs) == ("write", (axis,))
 
 
@@ -768,7 +768,7 @@ def test_one_number_is_chosen_by_a_mask_and_several_are_put_one_by_one(sizes, dt
     build = Build()
     x, mask = build(aten.cos.default, build.input(4, 8)), build.input(4, 8, dtype=b8)
     node = build(aten.index_put.default, x, [mask], build.input(*sizes, dtype=dtype))
-    assert canonicalise(build.graph).held[node].op == op
+    assert canonicalise(build.graph).value_of[node].op == op
 
 
 CONSTANTS = {
@@ -791,7 +791,7 @@ def test_a_constant_without_dims_is_a_number(by_tensor, by_number):
     x = numbers(3, 4)
     both = canonicalise(capture(lambda x: (by_tensor(x), by_number(x)), (x,)).graph.graph)
     one, other = both.source.output_node().args[0]
-    assert both.held[one] is both.held[other]
+    assert both.value_of[one] is both.value_of[other]
 
 
 @pytest.mark.parametrize("product", NO_NUMBERS.values(), ids=NO_NUMBERS)
@@ -812,6 +812,6 @@ def test_a_result_without_a_form_is_of_the_call_and_not_spelt_out():
         both = build(aten.max.dim, x, -1, True)
         x = build(aten.add.Tensor, x, build(operator.getitem, both, 1))
     graph = canonicalise(build.graph)
-    places = graph.held[both.next]
-    assert [str(each) for each in places.args] == [str(graph.held[both][0])]
+    places = graph.value_of[both.next]
+    assert [str(each) for each in places.args] == [str(graph.value_of[both][0])]
     assert len(repr(places.attrs)) < 100

@@ -28,7 +28,7 @@ def test_a_value_read_before_and_after_a_write_is_two_values():
 
     gm = graph_with_writes(form, X.clone(), CACHE.clone())
     graph = canonicalise(gm.graph)
-    held = [graph.held[node] for node in gm.graph.output_node().args[0]]
+    held = [graph.value_of[node] for node in gm.graph.output_node().args[0]]
     assert held[0] is not held[1]
 
 
@@ -108,5 +108,5 @@ def test_random_numbers_and_fresh_memory_are_never_equal():
         return torch.rand_like(x) * 2, torch.rand_like(x) * 2
 
     graph = canonicalise(capture(form, (X,)).graph.graph)
-    left, right = (graph.held[node] for node in graph.source.output_node().args[0])
+    left, right = (graph.value_of[node] for node in graph.source.output_node().args[0])
     assert left is not right

@@ -143,7 +143,7 @@ class ListReturned(Block):
         self.listed = super().places(*args)
         return self.listed
 
-    def beside(self):
+    def readers_of_results(self):
         return (self.listed,)
 
 
@@ -157,7 +157,7 @@ class BestReturned(Block):
         self.best = best.values.clamp(min=-8.0)
         return best.indices
 
-    def beside(self):
+    def readers_of_results(self):
         return (self.best,)
 
 
@@ -170,7 +170,7 @@ class WeightsReturned(Block):
         self.weights = scores.softmax(-1)
         return self.weights @ v
 
-    def beside(self):
+    def readers_of_results(self):
         return (self.weights,)
 
 
@@ -181,7 +181,7 @@ class LatentReturned(Block):
         self.latent = super().query_latent(x)
         return self.latent
 
-    def beside(self):
+    def readers_of_results(self):
         return (self.latent,)
 
 
@@ -193,7 +193,7 @@ class KeysReturned(Block):
         self.keys = self.parts.join(k, rope)
         return self.parts.attend(q, self.keys, v, mask)
 
-    def beside(self):
+    def readers_of_results(self):
         return (self.keys,)
 
 

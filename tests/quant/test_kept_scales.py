@@ -111,7 +111,7 @@ def is_other(rows: Rows, x: Tensor = X) -> bool:
     """Whether the scale that is given is the one that divides, not what is kept of it."""
     graph = read_graph(capture(rows, (x,)).graph.graph)
     [(value, _)] = graph.readings.all("token_scale")
-    returned = {graph.held[node] for node in graph.source.output_node().all_input_nodes}
+    returned = {graph.value_of[node] for node in graph.source.output_node().all_input_nodes}
     return value not in returned
 
 

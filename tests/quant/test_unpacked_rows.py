@@ -52,7 +52,7 @@ ROPES: dict[str, tuple[Form, torch.dtype]] = {
 
 def made(form: Form, dtype: torch.dtype) -> tuple[Algebra, Value]:
     graph = canonicalise(traced(form, ROWS.to(dtype)).graph)
-    return graph.algebra, graph.held[graph.source.output_node().args[0][-1]]
+    return graph.algebra, graph.value_of[graph.source.output_node().args[0][-1]]
 
 
 def test_a_latent_and_a_rotated_key_are_read():

@@ -149,10 +149,10 @@ class Block(nn.Module):
         places = self.places(x, c, key, cos, sin, seen)
         y = self.attended(q, latent, rope, p.hide(places, seen, x))
         out = F.linear(y.transpose(1, 2).reshape(b, s, N * E), self.o)
-        results = (out, *((latent, rope, key) if self.mode == "grow" else ()), *self.beside())
+        results = (out, *((latent, rope, key) if self.mode == "grow" else ()), *self.readers_of_results())
         return results if len(results) > 1 else out
 
-    def beside(self):
+    def readers_of_results(self):
         """Further results."""
         return ()
 

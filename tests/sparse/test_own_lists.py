@@ -28,7 +28,7 @@ def said(form: Callable[..., Tensor], sequences: int, *more: Tensor) -> Any:
     shapes = (sequences, S, H, D), (sequences, T, D), (sequences, S, H)
     given = [numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     graph = canonicalise(traced(form, *given, *more).graph)
-    return listed(Assumed.of(graph), graph.held[graph.source.output_node().args[0][-1]])
+    return listed(Assumed.of(graph), graph.value_of[graph.source.output_node().args[0][-1]])
 
 
 def later(by: int = 1) -> Tensor:

@@ -223,7 +223,7 @@ GATHER_SELECTION_KV_CACHE = Operator(
     limits={"host": _HOST, "ascend910_93": _KERNEL},
     moves=True,
     lowerings=frozenset({"eager", "npugraph_ex"}),
-    unread=_skipped_bytes,
+    skipped_bytes=_skipped_bytes,
     source=(
         "cann-recipes-infer ops/ascendc: page (A3 alone, though the kernel is built for A2), golden, tiling and both "
         "kernels of gather_selection_kv_cache: where golden and kernel of long lists do not agree, as the kernel; the "

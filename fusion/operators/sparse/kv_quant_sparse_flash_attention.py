@@ -117,7 +117,7 @@ KV_QUANT_SPARSE_FLASH_ATTENTION = Operator(
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     flops=_flops,
-    unread=_skipped_bytes,
+    skipped_bytes=_skipped_bytes,
     older="custom::npu_sparse_flash_attention_antiquant",
     source=(
         "op-plugin: torch_npu.npu_kv_quant_sparse_flash_attention; rows as npu_mla_prolog_v3 writes them with "

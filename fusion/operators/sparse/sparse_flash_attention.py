@@ -212,7 +212,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
     },
     flops=_flops,
-    unread=_skipped_bytes,
+    skipped_bytes=_skipped_bytes,
     older="custom::npu_sparse_flash_attention",
     older_means={"attention_mode": 2},
     source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion._torch.memory import copied
-from fusion._torch.tensors import held_by, leaves, map_only
+from fusion._torch.tensors import attribute_of, leaves, map_only
 from fusion.graph.aliasing import is_write
 from fusion.planning.plan_json import frozen
 from fusion.runtime.verification.judge import Judge
@@ -92,7 +92,7 @@ def _call(node: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> Hashable:
     """Return a key of the computation of a node, in terms of its operands or of their `twins`."""
     args, kwargs = map_only(fx.Node, lambda each: twins.get(each, each), (node.args, dict(node.kwargs)))
     named = node.name if node.op in ("placeholder", "output") or is_write(node) else ""
-    return node.op, node.target, named, id(held_by(node)) if node.op == "get_attr" else 0, frozen((args, kwargs))
+    return node.op, node.target, named, id(attribute_of(node)) if node.op == "get_attr" else 0, frozen((args, kwargs))
 
 
 def _results(plain: fx.Graph, fused: fx.Graph, twins: Twins) -> list[tuple[fx.Node, fx.Node]]:

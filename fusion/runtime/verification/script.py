@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion._torch.operators import OpOverload, higher_order
-from fusion._torch.tensors import held_by, map_only
+from fusion._torch.tensors import attribute_of, map_only
 from fusion.errors import FusionError
 from fusion.graph.origin import location, look
 from fusion.runtime.verification.judge import Judge
@@ -110,7 +110,7 @@ class _Written:
         return "\n".join([*bodies, f"def {name}(", *inputs, "):", *lines, ""])
 
     def _constant(self, name: str, node: fx.Node, bodies: list[str]) -> str:
-        value = held_by(node)
+        value = attribute_of(node)
         if isinstance(value, fx.GraphModule):
             bodies.append(self.function(name, value) + "\n")
             return name

@@ -19,7 +19,7 @@ from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Value, dims_of
 from fusion.graph.aliasing import closing_writes, is_write, reserves, written_by
 from fusion.graph.dims import dim_of
-from fusion.graph.overlay import Held
+from fusion.graph.overlay import NodeValue
 from fusion.graph.parameter_only import derived
 from fusion.graph.proof import proof, proven
 from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
@@ -57,7 +57,7 @@ class _Walk:
         self.source = source
         self.facts = facts
         self.algebra = Algebra()
-        self.values: dict[fx.Node, Held] = {}
+        self.values: dict[fx.Node, NodeValue] = {}
         self.places: dict[Value, list[fx.Node]] = {}
         self.regions: dict[fx.Node, int] = {}
         self._region = 0
@@ -81,7 +81,7 @@ class _Walk:
         places = [self.values.get(each) for node in self._closing for each in written_by(node)]
         return frozenset(each for each in places if isinstance(each, Value) and each.op == "input")
 
-    def _record(self, node: fx.Node, value: Held | None) -> None:
+    def _record(self, node: fx.Node, value: NodeValue | None) -> None:
         if value is None:
             return
         self.values[node] = value
@@ -135,7 +135,7 @@ class _Walk:
             return leaf
         return value if value is not None else argument
 
-    def _call(self, node: fx.Node) -> Held | None:
+    def _call(self, node: fx.Node) -> NodeValue | None:
         val = node.meta.get("val")
         if node.target is operator.getitem:
             results = self.values.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
@@ -145,7 +145,7 @@ class _Walk:
             return self._opaque(node, val) if isinstance(val, torch.Tensor) else None
         return self._canonical(node, self._operand) or self._by_parts(node) or self._opaque(node, val)
 
-    def _canonical(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> Held | None:
+    def _canonical(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> NodeValue | None:
         """Return the value of the call `node` by the translator of its operator; None where none applies."""
         target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), operand)
@@ -154,7 +154,7 @@ class _Walk:
             return None
         return self._translate(translator, node.meta.get("val"), args, kwargs)
 
-    def _by_parts(self, node: fx.Node) -> Held | None:
+    def _by_parts(self, node: fx.Node) -> NodeValue | None:
         """Return the value of a composite call by the translators of its parts; None if a part but the last has none.
 
         Any other opaque part would be an intermediate that nothing can build.
@@ -185,7 +185,7 @@ class _Walk:
     @proof
     def _translate(
         self, translator: Callable[..., Translated], val: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Held | None:
+    ) -> NodeValue | None:
         if not isinstance(val, torch.Tensor):
             out = Out((), None)
             result = translator(self.algebra, out, *args, **kwargs)

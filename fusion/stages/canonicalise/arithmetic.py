@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.dtypes import INTEGERS, held_number, is_exact, is_integer
+from fusion.analysis.dtypes import INTEGERS, is_exact, is_integer, rounded_number
 from fusion.analysis.floors import absorbs, is_above
-from fusion.analysis.intervals import bounds, of_dtype
+from fusion.analysis.intervals import bounds, dtype_bounds
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value
-from fusion.graph.algebra import LONGEST, of_constants
+from fusion.graph.algebra import LONGEST, is_input_free
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
 from fusion.graph.logic import moved
 from fusion.graph.proof import must, proven
@@ -24,7 +24,7 @@ def _converted(out: Out, number: Any) -> Any:
     """Return `number` as torch converts it to the dtype of `out`, if that is an integer one; unproven if too long."""
     if out.dtype not in INTEGERS:
         return number
-    converted = proven(held_number(number, out.dtype))
+    converted = proven(rounded_number(number, out.dtype))
     must(abs(converted) < LONGEST)
     return converted
 
@@ -66,7 +66,7 @@ def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     """Translate x / y to x · y⁻¹; a number y becomes the factor 1 / y of `scale`."""
     x, y = _factors(a, out, x, y)
     if is_number(y):
-        rounded = of_constants(x) and not is_exact(y, torch.float32)  # torch rounds y before it divides
+        rounded = is_input_free(x) and not is_exact(y, torch.float32)  # torch rounds y before it divides
         return a.scale(x, 1 / y) if y and not rounded else None
     must(isinstance(y, Value))
     inverse = a.power(y, -1)
@@ -133,7 +133,7 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
     """Translate x modulo, or x floor-divided by, a positive int; a remainder of 0 <= x < divisor is x itself."""
     must(isinstance(x, Value))
-    must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1])
+    must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= dtype_bounds(x.dtype)[1])
     low, high = bounds(x)
     return x if op == "remainder" and 0 <= low <= high < divisor else _elementwise(a, op, x, (divisor,))
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.dtypes import common, held_number, holds
+from fusion.analysis.dtypes import common, holds, rounded_number
 from fusion.analysis.intervals import bounds, keeps_integers, uncast
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
@@ -40,7 +40,7 @@ _LARGEST_INDICES = ("largest_index", "stable_largest_index")
 def _converted(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | None) -> Value:
     """Build the constant `number` as torch converts it to `dtype`: wrapped for integers; floats are left unrounded."""
     must(isinstance(number, (int, float)))
-    converted = number if proven(dtype).is_floating_point else held_number(number, proven(dtype))
+    converted = number if proven(dtype).is_floating_point else rounded_number(number, proven(dtype))
     return constant(a, proven(converted), shape, dtype)
 
 

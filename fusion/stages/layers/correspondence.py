@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from fusion.errors import FusionError
 from fusion.graph.aliasing import memory_of, outputs, reserves
-from fusion.graph.overlay import Held
+from fusion.graph.overlay import NodeValue
 from fusion.records import Rewritten
 from fusion.stages.layers.origins import BEFORE, Origins
 from fusion.stages.layers.signatures import described
@@ -32,7 +32,7 @@ class Correspondence:
             graph.
     """
 
-    def __init__(self, origins: Origins, value_of: Mapping[fx.Node, Held], done: Sequence[Rewritten]) -> None:
+    def __init__(self, origins: Origins, value_of: Mapping[fx.Node, NodeValue], done: Sequence[Rewritten]) -> None:
         self._origins, self._rewritten = origins, origins.folded.graph
         self._alive = set(self._rewritten.nodes)
         self.owner = {node: each for each in done for node in each.added}
@@ -57,7 +57,7 @@ class Correspondence:
         """Return True if `node` is the same for every layer that reads it; every symbolic size is."""
         return node in self._shared or isinstance(node.meta.get("val"), torch.SymInt)
 
-    def _same_for_all(self, value_of: Mapping[fx.Node, Held]) -> set[fx.Node]:
+    def _same_for_all(self, value_of: Mapping[fx.Node, NodeValue]) -> set[fx.Node]:
         """Collect the nodes that are the same for all layers, and those before all layers with equal values."""
         common, numbers = self._origins.common, self._origins.number
         values = {value_of.get(node) for node in common if numbers[node] != BEFORE} - {None}
@@ -86,7 +86,7 @@ class Correspondence:
 
     # reach of a rewrite ----------------------------------------------------------------------------------------------
 
-    def _stay_near(self, made: Rewritten, value_of: Mapping[fx.Node, Held]) -> None:
+    def _stay_near(self, made: Rewritten, value_of: Mapping[fx.Node, NodeValue]) -> None:
         """Require that the rewrite `made` depends on nodes of its own layer and of the one before alone.
 
         What layers accumulate, as a factor 2 in each, depends on their number. Several layers back are allowed where
@@ -101,7 +101,7 @@ class Correspondence:
         if before > 1 and not self._origins.is_real(lowest, number):
             raise NotRepeatedError(f"{made.candidate.match.rule.name} is of what a layer computes before the last one")
 
-    def _seen_by(self, made: Rewritten, value_of: Mapping[fx.Node, Held]) -> Iterator[int]:
+    def _seen_by(self, made: Rewritten, value_of: Mapping[fx.Node, NodeValue]) -> Iterator[int]:
         """Yield the layers of the nodes between the results of `made` and those that it reads, these included."""
         read = self._read_by(made)
         values = {value_of[each] for each in read if each in value_of}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.tensors import held_by
+from fusion._torch.tensors import attribute_of
 from fusion.facts import Facts
 from fusion.graph.aliasing import closing_writes
 from fusion.planning.plan_json import frozen
@@ -89,7 +89,7 @@ def _without_nodes(argument: Any, reads: list[fx.Node]) -> Hashable:
 
 def _constant(node: fx.Node) -> Hashable:
     """Return a key of the attribute `node`: its elements for a small constant, else its name."""
-    value = held_by(node)
+    value = attribute_of(node)
     if type(value) is torch.Tensor and not value.is_meta and value.numel() <= _SMALL:  # a fake tensor has no elements
         return value.dtype, tuple(value.shape), repr(value.tolist())
     return node.target

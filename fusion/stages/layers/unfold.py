@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from fusion.graph.aliasing import outputs, sort
 from fusion.graph.origin import PROVENANCE, inherit
-from fusion.graph.overlay import Held
+from fusion.graph.overlay import NodeValue
 from fusion.records import Candidate, Rewritten
 from fusion.stages.layers.correspondence import Correspondence, NotRepeatedError
 from fusion.stages.layers.origins import BEFORE, Origins
@@ -24,7 +24,7 @@ Instance = tuple[fx.Node, int]
 
 
 def unfold(
-    origins: Origins, value_of: Mapping[fx.Node, Held], done: Sequence[Rewritten], copies: Sequence[fx.Node]
+    origins: Origins, value_of: Mapping[fx.Node, NodeValue], done: Sequence[Rewritten], copies: Sequence[fx.Node]
 ) -> tuple[list[Rewritten], list[fx.Node]]:
     """Rewrite the full graph, in place, as the folded graph was rewritten.
 

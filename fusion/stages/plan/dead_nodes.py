@@ -67,7 +67,7 @@ class DeadNodes:
             places: dict[fx.Node, list[fx.Node]] = defaultdict(list)
             for node in graph.places.get(value, ()):
                 places[memory_of(node)].append(node)
-            values = (graph.held[node] for node in nodes)
+            values = (graph.value_of[node] for node in nodes)
             alike = (node for each in values if isinstance(each, Value) for node in graph.places[each])
             copies = self._replaceable.intersection(alike)
             self._known[value] = _Given(nodes, set(map(memory_of, nodes)), places, copies)

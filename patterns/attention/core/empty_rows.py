@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.analysis.dtypes import held_number
+from fusion.analysis.dtypes import rounded_number
 from fusion.analysis.equal_rows import counted, on_equal_rows, share
 from fusion.analysis.rounding import exact
 from fusion.graph import Value
@@ -48,7 +48,7 @@ class Shift:
         """
         before = dict.fromkeys((self.scores, exact(self.scores)), row / self.factor)
         by = on_equal_rows(self.by, before, {} if self.sink is None else {leaf_of(self.sink): sink})
-        moved = None if by is None else held_number(row / self.factor + by, self.scores.dtype)
+        moved = None if by is None else rounded_number(row / self.factor + by, self.scores.dtype)
         if by is None or moved is None:
             return None
         return moved * self.factor, sink if self.sink is None else sink + by

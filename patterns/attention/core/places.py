@@ -19,11 +19,11 @@ def only_arranges(graph: Graph, value: Value) -> bool:
     dtype.
     """
     product, _ = stripped(value)
-    feeds = (graph.held.get(source) for source in graph.places[value][0].all_input_nodes)
+    feeds = (graph.value_of.get(source) for source in graph.places[value][0].all_input_nodes)
     return any(isinstance(each, Value) and each.dtype == value.dtype and stripped(each)[0] is product for each in feeds)
 
 
 def is_end(graph: Graph, value: Value) -> bool:
     """Return True if no user of `value` may be attention: a product, a multiple, a cast or a view."""
-    users = [graph.held.get(user) for node in graph.places[value] for user in node.users]
+    users = [graph.value_of.get(user) for node in graph.places[value] for user in node.users]
     return not any(isinstance(each, Value) and each.op in ATTENDING for each in users)

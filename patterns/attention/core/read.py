@@ -17,7 +17,7 @@ import torch
 
 from fusion import reader
 from fusion.analysis.row_layout import uncast
-from fusion.graph import Found, Graph, Miss, Reading, Value
+from fusion.graph import Annotation, Graph, Miss, Reading, Value
 from patterns.attention.core.addends import product_in
 from patterns.attention.core.divided_late import Finish, stripped
 from patterns.attention.core.frames import Attended, Frame, per_head
@@ -33,8 +33,16 @@ from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import Term, hides_by_truths
 from patterns.attention.masks.masks import NOT_LOST, OF_HEADS, Masks
 from patterns.attention.masks.read_bias import GUARDED, Parted, bias_of, parted, stays_finite, unparted
-from patterns.attention.reasons.blame import RULE, TRUTHS, kept_wide, left_whole, missed, unproven, weights_kept
-from patterns.attention.reasons.not_softmax import OVER_QUERIES, unlike, without_softmax
+from patterns.attention.reasons.blame import (
+    RULE,
+    TRUTHS,
+    missed,
+    unproven,
+    used_weights_miss,
+    why_not_decomposed,
+    wide_result_miss,
+)
+from patterns.attention.reasons.not_softmax import OVER_QUERIES, why_not_attention, without_softmax
 from patterns.attention.reasons.unclaimed import completed
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent.attention.int8_probabilities import int8_probability_attention
@@ -66,17 +74,17 @@ _GIVEN = (
 
 
 @reader(gives=_GIVEN)
-def attentions(graph: Graph) -> Iterator[Found]:
+def attentions(graph: Graph) -> Iterator[Annotation]:
     """Read every softmax attention of the graph, with its mask if this lists keys; yield misses for lookalikes."""
     return completed(graph, _attentions(graph))
 
 
-def _attentions(graph: Graph) -> Iterator[Found]:
+def _attentions(graph: Graph) -> Iterator[Annotation]:
     assumed = Assumed.of(graph)
     read, in_int8 = partial(attention, assumed), torch.int8 in graph.dtypes
     for value in list(graph.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which the canonicaliser has not expanded
-            yield value, Miss("softmax_attention", left_whole(graph.places[value][0]))
+            yield value, Miss("softmax_attention", why_not_decomposed(graph.places[value][0]))
         if value.op in ("cat", "matmul") and (joined := with_all_heads(graph.algebra, value)) is not None:
             yield from _named(value, joined, read(joined))
             continue
@@ -88,7 +96,7 @@ def _attentions(graph: Graph) -> Iterator[Found]:
             continue
         if not (outcome or rounded):
             product = stripped(value)[0]
-            reason = unlike(product) or without_softmax(graph, product)
+            reason = why_not_attention(product) or without_softmax(graph, product)
             outcome = missed(reason, product) if reason else {}
         outcome = rounded or outcome or {}
         reading = outcome.get(value) if isinstance(outcome, dict) else None
@@ -103,12 +111,12 @@ def _attentions(graph: Graph) -> Iterator[Found]:
             yield value, outcome
             continue
         yield from outcome.items()
-        for diagnose in (kept_wide, weights_kept):
+        for diagnose in (wide_result_miss, used_weights_miss):
             miss = diagnose(graph, value, outcome.get(value))
             yield from () if miss is None else ((value, miss),)
 
 
-def _named(value: Value, joined: Value, outcome: Outcome | Miss | None) -> Iterator[Found]:
+def _named(value: Value, joined: Value, outcome: Outcome | Miss | None) -> Iterator[Annotation]:
     """Yield for `value` what `outcome` has for the equal value `joined`."""
     if isinstance(outcome, Miss):
         yield value, replace(outcome, of=value)

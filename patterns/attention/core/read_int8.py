@@ -15,7 +15,7 @@ from fusion import reader, word
 from fusion.analysis.int8_grids import Grid, grid_of
 from fusion.analysis.repetition import unrepeated
 from fusion.analysis.rounding import exact, unscaled
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 
 _SCALE = {
     "x": "[B, M, T, D] in int8",
@@ -40,7 +40,7 @@ _ONE = "of keys and values only the {of} lie in int8"
 
 
 @reader(gives=(INT8_KEYS, INT8_VALUES), needs=("softmax_attention",))
-def int8_cache(graph: Graph) -> Iterator[Found]:
+def int8_cache(graph: Graph) -> Iterator[Annotation]:
     """Read keys and values of every attention that dequantises both from int8: `int8_keys` and `int8_values`."""
     a = graph.algebra
     for root, attention in graph.readings.all("softmax_attention"):

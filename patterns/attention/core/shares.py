@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.dtypes import held_number
+from fusion.analysis.dtypes import rounded_number
 from fusion.analysis.equal_rows import on_equal_rows
 from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import exact
@@ -40,7 +40,7 @@ def shared(a: Algebra, p: Value, walk: Scores) -> Value | None:
     others = [less for each in steps for _, less in differences(each) if less is not shares.less]
     must(below.product is not None and not any(swallows(each, shares.x, below) for each in others))
     least = torch.finfo(proven(shares.x.dtype)).min
-    numbers = [proven(held_number(each, shares.x.dtype)) for each in (*_HIDING, least)]
+    numbers = [proven(rounded_number(each, shares.x.dtype)) for each in (*_HIDING, least)]
     measured = [_measured(p, shares, each) for each in numbers]
     softmaxes = list(_softmaxes(a, shares))
     alike = (each for each in softmaxes if [each.of(number) for number in numbers] == measured)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from fusion import reader
-from fusion.analysis.dtypes import held_number
+from fusion.analysis.dtypes import rounded_number
 from fusion.analysis.elements import Pick, Picked, arranged_pick, cut, pick_on, stacked
 from fusion.analysis.equal_rows import on_equal_rows
 from fusion.analysis.exp_monomials import ONE, Share, divides, total
 from fusion.analysis.exponentials import Exponentials
 from fusion.analysis.logarithms import bare
 from fusion.analysis.rounding import exact, is_float
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
 from fusion.graph.proof import proof, proven
 from patterns.attention.masks.visible import MASKED
@@ -37,7 +37,7 @@ _OF_LOW = (
 
 
 @reader(gives=(LSE_MERGE,), needs=("softmax_attention",))
-def merges(graph: Graph) -> Iterator[Found]:
+def merges(graph: Graph) -> Iterator[Annotation]:
     """Read every merge of attention over parts of the keys as `lse_merge`; give why similar sums are none."""
     a = graph.algebra
     seeing = {
@@ -207,7 +207,7 @@ def _gives_other(value: Value, merge: Reading) -> bool:
     for number in _LOW:
         known = {bare(each): number for each in sums} | {bare(each): 1.0 for each in outs}
         merged = on_equal_rows(value, {}, known)
-        total = held_number(number + math.log(len(sums)), torch.float32)
+        total = rounded_number(number + math.log(len(sums)), torch.float32)
         wanted = None if total is None else len(sums) * math.exp(number - total)
         if merged is None or wanted is None or not math.isclose(merged, wanted, rel_tol=1e-6):
             return True

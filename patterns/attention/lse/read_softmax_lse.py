@@ -12,7 +12,7 @@ from fusion import reader
 from fusion.analysis.equal_rows import on_equal_rows
 from fusion.analysis.logarithms import differences, summed
 from fusion.analysis.rounding import exact
-from fusion.graph import Found, Graph, Miss, Reading, Value, but_ones
+from fusion.graph import Annotation, Graph, Miss, Reading, Value, but_ones
 from patterns.attention.core.addends import computed_from
 from patterns.attention.core.products import contraction
 from patterns.attention.core.scores import Scores, scores_of
@@ -29,7 +29,7 @@ _NOT_INFINITE = (
 
 
 @reader(gives=(SOFTMAX_LSE,), needs=("softmax_attention",))
-def softmax_lse(graph: Graph) -> Iterator[Found]:
+def softmax_lse(graph: Graph) -> Iterator[Annotation]:
     """Read every log-sum-exp of the scores of a `softmax_attention` as `softmax_lse`; of several views, the first."""
     a = graph.algebra
     sums: dict[Value, Value] = {}

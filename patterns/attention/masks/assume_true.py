@@ -14,7 +14,7 @@ from patterns.attention.masks.visible import negated
 _VIEWS = ("reshape", "expand", "permute")
 
 
-def granted(a: Algebra, x: Value, holds: Callable[[Value], bool]) -> Value:
+def assume_true(a: Algebra, x: Value, holds: Callable[[Value], bool]) -> Value:
     """Evaluate the boolean mask `x` partially, taking every operand for which `holds` is true as True."""
     memo: dict[Value, Value] = {}  # the number of paths to a value may be 2 to the depth of the mask
 

@@ -38,7 +38,7 @@ class Bias(Group):
         """Refuse any bias, for the reason `why`."""
         require(self.values is None, why)
 
-    def refuse_beside(self, seen: Any, paged: bool) -> None:
+    def refuse_with_mask(self, seen: Any, paged: bool) -> None:
         """Refuse a bias with a mask whose queries without a visible key give the mean of all values.
 
         The lowering zeroes such queries so that all their scores are equal, but the operator adds the bias to them.

@@ -18,7 +18,7 @@ from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import either
 from patterns.attention.core.empty_rows import Empty
-from patterns.attention.masks.assume_true import granted
+from patterns.attention.masks.assume_true import assume_true
 from patterns.attention.masks.bounds import Limits, bound, is_counted, per_sequence, sees_some
 from patterns.attention.masks.mask_terms import (
     LOST,
@@ -239,7 +239,7 @@ class Masks:
         """
         wide, lead = self._joined()
         if drop_full_lists:
-            wide = granted(self.a, wide, lambda truth: truth.op == "chosen" and lists_all(truth))
+            wide = assume_true(self.a, wide, lambda truth: truth.op == "chosen" and lists_all(truth))
         return {} if any(size != 1 for size in lead[1:-2]) else {"mask": self._without_heads(wide, lead)}
 
     def _without_heads(self, wide: Value, lead: Sequence[Any]) -> Value:

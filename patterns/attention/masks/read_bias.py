@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
+from fusion.analysis.dtypes import Array, is_integer, is_rounding, rounded_to
 from fusion.analysis.magnitudes import largest
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounding import exact, is_float
@@ -208,7 +208,7 @@ def _is_finite(positions: Positions, x: Value) -> bool:
 
 def _holds(numbers: Array, dtype: torch.dtype | None) -> bool:
     """Return True if `dtype` represents all `numbers` exactly."""
-    rounded = held(numbers, dtype)
+    rounded = rounded_to(numbers, dtype)
     return rounded is not None and np.array_equal(rounded, numbers)
 
 

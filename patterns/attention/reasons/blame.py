@@ -39,7 +39,7 @@ def missed(reason: str, product: Value, at: Sequence[Value] = ()) -> Miss:
     return Miss(RULE, reason, tuple(at), product)
 
 
-def kept_wide(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
+def wide_result_miss(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
     """Return a `Miss` if queries, keys and values were cast to a dtype that no operator takes; else None."""
     if not isinstance(reading, Reading) or reading.op != RULE:
         return None
@@ -55,7 +55,7 @@ def kept_wide(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss
     return Miss(RULE, reason, _casts(graph, operands[0]), root, limited=True)
 
 
-def weights_kept(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
+def used_weights_miss(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
     """Return a `Miss` if the weights of the attention are used by more than the product with values; else None."""
     if not isinstance(reading, Reading) or reading.op != RULE:
         return None
@@ -66,7 +66,7 @@ def weights_kept(graph: Graph, root: Value, reading: Reading | Miss | None) -> M
         return None
     while waiting:
         for user in waiting.pop().users:
-            value = graph.held.get(user)
+            value = graph.value_of.get(user)
             if isinstance(value, Value) and value.below(*_VIEWS, "cast") is softmax:
                 waiting.extend({user} - seen)
                 seen.add(user)
@@ -75,7 +75,7 @@ def weights_kept(graph: Graph, root: Value, reading: Reading | Miss | None) -> M
     return None
 
 
-def left_whole(node: fx.Node) -> str:
+def why_not_decomposed(node: fx.Node) -> str:
     """Return the reason why a call `node` of scaled_dot_product_attention is not decomposed."""
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if dropout:

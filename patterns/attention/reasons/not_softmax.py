@@ -45,7 +45,7 @@ def called(op: str) -> str:
     return _WORDS.get(op, op.removeprefix("aten.").removesuffix(".default"))
 
 
-def unlike(product: Value) -> str:
+def why_not_attention(product: Value) -> str:
     """Return the reason why `product`, of a softmax over scores with values, is no attention; "" for others."""
     if product.op == "mul" and any(map(_has_one_key, product.args)):
         return ONE_KEY

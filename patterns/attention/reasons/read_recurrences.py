@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fusion import reader
 from fusion.analysis.rounding import is_float
-from fusion.graph import Found, Graph, Miss, Value
+from fusion.graph import Annotation, Graph, Miss, Value
 
 _ARRANGED = ("cast", "permute", "reshape", "scale")
 _NONLINEAR = ("softmax", "log_sum_exp", "exp", "sigmoid", "relu", "tanh")
@@ -50,7 +50,7 @@ class _Update:
 
 
 @reader(gives=())
-def recurrences(graph: Graph) -> Iterator[Found]:
+def recurrences(graph: Graph) -> Iterator[Annotation]:
     """Report each step of a recurrence over tokens; all steps of an unrolled loop are reported at the first one."""
     updates = {value: each for value in graph.places for each in [_update(graph, value)] if each is not None}
     walk = _Walk(graph)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fusion import reader
-from fusion.graph import Found, Graph, Miss, Value
+from fusion.graph import Annotation, Graph, Miss, Value
 
 LEAST = 3
 """The least number of normalisations that is an iteration; some models normalise weights twice."""
@@ -27,7 +27,7 @@ class _Normalised(NamedTuple):
 
 
 @reader(gives=())
-def sinkhorn(graph: Graph) -> Iterator[Found]:
+def sinkhorn(graph: Graph) -> Iterator[Annotation]:
     """Report each iteration that normalises rows and columns alternately, once, at its end."""
     chains = {chain[0][0]: chain for value in graph.places if len(chain := _chain(value)) >= LEAST}
     inner = {step for chain in chains.values() for step, _ in chain[1:]}

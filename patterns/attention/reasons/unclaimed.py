@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 import torch.fx as fx
 
-from fusion.graph import Found, Graph, Value
+from fusion.graph import Annotation, Graph, Value
 from patterns.attention.reasons.blame import missed
 from patterns.attention.reasons.not_softmax import called
 
@@ -30,7 +30,7 @@ _FAR = 24
 """The most calls that are searched for users of weights."""
 
 
-def completed(graph: Graph, readings: Iterator[Found]) -> Iterator[Found]:
+def completed(graph: Graph, readings: Iterator[Annotation]) -> Iterator[Annotation]:
     """Yield the `readings`, then one reason for each softmax of attention that is in none of them."""
     claimed: list[Value] = []
     for value, reading in readings:
@@ -39,7 +39,7 @@ def completed(graph: Graph, readings: Iterator[Found]) -> Iterator[Found]:
     yield from unclaimed(graph, claimed)
 
 
-def unclaimed(graph: Graph, claimed: Collection[Value]) -> Iterator[Found]:
+def unclaimed(graph: Graph, claimed: Collection[Value]) -> Iterator[Annotation]:
     """Yield one reason for each softmax of attention that no value of `claimed` is computed from."""
     softmaxes = [value for value in graph.places if value.op == "softmax"]
     if not softmaxes:

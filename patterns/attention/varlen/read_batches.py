@@ -14,7 +14,7 @@ from typing import Any
 
 from fusion import reader
 from fusion.analysis.row_layout import named
-from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.varlen.joined_results import Part, Results, each_alone, joins, part_of, views_between
 from patterns.attention.varlen.segment_orders import ROWS
@@ -29,7 +29,7 @@ _JOINED = ("q", "k", "v", *_OWN)
 
 
 @reader(gives=(), needs=("softmax_attention",), refines=(SOFTMAX_ATTENTION.name,))
-def batched_attentions(graph: Graph) -> Iterator[Found]:
+def batched_attentions(graph: Graph) -> Iterator[Annotation]:
     """Read every concatenation of attentions of one sequence each, as `softmax_attention` of the batch."""
     for results, value in joins(graph):
         read = batched(graph.algebra, results, value)

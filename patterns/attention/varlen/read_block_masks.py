@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusion.analysis.constant_folding import Folder
-from fusion.graph import Found, Graph, Reading, Value
+from fusion.graph import Annotation, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.masks.visible import MASKED
 from patterns.attention.varlen.segment_orders import ROWS
@@ -24,7 +24,7 @@ _OWN = ("count", "levels", "kv_len", "kv_lens", "window", "mixed")
 _UNCHANGED = ("q", "k", "v", "scale", "sink", "output_view")
 
 
-def block_masked(graph: Graph) -> Iterator[Found]:
+def block_masked(graph: Graph) -> Iterator[Annotation]:
     """Read every attention of one sequence whose constant mask is block diagonal, as `segmented_attention`."""
     for value, attention in list(graph.readings.all("softmax_attention")):
         reading = _segmented(graph.shared(Folder), attention)

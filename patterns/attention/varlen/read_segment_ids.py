@@ -14,7 +14,7 @@ from typing import Any
 
 from fusion import reader
 from fusion.analysis.rounding import unscaled
-from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.varlen.segment_orders import ROWS
 from patterns.attention.words import NUMBERED_ATTENTION
@@ -24,7 +24,7 @@ _REPEATED = "aten.repeat_interleave.Tensor"
 
 
 @reader(gives=(NUMBERED_ATTENTION,), needs=("softmax_attention",))
-def numbered_attentions(graph: Graph) -> Iterator[Found]:
+def segment_id_attentions(graph: Graph) -> Iterator[Annotation]:
     """Read every attention under a block-diagonal mask made from segment ids, as `numbered_attention`."""
     for value, attention in list(graph.readings.all("softmax_attention")):
         reading = _by_segment_ids(graph, attention)

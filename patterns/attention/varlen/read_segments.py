@@ -16,7 +16,7 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.row_layout import named
-from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.varlen.joined_results import VIEWS, Results, Steps, joins, part_of, steps_of
 from patterns.attention.varlen.read_block_masks import block_masked
@@ -32,7 +32,7 @@ _CAPTURES = {"q", "k", "v", "mask", "mask_kind", "output_view", *_ALIKE, *_OWN}
 
 
 @reader(gives=(SEGMENTED_ATTENTION,), needs=("softmax_attention",))
-def segmented_attentions(graph: Graph) -> Iterator[Found]:
+def segmented_attentions(graph: Graph) -> Iterator[Annotation]:
     """Read every concatenation of attentions, and every block-diagonal mask, as `segmented_attention`."""
     yield from block_masked(graph)
     for results, value in joins(graph):
@@ -42,7 +42,7 @@ def segmented_attentions(graph: Graph) -> Iterator[Found]:
 
 
 @reader(gives=(PAGED_SEGMENTS,), needs=("segmented_attention",))
-def paged_segments(graph: Graph) -> Iterator[Found]:
+def paged_segments(graph: Graph) -> Iterator[Annotation]:
     """Read all keys and values whose segments are gathered from pages, as `paged_segments`."""
     for _, attention in graph.readings.all("segmented_attention"):
         for rows in (attention.captures["k"], attention.captures["v"]):

@@ -177,7 +177,7 @@ def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
     rows, turned = (each.transpose(1, 2).flatten(0, 1) for each in q)
     y, lse = calls.fused(
         rows, latent, latent, lengths, call, query_rope=turned, key_rope=rope, input_layout="TND_NTD",
-        actual_seq_qlen=calls.ends_of(batch, queries, rows.device, beside=lengths), num_query_heads=heads,
+        actual_seq_qlen=calls.ends_of(batch, queries, rows.device, lengths=lengths), num_query_heads=heads,
         num_key_value_heads=1, **spec.arguments(rows.device, queries), **pages,
     )  # fmt: skip
     return seen.restored(y.unflatten(1, (batch, queries)).permute(1, 2, 0, 3), last=True).transpose(1, 2), lse

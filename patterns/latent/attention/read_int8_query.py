@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fusion import reader
-from fusion.graph import Algebra, Found, Graph, Readings, Value
+from fusion.graph import Algebra, Annotation, Graph, Readings, Value
 from fusion.graph.proof import proof, proven
 from patterns.latent.read.absorption import absorption, query_sources, rotations
 from patterns.latent.read.head_lanes import HeadLanes, opened_heads, placed, sources, unscaled_lanes
@@ -21,7 +21,7 @@ _INT8 = ("int8_latent_attention", "int8_probability_attention")
     refines=("absorbed_query", "head_lanes"),
     needs=("latent_queries", *_INT8, "folded_query", "int8_matmul", "quantise", "rotation"),
 )
-def int8_queries(graph: Graph) -> Iterator[Found]:
+def int8_queries(graph: Graph) -> Iterator[Annotation]:
     """Read every layer_query and layer_lanes of a W8A8 layer; and absorbed_query and head_lanes of int8 queries."""
     layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("int8_matmul")}
     a = graph.algebra

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, lowering, pattern, require, tensor, variants
-from patterns.cache.pages import of_one_head
+from patterns.cache.pages import single_head
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages, Rows
 from patterns.kit.orders import HALF, INTERLEAVED
 from patterns.latent.prolog.terms import LatentRow, Tables
@@ -121,4 +121,4 @@ def _paged(kv: Tensor, row: LatentRow, tables: Tables, storage: Storage, **optio
 def _sequences(cache: Tensor, axis: int) -> Tensor:
     """Reshape a contiguous cache of one head, with positions at dim `axis`, to [B, 1, T, D]."""
     batch = cache.shape[0] if axis else 1
-    return of_one_head(cache, axis).reshape(batch, 1, cache.shape[axis], cache.shape[-1])
+    return single_head(cache, axis).reshape(batch, 1, cache.shape[axis], cache.shape[-1])

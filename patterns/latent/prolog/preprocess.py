@@ -89,7 +89,7 @@ class MlaPreprocess(Rule):
 
     aliases = ("preprocess", "mla_preprocess_whole", "mla_preprocess_fixed")
 
-    def beside(self) -> frozenset[str]:
+    def readers_of_results(self) -> frozenset[str]:
         """Name the attention that reads absorbed queries."""
         return frozenset({"latent_attention"})
 

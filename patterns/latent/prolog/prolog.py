@@ -115,7 +115,7 @@ class MlaProlog(Rule):
         "mla_prolog_quantised",
     )
 
-    def beside(self) -> frozenset[str]:
+    def readers_of_results(self) -> frozenset[str]:
         """Name the attention that reads absorbed queries."""
         return frozenset({"sparse_attention", "latent_attention"})
 

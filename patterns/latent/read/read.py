@@ -16,7 +16,7 @@ from typing import Any
 
 from fusion import reader
 from fusion.analysis.row_layout import once
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Readings, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Readings, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.dims import but_ones
 from fusion.graph.proof import must, proof, proven
@@ -47,7 +47,7 @@ _NO_LATENT = "the rows that are listed are no latent with rotated lanes, of whic
     ),
     needs=("softmax_attention", "listed_attention", "topk_mask", "rotation"),
 )
-def latent_operands(graph: Graph) -> Iterator[Found]:
+def latent_operands(graph: Graph) -> Iterator[Annotation]:
     """Read every latent_queries, latent_keys, latent_values of attention, unrotated ones, and layers of the queries."""
     listed = {value for value, _ in (*graph.readings.all("topk_mask"), *graph.readings.missed("sparse_attention"))}
     for root, attention in graph.readings.all("listed_attention"):

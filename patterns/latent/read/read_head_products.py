@@ -11,7 +11,7 @@ from math import prod
 
 from fusion import reader
 from fusion.analysis.row_layout import Step, named
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.attention.core.divided_late import stripped
 from patterns.latent.words import HEAD_PRODUCT
 
@@ -19,7 +19,7 @@ ARRANGES = ("permute", "reshape")
 
 
 @reader(gives=(HEAD_PRODUCT,))
-def head_products(graph: Graph) -> Iterator[Found]:
+def head_products(graph: Graph) -> Iterator[Annotation]:
     """Read every head_product with a view of x or of the result; if Parameters are known, only products with one."""
     places = graph.places
     viewed = {value.arg for value in places if value.op in ARRANGES}

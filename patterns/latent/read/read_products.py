@@ -22,7 +22,7 @@ from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.infinities import may_hold_infinity
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, named, uncast
-from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
 from patterns.latent.read.head_lanes import heads_projection
@@ -61,7 +61,7 @@ class Product:
 
 
 @reader(gives=(LATENT_SCORES, LATENT_CONTEXT, LATENT_SDPA), needs=("latent_keys", "rotation", "softmax_attention"))
-def latent_products(graph: Graph) -> Iterator[Found]:
+def latent_products(graph: Graph) -> Iterator[Annotation]:
     """Read every latent_scores, latent_context and latent_sdpa.
 
     A node that multiplies scores by a number is read as latent_scores too, with this scale, unless a softmax_attention

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fusion.analysis.dtypes import rows_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
-from fusion.graph import Algebra, Found, Graph, Miss, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.moe.experts.expert_rows import ChosenRows
 from patterns.moe.experts.pairs import plain
@@ -229,7 +229,7 @@ def _stacked_columns(a: Algebra, inner: Value, factor: float) -> Columns:
 # experts ------------------------------------------------------------------------------------------------------------
 
 
-def all_experts(graph: Graph) -> Iterator[Found]:
+def all_experts(graph: Graph) -> Iterator[Annotation]:
     """Read every weighted sum over all experts as a sum over the chosen ones; a miss for what only looks like one."""
     if not has_topk(graph):
         return
@@ -247,7 +247,7 @@ def all_experts(graph: Graph) -> Iterator[Found]:
             yield several[0], Miss(RULE, _MAYBE, at=(summands.weights,))
 
 
-def _stacked(graph: Graph, inner: Value, factor: float, several: list[Value]) -> Iterator[Found]:
+def _stacked(graph: Graph, inner: Value, factor: float, several: list[Value]) -> Iterator[Annotation]:
     """Read `inner` · `factor` as a sum over the experts dim of batched matmuls with the matrices of all experts."""
     gathered = _gathered_rows(graph.algebra, inner, factor)
     weighed = weighed_stack(graph.algebra, inner, factor) if gathered is None else None
@@ -287,7 +287,7 @@ _DENSE = (
 
 def _sum_of_chosen(
     rows: ChosenRows, output: Value | None, chosen: Chosen, several: list[Value], otherwise: Miss
-) -> Iterator[Found]:
+) -> Iterator[Annotation]:
     """Read `several`, equal values, as the weighted sum of `output` [T, K, H]; only `otherwise` if `output` is None."""
     if output is None:
         yield several[0], otherwise

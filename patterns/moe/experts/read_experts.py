@@ -17,7 +17,7 @@ from fusion import reader
 from fusion.analysis.intervals import uncast
 from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast
 from patterns.moe.experts.all_experts import all_experts
 from patterns.moe.experts.counts import are_indices, counted, counted_outside
 from patterns.moe.experts.gathered_matrices import gathered_rows
@@ -42,7 +42,7 @@ _GROUPED = ("grouped_matmul", "transformers.grouped_mm_fallback.default")
 @reader(
     gives=(ROUTED_ROWS, EXPERT_PRODUCT, INT8_EXPERT_PRODUCT, EXPERT_SUM), needs=("quantise",), refines=("gate_lanes",)
 )
-def routed_experts(graph: Graph) -> Iterator[Found]:
+def routed_experts(graph: Graph) -> Iterator[Annotation]:
     """Read every routed_rows, expert_product, int8_expert_product and expert_sum; report near misses with a reason."""
     products: dict[Value, Reading] = {}
     for value in list(graph.owners):
@@ -76,7 +76,7 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
 # products -----------------------------------------------------------------------------------------------------------
 
 
-def _products(graph: Graph, value: Value) -> Iterator[Found]:
+def _products(graph: Graph, value: Value) -> Iterator[Annotation]:
     """Read `value` as a product of rows with the matrices of their experts, and its rows as routed_rows."""
     if value.op in _GROUPED:
         yield from _sorted_product(graph, value)
@@ -84,7 +84,7 @@ def _products(graph: Graph, value: Value) -> Iterator[Found]:
         yield from _gathered_product(graph, value)
 
 
-def _sorted_product(graph: Graph, value: Value) -> Iterator[Found]:
+def _sorted_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     """Read the grouped matmul `value` as a product of rows sorted by expert, and its rows as routed_rows."""
     rows, matrices, ends = value.args
     listed = counted(ends, matrices.shape[0])
@@ -115,7 +115,7 @@ _OTHERS = (
 _ELSEWHERE = "the experts are not proven to lie among those there are: nothing in this graph chooses them"
 
 
-def _gathered_product(graph: Graph, value: Value) -> Iterator[Found]:
+def _gathered_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     """Read the matmul `value` as a product of rows with matrices gathered for them, and its rows as routed_rows."""
     a = graph.algebra
     operands = gathered_rows(a, *value.args)
@@ -176,7 +176,7 @@ def _router_list(a: Algebra, listed: Value) -> Value:
 # sums ---------------------------------------------------------------------------------------------------------------
 
 
-def _sums(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[Found]:
+def _sums(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[Annotation]:
     """Read every weighted sum of the rows of one of `products`; a miss for an order or a bias that is not proven."""
     unrounded = set(map(plain, products))
     for (inner, factor), several in (summed(graph) if products else {}).items():
@@ -193,7 +193,7 @@ def _sums(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[Found]:
             yield several[0], Miss(RULE, _BIASED, at=plain(weighted.rows).args)
 
 
-def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Found]:
+def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Annotation]:
     """Report a miss for every last one of `products`, which is an operand neither of another nor of a sum's `parts`."""
     reported = {plain(each) for each in parts}
     inner = {plain(each) for reading in products.values() for each in reading.captures["x"].sources(_lanes)}
@@ -233,7 +233,7 @@ _UNSUMMED = (
 )
 
 
-def _loops(graph: Graph) -> Iterator[Found]:
+def _loops(graph: Graph) -> Iterator[Annotation]:
     """Report a miss where the experts that any token chose, from one-hot counts > 0, are handed to a Python loop."""
     for value, nodes in graph.places.items():
         is_hit = value.op == "compare" and value.rank == 1 and any(each.op == "full" for each in value.args)

@@ -15,7 +15,7 @@ import torch
 
 from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.rounding import exact
-from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
+from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
 from patterns.moe.experts.pairs import Arranged, Pairs, expert_vectors, repeated_tokens, sorted_tokens, sorts
 from patterns.moe.experts.weighted_sums import RULE
@@ -87,7 +87,7 @@ def _int8_rows(a: Algebra, x: Value) -> Value | None:
     return a.make(x.op, (below, *x.args[1:]), x.attrs, x.shape, below.dtype) if listed else a.seen_as(below, x)
 
 
-def int8_products(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
+def int8_products(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Annotation]:
     """Read every int8_expert_product among `given`, and its routed_rows; a miss where scales or a bias do not fit."""
     products, static = _Experts(graph.algebra, given=given), list[Reading]()
     for value in list(graph.owners) if given and torch.int8 in graph.dtypes else ():
@@ -123,7 +123,7 @@ _BIASED = "experts add a bias to products of int8, which are computed without"
 _STATIC = "experts multiply rows in int8 of one static scale: only rows with a scale of each are read"
 
 
-def _routed(graph: Graph, product: Reading) -> Iterator[Found]:
+def _routed(graph: Graph, product: Reading) -> Iterator[Annotation]:
     """Read the int8 rows of `product`, the rows that they are quantised from, and their scales as routed_rows."""
     captures = product.captures
     pairs, before = Pairs(*captures["experts"].shape), graph.readings.one(captures["x"], "quantise")

@@ -10,7 +10,7 @@ import torch
 
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float, unscaled
-from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from patterns.moe.experts.pairs import Arranged, Pairs, are_tokens, order_of_tokens, plain, put_back, sorted_by
 
@@ -55,7 +55,7 @@ def summed(graph: Graph) -> dict[tuple[Value, float], list[Value]]:
     return groups
 
 
-def as_sum(weighted: Total, several: list[Value]) -> Found:
+def as_sum(weighted: Total, several: list[Value]) -> Annotation:
     """Return an expert_sum reading of the first of `several` that has the dtype of the rows; a miss if none has it."""
     rows, dtype = weighted.rows, several[0].dtype
     for value in several:
@@ -67,7 +67,7 @@ def as_sum(weighted: Total, several: list[Value]) -> Found:
     return several[0], Miss(RULE, reason.replace("torch.", ""), at=(rows,))
 
 
-def sum_of_products(a: Algebra, weighted: Total, product: Reading | None, several: list[Value]) -> Iterator[Found]:
+def sum_of_products(a: Algebra, weighted: Total, product: Reading | None, several: list[Value]) -> Iterator[Annotation]:
     """Read `several`, values of the sum `weighted`, as the expert_sum of the rows of `product`.
 
     Rows of an int8 product in float32 are cast to the 16-bit dtype of `several`, as operators return no other dtype.

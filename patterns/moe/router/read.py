@@ -23,7 +23,7 @@ from fusion import reader
 from fusion.analysis.dtypes import is_rounding, rows_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES
 from patterns.moe.router.group_masks import Grouped, hidden_groups
 from patterns.moe.words import CHOSEN_SCORES, EXPERT_CHOICE
@@ -47,7 +47,7 @@ _NO_SCORES = "what is chosen from is not sigmoid or softmax of logits, plus a bi
 
 
 @reader(gives=(EXPERT_CHOICE, CHOSEN_SCORES))
-def expert_choices(graph: Graph) -> Iterator[Found]:
+def expert_choices(graph: Graph) -> Iterator[Annotation]:
     """Read every expert_choice and chosen_scores: top-k indices of a router, and its scores at these; report misses."""
     lists = [each for each in list(graph.places) if _lists_some(each) and is_float(each.arg)]
     for places in lists:
@@ -84,7 +84,7 @@ def _gathers_choice(graph: Graph, places: Value) -> bool:
     return False
 
 
-def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
+def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Annotation]:
     """Read `places` as expert_choice and `scores` gathered there as chosen_scores; a miss where none are gathered."""
     best = graph.algebra.make(
         places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype

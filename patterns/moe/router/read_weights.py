@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fusion import reader
 from fusion.analysis.rounding import exact, is_float
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.proof import proven
 from patterns.moe.router.list_masks import Masked, has_topk, masked
 from patterns.moe.words import KEPT
@@ -23,7 +23,7 @@ RULE = "expert_routing"
 
 
 @reader(gives=(KEPT,))
-def kept_largest(graph: Graph) -> Iterator[Found]:
+def topk_masks(graph: Graph) -> Iterator[Annotation]:
     """Read every `kept`: rows masked to their k largest; report a miss for other masks made of a top-k."""
     for value in list(graph.places) if has_topk(graph) else ():
         rows = masked_rows(graph.algebra, value) or _miss(value) if is_float(value) else None

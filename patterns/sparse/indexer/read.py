@@ -17,7 +17,7 @@ from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, number
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.elements import lists_all
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.masks import MOVED, Masks, Term, mask_on
 from patterns.attention.masks.visible import list_in, names_keys
@@ -171,7 +171,7 @@ def _opened(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
-def lightning_indexers(graph: Graph) -> Iterator[Found]:
+def lightning_indexers(graph: Graph) -> Iterator[Annotation]:
     """Read every list that a `topk_mask` shows as `lightning_indexer`, or give the reason why it is none."""
     assumed = Assumed.of(graph)
     for _, each in graph.readings.all("topk_mask"):

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from fusion.analysis.constant_folding import COMPARE
-from fusion.analysis.dtypes import held_number
+from fusion.analysis.dtypes import rounded_number
 from fusion.analysis.rounding import is_float
 from fusion.graph import Value
 from patterns.attention.masks.mask_terms import numbers_of
@@ -67,7 +67,7 @@ def _lowered(scores: Value, masks: Masks) -> list[float] | None:
     (term, *others), dtype = masks.terms, scores.dtype
     if others or dtype is None or term.scores is not scores.below("reshape"):
         return None
-    exact = [held_number(number, dtype) for number in numbers]
+    exact = [rounded_number(number, dtype) for number in numbers]
     if None in exact:
         return None
     values = [number for number in exact if number is not None]
@@ -113,7 +113,7 @@ def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | Non
         case "cast" if x.dtype is torch.bool:
             return bool(first)
         case "cast" if is_float(x):
-            return held_number(first, x.dtype)
+            return rounded_number(first, x.dtype)
         case "abs":
             return abs(first)
         case "isnan":
@@ -132,7 +132,7 @@ def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | Non
 
 def _number(x: Value) -> float | None:
     """Return the constant `x` as rounded to its dtype; None for NaN."""
-    number = held_number(x.attrs[0], x.dtype)
+    number = rounded_number(x.attrs[0], x.dtype)
     return None if number is None or math.isnan(number) else number
 
 

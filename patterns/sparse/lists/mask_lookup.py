@@ -12,7 +12,7 @@ from typing import Any
 
 from fusion.analysis.affine import Formula, conjuncts, moved
 from fusion.graph import Value
-from patterns.attention.masks.assume_true import granted
+from patterns.attention.masks.assume_true import assume_true
 from patterns.attention.masks.masks import Masks
 
 
@@ -29,7 +29,7 @@ def looked_up(
         sorted_places: True if the list has the largest scores first.
     """
     a, (batch, _, queries, keys) = masks.a, masks.sizes
-    hidden = granted(a, mask, lambda truth: truth is listed)
+    hidden = assume_true(a, mask, lambda truth: truth is listed)
     rows = a.reshape(hidden, (mask.shape[0], queries, keys))
     ends = sorted_places and _same_of_scores(masks, listed.arg, others)
     return {"hidden": a.expand(rows, (batch, queries, keys)), "ends": ends}

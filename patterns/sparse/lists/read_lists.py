@@ -14,7 +14,7 @@ from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, moved, number
 from fusion.analysis.intervals import is_exact, uncast
 from fusion.analysis.nodes import is_handed_out
-from fusion.graph import Found, Graph, Miss, Reading, Value
+from fusion.graph import Annotation, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
 from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import hides_below
@@ -34,7 +34,7 @@ _OTHERS = "-1 is not written over the places of keys that are hidden, and of the
 
 
 @reader(gives=(INDEXER_LIST,), needs=("listed_attention", "lightning_indexer"), refines=("listed_attention",))
-def indexer_lists(graph: Graph) -> Iterator[Found]:
+def indexer_lists(graph: Graph) -> Iterator[Annotation]:
     """Read every list that nodes compute, and every list by which rows are gathered, as `indexer_list`, or say why not.
 
     A list that is read behind a mask is not reported again without the mask.

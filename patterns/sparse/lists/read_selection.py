@@ -18,7 +18,7 @@ import torch
 from fusion import reader
 from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import wrapped
-from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.sparse.lists.buffer_slots import (
     Compared,
@@ -103,7 +103,7 @@ class _BufferWrite:
 
 
 @reader(gives=(KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS), needs=("write_pages", "write", "listed_attention"))
-def kept_selections(graph: Graph) -> Iterator[Found]:
+def buffered_rows(graph: Graph) -> Iterator[Annotation]:
     """Read every buffer of listed rows as `kept_rows` and `kept_status`, or as `unkept_rows` with a reason."""
     writes: list[_BufferWrite] = []
     written = set[Value]()

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from fusion import Example, Library, Rule, lowering, pattern, reader, tensor, word
-from fusion.graph import Found, Graph, Miss, Reading
+from fusion.graph import Annotation, Graph, Miss, Reading
 
 LANES = word("alternate_lanes", "every second lane of x", x="[*B, D]", start="0 or 1")
 
 
 @reader(gives=(LANES,))
-def alternate_lanes(graph: Graph) -> Iterator[Found]:
+def alternate_lanes(graph: Graph) -> Iterator[Annotation]:
     """Every second lane of a tensor, from the first or from the second on."""
     for value in list(graph.places):
         if value.op != "slice" or value.attrs[0] != value.rank - 1 or value.attrs[3] != 2:
