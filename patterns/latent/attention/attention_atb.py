@@ -82,7 +82,7 @@ class FewQueries(SoftmaxAttention):
         """Emit npu_multi_head_latent_attention with the mask as lengths of the keys and a causal order."""
         require(not result.lse, "the log-sum-exp of the scores is used")
         call, keys = _call(encoding, source, scale)
-        counted = seen.count is not None and isinstance(encoding, Int8ByHead)  # in floats the mask is shown
+        counted = seen.count is not None and isinstance(encoding, Int8ByHead)  # `dense` takes floats
         proven = seen.window is None and (seen.mask_kind != "dense" or counted)
         require(proven, "what the mask lets through is not proven to be causal or a length")
         q, seen = seen.posed(encoding.queries(), keys)

@@ -78,7 +78,7 @@ def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales:
         **scales,
     )  # fmt: skip
     y = (y.permute(1, 2, 0, 3) if heads_first else y)[:, :, :heads]
-    if scales:  # no projection follows: what is filled in lies as the model's result
+    if scales:  # no product with W_UV follows, which would bring the result into the layout of the model
         return seen.restored(y.transpose(1, 2)), lse
     y = seen.restored(y, last=True, values=None if source.paged else latent.transpose(1, 2)).transpose(1, 2)
     return y, lse[:, :heads] if call.lse else lse

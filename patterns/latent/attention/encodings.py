@@ -86,7 +86,7 @@ class Floats(Encoding):
         return (self.nope, self.q_rope), (self.up_key, self.up_value)
 
     def remark(self, lowering: str, machine: Target) -> str:
-        """Return the chosen form and its break-even number of queries; "" where the model absorbs W_UK or W_UV."""
+        """Return the chosen form and the break-even number of queries; "" where the model absorbs W_UK or W_UV."""
         if self.up_key is None or self.up_value is None:
             return ""
         form = "expanded" if lowering.startswith("expanded") else "absorbed"

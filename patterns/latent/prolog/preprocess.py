@@ -153,7 +153,7 @@ class MlaPreprocess(Rule):
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Order of the operator for rows of weights, and for scales and biases of rows.
+    """Order in which npu_mla_preprocess reads rows of weights, and their scales and biases.
 
     Attributes:
         order: order of the lanes that are rotated.
@@ -173,7 +173,7 @@ class JoinedRows:
 def _quantisation(
     layers: Any, x: Tensor, gammas: tuple[Tensor, Tensor], order: JoinedRows
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the biases of the norms of x and of the queries' latent, and the arguments for how x is quantised."""
+    """Return the biases of the norms of x and of the queries' latent, and the arguments for the quantised `layers`."""
     if not isinstance(layers, StaticInt8Layers):
         return [torch.zeros_like(each) for each in gammas], dict(quant_mode="per_token_quant_symm")
     pairs = zip((layers.beta, layers.beta_cq), gammas, strict=True)

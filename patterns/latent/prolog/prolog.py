@@ -162,7 +162,7 @@ class MlaProlog(Rule):
         """Emit npu_mla_prolog_v3, and reorder its results to the layout of the model."""
         projection = queries.reordered_layers(projection, row)
         operands = *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up)
-        with bounded():  # the model holds what each layer gives in this dtype as well
+        with bounded():  # the model itself has the result of each layer in this dtype
             query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
                 *operands, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
                 qc_qr_scale=projection.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(x),
@@ -188,7 +188,7 @@ class MlaProlog(Rule):
         require(ones, "the older versions of the operator multiply no latent by a number")
         projection = queries.reordered_layers(projection, row)
         operands = *read(x, projection, queries, row, tables), index, *storage.caches(x, row.widths, queries.up)
-        with bounded():  # the model holds what each layer gives in this dtype as well
+        with bounded():  # the model itself has the result of each layer in this dtype
             query, rope, *caches = getattr(torch.ops.npu, version).functional(
                 *operands, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, cache_mode=storage.layout(x)
             )

@@ -79,9 +79,10 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
 
 
 def unscaled_lanes(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any, float]:
-    """Split the lanes `value` into lanes, as [T, 1, N, D] if [T, N, D], and a number; return both, and `rows` between.
+    """Split the lanes `value` of heads into lanes and a number that multiplies them.
 
-    `rows` is the number of positions of a sequence, 1 for [T, 1, N, D].
+    Returns:
+        The lanes, of [T, N, D] as [T, 1, N, D]; the number of positions, 1 for [T, 1, N, D], else `rows`; the number.
     """
     if value.rank == 3:
         value, rows = a.reshape(value, (value.shape[0], 1, *value.shape[1:])), 1
@@ -90,7 +91,7 @@ def unscaled_lanes(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any, flo
 
 
 def opened_heads(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Value:
-    """Reshape `layer` [.., N · width] to [B, S, N, width]; if its sizes differ, to what no value is a slice of."""
+    """Reshape `layer` [.., N · width] to [B, S, N, width]; if the sizes do not fit, no value is lanes of the result."""
     return a.reshape(layer, (batch, rows, heads, layer.shape[-1] // heads))
 
 
@@ -156,9 +157,9 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
 
 
 def heads_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """Return the linear layer of which `value` [B, N, S, D] is lanes of each head; None if `value` is [B, S, N, D].
+    """Return the linear layer of which `value` [B, N, S, D] is lanes of each head; None if there is none.
 
-    The shape alone does not tell both orders apart where N = S.
+    A value with the dims of [B, S, N, D] has the same shape where N = S: it is refused, unless S is 1.
     """
     projection = head_projection(a, value, heads, rows)
     return projection if projection is not None and (projection.heads_first or rows == 1) else None

@@ -55,7 +55,8 @@ def latent_operands(graph: Graph) -> Iterator[Annotation]:
         if isinstance(parts, dict):
             yield from parts.items()
         else:
-            yield root.arg, Miss("sparse_attention", parts or _NO_LATENT)  # `root` has a reading, and no miss
+            # not `root`: a value with a reading is no miss
+            yield root.arg, Miss("sparse_attention", parts or _NO_LATENT)
     for _, attention in graph.readings.all("softmax_attention"):
         parts = latents(graph.algebra, graph.readings, attention)
         if isinstance(parts, str):

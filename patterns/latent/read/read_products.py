@@ -133,9 +133,9 @@ def _scores(graph: Graph, value: Value, product: Product) -> dict[Value, Reading
 
 @proof
 def _context(graph: Graph, value: Value, product: Product) -> dict[Value, Reading] | None:
-    """Read `value` as latent_context; None if y is no values of a latent, or x may be infinite.
+    """Read `value` as latent_context; None if y is no values of a latent, x may be infinite, or there is a factor.
 
-    With an infinite weight, (x c) W_UV is NaN in more lanes than x (c W_UV).
+    With an infinite weight, (x c) W_UV may be NaN where x (c W_UV) is not.
     """
     must(product.number == 1 and not may_hold_infinity(product.x))
     latent, up, rows = proven(_values(graph.algebra, product.y))
@@ -151,7 +151,7 @@ def _call(node: fx.Node) -> fx.Node | None:
 
 @proof
 def _sdpa(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | None:
-    """Read `value` as latent_sdpa, the call `node` of PyTorch's own attention without is_causal and dropout."""
+    """Read `value` as latent_sdpa, the result of the call `node`; None with is_causal, dropout, or no latent."""
     arguments: dict[str, Any] = {**dict(zip(_CALLED[cast(Any, node.target)], node.args, strict=False)), **node.kwargs}
     must(not arguments.get("is_causal") and not arguments.get("dropout_p"))
     tensors = {name: proven(graph.operand(node, each)) for name, each in arguments.items() if isinstance(each, fx.Node)}
