@@ -26,7 +26,7 @@ from fusion.language.rule import Rule, lacking, parameters_of
 from fusion.language.terms import Operation, Term
 from fusion.language.vocabulary import FUNCTIONS
 
-_METHODS = ("guard", "within", "remark", "beside")
+_METHODS = ("guard", "within", "remark", "readers_of_results")
 """Unmarked methods of a rule that are called during a compile."""
 _GENERATES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -61,7 +61,7 @@ class _Words:
         self._elsewhere = elsewhere
 
     def check(self, rule: Rule) -> None:
-        """Check the semantic ops and their captures in the forms of `rule`, and the rules that `beside` names.
+        """Check the semantic ops and their captures in the forms of `rule`, and the rules that `readers_of_results` names.
 
         Raises:
             RuleError: one is unknown.

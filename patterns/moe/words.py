@@ -66,10 +66,10 @@ INT8_EXPERT_PRODUCT = word(
 )
 EXPERT_SUM = word(
     "expert_sum",
-    "y[t] = Σ_k weights[t, k] · (row of token t and its k-th expert) + beside[t]",
+    "y[t] = Σ_k weights[t, k] · (row of token t and its k-th expert) + addend[t]",
     rows="[R, H], R = T · K",
     weights="[T, K]",
     order="[R], index t · K + k of the pair of token t and its k-th expert for each row; absent where it is 0 … R - 1",
     shape="shape of the result, whose elements are [T, H]",
-    beside="[T, H], added to the sum; absent without one",
+    addend="[T, H], added to the sum; absent without one",
 )

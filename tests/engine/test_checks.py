@@ -227,14 +227,20 @@ UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
         r"Mine\.guard: .*no plain method; write `def gu",
     ),
     "partial": (dict(guard=functools.partialmethod(lambda self, k, x: None, 2)), r"Mine\.guard: .* is no plain method"),
-    "a value": (dict(beside=3), r"Mine\.beside: it is 3, which is no plain method; write `def beside\(self"),
+    "a value": (
+        dict(readers_of_results=3),
+        r"Mine\.readers_of_results: it is 3, which is no plain method; write `def readers_of_results\(self",
+    ),
     "memoised lowering": (dict(run=lowering(functools.cache(lambda self, x: x))), r"Mine\.run: .* is no plain method"),
     "of the class": (dict(guard=classmethod(lambda cls, x: None)), r"Mine\.guard \(.*write it without @classmethod"),
     "any arguments": (dict(run=lowering(lambda self, *x: x)), r"Mine\.run \(.*its argument \*x names no capture"),
     "any keywords": (dict(guard=lambda self, **each: None), r"Mine\.guard \(.*its argument \*\*each names no capture"),
     "opt_in": (dict(opt_in="yes"), r"Mine\.opt_in: it is 'yes'; write True or False"),
     "aliases": (dict(aliases="mine"), r"Mine\.aliases: it is 'mine'; write a tuple of names"),
-    "beside": (dict(beside=lambda self: {"atention"}), "is offered beside 'atention', which is no rule.*'attention'"),
+    "readers": (
+        dict(readers_of_results=lambda self: {"atention"}),
+        "is offered beside 'atention', which is no rule.*'attention'",
+    ),
 }
 
 
@@ -271,7 +277,7 @@ def test_a_sound_rule_is_accepted_in_every_way_to_write_one():
         dict(guard=asking_for_nothing),
         dict(guard=staticmethod(lambda factor: require(factor == 2, "not {factor}", factor=factor))),
         dict(guard=functools.wraps(asking_for_nothing)(lambda *given: asking_for_nothing(*given))),
-        dict(beside=lambda self: frozenset({"attention"})),
+        dict(readers_of_results=lambda self: frozenset({"attention"})),
         dict(remark=lambda self, x, lowering, machine: f"{lowering} on {machine.name}"),
         dict(run=lowering(chosen)),
         dict(guard=lambda self, factor: require(factor == 2, "{factor.real}, {factor!r} {{}}", factor=factor)),

@@ -85,15 +85,15 @@ class Outward(Inward):
 
 @dataclass(frozen=True)
 class Sum(Group):
-    """The weighted sum of the outputs of the experts of each token in `shape`, plus `beside` [T, H]."""
+    """The weighted sum of the outputs of the experts of each token in `shape`, plus `addend` [T, H]."""
 
     shape: Any = attribute()
-    beside: Any = tensor("T H", optional=True)
+    addend: Any = tensor("T H", optional=True)
 
     def term(self, p, rows, choice):
         """Build the term of the sum of `rows` [R, H], each times its weight in `choice`."""
         parts = dict(rows=rows, weights=choice.weights, order=choice.order)
-        return p.expert_sum(**parts, shape=self.shape, beside=self.beside)
+        return p.expert_sum(**parts, shape=self.shape, addend=self.addend)
 
     def refuse(self) -> None:
         """Refuse a `shape` with more than one symbolic size: the reshape to it has one -1."""

@@ -169,10 +169,10 @@ def _second_product(rows: Any, routed: Routed, down: Outward) -> Tensor:
 
 
 def _total(outputs: Tensor, choice: Choice, places: Tensor, down: Outward, result: Sum) -> Tensor:
-    """Emit npu_moe_finalize_routing: Σ_k weight · (row of `outputs` [R, H] + bias) + `result.beside`, per token."""
+    """Emit npu_moe_finalize_routing: Σ_k weight · (row of `outputs` [R, H] + bias) + `result.addend`, per token."""
     weights, experts = choice.weights.to(outputs.dtype), None if down.bias is None else choice.experts.to(torch.int32)
     bias = None if down.bias is None else down.bias.to(outputs.dtype)
     y = torch.ops.npu.npu_moe_finalize_routing(
-        outputs, result.beside, None, bias, weights, places, experts, drop_pad_mode=2
+        outputs, result.addend, None, bias, weights, places, experts, drop_pad_mode=2
     )
     return y.reshape([each if isinstance(each, int) else -1 for each in result.shape])

@@ -18,15 +18,15 @@ RULE = "routed_experts"
 
 
 class Total(NamedTuple):
-    """The operands of y[t] = Σ_k weights[t, k] · (row of pair t · K + k) + beside[t].
+    """The operands of y[t] = Σ_k weights[t, k] · (row of pair t · K + k) + addend[t].
 
-    `rows` are [R, H], sorted by `order` [R] or listed token by token; `weights` [T, K]; `beside` [T, H] or None.
+    `rows` are [R, H], sorted by `order` [R] or listed token by token; `weights` [T, K]; `addend` [T, H] or None.
     """
 
     rows: Value
     weights: Value
     order: Value | None = None
-    beside: Value | None = None
+    addend: Value | None = None
 
 
 def total(a: Algebra, inner: Value, factor: float) -> Total | None:
@@ -60,7 +60,7 @@ def as_sum(weighted: Total, several: list[Value]) -> Annotation:
     rows, dtype = weighted.rows, several[0].dtype
     for value in several:
         if value.dtype == rows.dtype:
-            parts = {"rows": rows, "weights": weighted.weights, "order": weighted.order, "beside": weighted.beside}
+            parts = {"rows": rows, "weights": weighted.weights, "order": weighted.order, "addend": weighted.addend}
             captures = {name: part for name, part in parts.items() if part is not None}
             return value, Reading("expert_sum", {**captures, "shape": value.shape})
     reason = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
@@ -142,9 +142,9 @@ def _index_add(a: Algebra, base: Value, rows: Value, index: Value) -> Total | No
     pairs = Pairs(base.shape[0], _ratio(rows.shape[0], base.shape[0]))
     if base.rank != 2 or pairs.choices is None:
         return None
-    beside = None if (base.op, base.attrs) == ("full", (0,)) else base
+    addend = None if (base.op, base.attrs) == ("full", (0,)) else base
     products = _products_of_tokens(a, rows, index, pairs)
-    return None if products is None else products._replace(beside=beside)
+    return None if products is None else products._replace(addend=addend)
 
 
 def _products_of_tokens(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> Total | None:
