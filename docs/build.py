@@ -28,7 +28,7 @@ WIDTH = 76
 FAMILIES = {
     "Llama 2, 3": "llama", "Qwen3": "qwen3", "Mistral": "mistral", "Gemma 3": "gemma3_text", "Phi-3, Phi-4": "phi3",
     "OLMo 2": "olmo2", "GLM-4": "glm4", "SmolLM3": "smollm3", "Qwen3-MoE": "qwen3_moe", "Mixtral": "mixtral",
-    "gpt-oss": "gpt_oss", "GLM-4.5": "glm4_moe", "Ernie 4.5 MoE": "ernie4_5_moe", "DeepSeek-V2": "deepseek_v2",
+    "gpt-oss": "gpt_oss", "Ernie 4.5 MoE": "ernie4_5_moe", "DeepSeek-V2": "deepseek_v2",
     "DeepSeek-V3, R1, Kimi-K2": "deepseek_v3", "LongCat-Flash": "longcat_flash",
     "DeepSeek-V3.2": "deepseek_v32", "GLM-5": "glm_moe_dsa",
 }  # fmt: skip

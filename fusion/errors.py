@@ -37,7 +37,7 @@ class Failure:
         stage: the stage of the pipeline.
         error: type and message of the error.
         rule: name of the rule that was being applied, or "".
-        whole: True if the graph runs unchanged; else only the rule is dropped.
+        drops_graph: True if the graph runs unchanged; else only the rule is dropped.
         node: name of the node that was being processed, or "".
         where: `file:line` in the model's code.
         source: the text of that line.
@@ -47,7 +47,7 @@ class Failure:
     stage: str
     error: str
     rule: str = ""
-    whole: bool = True
+    drops_graph: bool = True
     node: str = ""
     where: str = ""
     source: str = ""

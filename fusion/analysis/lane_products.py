@@ -51,14 +51,14 @@ class Leaves:
             leaves, as of a table [[cos, -sin], [sin, cos]], each rounded where the operand is; without it such an
             operand is a leaf itself.
         joined: True if an operand whose lanes come from several tensors was taken as a leaf.
-        found: (leaf, number of its last dims that are lanes), in the order of leaf numbers.
+        leaves: (leaf, number of its last dims that are lanes), in the order of leaf numbers.
         computed: the dtypes in which products are computed.
         folder: the memo of constant folding.
     """
 
     rounded: Callable[[Value, torch.dtype | None], Value] | None = None
     joined: bool = False
-    found: list[tuple[Value, int]] = field(default_factory=list)
+    leaves: list[tuple[Value, int]] = field(default_factory=list)
     computed: set[torch.dtype | None] = field(default_factory=set)
     folder: Folder = field(default_factory=Folder)
 
@@ -67,10 +67,10 @@ class Leaves:
 
         Leaves that differ in the shape of their lane dims alone are one leaf.
         """
-        known = (place for place, each in enumerate(self.found) if _identity(*each) == _identity(value, depth))
-        number = next(known, len(self.found))
-        if number == len(self.found):
-            self.found.append((value, depth))
+        known = (place for place, each in enumerate(self.leaves) if _identity(*each) == _identity(value, depth))
+        number = next(known, len(self.leaves))
+        if number == len(self.leaves):
+            self.leaves.append((value, depth))
         return number
 
 

@@ -22,7 +22,7 @@ _WRITTEN = ("input", "full", "write", "write_rows", "slice_scatter", "cat")
 
 
 @proof
-def whole(a: Algebra, x: Value, part: Value, source: Value, axis: int, start: Dim) -> Value | None:
+def with_part(a: Algebra, x: Value, part: Value, source: Value, axis: int, start: Dim) -> Value | None:
     """Return `x` after its slice `part` [start:..] along `axis` was replaced by `source`, computed from that slice."""
     if source is part:
         return x

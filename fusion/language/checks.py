@@ -61,7 +61,7 @@ class _Words:
         self._elsewhere = elsewhere
 
     def check(self, rule: Rule) -> None:
-        """Check the semantic ops and their captures in the forms of `rule`, and the rules that `readers_of_results` names.
+        """Check the words in the forms of `rule`, their captures, and the rules of `readers_of_results`.
 
         Raises:
             RuleError: one is unknown.

@@ -119,5 +119,9 @@ def _working(error: Exception) -> str:
 def warn(failures: Iterable[Failure]) -> None:
     """Warn of each failure, with advice; the model runs all the same."""
     for each in failures:
-        lost = "a graph and runs it as it came" if each.whole else f"by the rule {each.rule!r} and goes on without it"
+        lost = (
+            "a graph and runs it as it came"
+            if each.drops_graph
+            else f"by the rule {each.rule!r} and goes on without it"
+        )
         warnings.warn(f"cann-fusion could not fuse {lost}: {each}; {each.advice}.", stacklevel=3)

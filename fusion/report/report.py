@@ -225,7 +225,7 @@ class Report:
 
     def _failed(self) -> Any:
         rows = [
-            (number, each.stage, "as it came" if each.whole else f"without {each.rule}", each.error, each.place)
+            (number, each.stage, "as it came" if each.drops_graph else f"without {each.rule}", each.error, each.place)
             for number, each in self._failures_by_graph()
         ]
         title = "failed in the pass: please report it, with the graph that options={'dump_dir': folder} writes"

@@ -60,7 +60,7 @@ class Attention(SoftmaxAttention):
     ):
         """softmax(scale · q kᵀ + bias, masked) v over floats, with or without log Σ exp of the scores."""
         k, v = encoding.terms(p, *source.terms(p))
-        captures = dict(q=q, k=k, sink=sink, scale=scale, **encoding.captures(), **seen.said(), **bias.said())
+        captures = dict(q=q, k=k, sink=sink, scale=scale, **encoding.captures(), **seen.captures(), **bias.captures())
         return result.terms(partial(p.softmax_attention, v=v, **captures), partial(p.softmax_lse, **captures))
 
     @pattern
@@ -97,7 +97,7 @@ class Attention(SoftmaxAttention):
         """softmax(scale · q kᵀ + bias, masked) v of packed segments, each over its own keys and values."""
         k, v = encoding.terms(p, *source.terms(p))
         captures = dict(q=q, k=k, v=v, sink=sink, scale=scale, output_view=result.view)
-        return source.attended(p)(**captures, **seen.said(), **bias.said())
+        return source.attended(p)(**captures, **seen.captures(), **bias.captures())
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
         """Refuse combinations of encoding, pages, result, mask, bias and sink that no lowering computes."""

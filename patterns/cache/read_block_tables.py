@@ -219,7 +219,7 @@ def _page_table(a: Algebra, index: Value, batch: Any) -> Value | None:
     return a.reshape(index, (batch, count // batch)) if is_divisible else None
 
 
-def numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, int] | None:
+def row_number_table(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, int] | None:
     """Return the block table and the page size of row numbers `index` = table · Size + arange(Size), of any shape.
 
     None for other numbers, and if int32 cannot count all `rows` of the pages: a product that overflows names no page.
@@ -258,7 +258,7 @@ def _looked_up_rows(
         return None
     count, size = lead
     by_block = len(index) == 2
-    reading = _by_block(a, index[0], index[1], batch, size) if by_block else numbered(a, index[0], batch, count)
+    reading = _by_block(a, index[0], index[1], batch, size) if by_block else row_number_table(a, index[0], batch, count)
     return _row_by_row(a, folder, index, batch, lead) if reading is None else (reading[0], reading[1], None)
 
 

@@ -40,7 +40,7 @@ class Layers(Products):
         """Read a matmul of int8 operands, or of dequantised ones."""
         return _bare(self.a, value) if value.op == "matmul" else None
 
-    def channels(self, found: Product, factor: Value, value: Value) -> Value | None:
+    def channels(self, product: Product, factor: Value, value: Value) -> Value | None:
         """Return `factor` as [N] if it has one entry for each of the N channels of `value`, else None."""
         line = (*(1,) * (value.rank - 1), value.shape[-1])
         return self.a.reshape(factor, line[-1:]) if _padded(factor, value.rank) == line else None
@@ -62,7 +62,7 @@ def _bare(a: Algebra, value: Value) -> Read:
     if x is None or y is None:
         return _dequantised(a, *value.args)
     reason = "" if value.dtype in SUMS else NARROW_SUMS
-    return Product(x, swapped(a, a.reshape(y, y.shape[-2:])), odd=reason)
+    return Product(x, swapped(a, a.reshape(y, y.shape[-2:])), reason=reason)
 
 
 def _dequantised(a: Algebra, x: Value, y: Value) -> Product | None:
@@ -80,8 +80,8 @@ def _dequantised(a: Algebra, x: Value, y: Value) -> Product | None:
 
 @proof
 def _reading(graph: Graph, product: Product, value: Value) -> Reading | str | None:
-    if product.odd:
-        return product.odd
+    if product.reason:
+        return product.reason
     if product.channels is None:
         return "there is no scale for each output channel"
     a, tokens, ones = graph.algebra, product.tokens, [] if product.one is None else [product.one]

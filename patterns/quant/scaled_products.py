@@ -39,7 +39,7 @@ class Product:
         channels: scales of output channels.
         one: a factor [1] in a tensor.
         factor: a factor that is a number.
-        odd: why the operator does not compute the product; "" if it may.
+        reason: why the operator does not compute the product; "" if it may.
     """
 
     x: Value
@@ -49,7 +49,7 @@ class Product:
     one: Value | None = None
     bias: Value | None = None
     factor: float = 1.0
-    odd: str = ""
+    reason: str = ""
 
     @property
     def complete(self) -> bool:
@@ -83,7 +83,7 @@ class Products(ABC):
         """Read `value` as a product without factors."""
 
     @abstractmethod
-    def channels(self, found: Product, factor: Value, value: Value) -> Value | None:
+    def channels(self, product: Product, factor: Value, value: Value) -> Value | None:
         """Return `factor`, an operand of `value`, as scales of channels; None if it is something else."""
 
     @abstractmethod

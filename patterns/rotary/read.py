@@ -153,7 +153,7 @@ def _apart(sums: _Sum) -> str | None:
     """Return the reason why two products resemble a rotation but have no tensor in common; None if they do not."""
     factors = [side for term in sums.terms for side in (term.first, term.second)]
     numbers = {int(number) for side in factors for number in side.leaf[sums.where]}
-    values = [sums.leaves.found[number][0] for number in sorted(numbers)]
+    values = [sums.leaves.leaves[number][0] for number in sorted(numbers)]
     for value in values:
         pieces = [each.arg if each.op == "scale" else each for each in value.args]
         if value.op == "cat" and any(each.op == "slice" and each.arg in values for each in pieces):
@@ -219,7 +219,7 @@ def _reading(
     a, (root, _, leaves, where) = known.algebra, sums
     size, compute = len(where), _compute_dtype(leaves)
     first = int(min(each.lane.min() for each in sides))
-    flat, factor = known.factored(_flat(a, *leaves.found[leaf]), float(sides[0].factor[0]))
+    flat, factor = known.factored(_flat(a, *leaves.leaves[leaf]), float(sides[0].factor[0]))
     x = a.slice(flat, -1, first, first + size)
     if x is None or x.shape != (*root.shape[:-1], size):
         return "the rotated tensor is broadcast along the tables"
@@ -243,7 +243,7 @@ def _table(known: KnownTables, leaves: Leaves, side: Side, without: float) -> Va
     """
     pieces: list[Value] = []
     for start, stop in runs(side.table):
-        flat = _flat(known.algebra, *leaves.found[int(side.table[start])])
+        flat = _flat(known.algebra, *leaves.leaves[int(side.table[start])])
         piece = known.scaled(flat, side.entry[start:stop], float(side.factor[0]) / without)
         if piece is None or piece.shape[:-1] != (pieces or [piece])[0].shape[:-1]:
             return None
@@ -253,7 +253,7 @@ def _table(known: KnownTables, leaves: Leaves, side: Side, without: float) -> Va
 
 def _compute_dtype(leaves: Leaves) -> torch.dtype | None:
     """Return the dtype of the products; where these differ, the dtype to which they and their leaves promote."""
-    made_of = {leaf.dtype for leaf, _ in leaves.found} if len(leaves.computed) > 1 else set()
+    made_of = {leaf.dtype for leaf, _ in leaves.leaves} if len(leaves.computed) > 1 else set()
     return reduce(torch.promote_types, [each for each in leaves.computed | made_of if each is not None])
 
 
@@ -275,7 +275,7 @@ def _passing(a: Algebra, sums: _Sum) -> Value | None:
     alone = (first.second.leaf[others] == NONE).all() and (second.first.leaf[others] == NONE).all()
     if not contiguous or not alone:  # lanes of a norm are products themselves
         return _concatenated_rest(a, root, int(others[0]), int(others[-1]) + 1)
-    rest = a.slice(_flat(a, *leaves.found[int(leaf[0])]), -1, int(lane[0]), int(lane[-1]) + 1)
+    rest = a.slice(_flat(a, *leaves.leaves[int(leaf[0])]), -1, int(lane[0]), int(lane[-1]) + 1)
     return rest if rest is not None and rest.shape[:-1] == root.shape[:-1] and rest.dtype == root.dtype else None
 
 

@@ -86,7 +86,7 @@ def test_a_factor_is_followed_to_the_lanes_that_it_really_holds(chain):
     assert at is not None
     leaves = Leaves()
     found = factor(at, leaves)
-    assert [each for each, _ in leaves.found] == [x]
+    assert [each for each, _ in leaves.leaves] == [x]
     claimed = torch.from_numpy(found.coefficient) * data.flatten(2)[..., torch.from_numpy(found.index)]
     torch.testing.assert_close(claimed, computed(value, {x: data}), rtol=0, atol=0)
 
@@ -121,7 +121,7 @@ def evaluated(term, leaves: Leaves, numbers: dict[Value, Tensor]) -> Tensor:
         lanes = [
             torch.ones(())
             if number < 0
-            else computed(leaves.found[number][0], numbers).flatten(-leaves.found[number][1])[..., lane]
+            else computed(leaves.leaves[number][0], numbers).flatten(-leaves.leaves[number][1])[..., lane]
             for number, lane in zip(side.leaf, side.index, strict=True)
         ]
         result = result * torch.stack(torch.broadcast_tensors(*lanes), dim=-1)
@@ -135,7 +135,7 @@ def test_what_a_cast_changes_is_not_followed():
     for held in (narrow, whole):
         leaves = Leaves()
         factor(rows(held), leaves)
-        assert leaves.found == [(held, 1)]
+        assert leaves.leaves == [(held, 1)]
     for dtype, products in ((torch.bfloat16, True), (torch.int64, False)):
         found = terms(rows(a.cast(a.cast(a.mul(x, a.unary("cos", x)), dtype), torch.float64)), Leaves())
         assert found is not None
@@ -171,7 +171,7 @@ def test_rows_that_are_written_and_lanes_that_are():
     for start, stop, found in ((0, 2, [x]), (2, 6, [y]), (6, 8, [x]), (0, 8, [x, y])):
         leaves = Leaves(rounded=a.cast)
         one = factor(rows(a.cut(whole, 1, start, stop)), leaves)
-        assert [each for each, _ in leaves.found] == found
+        assert [each for each, _ in leaves.leaves] == found
         sources = [{x: data, y: more}[each] for each in found]
         lanes = [sources[number][:, lane] for number, lane in zip(one.leaf, one.index, strict=True)]
         expected = torch.slice_scatter(data, more, 1, 2, 6)[:, start:stop]
@@ -187,7 +187,7 @@ def test_lanes_of_several_tensors_are_one_table_or_themselves():
         for rounded, found in ((None, [whole]), (a.cast, parts)):
             leaves = Leaves(rounded)
             one = factor(rows(whole), leaves)
-            assert [leaves.found[number][0] for number in sorted(set(one.leaf))][-len(found) :] == found
+            assert [leaves.leaves[number][0] for number in sorted(set(one.leaf))][-len(found) :] == found
 
 
 def test_below_a_rounding_only_a_sign_is_taken_out():
@@ -202,7 +202,7 @@ def test_below_a_rounding_only_a_sign_is_taken_out():
     ):
         leaves = Leaves(rounded)
         one = factor(rows(a.cast(made, torch.bfloat16)), leaves)
-        assert leaves.found == [(found or a.cast(made, torch.bfloat16), 1)]
+        assert leaves.leaves == [(found or a.cast(made, torch.bfloat16), 1)]
         assert (one.coefficient == (1 if found is None else -1)).all()
 
 
@@ -216,7 +216,7 @@ def test_a_mean_is_the_sum_of_as_many_terms_as_there_may_be():
         assert terms(rows(a.mean(z, [-1])), Leaves()) is None
     both, leaves = a.mean(x, [-2, -1]), Leaves()
     assert len(terms(rows(a.reshape(both, (2, 1))), leaves) or ()) == 1
-    assert leaves.found == [(both, 2)]
+    assert leaves.leaves == [(both, 2)]
 
 
 def test_a_number_that_multiplies_all_lanes_is_no_table():
@@ -251,7 +251,7 @@ def test_numbers_of_several_rows_are_a_table_of_their_own():
         assert at is not None
         found = terms(at, leaves)
         assert found is not None
-        assert [each for each, _ in leaves.found] == ([x] if factors else [x, table])
+        assert [each for each, _ in leaves.leaves] == ([x] if factors else [x, table])
         assert (found[0].coefficient == (np.arange(SIZE) if factors else 1)).all()
 
 

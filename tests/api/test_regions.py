@@ -186,7 +186,7 @@ def test_a_body_whose_stage_fails_stays_as_it_came(monkeypatch):
     close(have, of_cond(X, W))
     report = fusion.explain(of_cond, X, W, options=OPTIONS)
     assert report.ops == {NORM: 1}
-    assert {(each.stage, each.whole) for each in report.failures} == {("verify", True)}
+    assert {(each.stage, each.drops_graph) for each in report.failures} == {("verify", True)}
 
 
 def test_fuel_is_used_up_in_bodies_too():

@@ -84,7 +84,7 @@ def test_a_stage_that_fails_leaves_its_graph_as_it_came_and_the_others_fuse(monk
     report = fusion.explain(step, X, W, torch.zeros(2, 3, 64), options=OPTIONS)
     assert report.ops == {"npu::npu_rms_norm": 1}
     (failure,) = report.failures
-    assert (failure.stage, failure.error, failure.whole) == (stage, "TypeError: planted", True)
+    assert (failure.stage, failure.error, failure.drops_graph) == (stage, "TypeError: planted", True)
     assert [bool(part.failures) for part in report.parts] == [True, False]
     assert json.loads(report.to_json())["failures"] == [{"graph": 0, **vars(failure)}]
     assert "failed in the pass" in str(report)
@@ -258,7 +258,7 @@ def test_a_rule_that_raises_is_refused_there_and_the_others_go_on(bad, stage, re
     (refusal,) = [each for each in report.refusals if each.rule == bad.name]
     assert refusal.reason.startswith(reason)
     (failure,) = report.failures
-    assert (failure.stage, failure.rule, failure.whole) == (stage, bad.name, False)
+    assert (failure.stage, failure.rule, failure.drops_graph) == (stage, bad.name, False)
     assert f"without {bad.name}" in str(report)
 
 

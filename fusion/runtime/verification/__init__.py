@@ -146,7 +146,7 @@ def _given(subject: Subject, call: Call) -> str:
 
 def _failure(wrong: Culprit, fault: Fault) -> Failure:
     match = wrong.candidate.match
-    return Failure("verify", fault.message, match.rule.name, whole=False, **place_in_report(match.node))
+    return Failure("verify", fault.message, match.rule.name, drops_graph=False, **place_in_report(match.node))
 
 
 def _cause(wrong: Culprit | None) -> str:

@@ -30,7 +30,7 @@ class Bias(Group):
     values: Any = tensor("Bb N S T", optional=True)
     empty: Any = attribute()
 
-    def said(self) -> dict[str, Any]:
+    def captures(self) -> dict[str, Any]:
         """Return the captures of the bias, named as the readers name them."""
         return dict(bias=self.values, empty_bias=self.empty)
 

@@ -57,7 +57,7 @@ class Visibility(Group):
     def refuse_unproven(self) -> None:
         """Refuse a mask that the lowering cannot describe, before anything is computed for it."""
 
-    def said(self, *but: str) -> dict[str, Any]:
+    def captures(self, *but: str) -> dict[str, Any]:
         """Return the captures of the mask, named as the readers name them, except `but`."""
         return {each.name: getattr(self, each.name) for each in fields(Visibility) if each.name not in but}
 

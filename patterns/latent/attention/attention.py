@@ -40,13 +40,13 @@ class AnyQueries(SoftmaxAttention):
     @variants(source=SOURCES, result=RESULTS)
     def written(self, p, source, result, encoding: Any = Plain, seen: Any = Visibility, scale=scalar()):
         """softmax(scale · q kᵀ + mask) v over a floating-point latent with rotated lanes; the mask may be absent."""
-        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
     @pattern
     @variants(source=SOURCES, result=(Output,))
     def written_int8(self, p, source, result, encoding: Any = Int8, seen: Any = Visibility, scale=scalar()):
         """softmax(scale · q kᵀ + mask) v over an int8 latent, for which the operator gives no log-sum-exp."""
-        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
     @pattern
     @variants(result=RESULTS)
@@ -54,7 +54,7 @@ class AnyQueries(SoftmaxAttention):
         self, p, result, encoding: Any = Unrotated, source: Any = Rows, seen: Any = Visibility, scale=scalar()
     ):
         """softmax(scale · q kᵀ + mask) v over a latent in rows, without rotated lanes; the mask may be absent."""
-        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
     @lowering
     @variants(**VARIANTS)

@@ -52,7 +52,7 @@ class FewQueries(SoftmaxAttention):
     @variants(source=(AnyPages, Rows), result=(FewOutputAndLse,), version=ATB)
     def few_with_lse(self, p, source, result, version, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
         """softmax(scale · q kᵀ) v and log Σ exp(scale · q kᵀ) over a floating-point latent, up to a length."""
-        y, lse = encoding.terms(p, source, result, dict(scale=scale, **seen.said("mask", "count")))
+        y, lse = encoding.terms(p, source, result, dict(scale=scale, **seen.captures("mask", "count")))
         return y, p.as_dtype(lse, encoding.q_rope)
 
     @alternative
@@ -60,14 +60,14 @@ class FewQueries(SoftmaxAttention):
     @variants(source=(AnyPages, PagesInOrder, Rows), result=(FewOutput,), version=ATB)
     def few(self, p, source, result, version, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
         """softmax(scale · q kᵀ + mask) v over a floating-point latent; the mask may be absent."""
-        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
     @alternative
     @pattern
     @variants(source=(AnyPages, PagesInOrder), result=(FewOutput,), version=ATB)
     def few_int8(self, p, source, result, version, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar()):
         """softmax(scale · q kᵀ + mask) v over an int8 latent, with probabilities rounded to steps of 1 / 127."""
-        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
     def guard(self, encoding: Any, source: Any):
         """Refuse more than four queries of a sequence, and pages of an int8 latent in another layout than NZ."""

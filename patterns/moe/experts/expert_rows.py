@@ -81,7 +81,7 @@ class ChosenRows:
         """Read `x` as an int8 layer with scales of tokens and channels, or as a slice of its output lanes."""
         if x.op != "slice" or x.attrs[0] != x.rank - 1:
             product = self._int8.of(x)
-            return product if isinstance(product, Product) and product.complete and not product.odd else None
+            return product if isinstance(product, Product) and product.complete and not product.reason else None
         layer = self._int8_layer(x.arg)
         if layer is None or layer.channels is None:
             return None

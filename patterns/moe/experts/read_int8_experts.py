@@ -53,7 +53,7 @@ class _Experts(Products):
         x, weight = _int8_rows(self.a, rows), int8_of(self.a, matrices)
         if x is None or weight is None:
             return self._dequantised(reading, rows, matrices)
-        return _Product(x, weight, odd="" if value.dtype in SUMS else NARROW_SUMS, reading=reading)
+        return _Product(x, weight, reason="" if value.dtype in SUMS else NARROW_SUMS, reading=reading)
 
     def _dequantised(self, reading: Reading, rows: Value, matrices: Value) -> Read:
         """Read the product of `rows` and `matrices`, each int8 times scales, as an int8 product with these scales."""
@@ -64,11 +64,13 @@ class _Experts(Products):
         channels, number = a.reshape(right.rows, right.rows.shape[:2]), left.number * right.number
         return _Product(left.base, swapped(a, right.base), left.rows, channels, factor=number, reading=reading)
 
-    def channels(self, found: Product, factor: Value, value: Value) -> Value | None:
+    def channels(self, product: Product, factor: Value, value: Value) -> Value | None:
         """Return the scales [E, N] of which `factor` [.., N] gathers those of each row's expert; or None."""
-        assert isinstance(found, _Product)
+        assert isinstance(product, _Product)
         inner, width = exact(factor), value.shape[-1]
-        lines = expert_vectors(self.a, inner, width, found.reading.captures) if factor.shape[-1:] == (width,) else None
+        lines = (
+            expert_vectors(self.a, inner, width, product.reading.captures) if factor.shape[-1:] == (width,) else None
+        )
         return None if lines is None else self.a.cast(lines, factor.dtype)
 
     def tokens(self, factor: Value, rows: Sequence[Dim]) -> Value | None:
@@ -107,8 +109,8 @@ def int8_products(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Anno
 
 def _reading(graph: Graph, product: _Product, value: Value) -> Reading | Miss:
     """Return the int8_expert_product reading of `value`, which is `product` with all scales; a miss for a bias."""
-    if product.odd or product.bias is not None or product.channels is None or product.tokens is None:
-        return Miss(RULE, product.odd or _BIASED)
+    if product.reason or product.bias is not None or product.channels is None or product.tokens is None:
+        return Miss(RULE, product.reason or _BIASED)
     a, ones = graph.algebra, [] if product.one is None else [product.one]
     channels, tokens = times_ones(a, product.channels, ones), a.scale(product.tokens, product.factor)
     routing = {name: product.reading.captures[name] for name in ("experts", "is_sorted")}

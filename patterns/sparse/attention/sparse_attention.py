@@ -62,7 +62,7 @@ class SparseAttention(Rule):
         scale=scalar(),
     ):
         """softmax(scale · q kᵀ, masked to the top-K keys of an indexer) v"""
-        attended = dict(seen.said(), scale=scale, mask=listing.indexed(p, indexer))
+        attended = dict(seen.captures(), scale=scale, mask=listing.indexed(p, indexer))
         return encoding.terms(p, source, result, attended)
 
     @pattern
@@ -78,7 +78,7 @@ class SparseAttention(Rule):
         scale=scalar(),
     ):
         """softmax(scale · q kᵀ, masked to the listed keys) v"""
-        return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
+        return encoding.terms(p, source, result, dict(seen.captures(), scale=scale, mask=listing.listed(p)))
 
     @pattern
     @variants(source=SOURCES)

@@ -177,7 +177,7 @@ class SparseAttentionPto(Rule):
         listed = replace(attended.listing, places=p.whatever("B S K")).indexed(
             p, table.indexer(p, query, weights, index.count, written)
         )
-        captures = dict(attended.seen.said(), scale=attended.scale, mask=listed)
+        captures = dict(attended.seen.captures(), scale=attended.scale, mask=listed)
         return encoding.terms(p, table.terms(p, kv, kr), attended.result, captures), kv, kr, written
 
     def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):

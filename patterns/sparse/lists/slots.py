@@ -13,7 +13,7 @@ import torch
 from fusion.analysis.intervals import uncast
 from fusion.graph import Algebra, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.cache.read_block_tables import numbered
+from patterns.cache.read_block_tables import row_number_table
 
 
 class Tabled(NamedTuple):
@@ -77,7 +77,7 @@ def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
     read = uncast(slots, "reshape", "wrap")
     every, places = proven(_looked_up(a, read))
     must(prod(places.shape) == prod(slots.shape))
-    table, size = proven(numbered(a, every, every.shape[0], rows))
+    table, size = proven(row_number_table(a, every, every.shape[0], rows))
     return Tabled(uncast(table), a.reshape(places, slots.shape), size, read.op == "index")
 
 
