@@ -1,4 +1,4 @@
-"""Stage 1, capture: lower a graph of Dynamo to functional aten, with composite operators intact."""
+"""Stage capture: lower a graph of Dynamo to functional aten, with composite operators intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 1, dead code: erase calls that no result of a graph needs, so that none counts as a reader.
+"""Stage dead code: erase calls that no result of a graph needs, so that none counts as a reader.
 
     y = x.float(); assert_tensor_metadata(y, dtype=float32)   →   y = x.float()
 

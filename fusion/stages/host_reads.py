@@ -1,4 +1,4 @@
-"""Stage 9, host reads, after reinplace: copy to the host, once, each tensor that an eager launch reads there.
+"""Stage host reads, behind reinplace: copy to the host, once, each tensor that an eager launch reads there.
 
     y = op(q, k, v, lengths)   →   on_host = lengths.to("cpu"); y = op(q, k, v, on_host)
 

@@ -1,4 +1,4 @@
-"""Stage 11, lower: compile a rewritten graph with the compiler that runs it here."""
+"""Stage lower: compile a rewritten graph with the compiler that runs it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 4, match: find the places where rules apply.
+"""Stage match: find the places where rules apply.
 
 Nothing in the graph changes; a match adds a reading to its first result. A value without a node is an intermediate of
 the canonical form that no node of the graph has as its result.

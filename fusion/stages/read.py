@@ -1,4 +1,4 @@
-"""Stage 3, read: add to a canonical graph the readings that the readers of the library find."""
+"""Stage read: add to a canonical graph the readings that the readers of the library find."""
 
 from __future__ import annotations
 

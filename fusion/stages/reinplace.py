@@ -1,4 +1,4 @@
-"""Stage 9, reinplace: write in place into a cache that is written and then copied back over itself; drop the copy.
+"""Stage reinplace: write in place into a cache that is written and then copied back over itself; drop the copy.
 
     y = write(cache, rows); copy_(cache, y)   →   y = write_(cache, rows)
 

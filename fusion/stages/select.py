@@ -1,4 +1,4 @@
-"""Stage 6, select: choose the disjoint rewrites that save most, exactly within each group of overlapping ones."""
+"""Stage select: choose the disjoint rewrites that save most, exactly within each group of overlapping ones."""
 
 from __future__ import annotations
 

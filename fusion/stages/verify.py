@@ -1,4 +1,4 @@
-"""Stage 10, verify: check that a rewritten graph has the inputs, outputs, writes and order of the original."""
+"""Stage verify: check that a rewritten graph has the inputs, outputs, writes and order of the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 2, canonicalise: translate an FX graph to canonical values, without changing the graph."""
+"""Stage canonicalise: translate an FX graph to canonical values, without changing the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 5, plan: record for each match what its lowerings run, check the limits of the target, and price what it saves.
+"""Stage plan: record for each match what its lowerings run, check the limits of the target, and price what it saves.
 
 A lowering is executed once per distinct signature of its inputs, on fake tensors; 61 equal layers share one plan.
 """

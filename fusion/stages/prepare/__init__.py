@@ -1,4 +1,4 @@
-"""Stage 8, prepare: compute outside of the graph what new nodes compute from Parameters or constants alone."""
+"""Stage prepare: compute outside of the graph what new nodes compute from Parameters or constants alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 7, rewrite: insert the calls of the chosen plans into the user's graph, in place.
+"""Stage rewrite: insert the calls of the chosen plans into the user's graph, in place.
 
 Nodes that no rewrite replaces stay the same objects.
 """
