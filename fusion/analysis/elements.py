@@ -21,8 +21,8 @@ class Picked(NamedTuple):
 def stacked(reduced: Value) -> list[Pick] | None:
     """List a pick for each entry of the dim along which `reduced`, a reduction or a softmax, is computed.
 
-    None if there are several such dims; if the size is 1, symbolic or above `MOST`; and unless the dim is the first of
-    several, those of size 1 apart, or its entries were concatenated one by one.
+    None if there are several such dims; if the size is 1, symbolic or above `MOST`; and unless all dims before it have
+    size 1, in a tensor of two dims or more, or its entries were concatenated one by one.
     """
     axes, x = (reduced.attrs[:1] if reduced.op == "softmax" else reduced.attrs), reduced.arg
     if len(axes) != 1:

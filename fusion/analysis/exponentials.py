@@ -36,7 +36,9 @@ class Exponentials:
         return self._memoised("is", x, pick)
 
     def power(self, x: Value, pick: Pick = None) -> Share | None:
-        """Return exp(entry `pick` of `x`) as a share; None only if it is being computed, which ends a recursion."""
+        """Return exp(entry `pick` of `x`) as a share, memoised; None while the same share is being computed further up
+        the stack.
+        """
         return self._memoised("exp", x, pick)
 
     def logarithms(self, shares: Sequence[Share], shape: tuple[Dim, ...]) -> list[Value] | None:

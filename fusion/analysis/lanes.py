@@ -174,7 +174,11 @@ def _ends(at: Rows, chain: tuple[object, ...], numbers: dict[object, int]) -> tu
 
 
 def _past_rows(at: Rows) -> list[tuple[Index, Rows]] | None:
-    """Follow an op that moves rows with one lane dim unchanged: lanes equal in every row remain equal."""
+    """Step to the input of a reshape, permute, slice or expand that keeps the last dim, with all lanes; None for other
+    ops.
+
+    Lanes that are equal in every row of the input are equal in every row of the result.
+    """
     value = at.value
     if at.depth != 1 or value.op not in ("reshape", "permute", "slice", "expand"):
         return None

@@ -29,7 +29,7 @@ class Above(Term):
         return inner | {self.step} if inner and self.step else frozenset()
 
     def follows(self, bound: Bindings) -> bool:
-        """Return True if `inner` is bound, or follows a bound term."""
+        """Return True if `inner`, or a term nested in it at any depth, is bound."""
         return self.inner in bound or self.inner.follows(bound)
 
 

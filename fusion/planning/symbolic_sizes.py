@@ -49,7 +49,7 @@ class SizeNodes:
         return self._nodes[dim]
 
     def can_make(self, dim: Any) -> bool:
-        """Return True if `node` has or can build the size `dim`."""
+        """Return True if the size `dim` is a number, is computed already, or is built from sizes that are."""
         known = isinstance(dim, int) or dim.is_Integer or dim in self._computed or self._is_given(dim)
         joined = None if known else _joined(dim)
         return known or (joined is not None and all(map(self.can_make, joined[1])))

@@ -82,7 +82,9 @@ def _calls(error: Exception) -> list[dict[str, Any]]:
 
 
 def _places(holder: Any) -> Mapping[Any, Any]:
-    """Return the nodes of each value if `holder` is a graph or an object of a stage; else an empty mapping."""
+    """Return the mapping `places` (value -> its nodes) of a Graph or of an object of a stage that has one; else an
+    empty one.
+    """
     if not isinstance(holder, Graph) and not type(holder).__module__.startswith("fusion.stages."):
         return {}
     known = getattr(holder, "places", None)

@@ -86,7 +86,7 @@ class Report:
 
     @property
     def lowered(self) -> list[fx.GraphModule]:
-        """The graphs for the compiler that runs them here."""
+        """The graph of each part as it is handed to the compiler of this machine; made anew at each call."""
         return [part.hand_on(part.graph) for part in self.parts]
 
     @property

@@ -124,7 +124,9 @@ class Rows(Group):
         return y, lse.unflatten(1, (batch, heads)).squeeze(0) if call.lse else lse
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator on rows packed to [B · T, M, D] (layout TND), with the end of each sequence."""
+        """Call the operator on queries, keys and values packed to [B · T, M, D] (layout TND), with the end of each
+        sequence.
+        """
         batch, queries, keys = q.shape[0], q.shape[2], self.first.shape[2]
         require(not call.lse, LSE_BATCHED)
         spec = seen.spec()
@@ -206,7 +208,9 @@ class Segments(InSequence, Rows):
     key_ends: Any = attribute()
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator on packed rows (layout TND), with the end of each segment."""
+        """Call the operator in layout TND on `q` and packed keys and values; `self.key_ends` are the ends of the
+        segments.
+        """
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
         heads = self.first.shape[1]
         return calls.in_sequence(
@@ -231,7 +235,9 @@ class SegmentsById(InSequence, Rows):
         return partial(p.numbered_attention, segment=self.segment, segments=self.segments)
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator on packed rows (layout TND), with the ends counted from the segment ids."""
+        """Call the operator in layout TND on `q` and packed keys and values, all with the ends counted from
+        `self.segment`.
+        """
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
         # a segment ends after the tokens with its id or a lower one, also if the segment is empty
         ends = (self.segment.reshape(-1, 1) <= torch.arange(self.segments, device=q.device)).sum(0)

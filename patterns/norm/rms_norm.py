@@ -107,7 +107,7 @@ class RMSNorm(Rule):
         "or a weight stands between"
     )
     def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
-        """y · rsqrt(sum(x²) + eps)"""
+        """rsqrt(sum(x²) + eps), where the sum is mean(x²) · factor"""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
 
     @lookalike(

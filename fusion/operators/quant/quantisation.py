@@ -278,7 +278,9 @@ def _quant_matmul_outputs(x1: Tensor, x2: Tensor, scale: Tensor, output_dtype: i
 
 
 def result_dtype(scale: Tensor, output_dtype: int | None) -> torch.dtype:
-    """Return the dtype of `output_dtype`, int8 if it is none of `CODES`; float64 if `scale` is, in a widened graph."""
+    """Return float64 if `scale` is float64, as where a graph is widened to compare it; else the dtype of code
+    `output_dtype`.
+    """
     return scale.dtype if scale.dtype == torch.float64 else CODES.get(output_dtype or 0, torch.int8)
 
 

@@ -96,7 +96,11 @@ def _call(node: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> Hashable:
 
 
 def _results(plain: fx.Graph, fused: fx.Graph, twins: Twins) -> list[tuple[fx.Node, fx.Node]]:
-    """Pair the nodes at which two graphs begin to differ, going back from their results and writes."""
+    """Walk both graphs back from their results and writes through equal calls; return the first pairs of calls that
+    differ.
+
+    The walk ends at twins, which have equal results.
+    """
     writes = {node.name: node for node in plain.nodes if is_write(node)}
     waiting = [(plain.output_node(), fused.output_node())]
     waiting += [(writes[node.name], node) for node in fused.nodes if is_write(node) and node.name in writes]

@@ -104,7 +104,9 @@ class PlanBook:
         return planned is None or planned in operator.lowerings | then.lowerings
 
     def _planned(self, target: Target) -> str | None:
-        """Return the compiler whose limits count on `target`; None where there are none."""
+        """Return the compiler to plan for on `target`, if its operators have limits of compilers; None for a host and
+        for eager.
+        """
         return self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
 
     def _stored_or_recorded(self, key: Any, match: Match, captures: Mapping[str, Any], traits: _Traits) -> Plans:

@@ -186,9 +186,10 @@ def views_between(plain: Value, seen: Value) -> list[Value] | None:
 
 @proof
 def each_alone(plain: Value, seen: Value, axis: int, dim: int) -> Steps | None:
-    """Return the steps that view every entry of `dim` as `seen` views the one of `plain`, concatenated along `axis`.
+    """Return the steps that give each entry of dim `dim` the views from `plain` to `seen`, and put the entries at dim
+    `axis`.
 
-    The entries are the first dim of all views, until the last one moves them to `axis`.
+    `plain` has one entry at `dim`, and `seen` one at `axis`. None if `seen` is no view of `plain`.
     """
     views = proven(views_between(plain, seen))
     must(seen.shape[axis] == 1)

@@ -176,9 +176,10 @@ class MlaProlog(Rule):
     @variants(version=("npu_mla_prolog_v2", "npu_mla_prolog"))
     @calls("npu::{version}.functional")
     def older(self, x, projection, storage, queries, row, tables, version):
-        """Emit an older version, where the third is excluded, and single operators for the latent of the queries.
+        """Emit the prolog operator `version`, older than v3, and linear and npu_rms_norm for the latent of the queries.
 
-        The older versions do not return this latent.
+        Older versions do not return that latent. They are taken without quantisation and factors, and write to pages
+        alone.
         """
         index = storage.index(x)
         require(index is not None, "the older versions of the operator write to pages alone")

@@ -68,9 +68,10 @@ def as_sum(weighted: Total, several: list[Value]) -> Annotation:
 
 
 def sum_of_products(a: Algebra, weighted: Total, product: Reading | None, several: list[Value]) -> Iterator[Annotation]:
-    """Read `several`, values of the sum `weighted`, as the expert_sum of the rows of `product`.
+    """Yield the reading of the values `several` as the expert_sum of the rows of `product`.
 
-    Rows of an int8 product in float32 are cast to the 16-bit dtype of `several`, as operators return no other dtype.
+    Rows of an int8 product in float32 are cast to the 16-bit dtype of `several`, as operators return no other dtype;
+    the cast is yielded as a product too.
     """
     dtype = next((each.dtype for each in several if each.dtype in _HALVES), None)
     if product is not None and product.op == "int8_expert_product" and dtype and weighted.rows.dtype not in _HALVES:

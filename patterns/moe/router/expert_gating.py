@@ -116,7 +116,9 @@ class GatedScores(Rule):
     @pattern
     @variants(result=(Weights,))
     def divided(self, p, result, gate: Any = SigmoidGate, size=scalar(), eps=scalar()):
-        """w = (s · before) / (Σ s + eps) · after, of the chosen sigmoids s."""
+        """w = (s · before) / (Σ s + eps) · after, of the scores s of the chosen experts, where Σ s is mean(s) · size;
+        and the choice
+        """
         scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         total = p.shift(p.scale(p.mean(scores), size), eps)
         weights = p.maybe_scaled(p.maybe_scaled(scores, result.before) * p.power(total, -1.0), result.after)

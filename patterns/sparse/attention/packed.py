@@ -32,7 +32,7 @@ class PackedRows(Group):
         return p.unpacked_latent(rows=rows, tile=self.tile), p.unpacked_rope(rows=rows)
 
     def keys(self, batch: Any) -> Any:
-        """Return the number of keys of each of `batch` sequences."""
+        """Return the number of keys of one sequence: all rows divided by `batch`, as all sequences are equally long."""
         return prod(self.rows.shape[:-1]) // batch
 
     def refuse_blocks(self, *widths: int) -> None:

@@ -102,7 +102,7 @@ class OneTable(Group):
         return LatentPages(p.whatever("*F"), p.whatever("*G"), kv, kr, *how, *how)
 
     def indexer(self, p, query, weights, count, written) -> PagedIndexer:
-        """Return an indexer over the `written` cache of its keys, gathered by the block table."""
+        """Return an indexer that reads its keys from the pages `written`, listed by `self.block_table`."""
         how = dict(block_table=self.block_table, size=self.size, layout=self.index_layout)
         return PagedIndexer(query, p.whatever("B T Di"), weights, count, None, None, written, **how)
 

@@ -36,7 +36,9 @@ class TurnedLanes(RotatedLanes):
     scale_dtype: Any = attribute()
 
     def turned(self, p, x, lanes, tables, like, heads_first):
-        """Rotate the first lanes of `x`, and multiply the rows by the matrix and the factor, before quantisation."""
+        """Match the rotation of the first lanes of `x`, then a linear by `self.rotation` and a multiplication by
+        `self.factor`.
+        """
         rows = self.term(p, x, lanes, tables, like, heads_first)
         how = dict(weight=self.rotation, is_parameter_only=self.rotation_is_parameter_only)
         return p.maybe_scaled(p.linear(x=p.reshaped(rows), **how), self.factor)
