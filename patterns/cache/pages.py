@@ -69,7 +69,10 @@ def in_rows(pages: Tensor, block: Any) -> Tensor:
 
 def refuse_others(block: Any, lanes: int = NZ) -> None:
     """Refuse lines of `block` lanes other than `lanes`; None stands for pages in rows."""
-    reason = "the pages hold rows in lines of {line} numbers, not of {lanes}"
+    reason = (
+        "the pages hold rows in lines of {line} numbers, not of {lanes}; in NZ a cache is "
+        "[Block, D / {lanes}, Size, {lanes}]; allocate it so"
+    )
     require(block in (None, lanes), reason, line=block, lanes=lanes)
 
 

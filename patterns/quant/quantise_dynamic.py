@@ -290,7 +290,10 @@ def is_rounded_by_row(value: Value) -> bool:
 
 def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
     """Return why `x` / `scale`, a divisor of shape `divisor`, is not what npu_dynamic_quant computes; "" if it is."""
-    others = "rows are divided by the scale of others"
+    others = (
+        "rows are divided by the scale of others; npu_dynamic_quant requires that of each row itself; write "
+        "x / (x.abs().amax(-1, keepdim=True) / 127)"
+    )
     if scale.reason == _JOINED:
         return _JOINED
     if scale.x.below("reshape") is not x.below("reshape") or scale.x.shape[-1:] != x.shape[-1:]:

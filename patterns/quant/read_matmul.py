@@ -22,7 +22,10 @@ from fusion.graph.contractions import swapped
 from fusion.graph.proof import proof
 from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_one, times_ones
 
-_SEVERAL = "rows are multiplied by {number} int8 weights in one product, where the operator takes one"
+_SEVERAL = (
+    "rows are multiplied by {number} int8 weights in one product; npu_quant_matmul requires one weight [N, K]; write a "
+    "linear layer for each"
+)
 
 INT8_MATMUL = word(
     "int8_matmul",

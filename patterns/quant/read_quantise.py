@@ -27,7 +27,9 @@ _PASSED = ("cast", "clip", "clamp", "trunc", "reshape")
 _BEHIND = "the zero point is added to rounded numbers, where the operator rounds the sum"
 _CUT = "numbers are cut off toward zero, where the operator rounds to the nearest; write torch.round(x) before the cast"
 _FLOAT = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
-_PART = "the zero point {zero:g} is no whole number of 8 bits"
+_PART = (
+    "the zero point {zero:g} is no whole number of 8 bits; npu_quantize requires an integer from -128 to 127; round it"
+)
 _BOUNDS = "whole {what} are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
 UNBOUNDED = "numbers become int32 before they are bounded by -128 and 127: what int32 does not hold is not defined"
 _SEVERAL = "rows with a zero point are not divided by one scale of the whole tensor"

@@ -52,7 +52,10 @@ from patterns.sparse.indexer.read import topk_mask
 from patterns.sparse.lists.read_lists import shows_one
 from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
-_REPEATED = "one score is repeated for several keys"
+_REPEATED = (
+    "one score is repeated for several keys; npu_fused_infer_attention_score requires a product of query and key for "
+    "each key"
+)
 _CUT = "the weights are cut, but not from a sink that stands last"
 _VALUED = (
     "sink: it has a value of its own; npu_fused_infer_attention_score_v2 requires a sink without one; cut its column "

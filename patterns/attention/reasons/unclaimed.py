@@ -20,7 +20,10 @@ OF_A_LAYER = (
 PASSED_IN = "its scores are passed in: the products of queries and keys that they are made of stand in another graph"
 LEAVES = "its weights leave the graph before they meet values"
 AMID = "between the products of queries and keys and the softmax stands {}, which is not read"
-BEHIND = "how its weights meet the values is not read as a product of all keys"
+BEHIND = (
+    "how its weights meet the values is not read as weights [B, N, S, T] @ values [B, N, T, D] of all keys; "
+    "npu_fused_infer_attention_score requires that product; write torch.matmul(weights, values)"
+)
 _CHOOSE = ("topk", "sort", "argmax", "max", "multinomial", "nonzero", "one_hot", "kthvalue", "log")
 _MEET = ("matmul", "bmm", "mm", "einsum", "linear")
 _REDUCE = ("sum", "mean", "amax", "amin", "prod", "var", "any", "all")

@@ -43,7 +43,9 @@ _BY_LOGITS = (
     "experts: chosen by a stable sort of logits; npu_moe_gating_top_k sorts scores, of which more are equal, and the "
     "order of equal ones in npu_moe_gating_top_k_softmax_v2 is not documented; write topk where it is free"
 )
-_NO_SCORES = "what is chosen from is not sigmoid or softmax of logits, plus a bias"
+_NO_SCORES = (
+    "what is chosen from is not sigmoid or softmax of logits, plus a bias; npu_moe_gating_top_k requires one of both"
+)
 
 
 @reader(gives=(EXPERT_CHOICE, CHOSEN_SCORES))
@@ -204,7 +206,11 @@ def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any
         return "the groups that are kept are not the largest of a row of scores"
     scored = _scored(listed.arg)
     if scored is None or scored[0].below("reshape") is not choice.below("reshape"):
-        return "groups are not chosen by the largest, or the two largest, of what experts are chosen by"
+        return (
+            "groups are not chosen by the largest, or the two largest, of what experts are chosen by (scores, with the "
+            "bias where there is one); npu_moe_gating_top_k requires one of both; write "
+            "choice.unflatten(-1, (groups, -1)).topk(2, -1)[0].sum(-1)"
+        )
     grouped, score = scored
     groups, selected, experts = listed.arg.shape[-1], listed.attrs[0], choice.shape[-1]
     if grouped.shape[-1] != masked.size or groups * masked.size != experts:

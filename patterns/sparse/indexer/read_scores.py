@@ -25,7 +25,10 @@ from fusion.graph.contractions import swapped
 from fusion.graph.signs import is_nonnegative
 from patterns.sparse.indexer.score_rows import heads_before_keys, in_order, unflattened, with_batch_dims, with_one_more
 
-NOT_A_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
+NOT_A_SUM = (
+    "what is chosen from is not the sum over heads of weight · relu(query · key); npu_lightning_indexer requires the "
+    "topk of that sum, behind masks and positive factors alone"
+)
 SIGN = "scores are multiplied by a number that is not positive, which changes their order"
 _NEGATIVE = (
     "a scale of int8 queries or keys stands below the relu and is not proven to be positive, as max|x| / 127 is: the "
