@@ -109,8 +109,8 @@ class Int8(Floats):
         shift, offset = float(self.v_shift), self.v_offset
         require(
             shift == round(shift) and abs(shift) <= 256,
-            "the offset {whole:g} is no whole number of 8 bits; npu_fused_infer_attention_score requires an integer from "
-            "-128 to 127 for keys and values; round it",
+            "the offset {whole:g} is no whole number of 8 bits; npu_fused_infer_attention_score requires an integer "
+            "from -128 to 127 for keys and values; round it",
             whole=shift,
         )
         if offset is None:

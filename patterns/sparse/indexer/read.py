@@ -29,8 +29,8 @@ from patterns.sparse.lists.rows import distinct
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = (
-    "the mask of what is chosen from is not proven to be a causal order or a length; npu_lightning_indexer requires one "
-    "of both"
+    "the mask of what is chosen from is not proven to be a causal order or a length; npu_lightning_indexer requires "
+    "one of both"
 )
 _RANGES = (
     "keys: each query sees a range that starts at a key which data names; npu_lightning_indexer requires keys from the "
