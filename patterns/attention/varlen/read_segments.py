@@ -144,7 +144,8 @@ def _gathered(graph: Graph, parts: Sequence[Value]) -> Value | None:
     a = graph.algebra
     each_of = [part.below(*VIEWS) for part in parts]
     first = each_of[0]
-    must(all((each.op, each.attrs, each.arg) == ("index", (0,), first.arg) for each in each_of))
+    must(all((each.op, each.attrs) == ("index", (0,)) for each in each_of))
+    must(all(each.arg is first.arg for each in each_of))
     numbers = [each.args[1] for each in each_of]
     must(all((each.rank, each.dtype) == (1, numbers[0].dtype) for each in numbers))
     steps = proven(steps_of([*zip(each_of, parts, strict=True)], ROWS, 0))
