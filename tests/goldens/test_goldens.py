@@ -45,3 +45,9 @@ def test_what_is_kept_is_of_a_case_and_names_are_unique():
     names = Counter((case.file, case.name) for case in CASES)
     assert [name for name, count in names.items() if count > 1] == []
     assert {(path.stem, name) for path in FOLDER.glob("*.txt") for name in kept(path.stem)} <= set(names)
+
+
+def test_no_rule_and_no_reader_raised():
+    """By the texts that are kept."""
+    failed = {path.stem: re.findall(r"^  failed: .*$", path.read_text(), re.MULTILINE) for path in FOLDER.glob("*.txt")}
+    assert not {file: lines for file, lines in failed.items() if lines}

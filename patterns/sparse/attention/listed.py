@@ -80,13 +80,16 @@ class _Listed:
     relies: frozenset[str] = frozenset()
 
     def paged(self, tabled: Tabled) -> _Listed:
-        """Return the attention over the rows of the block table of `tabled`, by its places instead of slots."""
+        """Return the attention over the rows of the pages in `tabled.table`, with positions in them instead of slots."""
         a, entries = self.entries.masks.a, replace(self.entries, places=tabled.places)
         k, v = (Gathered(tabled.rows(a, each.source), tabled.places, tabled.counted_back) for each in (self.k, self.v))
         return replace(self, k=k, v=v, entries=entries if self.empty == "mean" else unclamped(a, entries))
 
     def relied_on(self, shows_one: ShowsOne) -> frozenset[str] | None:
-        """Apply `shows_one` to the lists, with -1 where entries are hidden; None if there are no such lists."""
+        """Return `shows_one` of the lists [B, S, K], with -1 written over hidden entries.
+
+        None if `shows_one` has no proof for these lists, or if `reading` gives none.
+        """
         reading = self.reading()
         if not isinstance(reading, Reading):
             return None
@@ -131,9 +134,10 @@ def listed_attention(
     beyond: str = "",
     shows_one: ShowsOne = lambda places: None,
 ) -> list[Reading | Miss] | None:
-    """Read attention over listed rows, or why there is none; None if rows are not gathered by one list.
+    """Read attention over rows that are gathered by one list of keys and values.
 
-    If a list names rows by their slots in pages, a second reading has the rows of a block table instead.
+    Returns a `listed_attention` reading or a `Miss`, and, if the list names rows by their slots in pages, a second
+    reading over the rows of a block table. None if keys and values are not gathered rows at the same places.
 
     Args:
         masks: masks of the scores, [*rows, K].
@@ -141,7 +145,8 @@ def listed_attention(
         scale: factor of the scores.
         softmax: result of the softmax for a row without a key.
         beyond: reason why other steps on the scores are not those of the operator, "" if there are none.
-        shows_one: names the inputs by which each query of lists [B, S, K], with -1 for hidden entries, sees an entry.
+        shows_one: given lists [B, S, K], with -1 for hidden entries, names the inputs on whose assumed masks a proof
+            relies that each query sees an entry; None without a proof.
     """
     a = masks.a
     k, v = (proven(gathered(a, each)) for each in (operands.k, operands.v))
@@ -184,7 +189,10 @@ def _miss(reason: str) -> Miss:
 
 
 def _batch(groups: Any, first: Any, second: Any) -> tuple[Any, Any]:
-    """Split first · second lists over rows of `groups` groups into B and S; a group is a sequence."""
+    """Split `first` · `second` lists into B sequences of S queries, by the number of `groups` of rows; return B and S.
+
+    Each group of rows is a sequence. Unproven if `groups` does not divide the number of lists.
+    """
     if groups == 1:
         return 1, first * second
     if groups == first:

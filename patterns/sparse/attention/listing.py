@@ -44,19 +44,22 @@ class Listing(Seen):
     fixed: Any = FixedKeys
 
     def listed(self, p) -> Any:
-        """Return the mask of the listed keys as `topk_mask`, whatever computes the list."""
+        """Return the term `topk_mask` of the mask that shows each query its listed keys, of any list `self.places`."""
         hidden = dict(hidden=self.hidden, ends=self.ends, room=self.room, **vars(self.fixed))
         return p.topk_mask(places=self.places, distinct=self.distinct, **hidden, **self.captures())
 
     def indexed(self, p, indexer: Indexer) -> Any:
-        """Return the mask of the listed keys as `topk_mask` of a list that `indexer` computes under that mask."""
+        """Return the term `topk_mask` of a list that is the term `lightning_indexer` of `indexer`, under the same visible keys."""
         places = p.lightning_indexer(places=self.places, **indexer.captures(p), **self.captures())
         return p.topk_mask(places=places, distinct=self.distinct, **self.captures())
 
     def refuse(self, seen: Any, indexer: Indexer | None, averaged: bool) -> None:
         """Refuse a query without keys if the result is neither the operator's 0 nor one that `restored` can give.
 
-        `averaged` is True if the mean of all values can be computed.
+        Args:
+            seen: captures of the mask, see `Visibility`: `fully_masked_row` is the result of such a query in the model.
+            indexer: the indexer that computes the list, None for the model's own list.
+            averaged: True if the source of keys and values can give the mean of all values.
         """
         require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
         listed = self.hides_nothing() or indexer is not None  # then each listed key is visible
@@ -72,15 +75,18 @@ class Listing(Seen):
         return self.hidden is not None or self.room is not None or self.segment is not None
 
     def _is_nan(self, seen: Any) -> bool:
-        """Return True if a query may have no keys, and gives NaN then."""
+        """Return True if a query may have no keys, and the model then gives NaN by `seen`."""
         return seen.fully_masked_row == "nan" and not self.every_row_nonempty
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """Return `Seen.lengths`; those of all keys if each query has a length of its own, to which its list is cut."""
+        """Return the sparse mode and the lengths of keys for the operator, see `Seen.lengths`.
+
+        With `row_lens`, each list is already cut to the keys that its query sees: mode 0, and the lengths of all keys.
+        """
         return Seen.lengths(self if self.row_lens is None else _EVERY, queries, keys, room)
 
     def is_distinct(self) -> bool:
-        """Return True if the list for the operator names no key twice: `own` removes repetitions."""
+        """Return True: the list for the operator names no key twice, as `own` removes repetitions and an indexer has none."""
         return True
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
@@ -88,16 +94,20 @@ class Listing(Seen):
         return queries
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """Write NaN or the `mean`, as the model, over the results `y` [B, S, N, C] of empty lists [B, S, 1, K]."""
+        """Return `y` [B, S, N, C] with the model's NaN, or the result of `mean`, for each query whose list is empty.
+
+        A list of `listed` [B, S, 1, K] is empty if it begins with -1.
+        """
         if self._is_nan(seen):
             return y.masked_fill(listed[..., :1] < 0, torch.nan)
         averaged = self._marks_empty_rows() and not self.every_row_nonempty and seen.fully_masked_row == "mean"
         return torch.where(listed[..., :1] < 0, mean(), y) if averaged else y
 
     def own(self, seen: Any) -> Tensor:
-        """Return the model's list for the operator, int32 [B, S, 1, K]: distinct visible keys, then -1.
+        """Return the model's own list as the operator takes it, int32 [B, S, 1, K]: distinct visible keys, then -1.
 
-        Keys that a causal order or a length of the sequence hides stay in the list: the operator hides them.
+        Keys that `mask_kind`, `kv_len` or `kv_lens` hide stay in the list: the operator hides them. With `segment`, keys are
+        counted from the first one of the segment. `seen` has the model's result of a query without keys, see `_is_nan`.
         """
         shown = self._marks_empty_rows() or not self._is_nan(seen)
         require(shown, "the model's own list does not say which queries see no key")
@@ -157,11 +167,11 @@ class GatheredRows(Group):
         """Allow every result of a query without keys, as `posed` and `restored` give it."""
 
     def is_distinct(self) -> bool:
-        """Return True if the list for the operator names no key twice."""
+        """Return `self.distinct`: True if the list for the operator names no key twice."""
         return self.distinct
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """Return mode and lengths of visible keys where the list alone hides keys."""
+        """Return sparse mode 0 and the lengths of all keys, see `Seen.lengths`: only the list hides keys."""
         return _EVERY.lengths(queries, keys, room)
 
     def segment_ends(self) -> Tensor | None:
@@ -169,9 +179,9 @@ class GatheredRows(Group):
         return None
 
     def own(self, seen: Any) -> Tensor:
-        """Return the list for the operator, int32 [B, S, 1, K], with -1 for hidden entries, after all others.
+        """Return the model's list as the operator takes it, int32 [B, S, 1, K]: visible entries, then -1 for hidden ones.
 
-        A row with hidden entries alone stays as it is if its query gives the mean of the listed rows.
+        If a query whose entries are all hidden gives the mean of the listed rows, its list stays as the model has it.
         """
         places = self.places.to(torch.int32)
         if self.hidden is not None:
@@ -180,27 +190,27 @@ class GatheredRows(Group):
         return (places if self.ends else places.sort(dim=-1, descending=True).values).unsqueeze(2)
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
-        """Write 0 over queries whose entries are all hidden, if they give the mean.
+        """Return `queries` [B, S, N, C] and [B, S, N, Dr], as 0 for each query whose entries are all hidden, if the model gives
+        the mean of the listed rows for it.
 
-        The scores of such a query are equal, and `own` hides none of its entries: the operator gives the mean of the
-        listed rows.
+        The scores of such a query are then equal, and `own` hides none of its entries: the operator gives that mean.
         """
         if self.fully_masked_row != "mean":
             return queries
         return [each.masked_fill(self._all_hidden().unsqueeze(-1), 0) for each in queries]
 
     def _all_hidden(self) -> Tensor:
-        """Return True for queries whose entries are all hidden, bool [B, S, 1]."""
+        """Compute bool [B, S, 1], True for each query whose entries are all hidden."""
         assert self.hidden is not None
         return self.hidden.all(-1, keepdim=True)
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """Write NaN over the results `y` [B, S, N, C] of empty lists, if the model gives NaN there."""
+        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if the model gives NaN there."""
         return _without_keys(y, listed, self.fully_masked_row)
 
 
 def _without_keys(y: Tensor, listed: Tensor, given: str) -> Tensor:
-    """Write NaN over the results `y` [B, S, N, C] of empty lists [B, S, 1, K], if `given` is "nan"."""
+    """Return `y` [B, S, N, C], with NaN for each list of `listed` [B, S, 1, K] that begins with -1 if `given` is "nan"."""
     return y.masked_fill(listed[..., :1] < 0, torch.nan) if given == "nan" else y
 
 
@@ -227,21 +237,24 @@ class IndexedRows(Seen):
         return dict(places=places, ends="indexer", **rows)
 
     def is_distinct(self) -> bool:
-        """Return True if the list for the operator names no key twice, as that of an indexer."""
+        """Return True: an indexer names no key twice."""
         return True
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """Return mode and lengths of visible keys where the list alone hides keys."""
+        """Return sparse mode 0 and the lengths of all keys, see `Seen.lengths`: only the list hides keys."""
         return _EVERY.lengths(queries, keys, room)
 
     refuse = GatheredRows.refuse
     posed = Listing.posed
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """Write NaN over the results `y` [B, S, N, C] of empty lists, if the model does and there may be any."""
+        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if the model gives NaN there.
+
+        `y` as it is if every query is proven to see a key.
+        """
         return y if self.every_row_nonempty else _without_keys(y, listed, self.fully_masked_row)
 
     def own(self, seen: Any) -> Tensor:
-        """Refuse the model's own list, which an indexer computes anew."""
+        """Refuse to take over the model's own list: the lowering `indexed` computes it by the operator of the indexer."""
         require(False, "the list is that of an indexer")
         return self.kv_lens

@@ -23,11 +23,11 @@ class PackedRows(Group):
     paged = averaged = False
 
     def term(self, p) -> Any:
-        """Return the packed rows, gathered if they are in pages."""
+        """Return `self.rows`: the packed rows are in no pages."""
         return self.rows
 
     def latent_terms(self, p) -> tuple[Any, Any]:
-        """Return the unpacked latent, and its rotated lanes."""
+        """Return the terms of the latent and of its rotated lanes, both unpacked from the packed rows."""
         rows = self.term(p)
         return p.unpacked_latent(rows=rows, tile=self.tile), p.unpacked_rope(rows=rows)
 
@@ -36,10 +36,10 @@ class PackedRows(Group):
         return prod(self.rows.shape[:-1]) // batch
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Allow rows: only pages can be in FRACTAL_NZ."""
+        """Refuse nothing: only pages can be in FRACTAL_NZ."""
 
     def refuse_lists(self, distinct: bool) -> None:
-        """Refuse a list that may name a key twice."""
+        """Refuse a list that may name a key twice, which is so unless `distinct`."""
         require(distinct, "a list may name a key twice, of which the operator over packed rows reads too little")
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -51,9 +51,9 @@ class PackedRows(Group):
 
         Args:
             queries: absorbed queries [B, S, N, C], and their rotated lanes [B, S, N, Dr].
-            listed: lists of keys, int32 [B, S, 1, K].
+            listed: lists of keys, int32 [B, S, 1, K], -1 after the last key.
             scale: factor of the scores.
-            seen: arguments of visible keys.
+            seen: arguments `sparse_mode` and `actual_seq_lengths_kv`, by which the operator hides keys.
         """
         rows, where = self.where(queries[0].shape[0])
         return torch.ops.npu.npu_kv_quant_sparse_flash_attention(
@@ -63,7 +63,7 @@ class PackedRows(Group):
         )  # fmt: skip
 
     def attended_in_segments(self, queries: Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
-        """Refuse segments of packed tokens."""
+        """Refuse every call: the operator takes segments of packed tokens only over rows of a latent in floats."""
         return refuse_segments()
 
 
@@ -78,7 +78,7 @@ class PackedPages(PackedRows):
     paged = True
 
     def term(self, p) -> Any:
-        """Return the rows that the block table gathers."""
+        """Return the term of the rows that the block table gathers from the pages."""
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return p.paged_rows(rows=self.rows, pages=self.pages, **how)
 
@@ -87,5 +87,5 @@ class PackedPages(PackedRows):
         refuse_nz(self.layout)
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Return the pages [Block, Size, 1, Row], and the arguments of their layout."""
+        """Return the pages [Block, Size, 1, Row] for the operator, and the arguments of their layout with the block table."""
         return read(self.pages, self.size), paged(self.block_table)

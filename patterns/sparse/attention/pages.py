@@ -23,9 +23,9 @@ def attended(queries: calls.Parts, kv: calls.Parts, listed: Tensor, scale: float
     Args:
         queries: absorbed queries [B, S, N, C], and their rotated lanes [B, S, N, Dr].
         kv: the latent, and its rotated lanes, as rows [B, T, 1, C] or pages [Block, Size, 1, C].
-        listed: lists of keys, int32 [B, S, 1, K].
+        listed: lists of keys, int32 [B, S, 1, K], -1 after the last key.
         scale: factor of the scores.
-        where: further arguments: the layout of `kv`, and the visible keys.
+        where: arguments of the layout of `kv`, `sparse_mode` and `actual_seq_lengths_kv`.
     """
     (query, query_rope), (rows, key_rope) = queries, kv
     return torch.ops.npu.npu_sparse_flash_attention(
@@ -45,17 +45,21 @@ class LatentRows(Rows):
         return self.read(batch)[0][:, :keys].mean(1, keepdim=True)
 
     def refuse_lists(self, distinct: bool) -> None:
-        """Allow every list: npu_sparse_flash_attention counts a key as often as it is listed."""
+        """Refuse no list: npu_sparse_flash_attention counts a key as often as it is listed."""
 
     def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
-        """Emit npu_sparse_flash_attention over the `listed` rows; `seen` are arguments of visible keys."""
+        """Emit npu_sparse_flash_attention of `queries` over the `listed` rows, see `attended`: [B, S, N, C].
+
+        `seen` are the arguments `sparse_mode` and `actual_seq_lengths_kv`.
+        """
         rows, turned = self.read(queries[0].shape[0])
         return attended(queries, (rows, turned), listed, scale, **ROWS, **seen)
 
     def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
-        """Emit npu_sparse_flash_attention in TND for segments of packed tokens that end at `ends`, int32 [segments].
+        """Emit npu_sparse_flash_attention in TND for packed tokens, whose segments end at `ends`, int32 [segments].
 
-        Entries of `listed` [1, T, 1, K] count from the first key of the segment of the query.
+        `queries` are [1, T, N, C] and [1, T, N, Dr]. An entry of `listed` [1, T, 1, K] is the number of a key, counted from the
+        first key of the segment to which the query belongs. The result is [1, T, N, C].
         """
         (query, query_rope), (rows, key_rope) = queries, self.read(1)
         return torch.ops.npu.npu_sparse_flash_attention(
@@ -76,12 +80,12 @@ class LatentPages(Pages):
     rope_layout: Any = attribute()
 
     def terms(self, p) -> tuple[Any, Any]:
-        """Return the rows of the latent and of its rotated lanes, each gathered by a block table."""
+        """Return the terms of the latent rows and of their rotated lanes, each gathered from its pages by its block table."""
         rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
         return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **rope)
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Refuse pages in FRACTAL_NZ, and two different block tables."""
+        """Refuse pages in FRACTAL_NZ, and a latent and rotated lanes with different block tables or sizes of pages."""
         refuse_nz(self.layout, self.rope_layout)
         one = self.block_table is self.rope_table and self.size == self.rope_size
         require(
@@ -89,20 +93,26 @@ class LatentPages(Pages):
         )
 
     def refuse_lists(self, distinct: bool) -> None:
-        """Allow every list: npu_sparse_flash_attention counts a key as often as it is listed."""
+        """Refuse no list: npu_sparse_flash_attention counts a key as often as it is listed."""
 
     def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
-        """Emit npu_sparse_flash_attention over the `listed` rows; `seen` are arguments of visible keys."""
+        """Emit npu_sparse_flash_attention of `queries` over the `listed` rows, see `attended`: [B, S, N, C].
+
+        `seen` are the arguments `sparse_mode` and `actual_seq_lengths_kv`.
+        """
         rows, turned = (read(each, self.size) for each in (self.first_pages, self.second_pages))
         return attended(queries, (rows, turned), listed, scale, **paged(self.block_table), **seen)
 
     def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
-        """Refuse segments of packed tokens."""
+        """Refuse every call: segments of packed tokens are taken over rows alone."""
         return refuse_segments()
 
 
 def refuse_segments() -> Tensor:
-    """Refuse segments of packed tokens over a latent that is no plain rows."""
+    """Refuse every call, with the reason that segments of packed tokens require a latent in rows.
+
+    The return type is that of the calls it stands for.
+    """
     why = "latent: it lies in pages, or packed in int8; segments of packed tokens require rows in TND"
     require(False, why)
     return torch.empty(0)

@@ -77,7 +77,7 @@ class SparseAttention(Rule):
         seen: Any = Visibility,
         scale=scalar(),
     ):
-        """softmax(scale · q kᵀ, masked to the listed keys) v"""
+        """softmax(scale · q kᵀ, masked to the keys in a list that the model computes in any way) v"""
         return encoding.terms(p, source, result, dict(seen.captures(), scale=scale, mask=listing.listed(p)))
 
     @pattern
@@ -85,7 +85,7 @@ class SparseAttention(Rule):
     def by_gathered_rows(
         self, p, source, listing: Any = GatheredRows, encoding: Any = Plain, result: Any = Output, scale=scalar()
     ):
-        """softmax(scale · q k[places]ᵀ) v[places]"""
+        """softmax(scale · q k[places]ᵀ) v[places], over the rows k[places] and v[places] that the model gathers"""
         return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")
 
     @pattern
@@ -105,7 +105,9 @@ class SparseAttention(Rule):
         return encoding.terms(p, source, result, attended, "listed_attention")
 
     def guard(self, indexer: Any, listing: Any, source: Any, seen: Any):
-        """Refuse NZ pages, repeated keys that the operator miscounts, and queries without keys if not restorable."""
+        """Refuse pages in FRACTAL_NZ; a list that names a key twice, if the operator does not count it twice; and a query without
+        keys, if the model's result for it cannot be restored.
+        """
         if indexer is not None:
             indexer.refuse_blocks()
         listing.refuse(seen, indexer, source.averaged)
@@ -115,7 +117,7 @@ class SparseAttention(Rule):
     @lowering
     @variants(values=VALUES)
     def indexed(self, indexer, listing, encoding, source, result, seen, scale, values):
-        """Emit the indexer, sparse attention over its list, and the product with W_UV for each head."""
+        """Emit the operator of the indexer, sparse attention over its list, and the product of the result with W_UV of each head."""
         require(indexer is not None, "the keys are not listed by an indexer")
         y = _attended(indexer.select(listing), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
@@ -123,13 +125,24 @@ class SparseAttention(Rule):
     @lowering
     @variants(values=VALUES)
     def listed(self, listing, encoding, source, result, seen, scale, values):
-        """Emit sparse attention over the model's own list, and the product with W_UV for each head."""
+        """Emit sparse attention over the list that the model computes itself, and the product of the result with W_UV of each
+        head.
+        """
         y = _attended(listing.own(seen), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 
 
 def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, seen: Any, scale: float) -> Tensor:
-    """Emit attention of absorbed queries over the `listed` rows [B, S, 1, K] of a latent, [B, S, N, C]."""
+    """Emit attention of absorbed queries over the `listed` rows of the latent of `source`: [B, S, N, C].
+
+    Args:
+        listed: lists of keys, int32 [B, S, 1, K], -1 after the last key.
+        listing: the facet of the list, which gives the lengths of keys and restores the results of empty lists.
+        encoding: the encoding of the latent, which gives the absorbed queries.
+        source: rows or pages of the latent.
+        seen: captures of the mask, None where the rows are gathered.
+        scale: factor of the scores.
+    """
     query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
     room = source.keys(query.shape[0])
     keys = room if encoding.first_rows is None else encoding.first_rows

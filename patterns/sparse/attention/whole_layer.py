@@ -54,7 +54,10 @@ class IndexKeys(RotatedLanes):
     is_parameter_only: Any = attribute()
 
     def written(self, p, x, lanes, tables, like, slots):
-        """Write the keys of the tokens `x` to `slots` of the pages."""
+        """Return the term of the pages `self.cache` after the indexer's keys of the tokens `x` are written to `slots`.
+
+        `lanes`, `tables` and `like` are those of the rotation, see `RotatedLanes.term`.
+        """
         layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
         key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
         rows = self.term(p, p.reshaped(key), lanes, tables, like, None)
@@ -71,7 +74,10 @@ class IndexQueries(RotatedLanes):
     head_weight_is_parameter_only: Any = attribute()
 
     def terms(self, p, x, latent, lanes, tables, like):
-        """Compute the rotated queries, and the weights of the heads in float32."""
+        """Return the terms of the rotated queries of `latent`, and of the weights of the heads of `x`, in float32.
+
+        `lanes`, `tables` and `like` are those of the rotation, see `RotatedLanes.term`.
+        """
         layer = p.linear(x=p.reshaped(latent), weight=self.weight, is_parameter_only=self.is_parameter_only)
         heads = p.linear(x=x, weight=self.head_weight, is_parameter_only=self.head_weight_is_parameter_only)
         query = self.term(p, p.reshaped(layer), lanes, tables, like, False)
@@ -97,7 +103,7 @@ class OneTable(Group):
     first_rows: Any = attribute()
 
     def terms(self, p, kv, kr) -> LatentPages:
-        """Return the written caches `kv` and `kr` as pages that the block table names."""
+        """Return the caches `kv` and `kr`, after the writes, as pages that `self.block_table` lists."""
         how = (self.block_table, self.size, self.layout)
         return LatentPages(p.whatever("*F"), p.whatever("*G"), kv, kr, *how, *how)
 
@@ -165,7 +171,7 @@ class SparseAttentionPto(Rule):
 
     @pattern
     def written(self, p, x=tensor("*B He"), prolog: Any = Prolog, index: Any = Index, attended: Any = Attended):
-        """softmax((query kᵀ + query_rope k_rᵀ) · scale over the list) k, and all three caches after the writes"""
+        """y = softmax((query kᵀ + query_rope k_rᵀ) · scale over the list) k; kv[slot], kr[slot], index[slot] = rows of x"""
         projection, tables, table, heads = prolog.projection, prolog.tables, attended.table, attended.heads
         low, both = projection.down(p, x)
         rotated, absorbed, (latent,) = prolog.queries.terms(p, low, projection, tables, x)
@@ -181,7 +187,9 @@ class SparseAttentionPto(Rule):
         return encoding.terms(p, table.terms(p, kv, kr), attended.result, captures), kv, kr, written
 
     def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):
-        """Refuse epsilons, factors and layouts that the operator does not have, and lengths that it cannot be given."""
+        """Refuse epsilons, factors, lane orders and layouts of pages other than the operator's, lists of another length than
+        `LISTED`, and masks without a length of each sequence.
+        """
         projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
         refuse_nz(attended.table.layout, attended.table.index_layout)
         latent, rope = row.widths
@@ -221,7 +229,10 @@ class SparseAttentionPto(Rule):
     @lowering
     @variants(values=VALUES)
     def run(self, x: Tensor, prolog: Prolog, index: Index, attended: Attended, values: str):
-        """Emit npu_sparse_attention_pto, and the product with W_UV for each head: y and the three caches."""
+        """Emit npu_sparse_attention_pto, and the product of its result with W_UV of each head.
+
+        Returns y in the layout of the model, and the caches of the latent, of its rotated lanes and of the indexer's keys.
+        """
         queries, row, storage, table = prolog.queries, prolog.row, prolog.storage, attended.table
         projection, keys = queries.reordered_layers(prolog.projection, row), index.keys
         x = x.reshape(table.block_table.shape[0], -1, x.shape[-1])  # of tokens that the model may have packed

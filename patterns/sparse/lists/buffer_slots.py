@@ -35,22 +35,29 @@ class Compared:
         return _anywhere(x) == (self.equal, axis)
 
     def is_hit(self, x: Value) -> bool:
-        """Return True if `x` is True for each entry whose key is in a slot (a hit)."""
+        """Return True if `x` is `equal` reduced by "any" over the slots: True for each entry whose key is in a slot (a hit)."""
         return self.is_any(x, self.slots)
 
     def is_used(self, x: Value) -> bool:
-        """Return True if `x` is True for each slot whose key is in the list."""
+        """Return True if `x` is `equal` reduced by "any" over the entries: True for each slot whose key is in the list."""
         return self.is_any(x, 2 * self.equal.rank - 3 - self.slots)
 
     def is_slot(self, x: Value) -> bool:
-        """Return True if `x` is the slot of each hit; values at misses are ignored. No two slots have the same key."""
+        """Return True if `x` is argmax of `equal` over the slots: for each hit its only slot, since no two slots have the
+        same key.
+
+        The values of `x` at misses are of no importance.
+        """
         x = plain(x).below("reshape")
         axis = x.attrs[0] if x.attrs else self.equal.rank - 1
         return x.op == "first_greatest" and axis == self.slots and x.arg.below("cast") is self.equal
 
 
 def _anywhere(x: Value) -> tuple[Value, int] | None:
-    """Read `x` as an "any" of booleans: any, max, or sum > 0; return the booleans and the axis, else None."""
+    """Read `x` as an "any" over one axis of booleans, written as any, max or sum > 0, below reshapes and casts.
+
+    Returns the booleans, and the axis of them that is reduced; None if `x` is anything else.
+    """
     x, counted = x.below("reshape", "cast"), False
     if (x.op, x.attrs) == ("compare", ("lt",)) and (x.arg.op, x.arg.attrs) == ("full", (0,)):
         x, counted = x.args[1].below("reshape", "cast"), True
@@ -62,14 +69,17 @@ def _anywhere(x: Value) -> tuple[Value, int] | None:
 
 
 def plain(x: Value, *ops: str) -> Value:
-    """Strip casts between integer dtypes, and steps of `ops`, from `x`."""
+    """Strip from `x`, as long as there are any, casts between integer dtypes and ops whose name is one of `ops`."""
     while x.op in ops or (x.op == "cast" and {x.dtype, x.arg.dtype} <= INDEX_DTYPES):
         x = x.arg
     return x
 
 
 def choice(x: Value) -> tuple[Value, Value, Value] | None:
-    """Return condition, value where it holds, and value elsewhere, of a "where"; None for another op."""
+    """Return the condition of the "where" `x`, its value where the condition is True, and its value where it is False.
+
+    A negated condition is returned without "not", with the two values exchanged. None if `x` is no "where".
+    """
     if x.op != "where":
         return None
     condition, first, second = x.args
@@ -79,9 +89,9 @@ def choice(x: Value) -> tuple[Value, Value, Value] | None:
 
 @proof
 def compared(a: Algebra, condition: Value, ids: Value) -> Compared | None:
-    """Read `condition`, True for the entries of `ids` that are in a slot, as the comparison that it is computed from.
+    """Read `condition` [.., K] as (`ids`[.., :, None] == stored[.., None, :]).any(slots), True for each hit.
 
-    The list has as many entries as there are slots, and more than one.
+    Returns the comparison. None if `condition` is anything else, if there are not exactly K slots, or if K is 1.
     """
     (equal, _), (*lead, count) = proven(_anywhere(condition)), ids.shape
     must((equal.op, equal.attrs) == ("compare", ("eq",)))
@@ -96,7 +106,10 @@ def compared(a: Algebra, condition: Value, ids: Value) -> Compared | None:
 
 
 def is_next_free(new: Value, same: Compared) -> bool:
-    """Return True if `new` is the slot of each hit, and for each miss the next slot that has no key of the list."""
+    """Return True if `new` is where(hit, slot, free[rank]), by the entries and slots of `same`.
+
+    That is the present slot of each hit; and for the n-th miss of the list, the n-th slot whose key is not in the list.
+    """
     condition, old, free = choice(plain(new)) or (None, None, None)
     if condition is None or old is None or free is None or not (same.is_hit(condition) and same.is_slot(old)):
         return False
@@ -105,13 +118,18 @@ def is_next_free(new: Value, same: Compared) -> bool:
 
 
 def free_order(new: Value) -> Value:
-    """Return the order of the free slots that `new` takes; `new` if it is no choice."""
+    """Return `free` of a `new` = where(hit, slot, free[rank]): the order in which misses take slots; `new` itself if it is
+    no "where".
+    """
     chosen = choice(new)
     return new if chosen is None else plain(plain(chosen[2]).arg)
 
 
 def _is_free_first(order: Value, same: Compared) -> bool:
-    """Return True if `order` lists the slots without a listed key first, in any order among them."""
+    """Return True if `order` [.., K] lists the slots whose key is not in the list of `same` before all others.
+
+    It is an argsort, or a top-K of all K slots.
+    """
     order, last = plain(order), same.equal.rank - 2
     if order.op == "ascending_index" and order.attrs[0] == last:
         return same.is_used(order.arg)
@@ -120,7 +138,10 @@ def _is_free_first(order: Value, same: Compared) -> bool:
 
 
 def _is_rank(x: Value, same: Compared) -> bool:
-    """Return True if `x` is the exclusive rank of each miss (cumsum(miss) - 1); values at hits are ignored."""
+    """Return True if `x` is cumsum(miss) - 1 along the entries of `same`: for each miss the number of misses before it.
+
+    The values of `x` at hits are of no importance, so that it may also be clamped to 0 .. K - 1.
+    """
     count = same.equal.shape[-1]
     x = plain(x.arg) if x.op == "relu" or (x.op == "clamp" and x.attrs[0] == 0 and x.attrs[1] >= count - 1) else x
     total = plain(x.arg) if x.op == "shift" and x.attrs == (-1,) else x
@@ -131,7 +152,11 @@ def _is_rank(x: Value, same: Compared) -> bool:
 
 
 def is_updated_status(x: Value, same: Compared, new: Value, ids: Value) -> bool:
-    """Return True if `x` is the status after a step: the list scattered by its `new` slots, then its length."""
+    """Return True if `x` [.., K + 1] is the status after a step.
+
+    Its first K columns are the keys in the slots of `same`, with `ids` scattered over them at the slots `new`; its last
+    column is the number K.
+    """
     count = ids.shape[-1]
     if x.op == "cat" and x.attrs == (x.rank - 1,) and len(x.args) == 2:
         listed, length = x.args
@@ -149,7 +174,7 @@ def is_updated_status(x: Value, same: Compared, new: Value, ids: Value) -> bool:
 
 
 def _is_last(condition: Value, count: Any) -> bool:
-    """Return True if `condition` holds for the last of count + 1 columns alone."""
+    """Return True if `condition` is arange(`count` + 1) == `count`: True in the last of `count` + 1 columns alone."""
     if (condition.op, condition.attrs) != ("compare", ("eq",)) or condition.shape[-1] != count + 1:
         return False
     line, number = (each.below("reshape", "cast", "expand") for each in condition.args)

@@ -38,7 +38,7 @@ class FixedKeys(Group):
     moving: Any = attribute()
 
     def append_to(self, places: Tensor) -> Tensor:
-        """Append the fixed keys to lists [B, S, K]; a negative entry names no key."""
+        """Append to lists `places` [B, S, K] the positions of the first and of the last keys; -1 where there is no such key."""
         batch, queries = places.shape[:2]
         parts = [places]
         if self.first:
@@ -56,9 +56,13 @@ def _count(size: int, like: Tensor) -> Tensor:
 
 
 def split(masks: Masks, bounds: Limits) -> tuple[Leaf, dict[str, Any], Limits] | None:
-    """Split `bounds` into a list, the captures of fixed keys, and the other bounds; None if other keys are visible.
+    """Split the conditions `bounds` of a mask that shows listed keys or fixed ones: one "or" among `bounds.rest`.
 
-    The condition (listed and shown) or j < first stays in the other bounds as well, since it hides listed keys.
+    Returns the list in it, the captures of `FixedKeys`, and the conditions besides the "or". An "or" of the form (listed
+    and shown) or j < first stays among these, since `shown` may hide a listed key.
+
+    None if there is not exactly one "or" with one list, or if another side of the "or" shows other keys than the first
+    or the last ones.
     """
     choices = [part for part in bounds.rest if not isinstance(part, bool) and part[0] == "or"]
     lists = [leaf for each in choices for part in each[1] for leaf in map(list_of, conjuncts(part)) if leaf]
@@ -80,12 +84,16 @@ def split(masks: Masks, bounds: Limits) -> tuple[Leaf, dict[str, Any], Limits] |
 
 
 def list_of(part: Formula) -> Leaf | None:
-    """Return the list in which `part` asks for the key; None if `part` is another condition."""
+    """Return the list if `part` is the condition that the key is in a list; None if it is any other condition."""
     return part[1] if not isinstance(part, bool) and part[0] == "is" and part[1].value.op == "chosen" else None
 
 
 def _fixed(masks: Masks, part: Formula, bounds: Limits) -> dict[str, Any] | None:
-    """Read `part` as the first keys, or as the last ones up to the only bound in `bounds`; None for other keys."""
+    """Read the condition `part` as "one of the first keys", or as "one of the last keys before the upper bound in `bounds`".
+
+    Returns `first`, or `last` with the captures of the bound. None if `part` is any other condition, if the number of
+    keys is symbolic, or, for last keys, if `bounds` has more than an upper bound.
+    """
     rank, keys = len(masks.positions.shape), masks.sizes[3]
     side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
     if at is None or not isinstance(keys, int):

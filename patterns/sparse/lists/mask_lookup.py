@@ -19,12 +19,12 @@ from patterns.attention.masks.masks import Masks
 def looked_up(
     masks: Masks, mask: Value, listed: Value, others: tuple[Formula, ...], sorted_places: bool
 ) -> dict[str, Any]:
-    """Return `hidden` and `ends` of a mask that shows each query some keys of its list.
+    """Return the captures `hidden` and `ends` of a mask that shows each query some keys of its list.
 
     Args:
         masks: masks of the attention.
         mask: all masks as one, bool [B or 1, 1, S, T], True where a key is hidden.
-        listed: True at the listed keys.
+        listed: value below `mask`, True at the listed keys; it is taken as True, so that `hidden` is the rest of `mask`.
         others: conditions of the masks on a key, other than that it is listed.
         sorted_places: True if the list has the largest scores first.
     """
@@ -36,12 +36,15 @@ def looked_up(
 
 
 def _is_unmasked(scores: Value) -> bool:
-    """Return True if no mask lowers some of the `scores`, which would be among those of hidden keys then."""
+    """Return True if `scores` are a matmul or a mean below casts, factors and views, so that no mask is applied to them."""
     return scores.below("cast", "scale", "reshape", "permute").op in ("matmul", "mean")
 
 
 def _same_of_scores(masks: Masks, places: Value, others: tuple[Formula, ...]) -> bool:
-    """Return True if `places` are of the largest scores under a mask of `others`: hidden entries are last."""
+    """Return True if `places` are the top-k of scores under a mask that hides a key exactly where `others` do.
+
+    Then a list sorted by its scores has its hidden keys last.
+    """
     source = places.below("cast", "reshape")
     masked = source.arg.below("cast") if source.op == "largest_index" else source
     behind = masks.behind(masked) if any(map(_is_unmasked, masked.args[-2:])) else None

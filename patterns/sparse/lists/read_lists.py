@@ -35,9 +35,10 @@ _OTHERS = "-1 is not written over the places of keys that are hidden, and of the
 
 @reader(gives=(INDEXER_LIST,), needs=("listed_attention", "lightning_indexer"), refines=("listed_attention",))
 def indexer_lists(graph: Graph) -> Iterator[Annotation]:
-    """Read every list that nodes compute, and every list by which rows are gathered, as `indexer_list`, or say why not.
+    """Yield an `indexer_list` reading for every list of an indexer that the model uses, or a `Miss` with the reason.
 
-    A list that is read behind a mask is not reported again without the mask.
+    Such a list is a value of the graph, or the `places` of a `listed_attention`, which is read anew by that list. A list
+    that only a `topk_mask` reads gives no `Miss`.
     """
     assumed, a = Assumed.of(graph), graph.algebra
     read = {value.below("reshape", "expand", "cast") for value, _ in graph.readings.all("lightning_indexer")}
@@ -58,7 +59,7 @@ def indexer_lists(graph: Graph) -> Iterator[Annotation]:
     read |= {result[0] for each in lists if each.op == "where" and (result := _places(each))}
 
     def is_wanted(value: Value) -> bool:
-        """Return True if a list is read as it is: by no mask or gather that is read, or by the caller."""
+        """Return True if `value` is a result of the graph, or is a list of which no other reading takes account."""
         return value not in read or any(map(is_handed_out, graph.places[value]))
 
     for value in lists:
@@ -70,13 +71,19 @@ def indexer_lists(graph: Graph) -> Iterator[Annotation]:
 
 
 def shows_one(assumed: Assumed, places: Value) -> frozenset[str] | None:
-    """Return the inputs by which each query is proven to see an entry of `places`, a list of an indexer; else None."""
+    """Return the inputs on whose assumed masks it relies that each query sees an entry of `places`, a list of an indexer.
+
+    None if `places` is no such list, or if it is not proven for every query.
+    """
     result = listed(assumed, places)
     return result.relies if isinstance(result, Reading) and result.captures["every_row_nonempty"] else None
 
 
 def listed(assumed: Assumed, value: Value) -> Reading | str | None:
-    """Read `value` as the list of an indexer; the reason if it is not quite one, None if it is unrelated."""
+    """Read `value` [.., K] as the list of an indexer: an `indexer_list` reading, or the reason if it is not quite one.
+
+    None if `value` is not made from the indices of a top-k over scores of an indexer.
+    """
     written = value.below("reshape", "cast")
     chosen = _places(written)
     if chosen is None or uncast(value, "reshape") is not uncast(written):
@@ -99,7 +106,10 @@ def listed(assumed: Assumed, value: Value) -> Reading | str | None:
 
 
 def _places(written: Value) -> tuple[Value, int] | None:
-    """Return the `topk` indices in `written`, of which some are replaced, and the offset added to the others."""
+    """Return the `topk` indices of which `written` is made, and the number that is added to them, 0 without one.
+
+    `written` is the indices themselves, or where(condition, indices + number, fill) in either order; None if it is neither.
+    """
     sides = written.args[1:] if written.op == "where" else (written,)
     others = [_unmoved(each) if written.op == "where" else (uncast(each, "reshape"), 0) for each in sides]
     chosen = next((each for each in others if each[0].op == "largest_index"), None)
@@ -107,14 +117,17 @@ def _places(written: Value) -> tuple[Value, int] | None:
 
 
 def _unmoved(x: Value) -> tuple[Value, int]:
-    """Split `x` into integers and a positive constant that is added to them, 0 if there is none."""
+    """Split integers `x` = y + n with a constant n > 0 into y and n; `x`, without exact casts and reshapes, and 0 otherwise."""
     x = uncast(x, "reshape")
     moved = x.op == "shift" and x.attrs[0] > 0 and is_exact(x)
     return (uncast(x.arg, "reshape"), int(x.attrs[0])) if moved else (x, 0)
 
 
 def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
-    """Return True if every query is proven to see `count` keys, by an upper bound alone or without any."""
+    """Return True if `seen`, the formula of visible keys, is proven to show at least `count` keys to every query.
+
+    It must be always true, or an upper bound on the key alone. `masks` are those of the scores.
+    """
     bounds = masks.limits(seen)
     if bounds.rest or bounds.low is not None:
         return False
@@ -126,7 +139,9 @@ def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
 
 
 def _hides(assumed: Assumed, written: Value, places: Value, indexer: Indexed) -> bool:
-    """Return True if `written` is -1 at the places of hidden keys, and nowhere else."""
+    """Return True if `written`, a "where" of the list `places` and another value, is -1 where the listed key is hidden by
+    the masks of `indexer`, and the place of the key elsewhere.
+    """
     a, (condition, yes, no) = assumed.algebra, written.args
     how, fill = ("drop", yes) if _unmoved(no)[0] is places else ("keep", no)
     number_of = fill.below("expand", "reshape", "cast")
@@ -148,8 +163,10 @@ def _hides(assumed: Assumed, written: Value, places: Value, indexer: Indexed) ->
 
 
 def _are_counted(assumed: Assumed, places: Value, indexer: Indexed) -> bool:
-    """Return True if entry e of a list names a hidden key exactly where key e is hidden: visible keys come first in
-    both.
+    """Return True if, for every e, entry e of the list `places` names a hidden key exactly where key e is hidden.
+
+    That is so if the masks of `indexer` show each query the first n keys, and the list has the largest scores first: both
+    then begin with the n visible keys.
     """
     last, masks = len(indexer.masks.positions.shape) - 1, indexer.masks
     first_ones = all(grows(each, last) for each in conjuncts(indexer.seen))
@@ -160,13 +177,19 @@ _SIZES: Any = (1, 1, 1, 1)
 
 
 def _rest(formula: Formula | str, listed: Affine, keys: Any) -> set[Formula]:
-    """Return the conditions of `formula` except that the places `listed` are in 0 .. keys - 1, which always holds."""
+    """Return the conditions of `formula` without those that `listed`, a key in a list, is in 0 .. `keys` - 1.
+
+    A listed key always is.
+    """
     always = (("le", listed.times(-1)), ("le", listed.plus(1 - keys)))
     return set(conjuncts(formula)) - set(always)
 
 
 def _for_places(indexer: Indexed, own: Masks, listed: Affine) -> Formula | None:
-    """Rewrite the formula of visible keys over the positions of a list, for the keys `listed`; None without match."""
+    """Rewrite `indexer.seen`, over the dims (.., query, key) of the scores, over the dims (.., query, entry) of a list.
+
+    `listed` takes the place of the key, `own` has the dims of the list. None if these dims do not correspond.
+    """
     seen, lists = indexer.masks.positions.shape, own.positions.shape
     rank, last = len(seen), len(lists)
     row = own.positions.axis(last - 2)

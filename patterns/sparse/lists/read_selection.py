@@ -134,12 +134,21 @@ def buffered_rows(graph: Graph) -> Iterator[Annotation]:
 
 
 def _unkept(reason: str) -> Reading:
-    """Give `reason` to the rule by a reading, reported only if the rule is on; a `Miss` would be reported always."""
+    """Return an `unkept_rows` reading with `reason`, which the rule refuses by it.
+
+    Unlike a `Miss`, which is always reported, it is reported only if the opt-in rule is on.
+    """
     return Reading("unkept_rows", {"reason": reason})
 
 
 def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> bool:
-    """Return True if a node reads `slots`, or the order of free slots, for another result than the values `into`."""
+    """Return True if something that is computed from `slots`, or from their order of free slots, is not used for `into`.
+
+    Args:
+        graph: the graph.
+        slots: slots that the rows of a list are written to.
+        into: the values that may depend on the choice of slots: buffers and status after the step.
+    """
     ends = {node for each in into for node in graph.places[each]}
     leading, waiting = set(ends), list(ends)
     while waiting:
@@ -160,7 +169,11 @@ def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> b
 
 
 def _written(graph: Graph, value: Value, write: Reading) -> _BufferWrite | str | None:
-    """Read the write `value` as one of listed rows into a buffer; the reason if it is none, None if it is unrelated."""
+    """Read `value`, by the cache write `write`, as a buffer after a write of listed rows.
+
+    Returns the write; the reason if the operator could not do it; or None if no rows gathered from another cache are
+    written.
+    """
     a, (cache, rows) = graph.algebra, (write.captures[name] for name in ("cache", "rows"))
     condition, there, fresh = choice(rows.below("reshape")) or (None, None, rows)
     source = _rows(a, fresh)
@@ -184,15 +197,15 @@ def _written(graph: Graph, value: Value, write: Reading) -> _BufferWrite | str |
 def _with_status(
     graph: Graph, value: Value, cache: Value, own: _Paged, source: _Rows, same: Compared
 ) -> _BufferWrite | str:
-    """Add the status to a write of listed rows into `cache`; the reason if there is none that the operator could write.
+    """Find the status after a step for a write of listed rows into `cache`; the reason if the operator writes another one.
 
     Args:
         graph: the graph.
         value: the buffer after the write.
-        cache: the buffer before.
+        cache: the buffer before the write.
         own: slots of the rows in the buffer.
         source: rows of the cache of all keys.
-        same: comparison of the list with the status.
+        same: comparison of the list with the status before the step.
     """
     a, ids, new = graph.algebra, source.at.numbers, plain(own.numbers)
     count = ids.shape[-1]
@@ -214,7 +227,7 @@ def _with_status(
 
 @proof
 def _rows(a: Algebra, x: Value) -> _Rows | None:
-    """Read `x` as rows that are gathered from pages of one group by a table."""
+    """Read `x` [.., R, C] as rows gathered from pages [Block, Size, C] by a table [.., P]; None if it is anything else."""
     rows = proven(gathered(a, x))
     at = proven(_paged(a, rows.places))
     _, count, lanes = rows.source.shape
@@ -225,7 +238,7 @@ def _rows(a: Algebra, x: Value) -> _Rows | None:
 
 @proof
 def _paged(a: Algebra, places: Value) -> _Paged | None:
-    """Read `places` as table[number // Size] * Size + number % Size."""
+    """Read `places` as table[number // Size] · Size + number % Size; None if it is anything else."""
     x = plain(places, "reshape", "wrap")  # a page that counts from the end does so too as the number of a row
     must(x.op == "add")
     for page, offset in (x.args, x.args[::-1]):
@@ -240,7 +253,7 @@ def _paged(a: Algebra, places: Value) -> _Paged | None:
 
 @proof
 def _entry(a: Algebra, x: Value) -> tuple[Value, Value] | None:
-    """Read `x` as entries of a table: the table of each list [.., P], and the indices [.., R] of the entries."""
+    """Read `x` [.., R] as table[.., index]: return the table of each list [.., P], and the indices [.., R]; None otherwise."""
     if x.op == "take":
         table, numbers = x.args
     else:

@@ -43,7 +43,10 @@ class Gathered:
 
 @proof
 def gathered(a: Algebra, x: Value) -> Gathered | None:
-    """Read `x` [*R, D] as gathered rows, below widening casts and views that leave each row as it is."""
+    """Read `x` [*R, D] as rows that are gathered from a source [G, T, D], below widening casts, slices of lanes and views.
+
+    None if `x` is anything else; the lanes of a row are never mixed with those of another.
+    """
     match x.op:
         case "cast" | "reshape" if (packed := latent(a, x)) is not None:
             below = proven(gathered(a, packed.rows))
@@ -69,7 +72,10 @@ def gathered(a: Algebra, x: Value) -> Gathered | None:
 
 
 def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
-    """Apply the view `x` to the places `below`, or strip the widening cast `x`; groups stay in their order."""
+    """Return `below`, the rows that the argument of `x` is gathered as, as rows for `x`: a widening cast or a view of rows.
+
+    Unproven if `x` changes the lanes of a row, or the order of the groups.
+    """
     if x.op == "cast":
         must(widens(x.arg.dtype, x.dtype))
         return below
@@ -84,7 +90,7 @@ def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
 
 
 def _joined(a: Algebra, parts: list[Gathered]) -> Gathered:
-    """Concatenate the lanes of `parts`, gathered from several sources at the same places."""
+    """Concatenate along the lanes `parts`, gathered at the same places of several sources; unproven for other places."""
     first = parts[0]
     for each in parts[1:]:
         must((each.places, each.counted_back) == (first.places, first.counted_back))
@@ -93,20 +99,23 @@ def _joined(a: Algebra, parts: list[Gathered]) -> Gathered:
 
 
 def _rows(a: Algebra, source: Value, lead: int) -> Value:
-    """Reshape `source` [*lead dims, T, .., D] to [G, T, D]; each place must name one row."""
+    """Reshape `source` [*groups, T, 1 .., D], of which the first `lead` dims are groups, to [G, T, D].
+
+    Unproven if a dim between T and D has more than one entry, as a place would name several rows.
+    """
     must(source.rank > lead + 1 and all(size == 1 for size in source.shape[lead + 1 : -1]))
     return a.reshape(source, (prod(source.shape[:lead]), source.shape[lead], source.shape[-1]))
 
 
 def _taken(a: Algebra, x: Value) -> Gathered:
-    """Read a "take", which gathers rows of each group by places of its own."""
+    """Read the "take" `x`: rows of each group of a source, at places of the group's own."""
     source, places = x.args
     lead = source.rank - (x.rank - places.rank) - 1
     return Gathered(_rows(a, source, lead), a.reshape(places, x.shape[:-1]), counted_back=False)
 
 
 def _indexed(a: Algebra, x: Value) -> Gathered | None:
-    """Read an "index" by one list of places, or by two, of which one names all groups in order, or pages."""
+    """Read the "index" `x` as source[places], source[:, places] or source[index, places]; None for other indexed dims."""
     source, *index = x.args
     match x.attrs:
         case (0,):
@@ -122,7 +131,7 @@ def _indexed(a: Algebra, x: Value) -> Gathered | None:
 
 
 def _by_one(a: Algebra, x: Value, source: Value, index: Value) -> Gathered:
-    """Read source[index]: rows of one group, or of all groups if each number is proven to be in its own group."""
+    """Read `x` = `source`[`index`] as rows of G groups if `index` is proven to be g · T + place, else as rows of one group."""
     flat, numbers = _rows(a, source, 0), split(a, index)
     if numbers is None or flat.shape[1] != numbers.groups * numbers.size:
         return Gathered(flat, a.reshape(index, x.shape[:-1]), counted_back=True)
@@ -131,7 +140,11 @@ def _by_one(a: Algebra, x: Value, source: Value, index: Value) -> Gathered:
 
 
 def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) -> Gathered:
-    """Read source[first, second]: rows of every group by a list of its own, or rows of pages."""
+    """Read `x` = `source`[`first`, `second`] of a `source` [G, T, .., D] as gathered rows.
+
+    If G is 1, or `first` is arange(G) as a column, `second` are places in each group; else `first` are pages and
+    `second` rows in them, which together are places in the one group of G · T rows.
+    """
     dims = x.shape[: x.rank - source.rank + 2]
     groups, size = source.shape[:2]
     if groups == 1 or counts(a, first, groups, len(dims)):
@@ -144,13 +157,13 @@ def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) ->
 
 
 def counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
-    """Return True if `index` of `rank` dims is arange(groups) along the first dim, and has size 1 along the others."""
+    """Return True if `index` is arange(`groups`) reshaped to (`groups`, 1, ..), of `rank` dims."""
     is_column = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
     return is_column and run(a, a.reshape(index, (groups,))) == Run(None, 0)
 
 
 def distinct(places: Value) -> bool:
-    """Return True if no row of `places` names a place twice, apart from negative numbers, which name none."""
+    """Return True if no list of `places` [.., K] names a place twice: it is the result of a top-k, viewed list by list."""
     while places.op in ("cast", "reshape", "permute", "expand", "slice"):
         is_row = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
         moved = places.op == "permute" and places.attrs[-1] != places.rank - 1

@@ -34,11 +34,14 @@ class Selection(Group):
     full_table: Any = tensor("*L F")
 
     def updated(self, p, cache, full, packed):
-        """Return the buffer `cache` after the rows that are new to it are copied from `full`."""
+        """Return the term of the buffer `cache` after a step, which copies from `full` the rows that `cache` does not have yet.
+
+        `packed` is True if rows are packed in int8, with the rotated lanes.
+        """
         return p.kept_rows(cache=cache, full=full, packed=packed, **vars(self))
 
     def updated_status(self, p):
-        """Return the status after the step."""
+        """Return the term of the status after the step."""
         return p.kept_status(ids=self.ids, status=self.status)
 
 
@@ -53,13 +56,13 @@ class Latent(Group):
     packed: Any = attribute(False)
 
     def terms(self, p, selection):
-        """Return both buffers after the step."""
+        """Return the terms of `self.first` and `self.second` after the step of `selection`."""
         pairs = ((self.first, self.full_first), (self.second, self.full_second))
         return tuple(selection.updated(p, *each, self.packed) for each in pairs)
 
     @property
     def is_rope_first(self) -> bool:
-        """Return True if the first rows are the rotated lanes."""
+        """Return True if `self.first` holds the rotated lanes: it has fewer lanes than `self.second`."""
         return prod(self.first.shape[2:]) < prod(self.second.shape[2:])
 
     def caches(self) -> tuple[Tensor, ...]:
@@ -68,7 +71,7 @@ class Latent(Group):
         return tuple(_in_rows(x) for each in both for x in (each if self.is_rope_first else each[::-1]))
 
     def restored(self, rope: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        """Return both buffers in the order and the shapes of the model."""
+        """Return the results `rope` and `kv` of the operator as `self.first` and `self.second`, in order and shape."""
         first, second = (rope, kv) if self.is_rope_first else (kv, rope)
         return first.reshape(self.first.shape), second.reshape(self.second.shape)
 
@@ -82,15 +85,18 @@ class Packed(Group):
     packed: Any = attribute(True)
 
     def terms(self, p, selection):
-        """Return the buffer after the step."""
+        """Return the term of `self.rows` after the step of `selection`, as a tuple of one."""
         return (selection.updated(p, self.rows, self.full, self.packed),)
 
     def caches(self) -> tuple[Tensor, ...]:
-        """Return the buffer, then the cache, as [Block, Size, C], each after an empty tensor for rotated lanes."""
+        """Return what `Latent.caches` does: an empty tensor and the buffer, then an empty tensor and the cache [Block, Size, C].
+
+        The empty tensors stand for buffer and cache of rotated lanes, which packed rows contain.
+        """
         return tuple(x for each in (self.rows, self.full) for x in (_no_rows(each), _in_rows(each)))
 
     def restored(self, rope: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        """Return the buffer in the shape of the model."""
+        """Return `kv`, the buffer as the operator gives it, in the shape of `self.rows`; `rope` is an empty tensor."""
         return (kv.reshape(self.rows.shape),)
 
 
@@ -112,19 +118,20 @@ class GatherSelectionKvCache(Rule):
     @pattern
     @variants(rows=(Latent, Packed))
     def updated(self, p, rows, selection: Any = Selection):
-        """both buffers, or that of packed rows, and the status, after a step"""
+        """rows[new] = rows[slot] where hit, else full[id]; status[new] = id, status[-1] = K, as at the head of this module"""
         return (*rows.terms(p, selection), selection.updated_status(p))
 
     @lookalike("{reason}")
     def refused(self, p, reason=attribute()):
-        """rows of listed keys without a buffer that the operator could update"""
+        """rows[new] = full[id], by other slots, another status or into another memory than the operator's"""
         return p.unkept_rows(reason=reason)
 
     @lowering
     def run(self, rows: Any, selection: Selection):
         """Emit npu_gather_selection_kv_cache for all lists: the buffers and the status after the step.
 
-        By the lengths that the operator is given, each row of the cache is a key, and none is of the current step.
+        The operator is given lengths (T + 1 keys, 1 of them new) by which it reads all T rows of the full cache, and takes no
+        key for one of the current step.
         """
         ids, status, table, full_table = (each.flatten(0, -2) for each in vars(selection).values())
         caches = rows.caches()

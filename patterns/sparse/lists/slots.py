@@ -30,7 +30,7 @@ class Tabled(NamedTuple):
     counted_back: bool
 
     def rows(self, a: Algebra, flat: Value) -> Value:
-        """Gather the rows [G, M · Size, D] of the pages in the table from `flat` [1, Block · Size, D]."""
+        """Gather the rows [G, M · Size, D] of the pages in `self.table` from `flat` [1, Block · Size, D], the rows of all pages."""
         if flat.op == "cat" and flat.attrs == (flat.rank - 1,):
             return a.cat([self.rows(a, each) for each in flat.args], -1)
         if flat.op == "slice" and flat.attrs[0] == flat.rank - 1:
@@ -42,9 +42,10 @@ class Tabled(NamedTuple):
 
 
 def by_table(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
-    """Read `slots` among `rows` rows as positions by a block table; None if no table is proven to give them.
+    """Read `slots`, row numbers in pages of `rows` rows in all, as positions that a block table maps to slots.
 
-    With at most 2³¹ rows, an int32 slot that wraps round names no page.
+    None if no table is proven to; if `rows` is symbolic; or if `slots` are int32 and there are more than 2³¹ rows, so that
+    a slot that wraps round could name another page.
     """
     if not isinstance(rows, int) or (slots.below("cast").dtype is not torch.int64 and rows > 2**31):
         return None
@@ -55,7 +56,7 @@ def by_table(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
 
 @proof
 def _by_page(a: Algebra, slots: Value) -> Tabled | None:
-    """Read `slots` as table[b, place // Size] · Size + place % Size."""
+    """Read `slots` as table[b, place // Size] · Size + place % Size; None if they are computed in another way."""
     total = uncast(slots, "reshape", "wrap")
     must(total.op == "add")
     first, second = (uncast(each, "reshape") for each in total.args)
@@ -73,7 +74,10 @@ def _by_page(a: Algebra, slots: Value) -> Tabled | None:
 
 @proof
 def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
-    """Read `slots` as every[b, place], where `every` is the slot of every position."""
+    """Read `slots` as every[b, place], where every[b] has the slots of all positions of sequence b, expanded from a table.
+
+    `rows` is the number of rows of all pages. None if `slots` are computed in another way.
+    """
     read = uncast(slots, "reshape", "wrap")
     every, places = proven(_looked_up(a, read))
     must(prod(places.shape) == prod(slots.shape))
@@ -82,7 +86,11 @@ def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
 
 
 def _looked_up(a: Algebra, x: Value) -> tuple[Value, Value] | None:
-    """Return the table [G, M] that `x` is taken from, and the columns: G equal parts, one for each row of the table."""
+    """Read `x` as entries of a table [G, M]: return the table, and the column of each entry, in the shape of `x`.
+
+    In row-major order, the first of G equal parts of `x` is from row 0 of the table, the next from row 1. None if `x` is
+    anything else.
+    """
     if x.op == "take":
         table, columns = x.args
         lead, many = table.shape[: table.rank - x.rank + columns.rank - 1], table.shape[-1]
