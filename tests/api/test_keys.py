@@ -104,7 +104,7 @@ def test_the_key_follows_the_versions(monkeypatch: pytest.MonkeyPatch):
     keys = {fusion.FusionPass(HOST).uuid()}
     monkeypatch.setattr(passes, "torch", SimpleNamespace(__version__="2.14.0"))
     keys.add(fusion.FusionPass(HOST).uuid())
-    monkeypatch.setattr(operators, "ensure", lambda: operators.library.Origin("torch_npu", "it is imported", "2.14.0"))
+    monkeypatch.setattr(operators, "ensure", lambda: operators.Origin("torch_npu", "it is imported", "2.14.0"))
     keys.add(fusion.FusionPass(HOST).uuid())
     assert len(keys) == 3
 

@@ -75,7 +75,7 @@ def test_explain_and_the_backend_are_watched(monkeypatch: pytest.MonkeyPatch):
         asked.append((doing, wanted))
         return watched(doing, wanted)
 
-    for name in ("fusion.explain", "fusion.frontend.backend"):
+    for name in ("fusion.frontend.explain", "fusion.frontend.backend"):
         monkeypatch.setattr(sys.modules[name], "watched", noted)
     fusion.explain(torch.exp, torch.rand(2))
     torch.compile(torch.exp, backend="cann_fusion", options=vars(Options(lower="eager", progress=False)))(torch.rand(2))
