@@ -19,7 +19,7 @@ class Leaf:
     index: tuple[Affine, ...]
 
     def axes(self) -> frozenset[int]:
-        """Return the axes of the mask that occur in `index`."""
+        """Return the axes of the mask on which the position `index` depends."""
         return frozenset().union(*(each.axes() for each in self.index))
 
 
@@ -57,16 +57,16 @@ class Affine:
         return Affine(self.terms, plain(self.constant + number))
 
     def axes(self) -> frozenset[int]:
-        """Return the axes of the mask that occur as terms or in leaves."""
+        """Return the axes of the mask that are terms, or on which the index of a `Leaf` depends."""
         own = frozenset(term for term in self.terms if isinstance(term, int))
         return own.union(*(term.axes() for term in self.terms if isinstance(term, Leaf)))
 
     def without(self, *axes: int) -> Affine:
-        """Drop the terms of `axes`; leaves that depend on them remain."""
+        """Drop the terms of `axes`; a `Leaf` whose index depends on one of them remains."""
         return Affine(MappingProxyType({t: f for t, f in self.terms.items() if t not in axes}), self.constant)
 
     def at(self, places: Mapping[int, Affine]) -> Affine:
-        """Replace every axis, in leaves as well, by the expression `places[axis]`."""
+        """Replace every axis by the expression `places[axis]`, also in the indices of leaves."""
         result = Affine(constant=self.constant)
         for term, factor in self.terms.items():
             if isinstance(term, int):
@@ -83,7 +83,7 @@ def number(value: Any) -> Affine:
 
 
 def spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
-    """Map positions `at` in `over` to positions in its operand `x`, which broadcasts to it: 0 in dims of size 1."""
+    """Map the position `at` in `over` to that in `x`, an operand that broadcasts to `over`: 0 in dims of size 1."""
     last = at[over.rank - x.rank :]
     return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
 
@@ -152,7 +152,7 @@ def moved(formula: Formula, places: Mapping[int, Affine]) -> Formula:
 
 
 def conjuncts(formula: Formula) -> tuple[Formula, ...]:
-    """List the parts of a conjunction; none of True, and any other formula as its only part."""
+    """List the parts of a formula that is joined by "and": () for True, (`formula`,) for any other formula."""
     if formula is True:
         return ()
     return tuple(formula[1]) if not isinstance(formula, bool) and formula[0] == "and" else (formula,)

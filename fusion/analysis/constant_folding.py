@@ -44,12 +44,12 @@ def _shift(value: Value, x: Array) -> Array:
 
 
 def _power(value: Value, x: Array) -> Array | None:
-    """Fold x ** exponent where base and result are powers of 2, so that nothing is rounded."""
+    """Compute x ** exponent; None unless all bases and results are powers of 2, so that nothing is rounded."""
     return _if_powers_of_two(x ** value.attrs[0]) if _if_powers_of_two(x) is not None else None
 
 
 def _power_of(value: Value, x: Array) -> Array | None:
-    """Fold base ** x where base and result are powers of 2, so that nothing is rounded."""
+    """Compute base ** x; None unless the base and all results are powers of 2, so that nothing is rounded."""
     base = np.asarray(value.attrs[0])
     return _if_powers_of_two(base**x) if _if_powers_of_two(base) is not None else None
 
@@ -146,9 +146,9 @@ class Folder:
             return _converted(_FOLDS[value.op](value, *args), value.dtype)
 
     def steps(self, value: Value) -> tuple[int, tuple[int, ...]] | None:
-        """Return (first element, increment along each dim) of an integer `value` that is affine in its indices.
+        """Return the first element of the integer constant `value`, and by how much elements grow along each dim.
 
-        None for any other value, for an empty one, and for one that `fold` does not compute.
+        None if they do not grow evenly, if `value` is empty, or if `fold` does not compute it.
         """
         numbers = self.fold(value)
         if numbers is None or not numbers.size or numbers.dtype.kind == "f":

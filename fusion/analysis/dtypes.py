@@ -36,7 +36,7 @@ def is_integer(x: Value) -> bool:
 
 
 def is_rounding(x: Value) -> bool:
-    """Return True if `x` is a cast between floats of at least 16 bits, which only rounds."""
+    """Return True if `x` is a cast between floats of at least 16 bits, which changes numbers by rounding at most."""
     return x.op == "cast" and x.dtype in _FLOATS and x.arg.dtype in _FLOATS
 
 
@@ -82,7 +82,7 @@ def _rounded(numbers: Array, dtype: torch.dtype | None) -> Array:
 
 
 def rounded_number(value: Number, dtype: torch.dtype | None) -> Number | None:
-    """Convert one number to `dtype` as `rounded_to` does."""
+    """Convert one number to `dtype` as `rounded_to` converts arrays; None where torch leaves the result open."""
     if isinstance(value, int) and dtype in INTEGERS:
         limits = torch.iinfo(dtype)
         return (value - limits.min) % (limits.max - limits.min + 1) + limits.min

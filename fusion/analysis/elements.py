@@ -36,7 +36,9 @@ def stacked(reduced: Value) -> list[Pick] | None:
 
 
 def cut(a: Algebra, x: Value, pick: Pick) -> Value:
-    """Return the entry `pick` of `x`, without its dim; `x` itself if `pick` is None."""
+    """Return the entry `pick` of `x`, a pair of a negative dim and an index, without that dim; `x` itself if it is
+    None.
+    """
     if pick is None:
         return x
     axis, entry = pick[0] + x.rank, pick[1]
@@ -50,9 +52,9 @@ def cut(a: Algebra, x: Value, pick: Pick) -> Value:
 
 
 def arranged_pick(x: Value, pick: Pick) -> Picked | None:
-    """Return the pick in the argument of `x`, a reshape or a permute, of the same entry as `pick` in `x`.
+    """Return the pick in the argument of `x`, a reshape or a permute, that has the same elements as `pick` in `x`.
 
-    None if the elements of the entry are in another order there, dims of size 1 apart.
+    None if the elements are in another order there, dims of size 1 left out of account. `Picked(None)` stands for all.
     """
     if x.op == "permute":
         rest = x.attrs if pick is None else tuple(axis for p, axis in enumerate(x.attrs) if p - x.rank != pick[0])
@@ -69,7 +71,10 @@ def arranged_pick(x: Value, pick: Pick) -> Picked | None:
 
 
 def pick_on(x: Value, pick: Pick) -> Pick:
-    """Map `pick` to the operand `x` of an elementwise op: None, for all of `x`, if `x` is broadcast along the dim."""
+    """Return the pick in `x`, an operand of an elementwise op, that the entry `pick` of the result is computed from.
+
+    None, for all of `x`, if `x` is broadcast along the dim of `pick`, or if `pick` is None.
+    """
     return None if pick is None or x.rank < -pick[0] or x.shape[pick[0]] == 1 else pick
 
 

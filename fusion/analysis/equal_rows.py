@@ -32,12 +32,15 @@ class _Entry(NamedTuple):
 
 
 def on_equal_rows(x: Value, rows: Mapping[Value, float], alike: Mapping[Value, float] | None = None) -> float | None:
-    """Compute the element of `x` for the row in question, rounding each step to its dtype; None where it is unknown.
+    """Compute the element of `x` in one row of scores, of which all are the same number; each step is rounded to its
+    dtype.
+
+    None where the element is unknown, or differs within the row.
 
     Args:
         x: a value with equal elements in the row, or with one element for each row.
-        rows: value -> the number that all its elements in the row in question are.
-        alike: value -> the number that all its elements are.
+        rows: value -> the number that all its elements in the row are.
+        alike: value -> the number that all its elements in all rows are.
     """
     known: dict[Value, _Entry | None] = {each: _Entry(number, "row") for each, number in rows.items()}
     known |= {each: _Entry(number, "all") for each, number in (alike or {}).items()}
@@ -82,9 +85,10 @@ def _entry(x: Value, entry_of: Callable[[Value], _Entry | None]) -> _Entry | Non
 
 
 def _pieces(x: Value, axis: int, entry_of: Callable[[Value], _Entry | None]) -> tuple[list[tuple[float, int]], bool]:
-    """Return [(number, count of entries)] along an axis of `x`, and whether the numbers are those of one row alone.
+    """List (number, how many entries have it) along the dim `axis` of `x`; also return True if that holds for one row
+    alone.
 
-    There are several numbers if `x` is a concatenation, as of scores and a sink.
+    There are several numbers if `x` is a concatenation, as of scores and a sink. Unproven if a piece is not known.
     """
     pieces = x.args if x.op == "cat" and x.attrs == (x.rank + axis,) else (x,)
     entries = [proven(entry_of(each)) for each in pieces]
@@ -101,7 +105,10 @@ def counted(keys: Any) -> int:
 
 
 def share(softmax: Value, row: float, keys: int, sink: float | None = None) -> float:
-    """Compute the weight that `softmax` gives to each of `keys` equal scores `row`, with a score `sink` in addition."""
+    """Compute the weight that `softmax` gives to each of `keys` scores that are all `row`.
+
+    With `sink`, a score of that number is in the row as well.
+    """
     (_, empty, less), number = softmax.attrs, np.float64(row)
 
     def rounded(x: Any) -> np.float64:
@@ -123,9 +130,9 @@ def _rounded(x: Value, number: Any) -> float:
 
 
 def _scope(x: Value, args: Sequence[Value], entry_of: Callable[[Value], _Entry | None]) -> str:
-    """Return the scope of the number of `x`, computed elementwise from `args`.
+    """Return the scope, as in `_Entry`, of the number of `x`, which is computed elementwise from `args`.
 
-    Unproven if elements of the row in question may be combined with elements of other rows.
+    Unproven if an element of the row would be combined with an element of another row.
     """
     entries = [(each.shape, proven(entry_of(each)).scope) for each in args]
     scope = next((each for each in ("row", "one") if any(each == one for _, one in entries)), "all")
@@ -135,7 +142,7 @@ def _scope(x: Value, args: Sequence[Value], entry_of: Callable[[Value], _Entry |
 
 
 def _keeps_rows(x: Value, scope: str) -> bool:
-    """Return True if the view `x` keeps elements of the given scope in their row."""
+    """Return True if the view `x` keeps each element in its row; `scope` is that of the argument, as in `_Entry`."""
     below = x.arg.shape
     if x.op not in ("reshape", "expand"):
         return scope == "all"

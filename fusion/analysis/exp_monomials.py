@@ -58,7 +58,7 @@ class Share:
 
     @proof
     def moved(self, move: Callable[[Value], Value]) -> Share | None:
-        """Replace the value x of every generator by move(x); None if a sum cancels to 0."""
+        """Replace the value x in every generator x or exp(x) by move(x); None if a sum becomes 0 by that."""
         share = Share(self.factor, moved(self.powers, move))
         for terms, count in self.sums:
             base = proven(total([Share(factor, moved(powers, move)) for powers, factor in terms]))
@@ -71,7 +71,7 @@ ONE = Share()
 
 
 def moved(powers: Powers, move: Callable[[Value], Value]) -> Powers:
-    """Replace the value x of every generator in `powers` by move(x)."""
+    """Replace the value x in every generator x or exp(x) of `powers` by move(x)."""
     return frozenset(((kind, move(value)), count) for (kind, value), count in powers)
 
 
@@ -102,7 +102,10 @@ def _plus(x: Share, y: Share) -> Share:
 
 
 def _expanded(share: Share) -> Mapping[Powers, float]:
-    """Expand a share without sums in the denominator to powers -> factor; unproven beyond `TERMS` terms."""
+    """Expand `share` to a sum of products of generators: powers -> factor.
+
+    Unproven if a sum is in the denominator, or beyond `TERMS` terms.
+    """
     terms: Mapping[Powers, float] = {share.powers: share.factor}
     for factors, count in share.sums:
         for _ in range(count):
@@ -120,7 +123,9 @@ def _summed(terms: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _collected(terms: Mapping[Powers, float]) -> Share:
-    """Build the share of a sum, with its first term factored out."""
+    """Build the share of Σ factor · powers over `terms`: the first term in a fixed order, times the sum divided by
+    it.
+    """
     first = min(terms, key=_rank)
     lead = Share(terms[first], first)
     if len(terms) == 1:

@@ -32,19 +32,25 @@ class Exponentials:
     logs: dict[tuple[float, Powers], list[Value]] = field(default_factory=dict[tuple[float, Powers], list[Value]])
 
     def value(self, x: Value, pick: Pick = None) -> Share | None:
-        """Return the entry `pick` of `x` as a share; None only if it is being computed, which ends a recursion."""
+        """Return `x`, or its entry `pick`, as a share; memoised.
+
+        None while the same share is being computed further up the stack.
+        """
         return self._memoised("is", x, pick)
 
     def power(self, x: Value, pick: Pick = None) -> Share | None:
-        """Return exp(entry `pick` of `x`) as a share, memoised; None while the same share is being computed further up
-        the stack.
+        """Return exp(`x`), or exp of the entry `pick` of `x`, as a share; memoised.
+
+        None while the same share is being computed further up the stack.
         """
         return self._memoised("exp", x, pick)
 
     def logarithms(self, shares: Sequence[Share], shape: tuple[Dim, ...]) -> list[Value] | None:
-        """Return values of `shape`, one for each share, whose exponentials have the ratios of `shares`.
+        """Return values x₁, x₂, … of the graph of `shape` with exp(xᵢ) = c · sharesᵢ, for one c that is the same for
+        all.
 
-        `shares` have no sums. Of several solutions the one that was created first in the graph; None if there is none.
+        `shares` are without sums. Of several solutions, the one that was created first in the graph; None if there is
+        none.
         """
         best: list[Value] | None = None
         for factor, powers in list(self.logs):
@@ -73,13 +79,19 @@ class Exponentials:
         return share
 
     def _operands(self, kind: str, x: Value, pick: Pick) -> list[Share]:
-        """Return the shares of the operands of the elementwise op `x`; unproven if one of them is broadcast."""
+        """Return the shares of the operands of the elementwise op `x`, or of their entries for the entry `pick` of `x`.
+
+        `kind` is "is" for the operands themselves, "exp" for their exponentials. Unproven if an operand is broadcast.
+        """
         below = [(each, pick_on(each, pick)) for each in x.args]
         must(all(but_ones(without(*each)) == but_ones(without(x, pick)) for each in below))
         return self._each(kind, below)
 
     def _parts(self, kind: str, x: Value) -> list[Share]:
-        """Return the shares of the entries of the dim along which `x` is a reduction or a softmax."""
+        """Return the shares of the entries along the dim in which `x` is a reduction or a softmax.
+
+        `kind` is "is" for the entries themselves, "exp" for their exponentials. Unproven if `stacked` lists no entries.
+        """
         return self._each(kind, [(x.arg, each) for each in proven(stacked(x))])
 
     def _each(self, kind: str, below: Sequence[tuple[Value, Pick]]) -> list[Share]:
@@ -137,9 +149,12 @@ class Exponentials:
                 return self._arranged("is", x, pick)
 
     def _arranged(self, kind: str, x: Value, pick: Pick) -> Share | None:
-        """Return the share of a value that moves or casts the elements of its argument.
+        """Return the share of `x`, or of its entry `pick`, by that of its argument, if `x` only moves or casts
+        elements.
 
-        A weight ("is") may be rounded, as the fused operator takes it unrounded; an exponent ("exp") may not.
+        With `kind` "is", the share is a weight, which the fused operator takes unrounded: `x` may be a cast that
+        rounds. With "exp" it is that of exp(x), and may not. None while the share is being computed further up the
+        stack.
         """
         if x.op == "cast" and (widens(x.arg.dtype, x.dtype) or (kind == "is" and is_float(x.arg))):
             return self._memoised(kind, x.arg, pick)
@@ -154,7 +169,11 @@ class Exponentials:
         return self._memoised(kind, cut(self.a, x, pick), None)
 
     def _permuted(self, kind: str, x: Value) -> Share | None:
-        """Return the share of the permute `x`, and add to `logs` the permutes of all values with its generators."""
+        """Return the share of the permute `x` by that of its argument, with every value in it permuted; None if a sum
+        becomes 0.
+
+        `kind` is as in `_arranged`. The permuted values are added to `logs` too, so that `logarithms` finds them.
+        """
         inner = proven(self._memoised(kind, x.arg, None))
         axes = [axis for axis in x.attrs if x.arg.shape[axis] != 1]
         order = [sorted(axes).index(axis) for axis in axes]

@@ -28,7 +28,7 @@ class Extent:
         return tuple(number(0) if size == 1 else each for each, size in zip(last, mask.shape, strict=True))
 
     def below_one(self, expression: Affine) -> Formula:
-        """Build the formula `expression` ≤ 0: True or False if it holds at all positions or at none."""
+        """Build the formula `expression` ≤ 0; True if it is proven to hold at all positions, False if at none."""
         places = {place: factor for place, factor in expression.terms.items() if isinstance(place, int)}
         if len(places) < len(expression.terms):
             return ("le", expression)
@@ -76,7 +76,7 @@ class Extent:
         return minimal
 
     def choice(self, condition: Formula, yes: Formula, no: Formula) -> Formula:
-        """Build the formula: `yes` where `condition` holds, else `no`."""
+        """Build the formula (`condition` and `yes`) or (not `condition` and `no`)."""
         otherwise = negation(condition)
         for here, there, where, elsewhere in ((yes, no, condition, otherwise), (no, yes, otherwise, condition)):
             if here is True:

@@ -73,9 +73,10 @@ class Peeled:
 
 
 def peeled(a: Algebra, z: Value, to: str, above: Peeled | None = None) -> Peeled | None:
-    """Strip casts, factors, and reshapes and permutes of rows from `z`, down to a value of the op `to`.
+    """Walk from `z` down to a value of the op `to`, collecting numbers, factors of rows, and reshapes and permutes of
+    rows.
 
-    `above` has been stripped already, from `z` outwards. None if another op is met.
+    Casts are dropped. `above` holds what was collected above `z`. None if another op is met on the way.
     """
     so = replace(above, value=z) if above is not None else Peeled(z)
     if not is_float(z) and not _is_rounded(z):
@@ -99,8 +100,9 @@ def peeled(a: Algebra, z: Value, to: str, above: Peeled | None = None) -> Peeled
 
 
 def _factor_of(z: Value) -> tuple[Value | None, Value]:
-    """Split the product `z` into its one factor [.., 1] or of one element, and the other operand; None and `z` if there
-    is not exactly one.
+    """Split the "mul" `z` into its one operand that is [.., 1] or has one element, and the other operand.
+
+    None and `z` if none or both of the operands are such.
     """
     small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
     if len(small) != 1:
@@ -114,7 +116,7 @@ def _is_rounded(z: Value) -> bool:
 
 
 def factors_of(a: Algebra, x: Value) -> list[Value]:
-    """List the factors of `x`, recursively; 1 / (y · z) has the factors 1 / y and 1 / z."""
+    """List the factors of the product `x`, at any depth of nesting; 1 / (y · z) has the factors 1 / y and 1 / z."""
     if x.op == "mul":
         return [factor for each in x.args for factor in factors_of(a, each)]
     if x.op == "power" and x.attrs == (-1.0,):
@@ -128,7 +130,9 @@ def product_of(a: Algebra, factors: Sequence[Value]) -> Value | None:
 
 
 def _below(a: Algebra, z: Value, factor: Value) -> Value:
-    """Convert a `factor` of rows of `z`, a reshape or permute of rows, to the factor of the rows of its argument."""
+    """Arrange `factor`, one number for each row of `z`, for the rows of the argument of `z`, a reshape or permute of
+    rows.
+    """
     if prod(factor.shape) == 1:
         return factor
     rows = a.expand(factor, (*z.shape[:-1], 1))
@@ -139,9 +143,9 @@ def _below(a: Algebra, z: Value, factor: Value) -> Value:
 
 @proof
 def joined(a: Algebra, left: Value, right: Value) -> Value | None:
-    """Return `left` + `right`, two scaled matrix products, as one matrix product with concatenated operands.
+    """Return `left` + `right`, two scaled matrix products, as one matrix product whose inner dim is that of both.
 
-    If one product is of int8, the factors of both are applied to the left operand. None for any other sum.
+    If one product is of int8, all factors are moved to the left operands. None for any other sum.
     """
     first, second = (proven(peeled(a, each, "matmul")) for each in (left, right))
     must(first.steps == second.steps and first.value.shape == second.value.shape)
@@ -160,14 +164,16 @@ def joined(a: Algebra, left: Value, right: Value) -> Value | None:
 
 
 def _below_widening(a: Algebra, left: Value, right: Value) -> Value:
-    """Concatenate two tensors along the last dim; below their casts, if both are widened from the same dtype."""
+    """Concatenate `left` and `right` along the last dim; if both are widened from one dtype, before the cast."""
     if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype and widens(left.arg.dtype, left.dtype):
         return a.cast(_side_by_side(a, left.arg, right.arg), left.dtype)
     return _side_by_side(a, left, right)
 
 
 def _side_by_side(a: Algebra, left: Value, right: Value) -> Value:
-    """Concatenate two tensors of one dtype along the last dim, after broadcasting the other dims."""
+    """Concatenate `left` and `right`, of one dtype, along the last dim; their other dims are broadcast to each
+    other.
+    """
     must(left.dtype == right.dtype)
     lead = proven(broadcast(left.shape[:-1], right.shape[:-1]))
     return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)
@@ -215,11 +221,12 @@ def scaled_sum(a: Algebra, z: Value) -> Value | None:
 
 
 def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tuple[Any, ...]], ...]] | None:
-    """Move the factors of the matrix product P · v, for dequantised int8 v, to v; return the product and later views.
+    """Read `value` as a matrix product P · v of dequantised int8 v, times numbers or tensors of one element, below
+    views.
 
     Returns:
-        P · (v · factors), and the (op, shape or order) of each reshape and permute of it in `value`, in order. None for
-        any other value, and if there are no factors to move.
+        P · (v · factors), and the (op, shape or order) of each reshape and permute from it to `value`, innermost first.
+        None for any other value, and if there are no factors to move.
     """
     ones: list[Value] = []
     steps: list[tuple[str, tuple[Any, ...]]] = []

@@ -16,7 +16,9 @@ MOST = 8
 
 
 def indicator(dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
-    """Describe the tensor that is 1 where `formula` holds, else 0."""
+    """Describe the tensor in `dtype` that is 1 where `formula` holds, else 0, as `merged` does; None if torch leaves
+    that open.
+    """
     return merged([(1, formula), (0, negation(formula))], dtype)
 
 
@@ -38,9 +40,9 @@ def merged(pairs: Iterable[tuple[float, Formula]], dtype: torch.dtype | None) ->
 
 
 def zero_at(choice: Value) -> Value | None:
-    """Return the operand of `choice`, a where, that is 0 wherever the condition selects it; None if neither is.
+    """Return the operand of the where `choice` that is 0 wherever it is selected; None if neither is.
 
-    where(bool(m), v, m) and where(m == 0, m, v) give m.
+    where(bool(m), v, m) and where(m == 0, m, v) return m.
     """
     condition, yes, no = choice.args
     test = condition.arg if condition.op == "not" else condition

@@ -30,7 +30,7 @@ def absorbs(x: Value, number: float) -> bool:
 
 
 def _floor(x: Value) -> float:
-    """Return a floor of `x` as computed without rounding to 16 bits; 0 if none is known."""
+    """Return a positive lower bound of `x` as if no step were rounded to 16 bits; 0 if none is known."""
     match x.op:
         case "scale" if x.attrs[0] > 0:
             return _unless_subnormal(x.attrs[0] * _floor(x.arg), x)
@@ -45,10 +45,7 @@ def _floor(x: Value) -> float:
 
 
 def _mean_of_largest(x: Value) -> float:
-    """Return a floor of the mean of `x` [.., k], if it is the k largest of a softmax over E: 1 / E; else 0.
-
-    The mean of the largest is no less than the mean of all; for k = 0 it is NaN.
-    """
+    """Return 1 / E if `x` [.., k] is the k largest entries of a softmax over E: their mean is not less; 0 otherwise."""
     largest = rows_below(x)
     if largest.op != "largest":
         return 0.0
@@ -60,5 +57,7 @@ def _mean_of_largest(x: Value) -> float:
 
 
 def _unless_subnormal(number: float, x: Value) -> float:
-    """Return `number`; 0 if it is subnormal in the dtype of `x`, as `_ROUNDED` is the error of normal numbers."""
+    """Return `number`, or 0 if it is subnormal in the dtype of `x`: `_ROUNDED` bounds the rounding of normal numbers
+    alone.
+    """
     return number if number and number >= torch.finfo(proven(x.dtype)).tiny else 0.0

@@ -17,5 +17,5 @@ def may_hold_infinity(x: Value) -> bool:
 
 
 def _passed_on(x: Value) -> Sequence[Value]:
-    """Return the arguments of `x` whose infinities may be in its result."""
+    """Return the arguments of `x` by which an infinity may come into the result of `x`."""
     return () if x.op in _ENDS else x.args[1:] if x.op == "where" else x.args

@@ -45,7 +45,7 @@ def grid_of(a: Algebra, value: Value) -> Grid | None:
 
 
 def _read(a: Algebra, value: Value, inner: Callable[[Value], Grid | None]) -> Grid | None:
-    """Return the grid of `value`, given those of its arguments by `inner`."""
+    """Return the grid of `value` by the grids of its arguments, which `inner` gives; None if it has none."""
     match value.op:
         case "cast" if value.arg.dtype == torch.int8:
             return Grid(value.arg) if is_float(value) else None
@@ -93,16 +93,19 @@ def _concatenated(a: Algebra, parts: Sequence[Grid], joined: Value) -> Grid | No
 
 
 def _with_number(grid: Grid | None, value: Value) -> Grid | None:
-    """Multiply `grid` by the number of `value`, a scale, or add that of a shift, unless there is a factor already."""
+    """Return the `grid` of the argument of `value`, a scale or a shift, with the number of `value`.
+
+    None if `grid` is, or for a shift behind a factor.
+    """
     if grid is None or value.op == "scale":
         return grid and replace(grid, number=grid.number * value.attrs[0])
     return None if grid.is_scaled else replace(grid, shift=grid.shift + value.attrs[0])
 
 
 def _with_operand(grid: Grid | None, x: Value, other: Value, value: Value) -> Grid | None:
-    """Add `other` to the factors, or offsets, of the `grid` of `x`, for `value` = x · other, or x + other.
+    """Return the `grid` of `x` with the operand `other`: a factor for `value` = x · other, an offset for x + other.
 
-    None if `x` is broadcast, or if an offset would follow a factor.
+    None if `grid` is, if `x` is broadcast, or for an offset behind a factor.
     """
     if grid is None or x.shape != value.shape:
         return None
@@ -112,7 +115,9 @@ def _with_operand(grid: Grid | None, x: Value, other: Value, value: Value) -> Gr
 
 
 def _viewed(a: Algebra, grid: Grid, view: Value) -> Grid:
-    """Apply `view` (a reshape, permute, expand or slice) to all tensors of `grid`."""
+    """Apply `view`, a reshape, permute, expand or slice, to the int8 tensor of `grid` and to all of its factors and
+    offsets.
+    """
 
     def seen(x: Value) -> Value:
         if prod(x.shape) == 1:

@@ -36,7 +36,7 @@ class Integers(Extent):
         raise NotImplementedError
 
     def affine(self, x: Value, at: Sequence[Affine]) -> Affine:
-        """Evaluate the element x[at] of an integer tensor as an affine expression."""
+        """Evaluate the element x[at] of an integer tensor as an affine expression; a `Leaf` if it is none."""
         below = self._view(x, at)
         if below is not None:
             return self.affine(*below)
@@ -69,7 +69,10 @@ class Integers(Extent):
                 return Affine(MappingProxyType({Leaf(x, tuple(at)): 1}))
 
     def _view(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
-        """Return (source, positions) with source[positions] = x[at]; None if `x` is neither a view nor a gather."""
+        """Return the tensor that `x` is a view or a gather of, and the position in it that x[at] is at.
+
+        None if `x` is neither, or a reshape of more than dims of size 1.
+        """
         match x.op:
             case "expand":
                 return x.arg, spread(x.arg, x, at)
@@ -98,7 +101,8 @@ class Integers(Extent):
                 return None
 
     def _gathered(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
-        """Return (source, positions) with source[positions] = x[at], for a gather x = source[i, j] or source[.., i].
+        """Return the tensor that `x` is gathered from, and the position in it that x[at] is at, for source[i, j] or
+        source[.., i].
 
         None for gathers by several, but not all, dims; and unless the indices are proven not to be negative, as those
         count from the end.
@@ -126,9 +130,9 @@ class Integers(Extent):
 
     @proof
     def _continued(self, x: Value, at: Sequence[Affine]) -> Affine | None:
-        """Evaluate the concatenation `x` at `at` by the expression of its first piece of a size other than 1.
+        """Evaluate x[at] of the concatenation `x` by the expression of its first piece that has not size 1.
 
-        None unless the expression holds for all other pieces as well.
+        None unless the expression is proven to hold in all other pieces, or if all have size 1.
         """
         axis, pieces = x.attrs[0], self._pieces(x, at)
         sizes = [piece.shape[axis] for piece, _ in pieces]
@@ -141,7 +145,7 @@ class Integers(Extent):
         return expression
 
     def _by_piece(self, formulas: Sequence[Formula], x: Value, at: Sequence[Affine]) -> Formula:
-        """Build the formula that is `formulas[n]` at the positions of piece n of the concatenation `x`."""
+        """Build the formula that is `formulas[n]` where the position `at` is in piece n of the concatenation `x`."""
         axis = x.attrs[0]
         *ends, _ = accumulate(piece.shape[axis] for piece in x.args)
         *firsts, result = formulas

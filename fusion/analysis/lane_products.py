@@ -63,9 +63,9 @@ class Leaves:
     folder: Folder = field(default_factory=Folder)
 
     def number(self, value: Value, depth: int) -> int:
-        """Return the number of the leaf `value`, whose last `depth` dims are lanes; add it if it is new.
+        """Return the number of the leaf `value`, whose last `depth` dims are lanes, and add it if it has none yet.
 
-        Leaves that differ in the shape of their lane dims alone are one leaf.
+        Leaves that differ only in how their lanes are split into dims have one number.
         """
         known = (place for place, each in enumerate(self.leaves) if _identity(*each) == _identity(value, depth))
         number = next(known, len(self.leaves))
@@ -75,7 +75,10 @@ class Leaves:
 
 
 def _identity(value: Value, depth: int) -> tuple[object, ...]:
-    """Return a key of a leaf that ignores how its lane dims are split, and the order of reshapes and casts."""
+    """Return a key of the leaf `value`, whose last `depth` dims are lanes.
+
+    It is the same for leaves that differ only in how lanes are split into dims, or in the order of reshapes and casts.
+    """
     lead = value.rank - depth
     below, dtypes = value, list[object]()
     while below.op in ("reshape", "cast"):
@@ -85,7 +88,9 @@ def _identity(value: Value, depth: int) -> tuple[object, ...]:
 
 
 def factor(at: Rows, leaves: Leaves) -> Factor:
-    """Express every lane of an operand of a product as coefficient · lane of a leaf."""
+    """Express each selected lane of `at`, an operand of a product, as coefficient · lane of a leaf, added to
+    `leaves`.
+    """
     value = at.value
     if value.op == "scale":
         inner = factor(at.below(), leaves)
@@ -110,9 +115,10 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
 
 
 def _rounded(at: Rows, leaves: Leaves) -> list[tuple[Index, Rows]] | None:
-    """Split a cast of moved lanes into (positions, cast of their source), one for each source; None for other ops.
+    """Follow a rounding cast above moves of lanes to the sources of the lanes.
 
-    None as well without `leaves.rounded`; then `leaves.joined` is set.
+    Returns for each source the positions in `at.index` that have lanes of it, and these lanes of the source with the
+    cast applied. None for other ops. None too if `leaves.rounded` is None; then `leaves.joined` is set.
     """
     value = at.value
     below = descend(at.below()) if is_rounding(value) else None
@@ -132,9 +138,10 @@ def _join(parts: Sequence[tuple[Index, Factor]], size: int) -> Factor:
 
 
 def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
-    """Express every lane as a sum of at most `limit` products, one in each returned term; None if that is impossible.
+    """Express each selected lane of `at` as a sum of at most `limit` products of lanes of `leaves`.
 
-    Lanes that are constant 0 need no term.
+    Each returned term has one product of every lane, with coefficient 0 where a lane has fewer; [] if all lanes are 0.
+    None if a lane has more products, or is computed in another way.
     """
     value, size = at.value, len(at.index)
     zeros = value.below("reshape", "expand", "cast")
@@ -194,7 +201,11 @@ def _compact(products: list[Term]) -> list[Term]:
 
 
 def _mean_terms(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:
-    """Express a mean over a lane dim of at most `limit` entries as the sum of the terms of the entries, divided."""
+    """Express the lanes of the mean `at.value` over a lane dim as the sum of the terms of all entries of the dim,
+    divided.
+
+    None if the dim has more than `limit` entries, or if an entry cannot be expressed.
+    """
     (axis,), count = at.value.attrs, at.value.arg.shape[at.value.attrs[0]]
     if not isinstance(count, int) or not 0 < count <= limit:
         return None
@@ -209,7 +220,10 @@ def _mean_terms(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:
 
 
 def _matmul_terms(at: Rows, leaves: Leaves, count: int) -> list[Term] | None:
-    """Express a matmul within lane dims, with the inner dim `count`, as the sum of its `count` products."""
+    """Express the lanes of the matmul `at.value`, both of whose dims are lane dims, as sums of `count` products.
+
+    `count` is the inner dim of the matmul. None if an operand has no lanes.
+    """
     *batch, row, column = at.place
     products = list[Term]()
     for each in range(count):
@@ -225,9 +239,9 @@ def _matmul_terms(at: Rows, leaves: Leaves, count: int) -> list[Term] | None:
 
 
 def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] | None:
-    """Split a product into the constant factor of each lane [lanes] and the other operand's lanes.
+    """Split the product `at.value` into a constant for each selected lane, [lanes], and the lanes of the other operand.
 
-    None if neither operand can be folded to constants that are the same for all rows.
+    None if neither operand is a constant that is the same in all rows.
     """
     for other, constant in (at.value.args, at.value.args[::-1]):
         numbers = leaves.folder.fold(constant) if is_input_free(constant) else None
@@ -241,9 +255,9 @@ def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] 
 
 
 def _operand(at: Rows, operand: Value, place: Sequence[Index] | None = None) -> Rows | None:
-    """Return the lanes of `operand`, which broadcasts to `at.value`, at `place`, by default at the lanes of `at`.
+    """Return the lanes of `operand`, which broadcasts to `at.value`, that lanes of `at.value` are computed from.
 
-    None if `operand` has no dims.
+    These are the lanes at `place`, by default those that `at` selects. None if `operand` has no dims.
     """
     padded = (1,) * (at.value.rank - operand.rank) + operand.shape
     depth = min(at.depth, operand.rank)

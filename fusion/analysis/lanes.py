@@ -60,10 +60,11 @@ def rows(value: Value) -> Rows | None:
 
 
 def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
-    """Follow the selected lanes through one op that only moves lanes, not rows.
+    """Follow the lanes that `at` selects through one op that only moves lanes, not rows.
 
     Returns:
-        (positions in `at.index`, the lanes of an argument that are there) for each argument with selected lanes; None
+        For each argument with selected lanes, the positions in `at.index` of these, and the lanes in that argument.
+        None
         for any other op.
     """
     value, lead, place = at.value, at.lead, at.place
@@ -139,7 +140,9 @@ def _through_scatter(at: Rows) -> list[tuple[Index, Rows]]:
 
 
 def within(size: Dim, where: Index) -> Index:
-    """Map positions along a dim to an operand of the given `size` there: 0 if it is broadcast."""
+    """Return the positions `where` along a dim as positions in an operand that has `size` there: 0 if it is
+    broadcast.
+    """
     return np.zeros_like(where) if size == 1 else where
 
 
@@ -153,9 +156,10 @@ def same_lanes(value: Value, left: Index, right: Index) -> bool:
 
 
 def _ends(at: Rows, chain: tuple[object, ...], numbers: dict[object, int]) -> tuple[Index, Index]:
-    """Follow the selected lanes through moves and elementwise functions to their sources.
+    """Follow the lanes that `at` selects through moves and elementwise functions to the values that they come from.
 
-    A source is a value with the `chain` of the functions above it; `numbers` maps sources to numbers, and is extended.
+    A source is such a value with the `chain` of functions above it. `numbers` maps each source to a number, and is
+    extended.
 
     Returns:
         The number of the source of each lane, and the lane in that source, [n] each.

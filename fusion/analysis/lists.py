@@ -16,10 +16,11 @@ from fusion.graph.dims import INDEX_DTYPES
 
 
 def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | None:
-    """Build "any" of `x` = (list == position) along `axis`, with keepdim, by the op "chosen", in the dtype of `x`.
+    """Build `x`.any(`axis`), with keepdim, for `x` = (list == position), by the op "chosen", in the dtype of `x`.
 
-    The entries of each list are along `axis`, the positions 0, 1, … along another axis. None for any other `x`. With
-    `distinct` build the sum instead; None unless the entries of a list are proven distinct.
+    The entries of a list are along `axis`, the positions 0, 1, … along another dim. With `distinct` it is the sum in
+    the place of "any", which is the same if the entries of a list are proven distinct; None if they are not. None for
+    any other `x`.
     """
     equal = x.below("cast")
     if (equal.op, equal.attrs) != ("compare", ("eq",)):
@@ -32,10 +33,18 @@ def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | N
 
 
 def _chosen(a: Algebra, places: Value, line: Value, axis: int, shape: tuple[Any, ...], distinct: bool) -> Value | None:
-    """Build the mask of the entries of `places` along `axis`, where `line` counts positions along another axis.
+    """Build the mask of the positions that the entries of `places` along `axis` name.
+
+    Args:
+        a: the algebra of the graph.
+        places: the lists.
+        line: the positions 0, 1, … along another dim.
+        axis: the dim of the entries of a list.
+        shape: the dims of the comparison of `places` with `line`.
+        distinct: True if the result stands for a sum, which requires distinct entries.
 
     Returns:
-        A boolean value of the dims `shape`, with size 1 along `axis`; None if `line` counts no positions.
+        Booleans of `shape`, with size 1 along `axis`; None if `line` does not count positions.
     """
     places, line = (a.reshape(each, (*[1] * (len(shape) - each.rank), *each.shape)) for each in (places, line))
     count = uncast(line, "reshape")
@@ -56,7 +65,9 @@ def _chosen(a: Algebra, places: Value, line: Value, axis: int, shape: tuple[Any,
 
 
 def named_by(places: Value) -> Value:
-    """Strip lossless casts and sorts of rows from the lists `places` [.., T]: the set of entries remains the same."""
+    """Strip from lists `places` [.., T] what does not change the set of their entries: lossless casts, and sorts of a
+    list.
+    """
     below = uncast(places)
     return named_by(below.arg) if below.op == "ascending" and below.attrs[0] == below.rank - 1 else below
 

@@ -68,7 +68,8 @@ def bare(x: Value) -> Value:
 
 
 def decomposed(x: Value) -> tuple[Value, ...]:
-    """Return (x, y) of a where `x` that is the decomposition of logaddexp(x, y); () for any other where.
+    """Return (x, y) if `x` is logaddexp(x, y) written by a where, in the decomposition of PyTorch; () for any other
+    where.
 
     where(x and y are the same infinity, x, max(x, y) + log1p(exp(min(x, y) - max(x, y))))
     """

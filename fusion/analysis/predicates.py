@@ -59,7 +59,10 @@ class Positions(Integers):
         return Positions(shape, self._folder, self._assumed, self._keep_lists, self._ones_visible)
 
     def supposing(self) -> Positions:
-        """Return a new evaluation that takes every integer input for a mask of 0 and 1: to see what else is unknown."""
+        """Return a new evaluation that takes every integer input for a mask of 0 and 1.
+
+        By it a reason can tell whether only that assumption was lacking.
+        """
 
         def supposed(mask: Value, at: Sequence[Affine]) -> Formula | None:
             is_input = mask.op == "input" and is_integer(mask)
@@ -112,9 +115,10 @@ class Positions(Integers):
                 return ("is", Leaf(x, tuple(at)))
 
     def _use_assumption(self, mask: Value, at: Sequence[Affine], known: Formula | None = None) -> Formula | None:
-        """Return the assumed formula of the input `mask`, and record in `relied` that it must be checked at run time.
+        """Return the formula that is assumed of the input `mask` at `at`, and record in `relied` that a call must check
+        it.
 
-        None without an assumption, or if it is the formula `known`.
+        None, with nothing recorded, if nothing is assumed, or if the formula is `known` without the assumption.
         """
         formula = self._assumed(mask, at)
         if formula is None or formula == known:
@@ -182,7 +186,11 @@ class Positions(Integers):
 
     @proof
     def _folded(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """Evaluate a constant tensor of 0 and one other number, with an atom for its positions."""
+        """Evaluate x[at] of a constant tensor as {0: formula, number: formula}; None unless it has one number besides
+        0.
+
+        Where the number is, is an atom "is": the formula says nothing of the positions.
+        """
         numbers = proven(self._folder.fold(x))
         others = numbers[numbers != 0]
         must(others.size and (others == others[0]).all())  # fails for NaN
@@ -191,7 +199,10 @@ class Positions(Integers):
 
     @proof
     def _picked(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """Evaluate a gather of rows from a table of 0 and one other number; negative indices are allowed."""
+        """Evaluate x[at] of rows gathered from a table as {0: formula, number: formula}; indices may be negative.
+
+        None unless the table has 0 and one other number.
+        """
         source, index = x.args
         anywhere = Affine(MappingProxyType({Leaf(index, ()): 1}))
         place, behind = x.attrs[0], x.attrs[0] + index.rank
@@ -202,7 +213,7 @@ class Positions(Integers):
 
     @proof
     def _joined(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """Evaluate a concatenation of pieces of a few numbers each."""
+        """Evaluate x[at] of a concatenation as number -> formula; None if a piece has unknown, or too many, numbers."""
         pieces = [proven(self.constants(*each)) for each in self._pieces(x, at)]
         numbers = dict.fromkeys(number for each in pieces for number in each)
         pairs = ((n, self._by_piece([each.get(n, False) for each in pieces], x, at)) for n in numbers)
@@ -220,7 +231,11 @@ class Positions(Integers):
 
     @proof
     def _pairs(self, x: Value, at: Sequence[Affine]) -> list[tuple[float, float, Formula]] | None:
-        """List (u, v, formula of the positions with u and v) for the numbers u and v of the two operands of `x`."""
+        """List (u, v, formula of the positions that have both) for all numbers u and v of the first and second operand
+        of `x`.
+
+        None if an operand has unknown, or too many, numbers.
+        """
         left, right = [self.constants(each, spread(each, x, at)) for each in x.args]
         return [(u, v, conjunction(f, g)) for u, f in proven(left).items() for v, g in proven(right).items()]
 

@@ -13,7 +13,10 @@ from fusion.graph import Algebra, Value
 
 
 def unrepeated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Remove consecutive repetitions along `axis`; return (`x` without them, their number), or (`x`, 1) without any."""
+    """Keep one of each run of entries along `axis` that are proven equal, as of key heads repeated for query heads.
+
+    Returns the remaining value, and the length of the runs; `x` and 1 if nothing is repeated.
+    """
     match x.op:
         case "cast" | "scale":
             below, times = unrepeated(a, x.arg, axis)
@@ -41,7 +44,10 @@ def _resized(x: Value, axis: int, size: Any) -> tuple[Any, ...]:
 
 
 def _expanded(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Remove the expansion along `axis`, or repetitions below an expand along other dims."""
+    """Remove the repetitions of the expand `x` along `axis`, or those of its argument if it expands other dims alone.
+
+    Returns what `unrepeated` does.
+    """
     if x.arg.shape[axis] == 1:
         size = x.shape[axis]
         return (a.expand(x.arg, _resized(x, axis, 1)), size) if size != 1 else (x, 1)
@@ -50,7 +56,11 @@ def _expanded(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
 
 
 def _concatenated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Remove the repetitions that all pieces of a cat along another dim have in common: the gcd of their counts."""
+    """Remove the repetitions along `axis` that all pieces of `x`, a cat along another dim, have: their number is the
+    gcd of those of the pieces.
+
+    Returns what `unrepeated` does.
+    """
     size: Any = x.shape[axis]
     parts = [unrepeated(a, each, axis) for each in x.args]
     often = [times for _, times in parts]
@@ -69,7 +79,11 @@ def _repeated(a: Algebra, x: Value, axis: int, size: int) -> Value:
 
 
 def _reshaped(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Remove the repetitions in a dim that a reshape merged from several dims: those of the last ones."""
+    """Remove the repetitions along `axis` of the reshape `x`, which merges several dims into it: those of the last of
+    them.
+
+    Returns what `unrepeated` does.
+    """
     below, wide = x.arg, x.arg.shape
     begin = next((n for n in range(len(wide) + 1) if prod(wide[:n]) == prod(x.shape[:axis])), None)
     ends = (n for n in reversed(range(len(wide) + 1)) if prod(wide[n:]) == prod(x.shape[axis + 1 :]))

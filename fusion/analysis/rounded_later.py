@@ -45,7 +45,9 @@ class RoundedLater:
         return next(iter(dtypes)) if len(dtypes) == 1 else None
 
     def _read(self, node: fx.Node) -> Dtypes:
-        """Return the dtypes to which the users of `node` round it, followed through calls that only move elements."""
+        """Return the dtypes to which the users of `node` round its result, seen through calls that only move
+        elements.
+        """
         if node not in self._known:
             self._known[node] = frozenset[torch.dtype | None]().union(*(self._by(user, node) for user in node.users))
         return self._known[node]

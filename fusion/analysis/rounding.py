@@ -67,7 +67,9 @@ def _truncates(value: Value) -> bool:
 
 
 def _truncated(below: Rounded, dtype: torch.dtype | None) -> Rounded:
-    """Record a truncation, or a cast to the integer `dtype`; fractions are lost only if nothing was rounded before."""
+    """Return `below` with a cast to the integer `dtype` on top: `cut` is set unless it was rounded, and `unbounded` if
+    the bounds of `below` are not within `dtype`.
+    """
     beyond = dtype in _INTEGERS and not torch.iinfo(dtype).min <= below.low <= below.high <= torch.iinfo(dtype).max
     return replace(below, cut=below.cut or not below.rounded, unbounded=below.unbounded or beyond)
 

@@ -102,9 +102,9 @@ def arrangement(shape: Sequence[Any], steps: Sequence[Step]) -> Arrangement | No
 
 
 def _reshaped(layout: Arrangement, shape: Sequence[Any]) -> Arrangement | None:
-    """Group the atoms of `layout` to dims of `shape`, splitting atoms where needed and dropping those of size 1.
+    """Return the layout with the dims `shape`, of the atoms of `layout` in their order, which are split where needed.
 
-    None if the sizes do not divide.
+    Atoms of size 1 are dropped. None if the sizes do not divide each other.
     """
     sizes, before = list(layout.sizes), layout.before
     waiting = [atom for run in layout.after for atom in run if sizes[atom] != 1]
@@ -133,7 +133,9 @@ def _split(run: tuple[Atom, ...], atom: Atom, inner: Atom) -> tuple[Atom, ...]:
 
 
 def _taken(size: Any, left: Any) -> Any:
-    """Return the part of an atom of `size` that goes into the remaining size `left` of a dim; None if none divides."""
+    """Return which part of an atom of `size` fits into a dim of which `left` is not filled yet; None if neither divides
+    the other.
+    """
     if size == left or quotient(left, size) is not None:
         return size
     return left if quotient(size, left) is not None else None
@@ -167,7 +169,10 @@ def _placed(a: Algebra, x: Value, have: Mapping[Atom, Any], target: Dims, last: 
 
 
 def _repeated_outside(a: Algebra, x: Value) -> Value:
-    """Exchange a reshape `x` that only inserts or removes dims of size 1 with the expand that is its argument."""
+    """Return the reshape `x` of an expand, if it only inserts or removes dims of size 1, as an expand of a reshape.
+
+    Any other `x` as it is.
+    """
     if x.op != "reshape" or x.arg.op != "expand" or but_ones(x.shape) != but_ones(x.arg.shape):
         return x
     once, repeated = x.arg.arg, x.arg
@@ -181,7 +186,7 @@ def once(a: Algebra, kv: Value) -> Value:
 
 
 def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
-    """Strip widening casts from `dtype`, by default from any dtype, from `x` below views and concatenations.
+    """Strip the widening casts from `x`, below views and concatenations; if `dtype` is given, only those from `dtype`.
 
     `x` itself if there are none, or if the pieces of a concatenation have different dtypes below.
     """

@@ -109,7 +109,7 @@ class RowSums(Exponentials):
 
     @proof
     def sum_of(self, z: Value) -> Share | None:
-        """Return Σ exp(z) over the last dim as a share.
+        """Return Σ exp(z) over the last dim as a share; None if there is none.
 
         It is exp(-r) · Σ exp(x) for z = x - r, with one r for each row, and the sum over the pieces of a concatenation.
         """
@@ -155,7 +155,10 @@ class RowSums(Exponentials):
 
 
 def _is_replaced_below_one(x: Value) -> bool:
-    """Return True if `x` is where(sum == c, .., sum), or with <= or <, for c < 1 and a sum that is at least 1."""
+    """Return True if `x` is where(sum == c, .., sum), or one with <= or <, for a c < 1 and a sum that is at least 1.
+
+    The condition then never holds, so that `x` is the sum.
+    """
     condition, _, row_sum = x.args
     tested = condition.args[:1] == (row_sum,) and condition.op == "compare" and condition.attrs[0] != "ne"
     bounded = tested and condition.args[1].op == "full" and condition.args[1].attrs[0] < 1

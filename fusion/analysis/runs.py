@@ -27,9 +27,10 @@ def iota(x: Value) -> int | None:
 
 
 def run(a: Algebra, x: Value) -> Run | None:
-    """Recognise `x` [.., S] as a run along its last dim; its start has the other dims, without those of size 1.
+    """Recognise `x` [.., S] as start, start + 1, … along its last dim; start has the other dims, but for those of size
+    1.
 
-    None for any other `x`. Sums may overflow int32: a wrapped sum is negative, and no valid position either.
+    None for any other `x`. A sum may overflow int32: it is negative then, and no valid position in either reading.
     """
     if x.op in ("reshape", "expand") and x.arg.shape[-1:] == x.shape[-1:] and math.prod(x.shape[:-1]) == 1:
         return run(a, x.arg)
@@ -46,7 +47,9 @@ def run(a: Algebra, x: Value) -> Run | None:
 
 
 def _from(a: Algebra, counted: Value, start: Value) -> Run | None:
-    """Recognise `counted` + `start`, if `counted` is a run from a constant, and `start` constant along the last dim."""
+    """Recognise `counted` + `start` as a run, if `counted` is 0, 1, … plus a constant, and `start` is [.., 1]; else
+    None.
+    """
     below = run(a, counted)
     if below is None or below.start is not None or start.shape[-1:] not in ((), (1,)):
         return None
@@ -54,5 +57,7 @@ def _from(a: Algebra, counted: Value, start: Value) -> Run | None:
 
 
 def wrapped(a: Algebra, x: Value, size: Dim) -> Value:
-    """Convert positions `x` along a dim of `size`, of which negative ones count from the end, to non-negative ones."""
+    """Return positions `x` along a dim of `size`, of which negative ones count from the end, as nonnegative
+    positions.
+    """
     return x if bounds(x)[0] >= 0 else a.make("wrap", (x,), (size,), x.shape, x.dtype)

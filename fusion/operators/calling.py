@@ -38,8 +38,15 @@ Explain = Callable[[Given], Exception | None]
 def fallback(
     schema: str, compute: Callable[..., Any], copied: Sequence[str], admit: Admit, explain: Explain
 ) -> Callable[..., Any]:
-    """Return a function with the signature of `schema` that runs `compute`, whose writes go into the arguments of a
-    call, or into copies of them if `copied` names any."""
+    """Return a function with the signature of `schema` that computes an operator by `compute`.
+
+    Args:
+        schema: the schema of the operator.
+        compute: the decomposition; a parameter `put` makes it one that writes.
+        copied: arguments into copies of which it writes; empty if it writes into the arguments themselves.
+        admit: function of the arguments of a call that returns those to compute with, or raises.
+        explain: function of the arguments that returns a better error for one of PyTorch, or None.
+    """
     call, count = _explained(by_name(compute), explain), len(parsed(schema).returns)
     if "put" not in signature(compute).parameters:
         return _by_schema(schema, lambda given: call(admit(given)))
@@ -56,8 +63,15 @@ def fallback(
 
 
 def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str], admit: Admit) -> Callable[..., Any]:
-    """Return a function with the signature of `schema` that returns empty results: those of `outputs`, then the
-    arguments that the schema returns, then `empty_like` of those in `copied`."""
+    """Return a function with the signature of `schema` that returns empty results.
+
+    Args:
+        schema: the schema of the operator.
+        outputs: function that makes the results that are no arguments; they come first, before arguments that the
+            schema returns.
+        copied: arguments of which the operator returns copies, as last results.
+        admit: function of the arguments of a call that returns those to compute with, or raises.
+    """
     call, returned = by_name(outputs), _returned(schema)
 
     def promised(given: Given) -> Any:
@@ -87,8 +101,11 @@ def takes_mapping(function: Callable[..., Any]) -> bool:
 
 
 def functional_schema(schema: str, name: str) -> str:
-    """Return the schema of `name`, the functional form of `schema`: it mutates nothing, and returns a copy of each
-    mutated argument, in place of the argument itself if `schema` returns that, else as a last result."""
+    """Return the schema of the functional form `name` of `schema`, which mutates no argument.
+
+    In place of each mutated argument among the results it returns a copy; if `schema` returns none, the copies are
+    further results.
+    """
     arguments, _, results = schema.partition("(")[2].rpartition(" -> ")
     count = len(parsed(schema).returns) + (0 if "!" in results else arguments.count("!"))
     tensors = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -107,8 +124,10 @@ def _results(made: tuple[Any, ...]) -> Any:
 
 
 def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a mapping of arguments that calls `function` with those that it has as parameters; a
-    parameter `given` receives the mapping."""
+    """Return a function of one mapping of arguments that calls `function` with the arguments that it has as parameters.
+
+    A parameter `given` receives the mapping itself.
+    """
     names = list(signature(function).parameters)
 
     def called(given: Given, **more: Any) -> Any:
@@ -119,7 +138,9 @@ def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _explained(call: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
-    """Return `call`, with an error of PyTorch replaced by that of `explain`, if any."""
+    """Return `call` with errors of PyTorch replaced by what `explain` returns for the arguments; kept if that is
+    None.
+    """
 
     def explained(given: Given, **more: Any) -> Any:
         try:

@@ -147,7 +147,9 @@ class Operator:
         return limits
 
     def _left_at_defaults(self) -> Iterator[Limit]:
-        """Yield for each uncomputed argument the limit that it is at its default, or not given if that is None."""
+        """Yield for each argument of `uncomputed` the limit that it has its default, or is not given if the default is
+        None.
+        """
         for name, because in self.uncomputed.items():
             default = self.default(name)
             yield Limit(f"not given({name})" if default is None else f"{name} == {default!r}", because=because)
@@ -189,7 +191,11 @@ class Operator:
         return calling.meta(self.schema, self.outputs, self.copied, self._admitted)
 
     def _admitted(self, given: calling.Given) -> calling.Given:
-        """Return the `computed` arguments of `given`; raise OperatorError if the decomposition rejects the call."""
+        """Return of the arguments `given` of a call those in `computed`.
+
+        Raises:
+            OperatorError: the decomposition does not compute the call.
+        """
         legality.require_decomposed(self, given)
         return {name: given[name] for name in self.computed}
 
@@ -274,8 +280,10 @@ def _row_per_name(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def functional(op: Operator, name: str, summary: str, lowerings: frozenset[str] = frozenset()) -> Operator:
-    """Return the functional form `name` of `op`: it writes into copies of the arguments that `op` mutates, and returns
-    the copies; `op` is its `in_place` form."""
+    """Return the functional form of `op`, with `name`, `summary` and `lowerings` of its own.
+
+    It writes into copies of the arguments that `op` mutates, and returns the copies; its `in_place` form is `op`.
+    """
     schema = calling.functional_schema(op.schema, name)
     own = {"schema": schema, "summary": summary, "lowerings": lowerings}
     return replace(op, copied=op.written, in_place=op.name, runs_default=False, older="", **own)

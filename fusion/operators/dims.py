@@ -63,11 +63,14 @@ def names(text: str) -> frozenset[str]:
 
 
 def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide = proven) -> Bound | str:
-    """Return dim -> size for the tensors `values` of the layouts `declared` (argument -> layouts), or, as text, which
-    tensor does not fit.
+    """Return dim -> size for the tensors of a call; or, as text, which tensor does not fit its declared dims.
 
-    Symbolic sizes are compared by `decide`. If a comparison stays undecided, the tensor does not fit with `proven`, and
-    fits with any other `decide`.
+    A symbolic comparison that `decide` leaves undecided counts as a misfit if `decide` is `proven`, else as a fit.
+
+    Args:
+        declared: argument -> text with the alternatives of its dims.
+        values: argument -> value of the call.
+        decide: how comparisons of symbolic sizes are decided.
     """
     shapes = [(name, tuple(each.shape)) for name in declared for each in tensors(values[name])]
     choices = _choices(declared, values)
@@ -84,7 +87,11 @@ def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide 
 
 
 def _choices(declared: Mapping[str, str], values: Mapping[str, Any]) -> list[dict[str, Layout]]:
-    """Return as argument -> layout the alternatives that a call satisfies; texts with fewer of them repeat theirs."""
+    """List, as argument -> layout, the n-th alternatives of all texts for each n, if the conditions of all hold in the
+    call.
+
+    A text with fewer alternatives than another one begins again at its first.
+    """
     count = max(len(layouts(text)) for text in declared.values())
     choices: list[dict[str, Layout]] = []
     for index in range(count):
@@ -95,7 +102,7 @@ def _choices(declared: Mapping[str, str], values: Mapping[str, Any]) -> list[dic
 
 
 def _where(choice: Mapping[str, Layout]) -> str:
-    """Format the conditions on arguments that select the layouts of `choice`, "" if there are none."""
+    """Format the conditions of the layouts in `choice` as " where layout is TND and ..", "" if there are none."""
     conditions = dict.fromkeys(layout.when for layout in choice.values() if layout.when)
     pairs = " and ".join(f"{attribute} is {value}" for attribute, value in conditions)
     return f" where {pairs}" if pairs else ""
@@ -138,8 +145,10 @@ class _Reader:
         return len(self.bound[dim]) if dim in self.bound else 0
 
     def _compare(self, name: str, dim: str, sizes: tuple[Size, ...]) -> str | None:
-        """Set the size of `dim`, or compare `sizes` with it if it is set; return the mismatch as text, with `{}` for
-        the shape of the tensor, or None."""
+        """Bind `dim` to `sizes`, sizes in the tensor `name`; if `dim` has a size already, compare.
+
+        Returns the mismatch as text, with `{}` for the shape of the tensor; None if there is none.
+        """
         value = sizes if dim.startswith("*") else sizes[0]
         expected = self._expected(dim)
         if not expected:
@@ -157,7 +166,12 @@ class _Reader:
         return f"{dim} is {_listed(value)}, not {'proven to be ' if None in truths else ''}{wanted} in {{}}{sources}"
 
     def _expected(self, dim: str) -> dict[str, Any]:
-        """Return name or number -> size, for each size that `dim` may have; empty if `dim` is a name without a size."""
+        """Return name or number -> size for each alternative of `dim`, such as `1|N`; {} if `dim` is a name without a
+        size yet.
+
+        Raises:
+            OperatorError: an alternative is a name without a size.
+        """
         parts = dim.split("|")
         if len(parts) == 1 and not dim.isdigit():
             return {dim: self.bound[dim]} if dim in self.bound else {}

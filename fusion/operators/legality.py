@@ -143,7 +143,10 @@ def _complaint(op: Operator, given: Mapping[str, Any]) -> str | None:
 
 
 def _broken(op: Operator, values: Mapping[str, Any]) -> Limit | None:
-    """Return the first limit of every machine that `values` break, with hints for symbolic sizes, or None."""
+    """Return the first limit of every machine that `values` break; None if there is none.
+
+    Symbolic sizes are taken as in the traced call; a limit that is undecided by that is not broken.
+    """
     if all(map(predicates.is_plain, values.values())) and _all_hold(op, HOST, None)(values):
         return None
     limits = _limits(op, HOST, None)
@@ -174,8 +177,11 @@ def _shown(value: Any) -> str:
 
 
 def _kind_refusal(op: Operator, values: Mapping[str, Any]) -> str | None:
-    """Return as a reason the first argument with a dtype of another kind than its accepted ones, or None: where an
-    argument accepts some float a decomposition takes every float, and likewise for int32 and int64."""
+    """Return as a reason the first argument whose dtype is of another kind than the accepted ones; None if there is
+    none.
+
+    A decomposition takes every float where some float is accepted, and int32 and int64 where one of them is.
+    """
     for name, accepted in op.dtypes.items():
         kinds = set(map(_kind, accepted))
         wrong = next((each.dtype for each in predicates.tensors(values[name]) if _kind(each.dtype) not in kinds), None)

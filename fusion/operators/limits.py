@@ -46,6 +46,10 @@ class Limit:
 
 
 def only(names: Iterable[str], when: str, because: str = "") -> tuple[Limit, ...]:
-    """Return limits that require the arguments `names` in calls for which `when` holds, and forbid them in others."""
+    """Return limits that require each of the arguments `names` in calls with the condition `when`, and forbid it in
+    others.
+
+    `because` is the reason for which it is forbidden.
+    """
     required = (Limit(f"given({name})", when=when) for name in names)
     return *required, *(Limit(f"not given({name})", when=f"not ({when})", because=because) for name in names)

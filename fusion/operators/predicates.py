@@ -114,8 +114,11 @@ def hinted(condition: bool | torch.SymBool) -> bool | None:
 
 
 def guarded(condition: bool | torch.SymBool) -> bool | None:
-    """Return the truth of `condition` for the sizes of the traced call, and add a guard: the compiled graph runs only
-    calls for which it is the same."""
+    """Return the truth of `condition` for the sizes of the traced call, and add a guard to the graph.
+
+    By the guard, the compiled graph runs only calls for which the truth is the same. None, without a guard, if the
+    sizes of the call are unknown.
+    """
     known = hinted(condition)
     return known if known is None else bool(condition)
 
@@ -144,7 +147,9 @@ def _compiled(text: str) -> _Test:
 
 
 def _test(node: ast.expr) -> _Test:
-    """Compile a syntax tree to a condition."""
+    """Compile the syntax tree `node` of a condition to a function of (values, decide) that gives True, False or
+    None.
+    """
     match node:
         case ast.BoolOp(op=ast.And()):
             terms = [*map(_test, node.values)]
@@ -167,7 +172,7 @@ def _test(node: ast.expr) -> _Test:
 
 
 def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> _Test:
-    """Compile a comparison of two operands to a condition."""
+    """Compile the comparison `left` `op` `right` to a function of (values, decide) that gives True, False or None."""
     a, b = _term(left), _term(right)
     match op:
         case ast.Eq():
@@ -201,7 +206,11 @@ def tensors(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _term(node: ast.expr) -> _Term:
-    """Compile a syntax tree to an operand."""
+    """Compile the syntax tree `node` of an operand to a function of the values that gives the operand's.
+
+    Raises:
+        OperatorError: `node` is a condition, which has no value.
+    """
     match node:
         case ast.Constant(value=value):
             return lambda values: value
@@ -291,8 +300,10 @@ def _python(node: ast.AST) -> str:
 
 
 def _every(truths: Iterable[bool | None]) -> bool | None:
-    """Return the three-valued conjunction of `truths`, evaluated up to the first False: later ones may read dims that
-    have no size."""
+    """Return the conjunction of `truths`, of True, False and None for undecided: False if any is, else None if any is.
+
+    It ends at the first False: later truths may read dims that have no size.
+    """
     proven = True
     for truth in truths:
         if truth is False:

@@ -72,7 +72,10 @@ class MaskSpec:
     kv_lens: Tensor | None = None
 
     def arguments(self, device: torch.device, queries: Any) -> dict[str, Any]:
-        """Return sparse_mode, atten_mask and the window as arguments of the operator; {} for the kind "none"."""
+        """Return sparse_mode, atten_mask and the window as arguments of the operator; {} for the kind "none".
+
+        The fixed atten_mask that causal modes require is made on `device`; the number of `queries` is not read.
+        """
         if self.kind == "none":
             return {}
         triangle = torch.ones(BAND, BAND, dtype=torch.bool, device=device).triu(1)
@@ -111,7 +114,11 @@ def viewed(y: Tensor, view: Any) -> Tensor:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments: Any) -> Parts:
-    """Call the version of the operator that `call` names, with the `lengths` of the keys as numbers or as a tensor."""
+    """Call the attention operator of the version in `call` on queries `q`, keys `k` and values `v`; see `Call`.
+
+    `lengths` are those of the keys, a list of numbers or a tensor; `arguments` are further ones of the operator.
+    Returns the output and the log-sum-exp.
+    """
     if call.version == 0:
         return _older(q, k, v, lengths, call, **arguments)
     arguments |= dict(softmax_scale=call.scale) | (dict(return_softmax_lse=True) if call.lse else {})
@@ -139,7 +146,7 @@ def _older(
 ) -> Parts:
     """Call npu_incre_flash_attention for one query of each sequence, npu_prompt_flash_attention for several.
 
-    The second result is `q`, in the place of a log-sum-exp.
+    The arguments are those of `fused`. The second result is `q`, in the place of a log-sum-exp.
     """
     require(not call.lse and call.int8 is None, "the older operators give no log-sum-exp and are told no int8 scales")
     require("pse_shift" not in arguments, "a bias is told to the operator that has replaced the older ones alone")
@@ -250,7 +257,8 @@ def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def by_atb(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Any, scale: float) -> Tensor:
     """Call atb's _npu_paged_attention with one query of each sequence, `q` [B, N, 1, D].
 
-    Keys and values are pages [Block, Size, M, D]. The output for a sequence of length 0 is 0.
+    Keys `k` and values `v` are pages [Block, Size, M, D], listed by `table` [B, P] up to `lengths`. The output for a
+    sequence of length 0 is 0.
     """
     require(q.shape[2] == 1, "the operator of the transformer library is for one query of each sequence")
     rows, heads = q.squeeze(2), (k.shape[2], q.shape[1])

@@ -37,7 +37,9 @@ class Floats(Group):
         return {}
 
     def refuse(self, source: Any, result: Any, sink: Any) -> None:
-        """Refuse pages in NZ blocks of other widths, and a `result` or a `sink` that the encoding excludes."""
+        """Refuse pages of `source` in NZ blocks of another width than floats have; any `result` and `sink` are
+        taken.
+        """
         source.refuse_blocks(pages.NZ, pages.NZ)
 
     def refuse_int8(self, operator: str) -> None:
@@ -82,7 +84,11 @@ class Int8(Floats):
         return dict(mixed=self.mixed)
 
     def refuse(self, source: Any, result: Any, sink: Any) -> None:
-        """Refuse pages in NZ blocks of other widths, and an offset of keys with a sink or a log-sum-exp."""
+        """Refuse pages of `source` in NZ blocks of another width than int8 has.
+
+        An offset of keys is refused with a `sink`, or with a `result` that has the log-sum-exp: it does not cancel
+        there.
+        """
         require(not self.shifted or (sink is None and not result.lse), "the offset of int8 keys does not cancel")
         source.refuse_blocks(pages.NZ_INT8, pages.NZ_INT8)
 
@@ -136,7 +142,10 @@ class Scales:
     heads: Any
 
     def arguments(self, q: Tensor, k: Tensor, layout: str) -> dict[str, Any]:
-        """Return scales, offsets and their modes as arguments of version 2 for queries and keys in `layout`."""
+        """Return scales, offsets and their modes as arguments of version 2 of the operator.
+
+        Their shapes depend on whether `q`, in `layout`, has one query, and on whether the keys `k` are pages in NZ.
+        """
         require(layout in ("BSND", "BNSD"), ALONE)
         scales = {"dequant_scale_key": self.key, "dequant_scale_value": self.value}
         if self.offset is not None:
@@ -166,7 +175,10 @@ class TokenScales:
     value: Tensor
 
     def arguments(self, q: Tensor, k: Tensor, layout: str) -> dict[str, Any]:
-        """Return scales, [1, B, T] if heads share them, else [B, M, T], and modes as arguments of version 2."""
+        """Return scales, [1, B, T] if heads share them, else [B, M, T], and their modes as arguments of version 2.
+
+        They are the same for all queries `q` and keys `k`, in the only layouts that are taken: BSND and BNSD.
+        """
         require(layout in ("BSND", "BNSD"), ALONE)
         mode, dims = (1, (1, 0, 2)) if self.key.shape[1] == 1 else (3, (0, 1, 2))
         scales = [each.squeeze(-1).permute(dims).contiguous() for each in (self.key, self.value)]

@@ -44,7 +44,7 @@ class Output(Group):
         return attended(output_view=self.view)
 
     def refuse(self, seen: Any, sink: Any = None, bias: Any = None) -> None:
-        """Refuse masks, sinks and biases that change the log-sum-exp; the output alone takes any."""
+        """Refuse nothing: any mask `seen`, `sink` and `bias` are taken for the output alone."""
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
         """Return the results of the rule, given output `y` [B, N, S, E] and `lse` [B, N, S, 1] of the operator."""
@@ -62,14 +62,18 @@ class OutputAndLse(Output):
         return attended(output_view=self.view), summed()
 
     def refuse(self, seen: Any, sink: Any = None, bias: Any = None) -> None:
-        """Refuse masks, sinks and biases with which the operator's log-sum-exp is not that of the model."""
+        """Refuse a `sink`, a `bias`, and a mask `seen` with which the operator's log-sum-exp is not that of the
+        model.
+        """
         require(sink is None, "the log-sum-exp of the operator does not count the sink")
         require(bias is None, "whether the log-sum-exp of the operator counts the bias is not documented")
         finite = seen.fully_masked_row == "mean" or seen.levels is not None
         require(not finite, "a query without keys has a finite log-sum-exp, of which the operator says +inf")
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
-        """Return output and log-sum-exp of the rule, with -inf as the log-sum-exp of a query without keys."""
+        """Return the output `y` in the view of the model, and `lse` with -inf for queries that see no key by the mask
+        `seen`.
+        """
         return viewed(y, self.view), seen.restored_lse(lse)
 
 

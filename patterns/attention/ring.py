@@ -122,9 +122,9 @@ class RingMla(SoftmaxAttention):
 
 
 def _ring_mla(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **options: Any) -> Parts:
-    """Call npu_ring_mla; return output [B, N, S, E] and log-sum-exp [B, N, S, 1].
+    """Call npu_ring_mla on `q` [B, N, S, D], `k` [B, M, T, D] and `v` [B, M, T, E]; return output and log-sum-exp.
 
-    `options` are the arguments that depend on the results of other keys.
+    `options` are the arguments that depend on the results of other keys. The results are [B, N, S, E] and [B, N, S, 1].
     """
     batch, heads, rows = q.shape[:3]
     width: Any = v.shape[3]

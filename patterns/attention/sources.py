@@ -53,7 +53,10 @@ class Rows(Group):
         """Refuse pages of the two operands in NZ blocks of other `widths`; rows have no blocks."""
 
     def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
-        """Return the latent [B, T, 1, C] and its rotated lanes [B, T, 1, Dr], if any, as operands in layout BSND."""
+        """Return the latent [B, T, 1, C] and its rotated lanes [B, T, 1, Dr], if any, as operands in layout BSND.
+
+        `batch` is B; a latent has one head, so that `heads` is not used.
+        """
         parts = (each for each in (self.first, self.second) if each is not None)
         return [each.reshape(batch, -1, 1, each.shape[-1]) for each in parts]
 
@@ -71,11 +74,16 @@ class Rows(Group):
         return (queries, seen) if means else seen.posed(queries, keys)
 
     def spec(self, spec: MaskSpec, queries: Any, keys: Any, latent: bool) -> MaskSpec:
-        """Return `spec` as the operator takes it: lower-right causal instead of upper-left over a latent."""
+        """Return the mask `spec` as the operator takes it for `queries` queries and `keys` keys.
+
+        Over a `latent`, an upper-left causal order becomes lower-right; else `spec` is returned.
+        """
         return spec.from_last(queries, keys) if latent and spec.kind == "causal_upper_left" else spec
 
     def lengths(self, spec: MaskSpec, q: Tensor) -> Any:
-        """Return the lengths of keys: one number for all sequences, a tensor [B], or None for all keys."""
+        """Return the lengths of keys by the mask `spec`: [number] for all sequences, a tensor [B], or None for all
+        keys.
+        """
         return spec.kv_lens if spec.kv_len is None else [spec.kv_len]
 
     def widened(self, mask: Tensor, batch: Any, keys: Any) -> Tensor:
@@ -87,10 +95,10 @@ class Rows(Group):
         return {}
 
     def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
-        """Call the operator on operands [B, N, S, D]; return the output [B, N, S, E] and its log-sum-exp [B, N, S, 1].
+        """Call the operator on `q` [B, N, S, D] and its own keys and values, with the mask `seen`.
 
-        The layout is BSND if keys and values have it in memory; BNSD_BSND if queries alone have it; else BNSD. Values
-        narrower than keys are padded.
+        Returns the output [B, N, S, E] and its log-sum-exp [B, N, S, 1]. The layout is BSND if keys and values have it
+        in memory; BNSD_BSND if queries alone have it; else BNSD. Values narrower than keys are padded.
         """
         k, v = self.first, self.second
         width, queries = v.shape[3], q.shape[2]
@@ -112,7 +120,11 @@ class Rows(Group):
         return y.transpose(1, 2) if last or mixed else y, lse
 
     def as_heads(self, q: Tensor, seen: Any, call: Call) -> Parts:
-        """Call the operator with batch 1 and B · N heads on operands of memory layout [S, B, N, D] with one mask."""
+        """Call the operator with batch 1 and B · N heads, where `q`, keys and values have the memory layout [S, B, N,
+        D].
+
+        The mask `seen` must be the same for all sequences.
+        """
         batch, heads = q.shape[:2]
         parts = (q, self.first, self.second)
         is_outermost = all(each.shape[0] == batch != 1 and calls.positions_first(each) for each in parts)
@@ -124,8 +136,9 @@ class Rows(Group):
         return y, lse.unflatten(1, (batch, heads)).squeeze(0) if call.lse else lse
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator on queries, keys and values packed to [B · T, M, D] (layout TND), with the end of each
-        sequence.
+        """Call the operator on queries `q`, keys and values packed to [B · T, M, D] (layout TND), with the mask `seen`.
+
+        The end of each sequence is given.
         """
         batch, queries, keys = q.shape[0], q.shape[2], self.first.shape[2]
         require(not call.lse, LSE_BATCHED)
@@ -142,7 +155,9 @@ class Rows(Group):
         )  # fmt: skip
 
     def as_pages(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator on packed queries, with the keys [B, M, T, D] in place as B pages of T rows."""
+        """Call the operator on packed queries `q`, with the mask `seen` and the keys [B, M, T, D] in place, as B pages
+        of T rows.
+        """
         k, v = self.first, self.second
         batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
         require(not call.lse, LSE_BATCHED)
@@ -158,7 +173,7 @@ class Rows(Group):
         return seen.restored(y.transpose(1, 2), last=True).transpose(1, 2), lse
 
     def encoded(self, q: Tensor, scale: float) -> Tensor:
-        """Call npu_fusion_attention on full sequences without a mask."""
+        """Call npu_fusion_attention on full sequences, queries `q` [B, N, S, D], without a mask."""
         return calls.encoder(q, self.first, self.second, scale)
 
 
@@ -177,26 +192,28 @@ class InSequence:
         return partial(p.segmented_attention, ends=self.ends, key_ends=self.key_ends)
 
     def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
-        """Refuse a call on batched operands: segments are packed."""
+        """Refuse every call: packed segments are no batch."""
         require(False, IN_SEQUENCE)
         return q, q
 
     def as_pages(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Refuse a call on keys as pages: segments are packed."""
+        """Refuse every call: the keys of packed segments are no pages."""
         require(False, IN_SEQUENCE)
         return q, q
 
     def encoded(self, q: Tensor, scale: float) -> Tensor:
-        """Refuse a call on full sequences: segments are packed."""
+        """Refuse every call: packed segments are no full sequences."""
         require(False, IN_SEQUENCE)
         return q
 
     def segment_arguments(self, q: Tensor, seen: Any) -> dict[str, Any]:
-        """Return the ends of the queries and the mask within each segment as arguments."""
+        """Return as arguments for queries `q` the ends of the segments in them, and the mask `seen` within each
+        segment.
+        """
         return self.mask_arguments(q, seen) | dict(ends=list(self.ends))
 
     def mask_arguments(self, q: Tensor, seen: Any) -> dict[str, Any]:
-        """Return the mask within each segment, lower-right if it is causal, as arguments of the operator."""
+        """Return as arguments for queries `q` the mask `seen` within each segment; a causal order is lower-right."""
         return seen.spec().towards_last().arguments(q.device, q.shape[2])
 
 
@@ -262,7 +279,9 @@ class PagedSegments(InSequence, Pages):
         return k, v
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator on packed queries, with the pages in place and the number of keys of each segment."""
+        """Call the operator on packed queries `q`, with the mask `seen`, the pages in place, and the number of keys of
+        each segment.
+        """
         heads = self.first.shape[1]
         k, v = self.read(1, heads)
         lengths = [end - start for start, end in pairwise((0, *self.key_ends))]

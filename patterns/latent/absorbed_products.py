@@ -33,7 +33,7 @@ class Rows(Group):
     output_view: Any = attribute()
 
     def read(self, x: Tensor, batch: Any) -> Tensor:
-        """Reshape `x` to [B, T, ..], take the rows that the model reads, and cast them to the dtype of the product."""
+        """Reshape `x` to [B, T, ..], cut to the first rows that the model reads, in the dtype of the product."""
         rows = x.reshape(batch, -1, x.shape[-1])
         return (rows if self.rows is None else rows[:, : self.rows]).to(self.dtype)
 
@@ -158,7 +158,9 @@ class AbsorbedProducts(Rule):
         return frozenset({"softmax_attention", "attention", "latent_attention"})
 
     def remark(self) -> str:
-        """Return a note that single products are absorbed, not all of the attention."""
+        """Return the note for reports that W_UK or W_UV is absorbed in single products, and the attention is not
+        fused.
+        """
         return "absorbed as plain products: what the model does with its scores stays as it is"
 
     @lowering
@@ -174,6 +176,9 @@ class AbsorbedProducts(Rule):
 
 
 def _repeated_for_heads(bias: Tensor, heads: Any, queries: Any) -> Tensor:
-    """Expand the mask `bias` [.., S, T] to the rows of one head after the other, [B or 1, 1, N · S, T]."""
+    """Expand the mask `bias` [.., S, T] to [B or 1, 1, N · S, T]: the rows of one of `heads` heads after the other.
+
+    `queries` is S.
+    """
     rows = bias.reshape(*(1,) * (4 - bias.dim()), *bias.shape)
     return rows.expand(-1, heads, queries, -1).flatten(1, 2).unsqueeze(1)

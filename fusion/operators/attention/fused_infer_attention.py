@@ -69,8 +69,10 @@ class Attention:
     int8_result: Int8Result | None = None
 
     def heads_of(self, x: Tensor, before: Tensor | None = None) -> Tensor:
-        """Permute keys or values `x` to [B, M, T, D], gathered through the block table if there is one, and with the
-        shared prefix `before`, if given, in front of every sequence."""
+        """Permute keys or values `x` to [B, M, T, D], gathered from pages if the call has a block table.
+
+        `before`, the keys or values of the shared prefix, is put in front of those of every sequence.
+        """
         if self.table is not None:
             return paged_heads(x, self.layout, self.kv_heads, self.table)
         own = heads_first(x, self.layout, self.kv_heads)
@@ -85,7 +87,10 @@ class Attention:
         return self.heads_of(self.key, before[0]), self.heads_of(self.value, before[1])
 
     def all_lengths(self, keys: Tensor) -> tuple[Lengths, Lengths]:
-        """Return the lengths of queries, and those of `keys` [B, M, T, D], which include the shared prefix."""
+        """Return the lengths of the queries, and of the keys, as `visible` takes them; either may be None.
+
+        `keys` [B, M, T, D] are all keys of the call. The lengths of the keys include the shared prefix.
+        """
         query_lengths, key_lengths = self.lengths
         if self.prefix is None or key_lengths is None:
             return query_lengths, key_lengths
@@ -96,7 +101,9 @@ class Attention:
 
 
 def computed(call: Attention) -> tuple[Tensor, Tensor]:
-    """Compute the output in its layout, and the log-sum-exp in float32 or wider, [0] unless `call.lse`."""
+    """Compute `call`: the output in its layout, and the log-sum-exp in float32 or wider, an empty tensor [0] unless
+    `call.lse`.
+    """
     query = heads_first(call.query, call.layout, call.heads)
     key, value = call.keys_and_values()
     if call.antiquant is not None:
@@ -119,8 +126,11 @@ def computed(call: Attention) -> tuple[Tensor, Tensor]:
 def _scaled(
     call: Attention, pairs: list[tuple[Tensor, Tensor]], value: Tensor
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Multiply the queries of all `pairs` by the scales of queries and keys, `query_rope` included, and int8 values by
-    their scale; nothing is rounded."""
+    """Multiply the queries of all `pairs` of queries and keys by the scales of int8 queries and keys, and `value` by
+    its own.
+
+    Nothing is rounded. The last of `pairs` are the rotated queries, which the scales multiply as well.
+    """
     assert call.scales is not None
     query_scale, key_scale, value_scale = call.scales
     merged = call.layout.startswith("BSH")
@@ -165,8 +175,11 @@ def empty_results(call: Attention) -> tuple[Tensor, Tensor]:
 
 
 def flops_of(call: Attention) -> float:
-    """Estimate the operations of `call` over the keys that a query sees by the sparse mode; packed sequences count as
-    equally long, lengths in tensors as the full room for keys."""
+    """Estimate the operations of `call` over the keys that its sparse mode lets a query see.
+
+    Packed sequences are taken as equally long. Where lengths are in a tensor, whose numbers are unknown, every sequence
+    is taken to have as many keys as there is room for.
+    """
     batch, heads, rows, width = sizes_of(call.query, call.layout, call.heads)
     query_lengths, key_lengths = call.lengths
     packed = is_packed(call.layout)
@@ -186,8 +199,10 @@ def flops_of(call: Attention) -> float:
 
 
 def _grids(given: Given, names: limits.Names) -> tuple[Grid, Grid] | None:
-    """Return scales and offsets of int8 keys and of int8 values, from separate arguments or from those of both in one
-    tensor; None without scales."""
+    """Return the grid of int8 keys and that of int8 values; None if a call has no scales for both.
+
+    `names` are the arguments of the version: scale, offset and mode of keys and of values, or of both in one tensor.
+    """
     arguments = names.antiquant
     if arguments.joint is not None and given[arguments.joint[0]] is not None:
         scale, offset, mode = (given[name] for name in arguments.joint)

@@ -205,7 +205,10 @@ _PREFIX = ("key_shared_prefix", "value_shared_prefix")
 
 
 def _without_rule(names: Names) -> tuple[str, ...]:
-    """Return the arguments that no rule passes, without those, like offsets, that require another one of them."""
+    """Return the arguments that no rule of the pass ever sets.
+
+    Arguments that are legal only beside one of them, such as an offset beside its scale, are left out.
+    """
     joint = () if names.antiquant.joint is None else names.antiquant.joint[:1]
     return (names.result[0], *joint, *((*_PADDED, _PREFIX[0]) if names.padded else ()))
 

@@ -41,8 +41,11 @@ class Antiquant:
     """Names of scale, offset and mode of keys and values in one tensor, None if the version has none."""
 
     def host(self, and_when: str = "") -> tuple[Limit | str, ...]:
-        """Return the limits of every machine; scales imply an int8 cache only in calls that satisfy `and_when` as well,
-        which begins with " and ": in others the same arguments have another meaning."""
+        """Return the limits of every machine on scales and offsets of int8 keys and values.
+
+        That scales imply an int8 cache holds only in calls that satisfy the condition `and_when` as well, "" or a text
+        that begins with " and ": in other calls the same arguments mean something else.
+        """
         (scale, value_scale), (offset, value_offset), (mode, value_mode) = self.scales, self.offsets, self.modes
         shapes = f"{_CHANNELS}, {_HEADS}, {_ROWS}, {_ONE}"
         apart = CACHE if self.joint is None else f"{CACHE} and not given({self.joint[0]})"
@@ -99,7 +102,9 @@ class Antiquant:
         )
 
     def _long_enough(self, scale: str, when: str) -> tuple[Limit, ...]:
-        """Return limits that require at least as many scales per token as there are keys."""
+        """Return limits in calls with `when` that the argument `scale`, one per token, has at least as many as there
+        are keys.
+        """
         last = f"size({scale}, 2) >= "
         return (
             Limit(f"{last}M * block_size", when=f"{when} and given(block_table)"),
@@ -118,7 +123,10 @@ class Antiquant:
         )
 
     def kernel(self, lse: str, query_lengths: str) -> tuple[Limit | str, ...]:
-        """Return the limits of the kernels: on any int8 cache, on row-major rows and pages, and on pages in NZ."""
+        """Return the limits of the kernels: on any int8 cache, on row-major rows and pages, and on pages in NZ.
+
+        `lse` and `query_lengths` are the names of the arguments for the log-sum-exp and for the lengths of the queries.
+        """
         mode = self.modes[0]
         return (
             *(Limit(f"dtype({name}) == dtype(query)", when=f"{CACHE} and {mode} in (0, 2)") for name in self.scales),

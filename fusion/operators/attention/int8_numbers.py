@@ -43,7 +43,9 @@ class Grid:
 
 
 def both_grids(scale: Tensor, offset: Tensor | None, mode: int) -> tuple[Grid, Grid]:
-    """Return the grid of keys and the grid of values, from scales and offsets [2, ..] of keys, then of values."""
+    """Return the grid of keys and the grid of values; `scale` and `offset` are [2, ..], those of keys, then those of
+    values.
+    """
 
     def grid(number: int) -> Grid:
         return Grid(_part(scale, number, mode), None if offset is None else _part(offset, number, mode), mode)

@@ -78,7 +78,9 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def output_shape(query: Tensor, layout: str, heads: int, width: int) -> list[int]:
-    """Return the shape of the output in its layout, for values of head dim `width`."""
+    """Return the shape of the output for `query` in the input layout of `layout`, `heads` heads, and values of `width`
+    lanes.
+    """
     sizes = dict(zip(_BATCHED, heads_first(query, layout, heads).shape, strict=True)) | {"D": width}
     wanted = LAYOUTS[layout][1]
     sizes |= {"T": sizes["S"], "H": heads * width}
@@ -86,22 +88,26 @@ def output_shape(query: Tensor, layout: str, heads: int, width: int) -> list[int
 
 
 def lse_shape(query: Tensor, layout: str, heads: int) -> list[int]:
-    """Return the shape of the log-sum-exp: [B, N, S, 1], or [T, N, 1] if sequences are packed."""
+    """Return the shape of the log-sum-exp for `query` in `layout`: [B, N, S, 1], or [T, N, 1] if sequences are
+    packed.
+    """
     b, n, s, _ = heads_first(query, layout, heads).shape
     return [s, n, 1] if is_packed(layout) else [b, n, s, 1]
 
 
 def with_strides_of(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` with the strides of `empty_like(like)`, as Meta kernels promise them, copied only if they differ."""
+    """Return `x` with the order of dims in memory that `like` has, contiguous; copied only if it has another.
+
+    Meta kernels promise these strides, those of `empty_like(like)`.
+    """
     order = memory_order(like)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
 
 
 def paged_heads(cache: Tensor, layout: str, heads: int, table: Tensor) -> Tensor:
-    """Gather the pages that `table` [B, M] lists, in its order, to [B, N, M · block, D], or to [1, N, B · M · block, D]
-    if sequences are packed.
+    """Gather the pages that `table` [B, P] lists, in its order: [B, N, P · Size, D], or packed [1, N, B · P · Size, D].
 
-    `cache` is [blocks, block, N · D], [blocks, N, block, D], or in fractal NZ [blocks, N, D / c, block, c].
+    `cache` is [Block, Size, N · D], [Block, N, Size, D], or in fractal NZ [Block, N, D / L, Size, L].
     """
     # Contiguous, because a gathered tensor has the strides of its indices in eager, but not under fake tensors.
     blocks = table.long().contiguous()

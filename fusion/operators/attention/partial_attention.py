@@ -84,7 +84,9 @@ def _ring_mla(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _merged(out: Tensor, lse: Tensor, old: Tensor, old_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge outputs [T, N, E] and log-sum-exps [N, T] of two sets of keys to those over both."""
+    """Merge `out` [T, N, E] with log-sum-exp `lse` [N, T] and `old` with `old_lse`, of other keys, to those over
+    both.
+    """
     both = torch.logaddexp(old_lse, lse)
     new, before = ((each - both).exp().t().unsqueeze(-1) for each in (lse, old_lse))
     return out * new + old * before, both

@@ -125,8 +125,11 @@ def _scores(
 
 
 def _weighted(scores: Tensor, sink: Tensor | None, blind: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return per row the largest score, the weights exp(score - largest), and their sum. Largest and sum include the
-    sink; without one, the sum of rows in the mask `blind`, which see no key, is 0."""
+    """Return for each row the largest score, the weights exp(score - largest), and the sum of the weights.
+
+    Largest and sum take account of `sink`, if given. Without one, the sum is 0 for rows that `blind` marks as seeing no
+    key.
+    """
     top = scores.amax(-1, keepdim=True)
     extra = None if sink is None else sink.to(scores.dtype).reshape(-1, 1, 1)
     top = top if extra is None else torch.maximum(top, extra)

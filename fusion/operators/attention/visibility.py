@@ -53,7 +53,9 @@ class _Tokens:
     sequence: Tensor | None = None
 
     def as_rows(self) -> _Tokens:
-        """Transpose to the last dim but one, along which queries run."""
+        """Return the tokens with all fields along the last dim but one, that of queries, instead of the last, that of
+        keys.
+        """
         named = {"position": self.position, "length": self.length, "valid": self.valid, "sequence": self.sequence}
         transposed = {name: value.transpose(-2, -1) for name, value in named.items() if isinstance(value, Tensor)}
         return replace(self, **transposed)
@@ -63,12 +65,20 @@ def visible(
     query: Tensor, key: Tensor, lengths: tuple[Lengths, Lengths], band: Band, *, packed: bool, table: Tensor | None,
     padding: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Visible:  # fmt: skip
-    """Return which of the keys [B, M, T, D] each query [B, N, S, D] sees.
+    """Return which of the keys `key` [B, M, T, D] each query `query` [B, N, S, D] sees.
 
-    `lengths` of the sequences in query and key: one per batch, one for all, or None; inclusive prefix sums if `packed`,
-    except for paged keys (`table` [B, blocks]), which always have one per sequence. A row past its sequence sees
-    nothing. `padding` of query and key: how many rows are behind the last token of each sequence; without, sequences
-    begin in the first row.
+    A query behind the last token of its sequence sees nothing.
+
+    Args:
+        query: the queries; packed sequences are one batch.
+        key: the keys, gathered if they are in pages.
+        lengths: lengths of the sequences in query and in key: one for each, one for all, or None for full ones. If
+            `packed`, they are the inclusive prefix sums, but for keys in pages, which always have plain lengths.
+        band: sparse mode and mask of the call.
+        packed: True if the sequences are concatenated along one dim.
+        table: block table [B, P] of keys in pages; None for rows.
+        padding: number of rows behind the last token of each sequence, for query and for key; with None, sequences
+            begin in the first row.
     """
     query_lengths, key_lengths = lengths
     several = packed and any(each is not None and len(each) > 1 for each in lengths)
@@ -97,8 +107,10 @@ def mask_limits(when: str, *keys: tuple[str, str]) -> Iterator[Limit]:
 
 
 def _batched(size: Size, batch: Size, given: Lengths, device: torch.device, padding: Tensor | None = None) -> _Tokens:
-    """Return the tokens of sequences of lengths `given` in `size` rows each: the first ones, or with `padding` those
-    that end so many rows before the last."""
+    """Return the tokens of `batch` sequences in `size` rows each, of which sequence i has `given[i]` tokens.
+
+    They are in the first rows; with `padding`, in those that end that many rows before the last row.
+    """
     position = torch.arange(size, device=device).reshape(1, 1, 1, -1)
     if given is None:
         return _Tokens(position, size)
@@ -113,7 +125,9 @@ def _batched(size: Size, batch: Size, given: Lengths, device: torch.device, padd
 
 
 def _length(given: Sequence[Size] | Tensor, batch: Size, device: torch.device) -> Length:
-    """Return the length of all sequences if ints are equal, else a tensor [B or 1, 1, 1, 1] of lengths."""
+    """Return the lengths `given` of `batch` sequences: the one number if all are the same number, else [B or 1, 1, 1,
+    1].
+    """
     if isinstance(given, Tensor):
         return given[:batch].to(device).reshape(-1, 1, 1, 1)
     if all(known_true(each == given[0]) for each in given[1:]):
@@ -136,8 +150,11 @@ def _packed(size: Size, given: Lengths, device: torch.device) -> _Tokens:
 
 
 def _paged(key: Tensor, given: Lengths, table: Tensor | None) -> _Tokens:
-    """Return the tokens of gathered pages [.., rows of `table` · room, D]: sequence i has the pages of row i of `table`
-    and length `given[i]`."""
+    """Return the tokens of keys gathered from pages, of which sequence i has the rows of row i of `table`, one after
+    the other.
+
+    `given[i]` is the number of tokens of sequence i.
+    """
     assert given is not None
     assert table is not None
     lengths = counted(given, key.device)
@@ -149,7 +166,11 @@ def _paged(key: Tensor, given: Lengths, table: Tensor | None) -> _Tokens:
 
 
 def _combined(rows: _Tokens, columns: _Tokens, band: Band, query: Tensor, key: Tensor) -> Visible:
-    """Intersect the masks of valid places, equal segment ids, the band along the diagonal and the mask of the call."""
+    """Return the visible keys: valid, in the query's sequence, within the band along the diagonal, and not masked by
+    the call.
+
+    `rows` are the tokens of the queries, along the last dim but one, `columns` those of the keys, along the last.
+    """
     terms = [each for each in (rows.valid, columns.valid) if each is not None]
     if rows.sequence is not None:
         terms.append(rows.sequence == columns.sequence)
@@ -166,8 +187,11 @@ def _combined(rows: _Tokens, columns: _Tokens, band: Band, query: Tensor, key: T
 
 
 def _offsets(rows: _Tokens, columns: _Tokens, band: Band) -> tuple[Length | None, Length | None, bool]:
-    """Return the first and the last visible key relative to the position of the query (None: no bound), and True if
-    that is upper-left causal."""
+    """Return for a query at position p the bounds a and b of the positions p + a … p + b of its visible keys, by
+    `band`.
+
+    A bound is None if there is none. The third result is True for an upper-left causal mask.
+    """
     if band.mode == 2:
         return None, 0, True
     if band.mode == 0 and band.mask is not None:
@@ -208,10 +232,13 @@ class Rows:
 
 
 def rows_of(given: Given, keys: str) -> Rows:
-    """Return the rows of the query of a call, [B, S, N, D] or [T, N, D] by `layout_query`, against its keys.
+    """Return for each row of the query of a call, [B, S] or packed [T], its sequence and how many keys it sees.
 
-    `keys` is "key" or "kv", as the names of the arguments for their layout and lengths end. A row sees all keys of its
-    sequence, or with `sparse_mode` 3 those of a lower-right causal mask.
+    It sees all keys of its sequence, or with `sparse_mode` 3 those of a lower-right causal mask.
+
+    Args:
+        given: the arguments of the call.
+        keys: "key" or "kv", the ending of the names of the arguments for layout and lengths of the keys.
     """
     query, query_lengths, key_lengths = (
         given[name] for name in ("query", "actual_seq_lengths_query", f"actual_seq_lengths_{keys}")

@@ -37,7 +37,7 @@ def _rows(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _slots(given: Given) -> Tensor:
-    """Return the index of each token [B · S] over all tokens of a cache; tokens with a negative index are skipped."""
+    """Return the index of each token [B · S] among all rows of a cache, negative for a token that is not written."""
     index, mode, cache = given["index"], given["cache_mode"], given["k_cache"]
     batch, _, count, _ = given["kv"].shape
     if mode in _TOKENS:

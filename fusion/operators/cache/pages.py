@@ -20,19 +20,26 @@ ATB_NZ = ("int8_nzcache", "nzcache")
 
 
 def in_pages(rows: str, lines: str) -> str:
-    """Return the dims of a cache of atb by `cache_mode`: `rows` for row-major pages, `lines` for pages in NZ."""
+    """Return the declared dims of a cache of atb: `rows` for row-major pages, `lines` for pages in NZ, by
+    `cache_mode`.
+    """
     return " / ".join([f"cache_mode=krope_ctkv:{rows}", *(f"cache_mode={mode}:{lines}" for mode in ATB_NZ)])
 
 
 def written(cache: Tensor, places: Places | None, rows: Tensor) -> Tensor:
-    """Return a copy of `cache` with `rows` at `places`; without places, `rows` with the strides of such a copy."""
+    """Return a copy of `cache` with `rows` at `places`.
+
+    If `places` is None, `rows` replace all of it, with the strides of such a copy.
+    """
     if places is None:
         return with_strides_of(rows.to(cache.dtype), cache)
     return torch.ops.aten.index_put.default(cache, list(places), rows)
 
 
 def write(cache: Tensor, places: Places | None, rows: Tensor) -> Tensor:
-    """Write `rows` in place at `places` of `cache`, or everywhere without places, and return `cache`."""
+    """Write `rows` to `places` of `cache` in place, and return `cache`; if `places` is None, `rows` replace all of
+    it.
+    """
     if places is None:
         return torch.ops.aten.copy_.default(cache, rows)
     return torch.ops.aten.index_put_.default(cache, list(places), rows)
@@ -49,9 +56,11 @@ def negatives_to_end(positions: Tensor, size: int) -> Tensor:
 
 
 def page_places(cache: Tensor, slots: Tensor, rows: Tensor, mode: str | None) -> tuple[Places, Tensor]:
-    """Return the places of `rows` [T, N, D] at `slots` in pages, and the rows in the shape of these places.
+    """Return the indices into pages `cache` at which `rows` [T, N, D] are written by `slots` [T], and the rows to
+    write.
 
-    Pages are [Block, Size, N, D], or with `mode` "PA_NZ" [Block, N·D/L, Size, L]. A negative slot is out of bounds.
+    Pages are [Block, Size, N, D], or with `mode` "PA_NZ" [Block, N·D/L, Size, L], whose rows are reshaped to lines. A
+    negative slot is out of bounds.
     """
     size, slots = _page_size(cache, mode), slots.long()
     block = negatives_to_end(slots.div(size, rounding_mode="floor"), cache.shape[0])
@@ -63,7 +72,9 @@ def _page_size(cache: Tensor, mode: str | None) -> int:
 
 
 def _in_pages(cache: Tensor, block: Tensor, place: Tensor, rows: Tensor, mode: str | None) -> tuple[Places, Tensor]:
-    """Return the places of tokens in page `block` at position `place`, and `rows` in the shape of these places."""
+    """Return the indices into pages `cache` of tokens in row `place` of page `block`, and `rows` in the shape that
+    these take.
+    """
     if mode == "PA_NZ":
         return [block, None, place], rows.reshape(-1, cache.shape[1], cache.shape[3])
     return [block, place], rows
@@ -78,10 +89,10 @@ def by_lines(cache: Tensor) -> Tensor:
 
 
 def stored(cache: Tensor, rows: Tensor, slots: Tensor, mode: str | None = "Norm") -> tuple[Places, Tensor]:
-    """Return the places of `rows` [T, N, D] at `slots`, and the rows to write there, with negative slots skipped.
+    """Return the indices into `cache` at which `rows` [T, N, D] are written by `slots` [T], and the rows to write.
 
-    Every slot has an entry, so that no shape depends on values: a skipped token repeats the first stored one, or, if
-    none is stored, rewrites the first row of the cache with its own content.
+    No shape may depend on values, so a token with a negative slot, which is not written, repeats the first token that
+    is; if there is none, it writes to the first row of the cache what is in it already.
     """
     used = slots >= 0
     if not known_true(slots.shape[0] == 1):

@@ -57,8 +57,10 @@ SCATTER_ND_UPDATE = functional(
 
 
 def _scatter_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> tuple[Tensor]:
-    """Write `updates` along `axis` of `input`, from the positions `indices` on; rows have batch and position first, as
-    the places index these two dims."""
+    """Write `updates` by `put` to `input`, from position `indices`[b] on along dim `axis` for each b of the first dim.
+
+    `indices` may also be pairs of an index in the first dim and a position.
+    """
     axis %= input.ndim
     batch, starts = torch.arange(updates.shape[0], device=input.device), indices
     if indices.ndim == 2:
@@ -182,8 +184,20 @@ RESHAPE_AND_CACHE_FUNCTIONAL = functional(  # an overload of ours: only the in-p
 def _gathered(
     cache: Tensor, rows: Tensor, tables: Tensor, lengths: Tensor, offset: Tensor | None, in_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gather the rows [T, N, D] of all sequences from the pages of one cache, 0 for an invalid block, with the mask [T]
-    of rows that belong to a sequence."""
+    """Gather the rows of all sequences from the pages `cache`, in the shape of `rows` [T, N, D]; 0 for an invalid
+    block.
+
+    Args:
+        cache: pages [Block, Size, N, D], or in NZ.
+        rows: tensor for the result, of which only the shape is read.
+        tables: block table [B, P].
+        lengths: number of rows of each sequence [B], or if `in_sums` their prefix sums [B + 1].
+        offset: first row of each sequence in its pages [B], None for 0.
+        in_sums: True for prefix sums.
+
+    Returns:
+        The rows, and a mask [T] of those that belong to a sequence.
+    """
     is_nz = _is_in_lines(cache, rows)
     cache = cache.transpose(1, 2) if is_nz else cache
     size, most = cache.shape[1], tables.shape[1]

@@ -61,7 +61,7 @@ def _prompt(given: Given) -> Attention:
 
 
 def _call(given: Given, band: Band) -> Attention:
-    """Return the arguments that both operators have, as an `Attention` without lengths."""
+    """Return the arguments that both operators have as an `Attention` with the mask `band`, without lengths."""
     heads = given["num_heads"]
     return Attention(
         *(given[name] for name in ("query", "key", "value")),
@@ -77,7 +77,9 @@ def _call(given: Given, band: Band) -> Attention:
 
 
 def _out(query: Tensor, call: Attention) -> Tensor:
-    """Compute `call`; the result has the strides of `query`, or is contiguous if heads and positions swap."""
+    """Compute the output of `call`, with the strides of `query`, or contiguous in layout BNSD_BSND, which swaps two
+    dims.
+    """
     out = computed(call)[0]
     return out if call.layout == "BNSD_BSND" else with_strides_of(out, query)
 
@@ -88,8 +90,10 @@ def _empty(query: Tensor, call: Attention) -> Tensor:
 
 
 def _shared(lanes: str, width: str = "1") -> str:
-    """Return the limit that `lanes` is the number of heads of keys times `width`; that number is `num_heads` if
-    `num_key_value_heads` is 0."""
+    """Return the limit that the dim `lanes` is the number of heads of keys times `width`.
+
+    The number of heads of keys is `num_key_value_heads`, or `num_heads` if that is 0.
+    """
     by = "" if width == "1" else f" * {width}"
     return f"num_key_value_heads == 0 and {lanes} == num_heads{by} or {lanes} == num_key_value_heads{by}"
 

@@ -19,7 +19,9 @@ from fusion.operators.limits import A2_A3, Limit
 
 
 def _attended(put: Put, query: Tensor, out: Tensor, given: Given) -> tuple[Tensor]:
-    """Compute the attention and write it by `put` to `out`; a row without keys keeps its content."""
+    """Compute the attention of `query`, and write it by `put` to `out`; a row of a sequence without keys stays as it
+    is.
+    """
     keys, values = (given[name].flatten(2) for name in ("key_cache", "value_cache"))
     lengths, heads = given["context_lens"], given["num_kv_heads"]
     call = Attention(

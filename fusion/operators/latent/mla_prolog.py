@@ -44,8 +44,11 @@ _CONTIGUOUS = ("BSND", "TND")
 
 
 def _dims(tokens: str, batch: str, pages: str) -> str:
-    """Return dims by `cache_mode`: `tokens` [T, ..] and `batch` [B, S, ..] for contiguous caches, `pages` for paged
-    ones; with `pages` "", as for tensors that are no caches, the former for all."""
+    """Return the declared dims of an argument by `cache_mode`.
+
+    They are `tokens` [T, ..] or `batch` [B, S, ..] for contiguous caches, `pages` for paged ones. If `pages` is "", as
+    for an argument that is no cache, paged calls take `tokens` and `batch` as well.
+    """
     contiguous = f"cache_mode=BSND:{batch} / cache_mode=TND:{tokens}"
     paged = (f"cache_mode={mode}:{pages or kind}" for mode in (*_PAGED, *_BLOCKS) for kind in (tokens, batch))
     return f"{contiguous} / {' / '.join(paged)}"
@@ -243,7 +246,9 @@ _OLDER_SUMMARY = (
 
 
 def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Operator, Operator]:
-    """Declare the in-place and the functional overload of the older prolog `name`."""
+    """Declare the in-place and the functional overload of the older prolog `name`, with the limits `kernel` and their
+    `source`.
+    """
     writing = Operator(
         schema=(
             f"npu::{name}.in_place(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "

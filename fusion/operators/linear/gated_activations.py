@@ -56,8 +56,10 @@ def _swiglu_quant(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _smoothed(y: Tensor, given: Given) -> Tensor:
-    """Return `y` [.., N] times smooth_scales plus offsets: [1, N] per lane or [1] for all, or with `group_index` those
-    of the group of each row, [G, N] or [G]."""
+    """Return `y` [.., N] · smooth_scales + offsets, arguments [1, N] of all lanes or [1].
+
+    With `group_index` they are [G, N] or [G], and each row takes those of its group. `y` itself without smooth_scales.
+    """
     factors, offsets, groups = given["smooth_scales"], given["offsets"], given["group_index"]
     if factors is None:
         return y
@@ -133,8 +135,10 @@ GELU = Operator(
 
 
 def _clipped_swiglu(given: Given) -> Tensor:
-    """Compute the gated product over the dims from `dim` on, flattened to one; rows behind the sum of `group_index` are
-    0."""
+    """Compute the gated product of `x`, whose dims from `dim` on are flattened to one.
+
+    With `group_index`, the numbers of rows of groups, rows behind the last group are 0.
+    """
     x, dim, limit = given["x"], given["dim"] % given["x"].ndim, given["limit"]
     wide = x.to(compute_dtype(x)).flatten(dim)
     gate, value = wide.unflatten(-1, (-1, 2)).unbind(-1) if given["interleaved"] else wide.chunk(2, -1)

@@ -31,7 +31,9 @@ class _Groups:
     matrix: Tensor | None = None
 
     def ordered(self, each: Tensor) -> Tensor:
-        """Gather the entries of `each`, which has one per matrix, in the order of the groups."""
+        """Gather from `each`, with one entry for each matrix, the entries of the matrices of the groups, in their
+        order.
+        """
         return each if self.matrix is None else each[self.matrix]
 
 
@@ -69,7 +71,10 @@ def _grouped_matmul(given: Given) -> list[Tensor]:
 
 
 def _product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of `rows` by its own matrix, by torch's grouped kernel if it takes them."""
+    """Multiply each group of `rows` by its own of `matrices`, by torch's grouped kernel if it takes them.
+
+    `counts` are the numbers of rows of the groups.
+    """
     if _has_kernel(rows, matrices):
         return torch.ops.aten._grouped_mm.default(rows, matrices, counts.cumsum(0).to(torch.int32))
     return _by_blocks(rows, matrices, counts)
@@ -112,7 +117,9 @@ def _dequantised(
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Return True if torch's grouped kernel takes the operands: bfloat16, contiguous, lines a multiple of 16 bytes."""
+    """Return True if torch's grouped kernel takes `rows` and `matrices`: bfloat16, contiguous, lines a multiple of 16
+    bytes.
+    """
     lines = all(size % 8 == 0 for size in matrices.shape[1:])
     plain = matrices.is_contiguous() or matrices.mT.is_contiguous()
     return rows.dtype == matrices.dtype == torch.bfloat16 and lines and plain and rows.is_contiguous()

@@ -85,8 +85,11 @@ def _init_routing(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _scale_of_rows(given: Given, routed: _Sorted, tokens: Tensor) -> Tensor | None:
-    """Return the scale [R] of the token of each row, or with `quant_mode` 1 the factors [R or 1, H] of its expert; the
-    argument itself if it is None or with `quant_mode` 0."""
+    """Return the argument `scale` for each sorted row.
+
+    It is the scale [R] of the row's token without quantisation, or the factors [R or 1, H] of the row's expert in
+    dynamic quantisation. With static quantisation it is returned as it is, or None if it is not given.
+    """
     scale = given["scale"]
     if scale is None or given["quant_mode"] == _STATIC:
         return scale
@@ -109,9 +112,11 @@ def _quantised(rows: Tensor, scale: Tensor | None, given: Given) -> tuple[Tensor
 
 
 def _slots(given: Given, routed: _Sorted) -> tuple[Tensor, Tensor]:
-    """Return the slot of each sorted choice: e · capacity + n for the n-th of expert e, experts · capacity if dropped.
+    """Return the slots of the choices in the result, where expert e has the slots e · capacity + n for n < capacity.
 
-    Second result: the slot of each choice in the order of the tokens, -1 if dropped.
+    Returns:
+        The slot of each sorted choice, experts · capacity if it is dropped; and that of each choice in the order of the
+        tokens, -1 if it is dropped.
     """
     capacity, experts = given["expert_capacity"], given["expert_num"]
     place = torch.arange(routed.order.shape[0], device=routed.order.device)
@@ -122,18 +127,18 @@ def _slots(given: Given, routed: _Sorted) -> tuple[Tensor, Tensor]:
 
 
 def _placed(x: Tensor, slots: Tensor, room: int) -> Tensor:
-    """Scatter `x` to `slots` of zeros [room, ..]; rows for slot `room` are dropped."""
+    """Scatter the rows `x` to the rows `slots` of zeros [`room`, ..]; a row with the slot `room` is dropped."""
     zeros = x.new_zeros((room + 1, *x.shape[1:]))
     return torch.ops.aten.index_put.default(zeros, [slots], x)[:-1]
 
 
 def _inverse(order: Tensor, values: Tensor) -> Tensor:
-    """Scatter `values`, whose i-th is of choice `order[i]`, to the order of the choices."""
+    """Return `values`, of which the i-th belongs to choice `order[i]`, in the order of the choices."""
     return torch.empty_like(values).scatter(0, order, values)
 
 
 def _numbers(routed: _Sorted) -> Tensor:
-    """Return the index of each sorted choice, -1 for those of inactive experts."""
+    """Return 0, 1, … for the sorted choices, -1 for those of inactive experts."""
     places = torch.arange(routed.order.shape[0], dtype=routed.order.dtype, device=routed.order.device)
     return places.masked_fill(~routed.active, -1)
 

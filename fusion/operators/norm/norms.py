@@ -75,7 +75,10 @@ GEMMA_RMS_NORM = Operator(
 
 
 def added(x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x1 + x2 rounded, and the sum to normalise in the wide dtype: the rounded one if `x1` is float16."""
+    """Return x1 + x2 in the dtype of `x1`, and the sum that is normalised, in the dtype of computation.
+
+    The latter is rounded before if `x1` is float16, as in the kernel, and not for bfloat16.
+    """
     total = x1.to(compute_dtype(x1)) + x2.to(compute_dtype(x1))
     x = total.to(x1.dtype)
     # The bfloat16 kernel normalises the sum before it is rounded, the float16 kernel after.

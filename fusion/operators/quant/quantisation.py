@@ -88,8 +88,10 @@ def _dynamic_quant(
 
 
 def _smooth(factors: Tensor, x: Tensor, ends: Tensor | None, mode: str) -> Tensor:
-    """Return `factors` in a shape that broadcasts to `x` [.., S, D]: those of lanes [D], of lanes of groups [G, D] that
-    end at `ends`, or of rows [S] in mode "perchannel"."""
+    """Return the smooth scales `factors` in a shape that broadcasts to `x` [.., S, D].
+
+    They are [D], of all rows; [G, D], of groups of rows that end at `ends`; or [S], of each row, in mode "perchannel".
+    """
     if mode == "perchannel":
         return factors.unsqueeze(-1)
     return factors if ends is None else by_group_of_row(factors, ends, math.prod(x.shape[:-1]), 1.0).view(x.shape)
@@ -175,12 +177,16 @@ def _quantize(given: Given) -> Tensor:
 
 
 def _quantised_axis(given: Given) -> int:
-    """Return the axis of scales of one dim: `axis` with `div_mode` or if it is -2, else the last."""
+    """Return the axis along which scales of one dim are: the argument `axis` if `div_mode` is set or `axis` is -2, else
+    -1.
+    """
     return given["axis"] if given["div_mode"] or given["axis"] == -2 else -1
 
 
 def _along(each: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return `each` in a shape that broadcasts to `x`; it is [D] of `axis`, one number [1], or of the rank of `x`."""
+    """Return scales or offsets `each` in a shape that broadcasts to `x`: [D] along `axis`, or [1], or already of x's
+    rank.
+    """
     sizes = [1] * x.ndim
     sizes[axis] = each.shape[0]
     return (each if each.ndim == x.ndim and x.ndim > 1 else each.reshape(sizes)).to(x.dtype)
@@ -362,7 +368,7 @@ def _norm_quant(given: Given) -> tuple[Tensor, ...]:
 
 
 def _wanted(given: Given) -> Sequence[bool]:
-    """Return for both quantised results True if the call requests it."""
+    """Return for the first and the second quantised result whether the call requests it."""
     return given["output_mask"] or (True, given["smooth_scale2"] is not None)
 
 

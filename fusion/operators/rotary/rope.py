@@ -23,13 +23,15 @@ First and second components are rounded to `stored` before they are joined: no w
 
 
 def half(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of `x` [.., D]."""
+    """Rotate the pairs (i, i + D/2) of `x` [.., D] by `cos` and `sin`, and round to `stored`."""
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = x.chunk(2, -1), cos.chunk(2, -1), sin.chunk(2, -1)
     return torch.cat(((a * cos_a - b * sin_a).to(stored), (b * cos_b + a * sin_b).to(stored)), dim=-1)
 
 
 def _interleave(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of `x` [.., D], which keep their positions."""
+    """Rotate the pairs (2i, 2i + 1) of `x` [.., D], which keep their positions, by `cos` and `sin`, and round to
+    `stored`.
+    """
     a, b = x[..., 0::2], x[..., 1::2]
     first = a * cos[..., 0::2] - b * sin[..., 0::2]
     second = b * cos[..., 1::2] + a * sin[..., 1::2]
@@ -37,20 +39,22 @@ def _interleave(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Ten
 
 
 def _quarter(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Rotate the pairs (i, i + D/4) inside each half of `x` [.., D]."""
+    """Rotate the pairs (i, i + D/4) inside each half of `x` [.., D] by `cos` and `sin`, and round to `stored`."""
     x, cos, sin = (tensor.unflatten(-1, (2, -1)) for tensor in (x, cos, sin))
     return half(x, cos, sin, stored).flatten(-2)
 
 
 def interleave_half(x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of `x` [.., D], and move them to (i, i + D/2)."""
+    """Rotate the pairs (2i, 2i + 1) of `x` [.., D] by `cos` and `sin`, move them to (i, i + D/2), and round to
+    `stored`.
+    """
     a, b = x[..., 0::2], x[..., 1::2]
     (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
     return torch.cat(((a * cos_a - b * sin_a).to(stored), (b * cos_b + a * sin_b).to(stored)), dim=-1)
 
 
 def rotated(pairing: Pairing, x: Tensor, cos: Tensor, sin: Tensor, stored: torch.dtype) -> Tensor:
-    """Rotate `x` [.., D] by `pairing` in float32 or wider, and round once to `stored`."""
+    """Rotate `x` [.., D] by `pairing`, one of the functions above, in float32 or wider, and round once to `stored`."""
     wide = compute_dtype(x)
     return pairing(x.to(wide), cos.to(wide), sin.to(wide), stored)
 

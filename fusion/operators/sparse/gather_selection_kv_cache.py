@@ -39,9 +39,10 @@ class _Slots:
 
 
 def _lengths(given: Given) -> tuple[Tensor, Tensor]:
-    """Return the number of tokens that each query sees, and the number of old tokens of its sequence, [T, 1] each.
+    """Return how many tokens each query sees, and how many tokens of its sequence are older than this step, [T, 1]
+    each.
 
-    The queries of a sequence are its last tokens; all sequences have as many, the kernel does not read their number.
+    The queries are the last tokens of their sequences, equally many in all; the kernel does not read their number.
     """
     sequence, number = _sequences(given)
     lengths, queries = given["full_kv_actual_seq"].long()[sequence], _queries(given)
@@ -61,8 +62,11 @@ def _queries(given: Given) -> int:
 
 
 def _slots(given: Given, ids: Tensor, status: Tensor) -> _Slots:
-    """Allocate slots for the listed blocks `ids` [T, K]; `status` [T, K + 1] is the block of each slot before the call,
-    then the number of tokens in use."""
+    """Allocate slots of the buffer for the blocks `ids` [T, K] that each query lists.
+
+    `status` [T, K + 1] is the block that each slot had before the call, and in its last column the number of tokens in
+    use.
+    """
     seen, known = _lengths(given)
     size = given["selection_topk_block_size"]
     last = (seen + size - 1).div(size, rounding_mode="floor") - 1
@@ -80,8 +84,11 @@ def _slots(given: Given, ids: Tensor, status: Tensor) -> _Slots:
 
 
 def _complete_blocks(status: Tensor, size: int) -> Tensor:
-    """Return the block of each slot [T, K], -1 if not all of its tokens are in use. Blocks of one token count in any
-    slot, because the kernel of long lists does not read the number of tokens in use."""
+    """Return the block in each slot [T, K], by `status` [T, K + 1]; -1 if not all `size` tokens of the slot are in use.
+
+    For blocks of one token the slot is always taken to be in use: the kernel for long lists does not read the last
+    column.
+    """
     if size == 1:
         return status[:, :-1]
     slots = torch.arange(status.shape[1] - 1, device=status.device)
@@ -89,8 +96,16 @@ def _complete_blocks(status: Tensor, size: int) -> Tensor:
 
 
 def _destinations(listed: Tensor, stays: Tensor, old: Tensor) -> Tensor:
-    """Return the slot of each entry [T, K] after the call: blocks that stay have their `old` one; free slots, in
-    ascending order, go to the other listed blocks, then to entries that name none."""
+    """Return the slot of each entry [T, K] after the call, a permutation of all slots.
+
+    Blocks that stay keep their `old` slot. The free slots, in ascending order, go first to the other listed blocks,
+    then to entries that name none.
+
+    Args:
+        listed: True for an entry that names a block.
+        stays: True for a block that stays in its slot.
+        old: the slot before the call.
+    """
     taken = torch.zeros_like(old).scatter_add(1, old, stays.long())
     free = taken.sort(dim=-1, stable=True).indices
     moves = listed & ~stays
@@ -100,23 +115,30 @@ def _destinations(listed: Tensor, stays: Tensor, old: Tensor) -> Tensor:
 
 
 def _largest_last(slots: Tensor, ids: Tensor, number: Tensor) -> Tensor:
-    """Swap in `slots` the entry with the largest id, which may be an incomplete block, with the one in the last of
-    `number` slots."""
+    """Exchange two of the `slots` [T, K], so that the block with the largest of `ids` is in the last slot in use.
+
+    That block may be incomplete. `number` [T, 1] is the number of slots in use.
+    """
     last = (number - 1).clamp(min=0)
     own = slots.gather(1, ids.argmax(-1, keepdim=True))
     return torch.where(slots == own, last, torch.where(slots == last, own, slots))
 
 
 def _places(cache: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return page and row in `cache` [Blocks, Size, C] of the tokens `rows` [T, R], by the block table [T, M]."""
+    """Return the page, and the row in it, in `cache` [Block, Size, C] of the tokens `rows` [T, R], by `table` [T,
+    P].
+    """
     size = cache.shape[1]
     pages = table.long().gather(1, rows.div(size, rounding_mode="floor"))
     return pages.clamp(0, cache.shape[0] - 1), rows % size  # a sequence without tokens may have any table
 
 
 def _copied(put: Put, given: Given, slots: _Slots, ids: Tensor, name: str) -> Tensor:
-    """Write by `put` the listed rows to the buffer `selection_{name}`: cached ones from their old slots in it, others
-    from `full_{name}`. A buffer without rows, of rank 1, is returned as it is."""
+    """Write by `put` the rows of the listed blocks `ids` to the new slots of the buffer `selection_{name}`.
+
+    Rows of blocks that are in the buffer come from their old slots, the others from the cache `full_{name}`. A buffer
+    of rank 1, which has no rows, is returned as it is.
+    """
     selection, full = given[f"selection_{name}"], given[f"full_{name}"]
     if selection.dim() == 1:
         return selection

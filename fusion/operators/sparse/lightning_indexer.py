@@ -60,10 +60,11 @@ def _lightning_indexer(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def chosen(given: Given, groups: Groups, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Select per row the visible tokens with the largest `scores` [G, R, T], in descending order.
+    """Select for each row the visible tokens with the largest `scores` [G, R, T], in descending order.
 
-    Results are their positions in the sequence, in the shape of the result of the call and filled up by -1, and their
-    scores [G, R, K], -inf behind the visible ones.
+    Returns:
+        Their positions in the sequence, then -1, in the shape of the operator's list; and their scores [G, R, K], then
+        -inf.
     """
     count, column = given["sparse_count"], torch.arange(scores.shape[-1], device=scores.device)
     seen, first = groups.seen[..., None], None if groups.first is None else groups.first[..., None]
@@ -76,8 +77,14 @@ def chosen(given: Given, groups: Groups, scores: Tensor) -> tuple[Tensor, Tensor
 
 
 def groups_of(given: Given, weights: Tensor, *keys: Tensor) -> Groups:
-    """Group the rows of a call, with `weights` [.., N], by the `keys` that they share: tensors [.., 1, D] in the layout
-    of the keys, of which the first are the keys."""
+    """Group the rows of the query of a call by the keys that they share.
+
+    Args:
+        given: the arguments of the call.
+        weights: weights of the heads [.., N].
+        keys: the keys, and further tensors with an entry for each key such as scales: [.., 1, D] in the layout of the
+            keys.
+    """
     query, table, rows = given["query"], given["block_table"], rows_of(given, "key")
     if given["layout_query"] == "BSND":
         batched = tuple(pages_of(each, table) if table is not None else each.select(-2, 0) for each in keys)

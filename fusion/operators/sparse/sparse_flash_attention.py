@@ -53,8 +53,13 @@ def _sparse_flash_attention(given: Given) -> tuple[Tensor, ...]:
 def listed_attention(given: Given, query: Tensor, read: Read) -> tuple[Tensor, Tensor, Tensor]:
     """Compute attention of `query` [.., N, D + Dr], rotated lanes last, over the keys that the lists of a call name.
 
-    Results are the output [.., N, D], and the largest score and the sum of each row, [R, N, 1] with the leading dims
-    flattened to R.
+    Args:
+        given: the arguments of the call.
+        query: the queries.
+        read: function that gathers keys and values at given indices.
+
+    Returns:
+        The output [.., N, D]; and the largest score and the sum of exp(score - largest), [R, N, 1] each for all R rows.
     """
     rows = rows_of(given, "kv")
     tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
@@ -69,11 +74,11 @@ def listed_attention(given: Given, query: Tensor, read: Read) -> tuple[Tensor, T
 
 
 def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Expand the lists `indices` [*rows, K] of blocks of `size` tokens to tokens [*rows, K · size], with the mask of
-    those that a row uses.
+    """Expand lists `indices` [*rows, K] of blocks of `size` tokens to tokens [*rows, K · size], and a mask of those in
+    use.
 
-    A list ends before its first negative entry. Tokens that the row does not see, or behind that end, are masked and
-    replaced by token 0, which exists for every row that sees any.
+    A list ends before its first negative entry. Not in use are tokens behind that end, and those that the row does not
+    see by `rows`; they are replaced by token 0, which exists for every row that sees any.
     """
     entry, tokens = torch.arange(indices.shape[-1], device=indices.device), indices.long()
     listed = entry < torch.where(indices < 0, entry, indices.shape[-1]).amin(-1, keepdim=True)
@@ -86,7 +91,10 @@ def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _places(given: Given, rows: Rows, tokens: Tensor) -> list[Tensor]:
-    """Return the indices of `tokens` into the leading dims of the keys, one tensor for each dim."""
+    """Return the indices of `tokens`, positions in the sequence of each row, into the leading dims of the keys.
+
+    There is one tensor of indices for each dim: for rows and for pages two, for packed keys one.
+    """
     sequence, layout, key = rows.sequence[..., None], given["layout_kv"], given["key"]
     if layout == "TND":
         assert rows.first is not None
@@ -127,8 +135,9 @@ def _read(given: Given, places: Sequence[Tensor]) -> KeyRows:
 
 
 def gather_rows(cache: Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Gather the rows [R, K, D] at `places` of `cache` [.., 1, D]; two leading dims are flattened to one if that needs
-    no copy."""
+    """Gather the rows [R, K, D] of `cache` [.., 1, D] at the indices `places`, one tensor [R, K] for each leading
+    dim.
+    """
     rows = cache.select(-2, 0)
     if len(places) == 2 and known_true(rows.stride(0) == rows.shape[1] * rows.stride(1)):
         first, second = places

@@ -25,8 +25,10 @@ def by_layout(batched: str, packed: str) -> str:
 
 
 def dims(keys: str, widths: Mapping[str, str]) -> dict[str, str]:
-    """Return argument -> dims: of the tensors in the layout of the keys, whose lanes are `widths` (argument -> dim), of
-    the block table, and of the lengths."""
+    """Return argument -> declared dims for the arguments in the layout of the keys, the block table and the lengths.
+
+    `widths` maps an argument in the layout of the keys to its last dim; `keys` is "key" or "kv".
+    """
     key_dims = {
         name: " / ".join(f"layout_{keys}={layout}:{_KEYS[layout]} {width}" for _, layout in _LAYOUTS)
         for name, width in widths.items()
@@ -65,5 +67,7 @@ def pages(keys: str) -> tuple[Limit, ...]:
 
 
 def in_graphs(text: str, because: str) -> tuple[Limit, ...]:
-    """Return the limit `text` for every lowering but eager, which launches the operator by itself."""
+    """Return the limit `text`, with the reason `because`, for every lowering but eager, where a call is launched as it
+    is.
+    """
     return tuple(Limit(text, lowering=lowering, because=because) for lowering in LOWERINGS if lowering != "eager")

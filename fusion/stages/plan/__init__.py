@@ -71,10 +71,11 @@ class Planner:
         self._precision = Precision(graph)
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
-        """Return for each of `matches` its best legal candidate, if any; then pairs that save more jointly.
+        """Return the best legal candidate of each of `matches` that has one; then the second of each pair that saves
+        more jointly.
 
-        Refusals are appended to `refusals`. A match with a result that no node computes is paired with a match that
-        reads the result.
+        Reasons of the others are appended to `refusals`. A match with a result that no node computes, as of absorbed
+        queries, is legal only together with a match that reads the result, and is returned as needing that.
         """
         plans = {match: self._attempt(match, partial(self._book.plans_for, match), {}) for match in matches}
         legal = (match for match, ways in plans.items() if self._is_legal(ways))
@@ -93,7 +94,11 @@ class Planner:
         return [*candidates, *joint.pairs(candidates, self._on_top)]
 
     def _on_top(self, one: Candidate, other: Candidate) -> Candidate:
-        """Return `one` as a candidate that needs `other`, with the nodes that die only if both are rewritten."""
+        """Return `one` as a candidate that needs `other`, with what it saves in addition if `other` is rewritten as
+        well.
+
+        That is also what the nodes cost that die only if both are.
+        """
         read = (value for each in (one, other) for value in each.plan.tensors(each.match).values())
         gone = self._dying([one.match, other.match], frozenset(read)) - one.dying - other.dying
         launches = one.launches + sum(map(self._launches, gone))
@@ -127,10 +132,16 @@ class Planner:
         others: Mapping[Match, Sequence[Candidate]],
         shared: Sharing,
     ) -> list[Candidate]:
-        """Pair each legal offer with the match that reads one of its results `made` and with which it saves most.
+        """Pair each legal offer with the candidate among `others` with which it saves most and that reads one of its
+        results.
 
-        `made` are results that no node computes; the reader would build them itself. Offers that the target refuses are
-        returned unpaired. Without a legal reader the result is empty.
+        Offers that the target refuses are returned unpaired, so that they give a reason. [] if no reader is legal.
+
+        Args:
+            offers: the candidates of one match, one for each lowering.
+            made: the results of the match that no node computes; a reader that is alone must build them.
+            others: the candidates of all matches.
+            shared: how many matches read each value and make each call.
         """
         readers = (each for offered in others.values() for each in offered if made.intersection(each.built))
         waiting = [each for each in readers if self._cause(each) is None]
@@ -145,10 +156,11 @@ class Planner:
         return list(best.values())
 
     def _best(self, match: Match, plans: Plans, offers: Sequence[Candidate]) -> Candidate | None:
-        """Return the offer that saves most, the first of those within `CLOSE` microseconds, or None.
+        """Return the first of `offers` that is legal and saves most, give or take `CLOSE` microseconds; None if none is
+        legal.
 
-        Of the refused plans the one that would have saved most is recorded as a refusal, unless the best offer saves as
-        much or calls the same operators.
+        The plan among those refused that would have saved most is recorded as a refusal, unless it saves no more than
+        the best offer, or calls the same operators.
         """
         options: list[Candidate] = []
         refused = [
@@ -244,7 +256,9 @@ class Planner:
         return 0 if self._book.is_prepared(built) else len(self._kernels(built))
 
     def _further(self, launches: int) -> float:
-        """Return the microseconds of the launches that are added; `launches`, those saved, is negative then."""
+        """Return the microseconds of launches that a rewrite adds, if `launches`, the number that it saves, is
+        negative; else 0.
+        """
         return max(0, -launches) * self.target.launch
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
@@ -252,7 +266,10 @@ class Planner:
         return math.fsum(map(self._cost, nodes))  # exact: the order of a set does not matter
 
     def _dying_jointly(self, match: Match, lowering: str, plan: Plan, shared: Sharing) -> frozenset[fx.Node]:
-        """Return the nodes that die only if all matches that share a call of `match` are rewritten; memoised."""
+        """Return the nodes that die only if all matches that make one of the calls of `match` are rewritten; memoised.
+
+        A call of `plan` may be made by several matches, which then share one.
+        """
         calls = tuple(call for call in shared.calls_of(match, lowering, plan) if len(shared.calls[call]) > 1)
         if calls not in self._jointly_dead:
             self._jointly_dead[calls] = self._dying_of(dict(sharer for call in calls for sharer in shared.calls[call]))
@@ -266,15 +283,19 @@ class Planner:
         )
 
     def _built(self, built: Sequence[Value], shared: Sharing) -> tuple[float, float]:
-        """Return the microseconds that building the values `built` costs each reader, and the number of kernels."""
+        """Return the microseconds of building the values `built`, divided by their readers, and the number of kernels.
+
+        Values that are prepared cost nothing.
+        """
         kernels = {value: self._kernels(value) for value in built if not self._book.is_prepared(value)}
         cost = math.fsum(sum(costs) / shared.readers[value] for value, costs in kernels.items())
         return cost, sum(map(len, kernels.values()))
 
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
-        """Return True if a step that depends on the captures `names` alone is computed once, outside of the graph.
+        """Return True if a step that depends on the captures `names` of `match` alone is computed once, outside of the
+        graph.
 
-        All of them come from Parameters alone; so does a step that depends on none, of constants.
+        That is so if all of them come from Parameters alone, and for a step of constants, which depends on none.
         """
         return self.graph.facts.prepares and all(self._book.is_prepared(match.captures[name]) for name in names)
 
@@ -287,7 +308,10 @@ class Planner:
         return self._dying([match], frozenset(plan.tensors(match).values()))
 
     def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
-        """List the values among `read` and their operands that no node computes, operands first."""
+        """List those of the values `read`, and of the values that they are computed from, that no node computes.
+
+        Operands come before the values that are computed from them.
+        """
         ordered: dict[Value, None] = {}
         waiting = [(value, False) for value in read][::-1]
         while waiting:
@@ -311,7 +335,7 @@ def _operators(plan: Plan) -> frozenset[str]:
 
 
 def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
-    """Return the microseconds of each kernel that builds `value` from its operands."""
+    """Return the microseconds on `target` of each kernel that builds `value` from its operands."""
     built = fakes.recipe(value)
     ran = Run(built.steps, built.inputs)
     kernels = filter(ran.is_kernel, ran.steps)
@@ -319,10 +343,10 @@ def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
 
 
 def _count_replaced(candidate: Candidate) -> int:
-    """Count the calls of the user that die with `candidate` and what it needs."""
+    """Count the calls of the model that die with `candidate` and with the candidate that it needs."""
     return len(candidate.dying | (frozenset() if candidate.needs is None else candidate.needs.dying))
 
 
 def _joint_benefit(offer: Candidate) -> float:
-    """Return the microseconds that `offer` saves, including the candidate that it needs."""
+    """Return the microseconds that `offer` saves together with the candidate that it needs, if any."""
     return offer.benefit + (offer.needs.benefit if offer.needs else 0.0)

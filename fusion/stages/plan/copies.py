@@ -35,9 +35,11 @@ class Copies:
         self._eager = dict(zip(outputs(graph.source), graph.facts.strides, strict=False))
 
     def costs_of(self, match: Match, plan: Plan, dying: Collection[fx.Node]) -> list[float]:
-        """List the cost in microseconds of each copy that `plan` causes, negative for each that it saves.
+        """List the microseconds of each copy that is made because results of `plan` have other strides than those of
+        `match`.
 
-        `dying` are the nodes that die with the rewrite.
+        The microseconds are negative for a copy of the model that is no longer made. `dying` are the nodes that die
+        with the rewrite.
         """
         results = list(zip(match.roots, plan.fakes, strict=True))
         changed = {
@@ -63,10 +65,11 @@ class Copies:
     def _followed(
         self, node: fx.Node, user: fx.Node, changed: dict[fx.Node, torch.Tensor], waiting: list[fx.Node]
     ) -> Iterator[float]:
-        """Yield the cost of each copy at `user`, which reads `node` with its changed strides.
+        """Yield the microseconds of each copy that `user` makes, or no longer makes, as `node` has other strides than
+        before.
 
-        `changed` maps nodes to fakes with their new strides; if `user` has new strides as well it is added there and to
-        `waiting`.
+        `changed` maps each node with other strides to a fake that has them. If `user` becomes one, it is added to
+        `changed` and to `waiting`, whose users are looked at next.
         """
         if (
             is_contiguous_copy(user.target, user.kwargs)
@@ -83,7 +86,9 @@ class Copies:
             waiting.append(user)
 
     def _shared(self, match: Match, plan: Plan) -> list[tuple[fx.Node, ...]]:
-        """List the makers of each result that `plan` gives in the memory of an input or of an earlier result."""
+        """List the nodes of each result of `match` that `plan` returns in the memory of an input, or of an earlier
+        result.
+        """
         memory = self._memory(plan)
         return [
             makers
@@ -100,7 +105,9 @@ def _same_layout(x: torch.Tensor, y: Any) -> bool:
 
 
 def _lowest(node: fx.Node, changed: Collection[fx.Node]) -> fx.Node:
-    """Return the innermost node with changed strides that `node` is a view of: one copy of it serves all views."""
+    """Return the innermost node in `changed` of which `node` is a view, or `node`: one copy of it serves all its
+    views.
+    """
     source = shown(node)
     return node if source is None or source not in changed else _lowest(source, changed)
 

@@ -36,7 +36,9 @@ class DeadNodes:
         self._known: dict[Value, _Given] = {}
 
     def below(self, roots: Sequence[fx.Node], read: Collection[Value]) -> frozenset[fx.Node]:
-        """Return `roots` and the nodes below that only they need, except those that give the values `read`."""
+        """Return `roots` and all nodes that only they need, except those that give the values `read`, which a plan
+        reads.
+        """
         alive = self._alive(read)
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]

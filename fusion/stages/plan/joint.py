@@ -16,10 +16,10 @@ from fusion.records import LEAST_BENEFIT, Candidate
 
 
 def pairs(candidates: Sequence[Candidate], on_top: Callable[[Candidate, Candidate], Candidate]) -> list[Candidate]:
-    """Return, for every two `candidates` that save more jointly than alone, the second as one that needs the first.
+    """Return a candidate for every two of `candidates` that save more together than each alone.
 
-    `on_top(second, first)` prices the second on top of the first. Both get half of what they save jointly: they are
-    chosen as a pair or not at all.
+    It is the second of the two as one that needs the first; each has half of what both save. `on_top(second, first)`
+    prices the second if the first is rewritten as well.
     """
     offered: list[Candidate] = []
     for one, other in _sharing(candidates):
@@ -47,9 +47,10 @@ def _sharing(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candi
 
 
 def _covering(node: fx.Node, numbers: Sequence[int], alone: Sequence[Candidate]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs among the candidates `numbers` that make all users of `node` dead, neither doing so alone.
+    """Yield the pairs among the candidates `numbers` that together make all users of `node` dead, and neither alone.
 
-    Candidates with too few of the users are skipped: no pair covers a node with many users, as a table of rotations.
+    `alone` are all candidates. Those that make too few users dead to be one of two are skipped: no pair covers a node
+    with many users, such as a table of rotations.
     """
     users = frozenset(node.users)
     gone = {number: users.intersection(alone[number].dying) for number in numbers}

@@ -106,7 +106,7 @@ def _is_moved_by(user: fx.Node) -> bool:
 
 
 def _fits_float16(value: Any) -> bool:
-    """Return True if float16 is proven to represent every number of `value`; False for None, which is no capture."""
+    """Return True if float16 is proven to represent every number of the capture `value`; False for None."""
     return value is not None and (not narrows(exact(value).dtype, F16) or _is_within(value))
 
 
@@ -143,7 +143,9 @@ def _computed(step: Step) -> Refused:
 
 
 def _computed_on(plan: Plan) -> Iterator[tuple[Step, torch.Tensor]]:
-    """Yield each pair (step, result) of `plan` where another step computes with the result, directly or once moved."""
+    """Yield each step of `plan` and its result, if another step computes with the result, or with a view or copy of
+    it.
+    """
     read = set[Output]()
     for number, step in reversed([*enumerate(plan.steps)]):
         results = [*outputs_of(number, step.result)]

@@ -110,7 +110,11 @@ class PlanBook:
         return self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
 
     def _stored_or_recorded(self, key: Any, match: Match, captures: Mapping[str, Any], traits: _Traits) -> Plans:
-        """Load plans that an earlier graph has stored; else record them, and store them unless a lowering raised."""
+        """Load the plans of `match` that an earlier graph has stored under `key`; if there are none, record and store
+        them.
+
+        They are not stored if a lowering raised. `captures` and `traits` are what lowerings are recorded with.
+        """
         ways = [each.name for each in self._ways(match)]
         depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
         name = digest(self._key_of(match.rule), *depends) if self._texts else None
@@ -127,10 +131,10 @@ class PlanBook:
         return plans
 
     def _record_all(self, match: Match, captures: Mapping[str, Any], traits: _Traits) -> Plans:
-        """Record lowerings in the order of the rule, up to the first legal one of one kernel that gives the model's
-        strides.
+        """Record the lowerings of `match` with `captures`, in the order of the rule.
 
-        Of several variants of one method, those behind the first that is legal on all targets are skipped.
+        It ends at the first that is legal on all targets, has at most one kernel, and gives the strides of the model.
+        Once a variant of a method is legal on all targets, its other variants are skipped.
         """
         plans: dict[str, Plan | Refused] = {}
         settled: set[str] = set()
@@ -162,9 +166,9 @@ class PlanBook:
         return self._looks[id(given)][1]
 
     def _given(self, capture: Any, spare: bool) -> Any:
-        """Return the argument of a lowering for `capture`: for a value its fake tensor.
+        """Return what a lowering gets as argument for `capture`: for a value its fake tensor, else `capture` itself.
 
-        None stands for a `spare` capture, one that lowerings can do without, that cannot be computed.
+        None if no fake can be computed, and `spare` is True: lowerings can do without that capture.
         """
         if not isinstance(capture, Value):
             return capture
@@ -204,14 +208,13 @@ class PlanBook:
         return Plan(tuple(ran.steps), named, results, limits, self._costs(ran, traits.owned), used)
 
     def _refused_on(self, lowering: Lowering) -> dict[str, str]:
-        """Return the reason of each target on which `lowering` deviates from its rule."""
+        """Return target -> reason for each target on which `lowering` is declared not to do what its rule says."""
         return {each.name: lowering.refused_on[each.name] for each in self._targets if each.name in lowering.refused_on}
 
     def _fitted(self, result: torch.Tensor, value: Value) -> torch.Tensor:
-        """Reshape `result` to the shape of `value` if they differ in dims of size 1 alone.
+        """Reshape `result` to the shape of `value`, if the two differ in dims of size 1 alone; else return it as it is.
 
-        It is reshaped as well where the model has a reshape of a value that, dims of size 1 aside, has the shape of
-        `result`.
+        If `value` is a reshape, `result` may also differ in dims of size 1 from what is reshaped.
         """
         have, *wanted = map(but_ones, (dims_of(result.shape), value.shape, *(each.shape for each in _seen(value))))
         if have not in wanted or dims_of(result.shape) == value.shape:
@@ -219,10 +222,10 @@ class PlanBook:
         return result.reshape([self._fakes.size(size) for size in value.shape])
 
     def _costs(self, ran: Run, owned: frozenset[str]) -> tuple[tuple[float, frozenset[str]], ...]:
-        """Return for each kernel of `ran` its microseconds and the captures that it depends on.
+        """Return for each kernel of `ran` its microseconds, and the captures that it depends on.
 
-        A write into a capture of `owned`, or into memory of the plan itself, is priced without the copy that in-place
-        forms save.
+        A write is priced by the rows that are written alone if it can be in place: into a capture of `owned`, or into
+        memory that the plan itself has made.
         """
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(ran.steps, ran.sources, strict=True):
@@ -274,7 +277,11 @@ class PlanBook:
 
 
 def _wanted(result: Value, makers: Sequence[fx.Node]) -> Hashable:
-    """Return what distinguishes plans for `result`: shape, shapes that it is a reshape of, dtype and strides."""
+    """Return all that plans for `result` depend on: its shape, that of the value it is a reshape of, its dtype and
+    strides.
+
+    `makers` are the nodes that compute it.
+    """
     strides = dims_of(makers[0].meta["val"].stride()) if makers else None
     return result.shape, *(each.shape for each in _seen(result)), result.dtype, strides
 
@@ -292,7 +299,9 @@ def _is_prepared(graph: Graph, value: Value) -> bool:
 
 
 def _overwritten(step: Step) -> list[Any]:
-    """Return the arguments of `step` that its in-place form writes to."""
+    """Return the arguments of the functional operator of `step` that its in-place form writes into; [] if it has no
+    such form.
+    """
     operator = operator_of(step.target)
     if operator is None or not operator.in_place:
         return []
@@ -301,7 +310,7 @@ def _overwritten(step: Step) -> list[Any]:
 
 
 def _seen(value: Value) -> tuple[Value, ...]:
-    """Return the value that `value` is a reshape of, if it is one, as a tuple."""
+    """Return (argument,) if `value` is a reshape, else ()."""
     return value.args if value.op == "reshape" else ()
 
 

@@ -48,9 +48,10 @@ def _coexisting(
     readers: Mapping[fx.Node, Sequence[tuple[Match, Plan]]],
     dying: Callable[[Match, Plan], frozenset[fx.Node]],
 ) -> Sequence[fx.Node]:
-    """Return the nodes of `readers` whose matches can all be chosen: no match of a later one makes an earlier one dead.
+    """Return the nodes of `readers` whose matches can all be chosen, from the last node to the first.
 
-    `readers` maps a node to its matches; `dying` gives the nodes that die with a match.
+    Left out is a node that a match of a node chosen before makes dead. `readers` maps a node to its matches with their
+    plans; `dying` gives the nodes that die with a match.
     """
     if len(readers) == 1:
         return list(readers)
@@ -111,11 +112,13 @@ class Sharing:
         return sum(self.alike(match, call.values) for match, _ in self.calls[call])
 
     def times(self, match: Match) -> int:
-        """Count the equal layers for which `match` stands."""
+        """Count the equal layers of which the layer of `match` is the one that was searched."""
         return self._repeats.of(self._last(match))
 
     def alike(self, match: Match, values: Iterable[Value]) -> int:
-        """Count the matches in equal layers for which `match` stands that read the same `values`."""
+        """Count the layers equal to that of `match` in which `values` are the same: each has a match that reads
+        them.
+        """
         return self._repeats.alike(self._last(match), [each for value in values for each in self._graph.reads(value)])
 
     def _last(self, match: Match) -> fx.Node:

@@ -31,7 +31,11 @@ def product_in(z: Value, biases: Collection[Value] = ()) -> Value | None:
 
 
 def addends_of(z: Value, biases: Collection[Value]) -> list[tuple[Value, Value | None]]:
-    """Pair the last two arguments of `z`, an add, where or mul, with the q kᵀ in each; likely scores come first."""
+    """Return the last two arguments of `z`, an add, where or mul, each with the product q kᵀ below it, or None without
+    one.
+
+    The argument that is more likely to be scores comes first. `biases` are products that are not taken for q kᵀ.
+    """
 
     def unlikely(addend: tuple[Value, Value | None]) -> tuple[bool, bool]:
         shape = () if addend[1] is None else addend[1].shape

@@ -53,10 +53,10 @@ def divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
 
 
 def _below_views(a: Algebra, product: Value, inverse: Value) -> tuple[Value, Value, Finish]:
-    """Strip the views of rows and the casts from `product` [.., E], and apply the inverse views to `inverse` [.., 1].
+    """Strip from `product` [.., E] its casts and the views of its rows, and undo these views in `inverse` [.., 1].
 
     Returns:
-        The value below, the rearranged `inverse`, and the stripped views, innermost first.
+        The product below, the rearranged `inverse`, and the stripped views, innermost first.
     """
     steps: list[Step] = []
     wanted = (*product.shape[:-1], 1)
@@ -74,7 +74,7 @@ def _below_views(a: Algebra, product: Value, inverse: Value) -> tuple[Value, Val
 
 
 def _moved(a: Algebra, x: Value, op: str, how: Sequence[Any]) -> Value:
-    """Apply `op`, a permute or reshape by `how`, to `x`, or to the arguments of elementwise ops that compute `x`."""
+    """Return `x` behind `op`, a permute or reshape by `how`, moved below elementwise ops to their arguments."""
     if x.op in ("permute", "reshape"):
         below = _moved(a, x.arg, x.op, x.attrs or x.shape)
         if below is not x:
@@ -95,14 +95,14 @@ _BUILT: Mapping[str, Callable[..., Value | None]] = {
 
 
 def _wide(a: Algebra, inverse: Value, dtype: Any) -> Value:
-    """Return `inverse`, the power of a sum, without a cast between sum and power if the sum has `dtype`."""
+    """Return `inverse` = cast(sum) ** n without the cast, if the sum has `dtype`; any other `inverse` as it is."""
     below = inverse.arg if inverse.op == "power" else inverse
     rounded = below is not inverse and below.op == "cast" and below.arg.dtype == dtype
     return a.power(below.arg, inverse.attrs[0]) if rounded else inverse
 
 
 def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
-    """Apply to `new` the casts and reshapes by which `x` is computed from `old`."""
+    """Rebuild the casts and reshapes by which `x` is computed from `old`, on `new` in the place of `old`."""
     if x is old:
         return new
     below = _replaced(a, x.arg, old, new)

@@ -42,9 +42,11 @@ class Shift:
     sink: Value | None = None
 
     def on(self, row: float, sink: float) -> tuple[float, float] | None:
-        """Add the number to `row`, the score of all keys of a row multiplied by `factor`, and to the score `sink`.
+        """Return what `row` and `sink` become by the addition, for a row whose scores are all `row` and whose sink is
+        `sink`.
 
-        None if the number, or the rounding of the sum, is unknown.
+        `row` and the first result are multiplied by `factor`, as at the softmax. None if the number that is added, or
+        the rounded sum, is not known.
         """
         before = dict.fromkeys((self.scores, exact(self.scores)), row / self.factor)
         by = on_equal_rows(self.by, before, {} if self.sink is None else {leaf_of(self.sink): sink})
@@ -69,9 +71,9 @@ class Empty:
     sunk: bool = False
 
     def of(self, number: float) -> str:
-        """Name the output for a row of scores that are all `number`: "mean" (of all values), "zero", "nan" or "".
+        """Name the output for a row whose masked scores are all `number`: "mean" (of all values), "zero" or "nan".
 
-        "" stands for an unknown output and for all others, such as the sum of all values.
+        Returns "" for any other output, such as the sum of all values, and for one that is not known.
         """
         row, sink = number, 0.0
         for each in reversed(self.shifts):
@@ -87,7 +89,10 @@ class Empty:
 
 
 def result(weight: float, keys: Any) -> str:
-    """Name the output for a row whose `keys` keys all have the share `weight`: "mean", "zero", "nan"; "" for others."""
+    """Name the output for a row whose weights of all `keys` keys are `weight`: "mean" (of all values), "zero" or "nan".
+
+    Returns "" if the weights are none of 1 / `keys`, 0 and NaN.
+    """
     if math.isnan(weight):
         return "nan"
     return "zero" if weight == 0 else "mean" if abs(weight * counted(keys) - 1) <= _ALIKE else ""

@@ -144,7 +144,9 @@ class Attended:
         return Frame(tuple(shape), self.score_rows.after, self.weight_rows.before)
 
     def _is_repeated(self, frame: Frame) -> bool:
-        """Return True if keys or values are repeated for the sequences of `frame`, so that the sequences are heads."""
+        """Return True if one key or value is repeated for all sequences of `frame`: its dim of sequences is one of
+        heads then.
+        """
         both = (each for each in self.keys_and_values(frame) if each is not None)
         return any(unrepeated(self.a, each, 0)[1] != 1 for each in both)
 
@@ -164,9 +166,16 @@ class Attended:
         return [keys, self._heads(self.values, self.weight_rows, self.weight_rows.after, frame.weights)]
 
     def _heads(self, kv: Value, rows: Arrangement, own: Dims, wanted: Dims) -> Value | None:
-        """Arrange keys or values with batch dims `own` as [B, M, T, D] for rows `wanted`, each of the M heads once.
+        """Arrange keys or values `kv` as [B, M, T, D], where each of the M heads has its own row and is not repeated.
 
-        None if they differ between queries, or cannot be arranged.
+        Args:
+            kv: keys or values [.., T, D].
+            rows: layout of the rows of the product that `kv` is an operand of.
+            own: the batch dims of that product, each as a product of atoms of `rows`.
+            wanted: the dims of the frame, each as a product of atoms of `rows`.
+
+        Returns:
+            The arranged value; None if it differs between queries, or cannot be arranged.
         """
         a = self.a
         dims = (*(1,) * (len(own) + 1 - kv.rank), *kv.shape[:-2], 1, *kv.shape[-2:])  # a dim of size 1 for queries
@@ -211,9 +220,10 @@ def _lanes_of_keys(a: Algebra, values: Value, keys: Value) -> Value:
 
 
 def _common(lead: Sequence[Any], full: Sequence[Any]) -> list[Any]:
-    """Expand the sizes `lead` of the dims of heads to those of `full`, up to the last one that is not 1.
+    """Return the sizes `lead` of the dims of heads with those of `full` in all dims up to the last that is not 1 in
+    `lead`.
 
-    Only the dims after it stay 1, so that the query heads that share a key head are adjacent.
+    Dims after it stay 1: over these, query heads share a key head, and must be adjacent.
     """
     own = next((place for place in reversed(range(len(lead))) if lead[place] != 1), -1)
     return [*full[: own + 1], *lead[own + 1 :]]

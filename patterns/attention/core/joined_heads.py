@@ -26,7 +26,7 @@ def with_all_heads(a: Algebra, root: Value) -> Value | None:
 
 @proof
 def joined(a: Algebra, z: Value) -> Value:
-    """Rewrite `z`, a concatenation of products of one shape, to a view of one product; None for others."""
+    """Rewrite `z`, a concatenation of matmuls of one shape, to a view of one batched matmul; None for any other `z`."""
     pieces = list(z.args)
     must(z.op == "cat" and len(pieces) > 1 and len({each.shape for each in pieces}) == 1)
     products = [each.below("reshape") for each in pieces]
@@ -38,7 +38,10 @@ def joined(a: Algebra, z: Value) -> Value:
 
 @proof
 def _stacked(a: Algebra, pieces: Sequence[Value]) -> Value:
-    """Stack `pieces`, of one op and shape, along a new first dim by stacking their arguments; None if impossible."""
+    """Stack `pieces` along a new first dim, by stacking their arguments or undoing the slices that they are.
+
+    None if they differ in op, shape or dtype, or if their op is no matmul, slice, reshape or permute.
+    """
     first, count = pieces[0], len(pieces)
     shape = (count, *first.shape)
     must(all((each.op, each.shape, each.dtype) == (first.op, first.shape, first.dtype) for each in pieces))
@@ -64,13 +67,18 @@ def _stacked_args(a: Algebra, pieces: Sequence[Value]) -> Value:
 
 
 def _operand(a: Algebra, pieces: Sequence[Value], rank: int) -> Value:
-    """Stack `pieces`, the same operand of all products, along a new first dim, with `rank` dims after it."""
+    """Stack `pieces`, the left or right operands of several matmuls of rank `rank`, to [len(pieces), ..] of `rank` + 1
+    dims.
+    """
     stack = proven(_stacked(a, pieces))
     return a.reshape(stack, (len(pieces), *(1,) * (rank + 1 - stack.rank), *stack.shape[1:]))
 
 
 def _uncut(a: Algebra, pieces: Sequence[Value]) -> Value:
-    """Undo the slicing of a tensor into adjacent `pieces` of one width: return them along a new first dim."""
+    """Return adjacent slices `pieces` of one tensor as that tensor, reshaped to [len(pieces), *shape of a piece].
+
+    Unproven if they are not slices of one width, each beginning where the last one ends.
+    """
     source, (axis, start, stop, _) = pieces[0].arg, pieces[0].attrs
     must(isinstance(start, int) and isinstance(stop, int))
     width, count = stop - start, len(pieces)
@@ -82,7 +90,10 @@ def _uncut(a: Algebra, pieces: Sequence[Value]) -> Value:
 
 
 def _attended(a: Algebra, x: Value) -> Value:
-    """Rebuild `x`, a view of a product of weights and values, with joined scores; `x` itself for others."""
+    """Rebuild `x`, a product of weights and values below views, with the scores of all heads joined to one product.
+
+    `x` itself if it is anything else.
+    """
     if x.op in ("cast", "reshape", "permute"):
         return _rebuilt(a, x, [_attended(a, x.arg)])
     if x.op != "matmul":

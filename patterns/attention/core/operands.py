@@ -53,8 +53,15 @@ Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
 def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame, parts: Pieces) -> Inputs | Miss | str:
     """Read the operands of attention `parts` with the rows of `frame`: q [B, N, S, D], k [B, M, T, D], v [B, M, T, E].
 
+    Args:
+        assumed: facts about the graph.
+        root: the result of the attention.
+        attended: queries, keys and values before a frame is chosen.
+        frame: which dims of the rows are sequences, heads and queries.
+        parts: product, weights and scores of the attention.
+
     Returns:
-        The inputs, or a miss or a reason if the operands have no such form.
+        The inputs; a `Miss`, or the reason for one, if the operands have no such form.
     """
     a, scores, q = assumed.algebra, parts.scores, attended.queries
     if q.shape[:-1] != parts.weights.softmax.shape[:-1]:

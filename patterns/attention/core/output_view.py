@@ -28,7 +28,10 @@ def named_view(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish:
 
 
 def view_steps(weights: Weights, width: Any, finish: Finish) -> list[Step]:
-    """Return the steps from the flat rows of [B, N, S, E] to the value of the model; the first is a reshape."""
+    """Return the steps from the flat rows of [B, N, S, E] to the value of the model; the first is a reshape.
+
+    `weights` have the layout of their rows, `width` is E, and `finish` are the steps after the product with values.
+    """
     sizes, before, after = weights.rows.sizes, weights.rows.before, weights.rows.after
     order = [atom for run in before for atom in run]
     wanted = [atom for run in after for atom in run]

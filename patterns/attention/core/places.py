@@ -15,8 +15,10 @@ def is_one_call(graph: Graph, value: Value) -> bool:
 
 
 def only_arranges(graph: Graph, value: Value) -> bool:
-    """Return True if the node of `value` only reshapes or permutes an input that ends in the same contraction and
-    dtype.
+    """Return True if the node of `value` only reshapes or permutes its input, and that is a result of attention as
+    well.
+
+    The input then has the same dtype, and ends in the same product with values.
     """
     product, _ = stripped(value)
     feeds = (graph.value_of.get(source) for source in graph.places[value][0].all_input_nodes)

@@ -120,7 +120,10 @@ def _attentions(graph: Graph) -> Iterator[Annotation]:
 
 
 def _named(value: Value, joined: Value, outcome: Outcome | Miss | None) -> Iterator[Annotation]:
-    """Yield for `value` what `outcome` has for the equal value `joined`."""
+    """Yield the readings or the `Miss` in `outcome` with `value` in the place of `joined`.
+
+    `joined` is equal to `value`, with single heads joined to one product; `outcome` was read from it.
+    """
     if isinstance(outcome, Miss):
         yield value, replace(outcome, of=value)
     elif outcome:
@@ -136,7 +139,10 @@ def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
 
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
-    """Read `root` as attention, trying each product among the addends of the scores as q kᵀ."""
+    """Read `root` as attention, taking each product among the addends of the scores for q kᵀ in turn.
+
+    Returns a `Miss` or the reason for one if `root` only looks like attention, None if not even that.
+    """
     a, walk = assumed.algebra, Scores()
     outcome: Outcome | Miss | str | None = None
     while True:
@@ -183,7 +189,10 @@ def _read_parts(
 
 
 def _over_lists(assumed: Assumed, root: Value) -> list[Reading | Miss]:
-    """Read `root` as attention over rows gathered by lists of keys; a miss if it is none, [] without such lists."""
+    """Read `root` as attention over rows that lists of keys gather; see `listed_attention`.
+
+    [] if `root` is no attention, or if no rows are gathered.
+    """
     a, parts = assumed.algebra, _read_parts(assumed, root)
     if not isinstance(parts, tuple):
         return []
@@ -211,7 +220,16 @@ def _over_lists(assumed: Assumed, root: Value) -> list[Reading | Miss]:
 def _reading(
     assumed: Assumed, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
 ) -> Outcome | Miss | str:
-    """Read attention in the first frame of its rows that fits; the first reason if none does."""
+    """Read the attention `root` in the first frame of its rows that fits; the first reason if none does.
+
+    Args:
+        assumed: the graph, with the assumptions on masks that are passed in.
+        root: the result of the attention.
+        product: the product of weights and values.
+        weights: its left factor.
+        scores: what the softmax is computed over, down to q kᵀ.
+        finish: the steps from `product` to `root`.
+    """
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
     if not 1 <= len(shape) <= 4:
         return (
@@ -234,7 +252,11 @@ def _reading(
 
 
 def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, parts: Pieces) -> Outcome | Miss | str:
-    """Read the attention `parts` with rows split as `frame`; a miss or a reason if that is no attention."""
+    """Read the attention `parts`, whose result is `root`, with its rows split into sequences, heads and queries as
+    `frame`.
+
+    `attended` are queries, keys and values. Returns a `Miss`, or the reason for one, if that is no attention.
+    """
     a, scores = assumed.algebra, parts.scores
     inputs = operands_of(assumed, root, attended, frame, parts)
     if not isinstance(inputs, tuple):
@@ -270,7 +292,10 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, par
 
 
 def _lists(assumed: Assumed, frame: Frame, keys: Any, terms: Sequence[Term], reading: Reading) -> Outcome:
-    """Read the mask of the attention `reading` as lists of keys, or as misses if there is a sink; {} without lists."""
+    """Map the mask of the attention `reading`, or the list in it, to a `topk_mask` reading or a `Miss`.
+
+    With a sink, each list is mapped to a `Miss`. {} if the mask lists no keys.
+    """
     mask = reading.captures.get("mask")
     masks = assumed.masks((*frame.shape, keys), terms, (*frame.sizes, keys), keep_lists=True)
     listed = {} if mask is None else topk_mask(masks, mask, assumed.sorted_by_scores)
@@ -320,7 +345,18 @@ def _masks(assumed: Assumed, parts: Pieces, frame: Frame, keys: Any, dtype: Any)
 
 
 def _described(assumed: Assumed, split: Parted, frame: Frame, dtype: Any, parts: Pieces) -> tuple[Any, Any]:
-    """Return the captures for masks and for the bias ({} without one), or a reason in the place of either."""
+    """Return the captures of the masks, and those of the bias.
+
+    Either is a string, the reason, if it cannot be described; the second is {} if there is no bias or the first is a
+    string.
+
+    Args:
+        assumed: the graph, with the assumptions on masks that are passed in.
+        split: the masks and biases of the scores.
+        frame: which dims of the rows are sequences, heads and queries.
+        dtype: the dtype of the queries; None for int8.
+        parts: the product, weights and scores of the attention.
+    """
     floor = parts.scores.floor
     mask = split.masks.spec(parts.empty, bool(split.biases), split.over, floor)
     if isinstance(mask, str) or not split.biases:

@@ -63,15 +63,17 @@ def int8_cache(graph: Graph) -> Iterator[Annotation]:
 
 
 def _is_latent(k: Value, v: Value) -> bool:
-    """Return True if both are computed from int8 at least in part, as keys of an int8 latent with rotated lanes in
-    floats.
+    """Return True if keys `k` and values `v` are both computed from an int8 tensor.
+
+    A latent may be such, even if its rotated lanes are floats.
     """
     return all(any(source.dtype == torch.int8 for source in each.sources()) for each in (k, v))
 
 
 def _alike(keys: Any, values: Any) -> bool:
-    """Return True if the scales of `keys` and `values` are per token with equal dims of heads, or neither is per
-    token.
+    """Return True if the scales in the captures `keys` and `values` suit one call of the operator.
+
+    They do if both are per token with equally many heads, or neither is per token.
     """
     scales = [each.get("scale") for each in (keys, values)]
     tokens = [scale is not None and _is_per_token(scale) and scale.shape[1] for scale in scales]
@@ -79,7 +81,9 @@ def _alike(keys: Any, values: Any) -> bool:
 
 
 def _dequantised(graph: Graph, *values: Value) -> list[Value]:
-    """Return, of `values` without their views, those that nodes of the graph dequantise from int8."""
+    """Return those of `values`, below their views, that a node of the graph computes from int8 by a scale and an
+    offset.
+    """
     below = [x.below("reshape", "permute", "expand", "slice") for x in values]
     return [x for x in below if x in graph.places and grid_of(graph.algebra, x) is not None]
 

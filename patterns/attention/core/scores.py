@@ -132,7 +132,10 @@ def _queries_first(a: Algebra, z: Value) -> Value | None:
 
 @proof
 def _product_of_one_row(a: Algebra, z: Value) -> Value:
-    """Return q kᵀ, a sum, for `z`, the mean of the elementwise product of one query and one key; None for others."""
+    """Rewrite `z` [.., 1, 1], the mean over lanes of the elementwise product of one query and one key, to q kᵀ.
+
+    None if `z` is anything else. (A sum is canonicalised to a multiple of a mean.)
+    """
     pairs = z.arg.below("reshape")
     must(z.attrs == (-1,) and z.shape[-2:] == (1, 1) and pairs.op == "mul")
     q, k = pairs.args if pairs is z.arg else (a.reshape(each, z.arg.shape) for each in _alike(pairs))
@@ -141,7 +144,7 @@ def _product_of_one_row(a: Algebra, z: Value) -> Value:
 
 
 def _alike(product: Value) -> Sequence[Value]:
-    """Return the factors of `product` if none is broadcast; unproven else."""
+    """Return the factors of the "mul" `product`; unproven if one of them is broadcast."""
     must(all(each.shape == product.shape for each in product.args))
     return product.args
 
@@ -182,7 +185,10 @@ def _number(x: Value) -> float:
 
 
 def _multiplied(a: Algebra, walk: Scores, z: Value) -> Scores:
-    """Walk below `z`, scores times a factor that is the same for all keys, so that it can multiply the queries."""
+    """Walk below `z`, scores times a factor that is the same for all keys, so that it can multiply the queries instead.
+
+    Returns the walk below, or `walk` with a reason if the factor differs between keys or depends on the scores.
+    """
     for scores, factor in (z.args, z.args[::-1]):
         product = product_in(scores, walk.biases)
         if product is None:
@@ -198,7 +204,11 @@ def _multiplied(a: Algebra, walk: Scores, z: Value) -> Scores:
 
 
 def _masked(a: Algebra, walk: Scores, z: Value) -> Scores:
-    """Walk below `z`, an add or where: a mask, a number of each row, or a sum of products as one product."""
+    """Walk below `z`, an add or where: a mask, a number added to each row, or a sum of two products that is one
+    product.
+
+    Returns `walk` with a reason if what is applied to the scores is none of these.
+    """
     z = _masked_by_factor(a, z) or z
     addends = [each for each in addends_of(z, walk.biases) if each[1] is not None]
     joined = factored_products.joined(a, *z.args) if z.op == "add" and len(addends) == 2 else None
@@ -246,7 +256,9 @@ def _is_of_products(scores: Value) -> bool:
 
 
 def truth_of(a: Algebra, x: Value) -> Value | None:
-    """Return the booleans b if `x` is b as numbers 1 and 0; None for any other `x`."""
+    """Return booleans that are True where `x` is 1 and False where it is 0; None unless `x` is made from booleans
+    so.
+    """
     if x.op in ("reshape", "permute", "expand", "slice"):
         seen = truth_of(a, x.arg)
         return None if seen is None else a.seen_as(seen, x)
@@ -260,7 +272,10 @@ def truth_of(a: Algebra, x: Value) -> Value | None:
 
 
 def _with_sink(a: Algebra, walk: Scores, scores: Value, sink: Value) -> Scores:
-    """Walk below `scores`, to which `sink` is concatenated, and below a number subtracted from both in each row."""
+    """Walk below `scores`, behind whose keys `sink` is concatenated.
+
+    A number that is subtracted from scores and sink of each row, such as their maximum, is a shift of both.
+    """
     for unshifted, less in differences(scores):
         minus = next(each for each in scores.args if each.op == "scale" and each.arg is less)
         if sink.op == "add" and minus in sink.args:
@@ -270,9 +285,10 @@ def _with_sink(a: Algebra, walk: Scores, scores: Value, sink: Value) -> Scores:
 
 
 def _shifted(a: Algebra, walk: Scores, shift: Shift) -> Scores:
-    """Walk below `shift`, which cancels in the softmax unless the scores are lost in rounding next to the number.
+    """Walk below `shift`, a number added to each row of scores, which cancels in the softmax.
 
-    They are lost next to a number that hides a key: -1e9 may be subtracted only if it is the greatest of the row.
+    Returns `walk` with a reason if the scores may be lost in rounding beside the number: one that hides keys, such as
+    -1e9, may be subtracted only if it is the greatest score of the row.
     """
     below = scores_of(a, replace(walk, shifts=(*walk.shifts, shift)), shift.scores)
     swallowed = swallows(shift.by, shift.scores, below)
@@ -280,8 +296,15 @@ def _shifted(a: Algebra, walk: Scores, shift: Shift) -> Scores:
 
 
 def swallows(by: Value, scores: Value, below: Scores) -> bool:
-    """Return True if `by`, a number for each row of `scores`, may be one that hides keys, in a row with visible
-    keys.
+    """Return True if `by` [*rows, 1] may be a number that hides keys, though a key of the row is visible.
+
+    Scores to which it is added are then lost in rounding. It may not be, if it is the maximum or log-sum-exp of
+    `scores`.
+
+    Args:
+        by: the number that is added to each row.
+        scores: the scores that it is added to.
+        below: the walk from `scores` down to q kᵀ.
     """
     same = _unscaled(scores)
     read = list(by.sources(lambda x: _deciding(x, same)))
@@ -297,7 +320,11 @@ def _unscaled(x: Value) -> Value:
 
 
 def _deciding(x: Value, scores: Value) -> Sequence[Value]:
-    """Return the arguments that decide the magnitude of `x`, but no `scores` whose maximum or sum of exps `x` is."""
+    """Return the arguments of `x` that may make it large, for a search through `sources`.
+
+    Left out are conditions, and `scores` themselves where `x` is their maximum, their log-sum-exp or their sum of exps:
+    that is about as large as the greatest score.
+    """
     reduces = (x.op == "greatest" and -1 in x.attrs) or (x.op, x.attrs) == ("largest", (1,))
     total = log_sum(x)
     rows = x.arg if reduces else total and total.x
@@ -312,7 +339,10 @@ def _deciding(x: Value, scores: Value) -> Sequence[Value]:
 
 
 def _clamped(a: Algebra, walk: Scores, z: Value) -> Scores:
-    """Walk below the clamp `z` if its bound is the lowest number of the dtype, so that it changes -inf alone."""
+    """Walk below the clamp `z`, which may only raise scores that a mask makes -inf to the lowest number of the dtype.
+
+    Returns `walk` with a reason if the clamp has another bound, or if ops behind the clamp mask once more.
+    """
     low, high = z.attrs
     if z.dtype is None or high != math.inf or low > torch.finfo(z.dtype).min:
         return replace(walk, reason="the scores are clamped, which the operator does not do", at=(z,))

@@ -29,10 +29,13 @@ _LESS = ("greatest", "nothing", "log_sum", "log_of_sum", "unknown")
 
 @proof
 def shared(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Rewrite weights `p` [*rows, T] to a softmax over the scores, or to all but the last weight of one with a sink.
+    """Rewrite the weights `p` [*rows, T], exponentials of scores times one number for each row, to a softmax over the
+    keys.
 
-    The softmax has the output of `p` for rows without keys, compared by several numbers that hide keys; if there is
-    none, a softmax with an unknown output for such rows. None if `p` is not shares of a row.
+    With a sink, `p` is all but the last weight of a softmax over scores and sink. Of the kinds of softmax, which differ
+    in rows without keys, the one that agrees with `p` for all of several numbers that hide keys; if there is none, one
+    with an unknown output for such rows. None if the weights of a row, with that of a sink, are not proven to add up to
+    1.
     """
     shares = proven(row_shares(a, p))
     below = scores_of(a, walk, shares.x)
@@ -50,14 +53,18 @@ def shared(a: Algebra, p: Value, walk: Scores) -> Value | None:
 
 
 def _measured(p: Value, shares: RowShares, number: float) -> str:
-    """Name the output of the weights `p` for a row of scores that are all `number`, with a sink of 0."""
+    """Name the output, as `result` does, of the weights `p` for a row of scores that are all `number`, with a sink of
+    0.
+    """
     sink = {} if shares.sink is None else {leaf_of(shares.sink): 0.0}
     share = on_equal_rows(p, {shares.x: number, exact(shares.x): number}, sink)
     return "" if share is None else result(share, shares.x.shape[-1])
 
 
 def _softmaxes(a: Algebra, shares: RowShares) -> Iterator[Empty]:
-    """Yield a softmax of each kind over the scores and the sink, less the number subtracted from each row."""
+    """Yield each kind of softmax over the scores and the sink of `shares`: they differ in the output for rows without
+    keys.
+    """
     minus = None if shares.less is None else a.scale(shares.less, -1)
     scores, sink = shares.z, shares.sink
     if sink is not None:

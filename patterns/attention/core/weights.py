@@ -51,7 +51,10 @@ def dropped(p: Value) -> bool:
 
 
 def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
-    """Read `p`, the factor of the values, as weights of a softmax; None for other factors."""
+    """Read `p`, the left factor of the product with values, as weights of a softmax; None if it is anything else.
+
+    `walk` holds the products that are not to be taken for q kᵀ.
+    """
     steps, cut = (), False
     while p.op != "softmax":
         step = row_step(p)
@@ -84,7 +87,7 @@ def _transposed_softmax(a: Algebra, permuted: Value, walk: Scores) -> Value | No
 
 
 def _multiplied(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Rewrite weights times numbers of each row, or times a mask of 0 and 1, to a softmax; None for others."""
+    """Rewrite `p`, weights times one number for each row, or times a mask of 0 and 1, to a softmax; None for others."""
     for weights, factor in (p.args, p.args[::-1]):
         seen = truth_of(a, factor)
         if seen is not None:
@@ -94,7 +97,7 @@ def _multiplied(a: Algebra, p: Value, walk: Scores) -> Value | None:
 
 
 def _zeroed(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Rewrite where(gone, 0, weights), for gone keys or rows, to a softmax of masked scores; None for others."""
+    """Rewrite `p` = where(gone, 0, weights) to a softmax over scores that are -inf where `gone`; None for others."""
     condition, *sides = p.args
     zero = [each.op == "full" and each.attrs[0] == 0 for each in sides]
     if zero.count(True) != 1:
@@ -131,10 +134,11 @@ class _Hidden(NamedTuple):
 
 
 def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | None:
-    """Read weights `p` as a softmax over scores of which `gone` holds only at those replaced by a low number.
+    """Read weights `p`, which are set to 0 where `gone`, as a softmax over scores = where(hidden, low number, ..).
 
-    `gone` may also hold in full rows of such scores. None if something else may hide a key as well: in a row where each
-    key is hidden by one or the other, the model has shares of all keys before those of `gone` become 0.
+    `gone` must hold only at hidden scores, or in rows that are hidden as a whole. None if it does not, or if an op
+    below may hide another key: in a row where each key is hidden by one of the two, the model gives all keys a weight
+    before those of `gone` become 0, and masked scores would not.
     """
     softmax = _softmax_below(a, p, walk)
     scores = None if softmax is None else _unrounded(softmax.arg)
@@ -151,7 +155,7 @@ def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | 
 
 
 def _softmax_below(a: Algebra, p: Value, walk: Scores) -> Value | None:
-    """Return the softmax over keys that the weights `p` are a rounding or a spelling of; None for others."""
+    """Return the softmax over keys of which `p` is a cast, or another spelling that `shared` knows; None for others."""
     p = _unrounded(p)
     softmax = p if p.op == "softmax" else shared(a, p, walk) if p.op in ("mul", "exp") else None
     return softmax if softmax is not None and softmax.op == "softmax" and softmax.attrs[0] == -1 else None
@@ -187,10 +191,11 @@ _REWRITTEN = {
 
 
 def _in_product_order(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int, ...]]:
-    """Permute the rows of `softmax` to the order of q kᵀ.
+    """Permute the rows of `softmax` to the order that they have in q kᵀ.
 
     Returns:
-        The permuted softmax, and the permutation of rows that restores `softmax`; () if the order is right.
+        The permuted softmax, and the permutation of rows that restores `softmax`. `softmax` and () if the order is the
+        same, or if q kᵀ is not found.
     """
     scores = scores_of(a, walk, softmax.arg)
     if scores.product is None:
@@ -210,8 +215,9 @@ _HEADS_FIRST = {4: (0, 2, 1), 3: (1, 0)}
 
 
 def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool:
-    """Return True if rows are [.., S, N], heads after positions: heads share the keys, and masks depend on S, not on
-    N.
+    """Return True if the rows of `softmax` are [.., S, N], queries before heads, rather than [.., N, S].
+
+    That is so if all of these dims share the keys, and the masks `terms` differ along the first, not along the second.
     """
     rank = softmax.rank
     if rank not in _HEADS_FIRST or prod(product.args[1].shape[rank - 3 : -2]) != 1:
@@ -223,10 +229,10 @@ def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool
 
 
 def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
-    """Return the place of each dim of q kᵀ among the rows of its softmax, with dims of size 1 in their order.
+    """Return for each dim of rows of q kᵀ its index among the dims of rows of the softmax.
 
-    None if dims were joined or split; or if a reshape changed dims of size 1, unless the queries are in the place of
-    several heads of keys.
+    None if `rows`, the layout between the two, joins or splits dims; or if only dims of size 1 moved, unless the
+    queries are at an index at which keys have several heads.
     """
     before, after = (
         [tuple(e for e in run if rows.sizes[e] != 1) for run in runs] for runs in (rows.before, rows.after)

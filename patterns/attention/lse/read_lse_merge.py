@@ -91,9 +91,10 @@ class _Merges:
     known: dict[tuple[Value, Pick], Outs] = field(default_factory=dict[tuple[Value, Pick], Outs])
 
     def outs(self, x: Value, pick: Pick) -> Outs:
-        """Expand `x`, or the entry `pick` of a dim of it, to a weighted sum: the share of each value.
+        """Expand `x`, or its entry `pick`, to a weighted sum of values: map each value to its weight; memoised in
+        `known`.
 
-        `x` alone with share 1 where it is no such sum; {} while it is being computed.
+        {x: 1} if `x` is no weighted sum.
         """
         key = (x, pick)
         if key not in self.known:
@@ -139,7 +140,9 @@ class _Merges:
                 return None
 
     def _weighed(self, x: Value, pick: Pick) -> Outs | None:
-        """Expand a product with a weight for every row; None for other products."""
+        """Expand `x` = weights [.., 1] · y [.., E] to the values of y, each times the weight of its row; None for
+        others.
+        """
         for weight, y in (x.args, x.args[::-1]):
             rows = (*y.shape[:-1], 1)
             if weight.shape[-1:] != (1,) or y.shape[-1:] in ((), (1,)) or but_ones(weight.shape) != but_ones(rows):
@@ -149,7 +152,7 @@ class _Merges:
         return None
 
     def _contracted(self, weights: Value, y: Value) -> Outs | None:
-        """Expand a sum over stacked parts `y`, written as a matmul with one row of `weights`; else None."""
+        """Expand `weights` [.., 1, P] @ `y` [.., P, E], where `y` is a stack of P parts; None if it is none."""
         stack = y.below("cast", "permute", "reshape")
         if stack.op != "cat" or len(stack.args) != y.shape[-2]:
             return None
@@ -162,14 +165,19 @@ class _Merges:
         return share
 
     def _differing(self, y: Value, pick: Pick) -> Outs:
-        """Expand a difference to its two terms, else `y` as `outs` does."""
+        """Expand `y`, or its entry `pick`, as `outs` does; but of a difference both terms, even if neither is
+        weighted.
+        """
         minus = y.op == "add" and is_float(y) and any(each.op == "scale" for each in y.args)
         if not minus:
             return self.outs(y, pick)
         return _added([self.outs(each, pick_on(each, pick)) for each in y.args]) or self.outs(y, pick)
 
     def _sum(self, terms: list[Outs]) -> Outs | None:
-        """Add `terms`, if one is weighted already; None for a plain sum, which stays one value."""
+        """Add the expansions `terms`; None if none of them has a weight, or if there are too many values.
+
+        A sum without weights stays one value: it is no merge.
+        """
         weighed = any(share.is_weight for each in terms for share in each.values())
         return _added(terms) if weighed and sum(map(len, terms)) <= 2 * PARTS else None
 
@@ -194,10 +202,11 @@ def _is_undivided(out: Value) -> bool:
 
 
 def _gives_other(value: Value, merge: Reading) -> bool:
-    """Return True if the model and the operator merge a row that a finite number hides in all parts to different sums.
+    """Return True if the operator may give another result than `merge` does for a row that all parts hide by a finite
+    number.
 
-    The operator weighs by exp(lseᵢ - lse): lse = number + log 2 rounds to the number itself where that is large, so
-    that both weights are 1.
+    There lse = number + log(parts), which rounds to the number itself if that is large: the operator, which weighs by
+    exp(lseᵢ - lse), then gives each part the weight 1. `value` is the merged value.
     """
     captures = merge.captures
     sums = [each for name, each in captures.items() if name.startswith("lse")]
@@ -215,7 +224,7 @@ def _gives_other(value: Value, merge: Reading) -> bool:
 
 
 def _may_be_low(lse: Value) -> bool:
-    """Return True if a finite number may hide the scores of `lse`."""
+    """Return True if `lse` is made from scores that a finite number may hide."""
     sources = lse.sources(lambda each: () if each.op == "matmul" else each.args)
     return any(each.op in ("full", "scale") and -math.inf < each.attrs[0] <= MASKED for each in sources)
 

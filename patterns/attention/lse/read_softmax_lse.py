@@ -55,16 +55,20 @@ def softmax_lse(graph: Graph) -> Iterator[Annotation]:
 
 
 def _sees_keys(reading: Reading, softmax: Value) -> bool:
-    """Return True if each query is known to see a key; a softmax that gives 0 for rows of -inf proves nothing."""
+    """Return True if each query of the attention `reading` is proven to see a key.
+
+    `fully_masked_row` "zero" says so, unless `softmax` itself gives 0 for rows of -inf.
+    """
     captures = reading.captures
     ordered = captures["mask_kind"] != "dense" and captures.get("kv_lens") is None
     return captures["fully_masked_row"] == "zero" and (ordered or softmax.attrs[1] != "zero")
 
 
 def _is_infinite(graph: Graph, value: Value, scores: Value, terms: Sequence[Term]) -> bool:
-    """Return True if the log-sum-exp `value` is -inf for every number by which masks hide all keys, as in the lowering.
+    """Return True if the log-sum-exp `value` is -inf for rows without keys, as that of the lowering is.
 
-    m + log Σ exp(s - m) is NaN for m = -inf; for a row that a finite number hides, it is about that number.
+    It is tried for every number by which the masks `terms` hide `scores`: m + log Σ exp(s - m) is NaN for m = -inf, and
+    about the number itself if that is finite.
     """
     positions = Assumed.of(graph).masks(scores.shape, terms, (1, 1, 1, 1)).positions
     numbers = numbers_of(positions, terms) or [-math.inf]

@@ -85,8 +85,8 @@ class Assumed:
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
         """Return the positions at which the model writes `queries` rows into buffers of at most `keys` rows.
 
-        The model fails on a write beyond the end of a buffer: rows written there, and queries at the same positions,
-        are within the keys.
+        The model itself fails on a write beyond the end of a buffer, so that each such position + `queries` is at most
+        `keys`. Empty for one query, or a symbolic number of keys.
         """
         if queries == 1 or not isinstance(keys, int):
             return frozenset()
@@ -164,9 +164,9 @@ class Assumed:
 
 
 def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
-    """Return the start and the axis of the `rows` consecutive rows that `write` writes in each sequence.
+    """Return the first position of the `rows` consecutive rows that `write` writes in each sequence, and their dim.
 
-    The start is None where they are not consecutive or have another number.
+    The position is None if the rows are not consecutive, or if their number is not `rows`.
     """
     _, source, index, *inner = write.args
     axis = 1 if inner else write.attrs[0]

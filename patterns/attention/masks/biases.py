@@ -39,9 +39,11 @@ class Bias(Group):
         require(self.values is None, why)
 
     def refuse_with_mask(self, seen: Any, paged: bool) -> None:
-        """Refuse a bias with a mask whose queries without a visible key give the mean of all values.
+        """Refuse a bias if the mask `seen` has queries without a visible key that give the mean of all values.
 
-        The lowering zeroes such queries so that all their scores are equal, but the operator adds the bias to them.
+        The lowering sets such queries to 0 so that all their scores are equal, but the operator adds the bias to them.
+        That is so where keys are `paged`, or the mask is given by a number of keys; else the mean is computed
+        afterwards.
         """
         posed = seen.fully_masked_row == "mean" and (paged or seen.count is not None)
         require(self.values is None or not posed, "a query without keys gives the mean of all values, beside a bias")

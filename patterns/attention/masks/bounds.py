@@ -31,7 +31,7 @@ class Limits:
 
 
 def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] = ()) -> bool:
-    """Return True if every query is proven to see a key of `keys`.
+    """Return True if each of `queries` queries is proven to see one of `keys` keys within `bounds`.
 
     Elements of tensors are taken as nonnegative positions; `lengths` are symbolic sizes that are nonnegative.
     """
@@ -56,8 +56,9 @@ def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] 
 
 
 def is_counted(term: int | Leaf) -> bool:
-    """Return True if `term` is the number of keys that a mask shows to the first query, which is checked to be at
-    least 1.
+    """Return True if `term` is the capture "count" of a mask that is passed in: how many keys the first query sees.
+
+    It is at least 1, which is checked at each call.
     """
     return isinstance(term, Leaf) and term.value.op == "count"
 

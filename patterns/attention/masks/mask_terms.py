@@ -109,7 +109,7 @@ def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
 
 
 def hides_by_truths(positions: Positions, term: Term) -> bool:
-    """Return True if the additive `term` would hold only 0 and hiding numbers, were all integer inputs masks of 0 and
+    """Return True if the additive `term` would add only 0 and numbers that hide keys, if all integer inputs were 0 or
     1.
     """
     constants = _added(positions.supposing(), term)
@@ -125,17 +125,18 @@ def hides_below(positions: Positions, term: Term) -> bool:
 def unseen(
     positions: Positions, terms: Sequence[Term], softmax: Empty, over: bool = False, floor: float = -math.inf
 ) -> str:
-    """Return the result of a query that sees no key: "mean" (of all values), "zero", "nan", or "" if unknown.
+    """Name the result of a query that sees no key: "mean" (of all values), "zero" or "nan"; "" if it is not known.
 
-    A finite number added to a full row of scores does not change their softmax, unless all exponentials become 0. A
-    number below `LOST` absorbs the scores: all of them become that number, and the softmax gives equal weights.
+    A finite number that masks add to all scores of a row does not change the softmax of the row, unless all
+    exponentials become 0. A number below `LOST` absorbs the scores: all of them become that number, and the weights
+    equal.
 
     Args:
         positions: the evaluation of masks at the positions of the scores.
         terms: the masks, the outermost first.
         softmax: the results of the softmax for rows of one number.
         over: True if a bias is added to scores that a mask has replaced.
-        floor: the number to which lower scores are clamped behind the masks.
+        floor: the number to which lower scores are clamped after they are masked.
     """
     numbers = {max(number, floor) for number in numbers_of(positions, terms)}
     results = {softmax.of(number) for number in numbers or {-math.inf}}

@@ -170,9 +170,10 @@ class Masks:
         return captures | {"count": bounded["kv_lens"]} if counts else captures
 
     def _unseen(self, empty: Empty, over: bool, floor: float) -> str:
-        """Return the result of a query that sees no key, as `unseen` does.
+        """Name the result of a query that sees no key, see `unseen`.
 
-        "" where assumed masks may hide keys by different numbers.
+        "" as well if a mask is assumed that may hide keys by -inf or by finite numbers, and the two give different
+        results.
         """
         if not any(map(self.lowered, self.positions.relied)):
             return unseen(self.positions, self.terms, empty, over, floor)
@@ -187,9 +188,10 @@ class Masks:
         return _OF_LISTS.format(what="keys" if names_keys(listed, self.sizes[3]) else "blocks of keys")
 
     def _lists_some(self, bounds: Limits) -> bool:
-        """Return True if each query sees a key though `bounds` have one more condition.
+        """Return True if each query is proven to see a key within `bounds`, whose `rest` is one condition.
 
-        An alternative of the condition shows a listed key, or the first or last key, within the bounds.
+        The condition, or one side of an "or", must show a listed key, the first key or the last keys within the other
+        bounds.
         """
         inside = replace(bounds, rest=())
         if len(bounds.rest) != 1 or not sees_some(inside, *self.sizes[2:], self.positions.lengths):
@@ -210,8 +212,9 @@ class Masks:
         return bool(move) == inside.moving and not span.terms and isinstance(span.constant, int) and span.constant >= 0
 
     def _lists_one(self, part: Formula, inside: Limits) -> bool:
-        """Return True if `part` is a top-k list of scores masked to the bounds `inside`, which has a key within
-        them.
+        """Return True if the condition `part` is a top-k list of scores that a mask restricts to the bounds `inside`.
+
+        As each query sees a key within `inside`, its list then has such a key.
         """
         kind, leaf = part if not isinstance(part, bool) else ("", None)
         if kind != "is" or leaf.value.op != "chosen" or leaf.index[-2:] != self.positions.origin[-2:]:
@@ -222,7 +225,10 @@ class Masks:
         return scores is not None and scores.limits(scores.visible()) == inside
 
     def behind(self, masked: Value) -> Masks | None:
-        """Return the outermost mask of `masked` [B, S, T] if all scores that it hides are below others; else None."""
+        """Return the masks of a top-k over `masked` [B, S, T], the outermost of its masks alone.
+
+        None if it has none, or if a score that the mask hides may be above one that it shows.
+        """
         positions = self.positions.over(masked.shape)
         for scores in masked.args[-2:] if masked.op in ("add", "where") else ():
             term = mask_on(masked, scores)
@@ -249,10 +255,11 @@ class Masks:
         return self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
 
     def _lowered(self, softmax: Empty) -> dict[str, Any]:
-        """Sum the masks to the capture "levels", for softmaxes that weigh the keys lowered least if all are hidden.
+        """Return the captures "levels" and "fully_masked_row" for masks that hide by finite numbers; {} if not proven.
 
-        {} where that is not proven: a mask that does not absorb the scores, a softmax that gives something else than
-        NaN or 0 for a row of -inf, or one that does not share its weights among a row of one finite number.
+        If all keys of a query are hidden, the softmax weighs those that are lowered least; "levels" is the sum of the
+        masks. The masks must absorb the scores, and the softmax must give equal weights to a row of one finite number,
+        and 0 or NaN for a row of -inf.
         """
         total = lowered(self.a, self.terms) if self.weakest() <= LOST and self.are_shared(softmax) else None
         wide, lead = self._led(total) if total is not None else (None, ())
@@ -263,9 +270,10 @@ class Masks:
         return {"fully_masked_row": empty, "levels": self._without_heads(wide, lead)}
 
     def _lowers_some(self) -> bool:
-        """Return True if each query is proven to have a key that is lowered by no -inf.
+        """Return True if each query is proven to have a key that no mask hides by -inf.
 
-        Such a key is visible in all masks but one, which hides by finite numbers.
+        It is proven by one mask that may hide by -inf and shows each query a key, if there is at most one other mask,
+        which hides by finite numbers.
         """
         parts = [part for each in self.terms for part in addends(each)]
         for part in parts:
@@ -282,15 +290,17 @@ class Masks:
         return max(numbers_of(self.positions, self.terms), default=-torch.inf)
 
     def are_shared(self, empty: Empty) -> bool:
-        """Return True if a row of each finite number by which a mask hides a key shares its weights among all keys."""
+        """Return True if the softmax gives all keys equal weights in a row of any finite number by which a mask hides a
+        key.
+        """
         finite = [each for each in numbers_of(self.positions, self.terms) if each > -math.inf]
         return all(empty.of(number) == "mean" for number in finite or [MASKED])
 
     def blur(self, least: float) -> bool:
-        """Return True if the masks, summed in a dtype of lowest number `least`, may give -inf, and numbers near
-        `least`.
+        """Return True if the sum of the masks in a dtype with lowest number `least` may be -inf for one key, and a
+        number near `least` for another.
 
-        Clamping -inf to `least` would then make both kinds of keys alike.
+        If -inf were clamped to `least`, both keys would be hidden alike, and in the model they are not.
         """
         numbers = [list(numbers_of(self.positions, (each,))) for each in self.terms]
         overflow = sum(min(each, default=0.0) for each in numbers) < least
@@ -301,9 +311,9 @@ class Masks:
         return next((each for each in self.terms if isinstance(visible(self.positions, (each,)), str)), self.terms[-1])
 
     def hidden_entries(self, lists: int) -> Value | None:
-        """Return where the masks hide an entry of a list, as booleans [*rows, T]; rows are the first `lists` dims.
+        """Return bool [*rows, T], True where the masks hide an entry of a list, where rows are the first `lists` dims.
 
-        None where that differs along the other dims of the scores.
+        None if the masks differ along the other dims of the scores, those of heads.
         """
         wide, lead = self._joined()
         if any(size != 1 for size in lead[lists:-1]):
@@ -312,7 +322,9 @@ class Masks:
         return self.a.expand(self.a.reshape(wide, (*lead[:lists], lead[-1])), (*shape[:lists], shape[-1]))
 
     def _joined(self) -> tuple[Value, tuple[Any, ...]]:
-        """Combine all masks that hide a key into booleans, true where hidden; also return their padded dims."""
+        """Combine the masks that may hide a key by "or": return booleans, true where hidden, and their dims, see
+        `_led`.
+        """
         terms = [each for each in self.terms if not self._shows_all(each)]
         first, *others = hidden_by(self.a, terms or self.terms)
         joined: Value | None = first
@@ -322,13 +334,15 @@ class Masks:
         return self._led(joined)
 
     def _shows_all(self, term: Term) -> bool:
-        """Return True if `term` hides no key and is made from no list."""
+        """Return True if `term` is proven to hide no key, other than by a list that has all keys."""
         positions = self.positions.over(self.positions.shape)
         shows = visible(positions, (term,)) is True and not positions.lists_all
         self.positions.relied.update(positions.relied)
         return shows
 
     def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
-        """Return `x` without its expand, and the dims of that, padded in front with 1 to the rank of the scores."""
+        """Return the operand of `x` if `x` is an expand, else `x`; and its dims, with 1 in front up to the rank of the
+        scores.
+        """
         wide = unexpanded(x)
         return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)

@@ -58,7 +58,9 @@ class Parted:
 
 
 def parted(masks: Masks) -> Parted:
-    """Split the additive terms of `masks` into masks and biases."""
+    """Split each additive term of `masks` into addends that hide keys, which stay masks, and all others, which are
+    biases.
+    """
     masking_terms: list[Term] = []
     biases: list[tuple[int, Term]] = []
     for place, term in enumerate(masks.terms):
@@ -88,8 +90,9 @@ def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
 
 
 def stays_finite(split: Parted) -> bool:
-    """Return True if the one bias is chosen from finite numbers and nonnegative values, so that no sum with it is
-    -inf.
+    """Return True if there is one bias in `split`, and it is proven to be no -inf, nor to make a sum -inf.
+
+    It must be made by choices from finite constants and nonnegative values.
     """
     return len(split.biases) == 1 and all(_is_chosen(each.mask) for _, each in split.biases)
 
@@ -113,7 +116,7 @@ def _hides(positions: Positions, x: Value, factor: float) -> bool:
 
 
 def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
-    """Yield values that broadcast to `x` and add up to it, splitting sums and choices that may contain a mask."""
+    """Yield values that add up to `x` when broadcast: the addends of sums, and of choices the mask and the rest."""
     match x.op:
         case "full" if x.attrs[0] == 0:
             return
@@ -141,9 +144,10 @@ def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
 
 
 def _chosen(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
-    """Yield the choice `x` as a mask of hiding numbers and 0, and the pieces of its other side.
+    """Yield where(c, number, 0) and the pieces of y for the choice `x` = where(c, number, y) with a number that hides a
+    key.
 
-    `x` alone unless exactly one side hides.
+    `x` alone if none or both of its sides are such numbers. Where the key is hidden, y adds to the number.
     """
     condition, *sides = x.args
     hides = [each.op == "full" and each.attrs[0] <= MASKED for each in sides]

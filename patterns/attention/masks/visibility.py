@@ -93,9 +93,10 @@ class Structured(Visibility):
         return MaskSpec(self.mask_kind, self.window, self.kv_len, self.kv_lens)
 
     def posed(self, queries: Queries, keys: Any) -> tuple[Queries, Structured]:
-        """Return `queries` [B, N, S, D] and the mask, with a mean of all values for sequences that see no key.
+        """Return `queries` [B, N, S, D] and the mask, changed so that the operator gives the mean for sequences without
+        keys.
 
-        Where plain attention gives that mean and the operator 0, their queries are set to 0 and see all `keys`.
+        If plain attention gives the mean of all values there, the queries are set to 0 and see all `keys` keys.
         """
         if self.count is None or self.fully_masked_row != "mean":
             return queries, self
@@ -104,15 +105,20 @@ class Structured(Visibility):
         return zeroed, replace(self, count=self.count.masked_fill(nothing, keys), fully_masked_row="zero")
 
     def within(self, rows: Any) -> Structured:
-        """Restrict the mask to the first `rows` keys, or to all for None.
+        """Return the mask with `rows` as the number of visible keys, unless lengths or an upper-left causal order limit
+        it.
 
-        Lengths and an upper-left causal order restrict it already.
+        `self` if `rows` is None.
         """
         bounded = self.kv_len is not None or self.kv_lens is not None or self.count is not None
         return self if rows is None or bounded or self.mask_kind == "causal_upper_left" else replace(self, kv_len=rows)
 
     def asked(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Return lengths and mask arguments for queries `q` [B, N, S, D] over `keys` keys of `source`."""
+        """Return the lengths of keys, and the mask as arguments, for queries `q` [B, N, S, D] over `keys` keys of
+        `source`.
+
+        `latent` is True for attention over a latent.
+        """
         spec = source.spec(self.spec(), q.shape[2], keys, latent)
         return source.lengths(spec, q), spec.arguments(q.device, q.shape[2])
 
@@ -153,9 +159,10 @@ class Dense(Visibility):
         return blind.transpose(1, 2) if last else blind
 
     def posed(self, queries: Queries, keys: Any) -> tuple[Queries, Dense]:
-        """Return `queries` [B, N, S, D] and a mask where those without a key see all keys, or those lowered least.
+        """Return `queries` [B, N, S, D] and the mask, changed so that the operator gives the model's mean for rows
+        without keys.
 
-        Such queries are set to 0, so that the operator gives the mean of the values of these keys.
+        Such queries are set to 0, and see all keys; with `levels`, those that are lowered least.
         """
         if self.levels is None and self.fully_masked_row != "mean":
             return queries, self
@@ -175,7 +182,11 @@ class Dense(Visibility):
         return self
 
     def asked(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Return lengths and arguments with the mask for queries `q` [B, N, S, D] over `keys` keys of `source`."""
+        """Return the lengths of keys, and the mask as arguments, for queries `q` [B, N, S, D] over `keys` keys of
+        `source`.
+
+        `latent` is True for attention over a latent, whose operator takes no sparse_mode beside the mask.
+        """
         mask = source.widened(self.shown(), q.shape[0], keys)
         spec = source.spec(MaskSpec(), q.shape[2], keys, latent)
         mode = {} if latent else dict(sparse_mode=1)

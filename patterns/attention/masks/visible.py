@@ -24,9 +24,9 @@ def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
 
 
 def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
-    """Return the condition of `mask`, a choice of two numbers, or its negation, as where it is below `bound`.
+    """Return booleans, true where `mask`, a choice of two numbers, is below `bound`: its condition or the negation.
 
-    None unless the condition broadcasts to `mask` and exactly one number is below.
+    None unless the condition has fewer dims than `mask`, and exactly one of the two numbers is below `bound`.
     """
     if mask.op != "where" or mask.arg.shape == mask.shape or any(each.op != "full" for each in mask.args[1:]):
         return None
@@ -35,10 +35,10 @@ def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
 
 
 def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | None:
-    """Return the list from which `mask` is filled, or its negation, as booleans, true where a key is hidden.
+    """Return booleans, true where a key is hidden, if `mask` is filled by a list of keys: the list or its negation.
 
-    `mask` is a choice by a list between two numbers, or the comparison of such a choice with a number; None for others.
-    `hides` tells for a number of `mask` if it hides. The list may have fewer dims than `mask`.
+    `mask` is where(list, number, number), or the comparison of such with a number; None for others. The result may have
+    fewer dims than `mask`. `hides` tells of a number in `mask` if it hides a key.
     """
     filled = next((each for each in mask.args if each.op != "full"), mask) if mask.op == "compare" else mask
     if filled.op != "where" or filled.arg.op != "chosen" or filled.shape != mask.shape:
@@ -48,7 +48,10 @@ def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | 
 
 
 def _is_hidden(mask: Value, filled: Value, side: Value, hides: Callable[[float], bool]) -> bool:
-    """Return True if `mask` hides where `filled`, its operand or itself, is the constant `side`."""
+    """Return True if `mask` hides a key where `filled` has the value `side`, a constant.
+
+    `mask` is `filled` itself, or a comparison of it with a number. `hides` tells of a number in `mask` if it hides.
+    """
     sides = [side if each is filled else each for each in mask.args] if mask is not filled else [side]
     if any(each.op != "full" for each in sides):
         return False

@@ -142,7 +142,9 @@ class Int8GroupedPages(GroupedPages):
         return super().written(p, *map(p.reshaped, int8))
 
     def arguments(self, heads: int, width: int) -> dict[str, Tensor]:
-        """Return the scales by which rows are divided, and the offsets added afterwards, [M, D] in float32."""
+        """Return the scales by which rows are divided, and the offsets added afterwards, [`heads`, `width`] in
+        float32.
+        """
         given = {
             "k_scale": self._divisor(self.key_scale), "v_scale": self._divisor(self.value_scale),
             "k_offset": self.key_zero, "v_offset": self.value_zero,
@@ -198,7 +200,11 @@ class Normed(Group):
     dtype: Any = attribute()
 
     def terms(self, p, heads, order, tables, like):
-        """Match queries and keys, normalised and rotated."""
+        """Return the terms of queries and keys, normalised and rotated.
+
+        `heads` are the terms of both by heads, `order` the order of dims in which they are normalised and rotated;
+        `tables` and `like` are those of `rotated_lanes`.
+        """
         norms = ((self.q_gamma, self.q_eps), (self.k_gamma, self.k_eps))
         normed = (
             order.normed(p, each, partial(_norm, p, gamma, eps))

@@ -40,7 +40,11 @@ def missed(reason: str, product: Value, at: Sequence[Value] = ()) -> Miss:
 
 
 def wide_result_miss(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
-    """Return a `Miss` if queries, keys and values were cast to a dtype that no operator takes; else None."""
+    """Return a `Miss` of the attention `root` if its result is read in a wider dtype than queries, keys and values
+    have.
+
+    Operators give results in the dtype of their operands. None if that is not so, or if `reading` is none of attention.
+    """
     if not isinstance(reading, Reading) or reading.op != RULE:
         return None
     operands = [reading.captures[name] for name in ("q", "k", "v")]
@@ -56,7 +60,10 @@ def wide_result_miss(graph: Graph, root: Value, reading: Reading | Miss | None) 
 
 
 def used_weights_miss(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
-    """Return a `Miss` if the weights of the attention are used by more than the product with values; else None."""
+    """Return a `Miss` of the attention `root` if its weights have other users than the product with values.
+
+    None if they have not, or if `reading` is none of attention.
+    """
     if not isinstance(reading, Reading) or reading.op != RULE:
         return None
     product = stripped(root)[0]
@@ -91,7 +98,7 @@ def why_not_decomposed(node: fx.Node) -> str:
 
 
 def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:
-    """Return the values of nodes that widen the source of `x`, in any shape."""
+    """Return the widening casts in the graph that have the same source as `x`, below views and casts."""
     source = x.below(*_VIEWS, "cast")
     return tuple(each for each in graph.places if is_rounding(each) and each.below(*_VIEWS, "cast") is source)
 

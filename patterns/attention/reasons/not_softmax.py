@@ -143,7 +143,9 @@ def _softmaxes(x: Value, axis: int, most: int = 4) -> Iterator[tuple[Value, int]
 
 
 def _below(x: Value, axis: int) -> list[tuple[Value, int]]:
-    """List the operands of `x` that have its dim `axis`, each with its index there."""
+    """List the operands of `x` that have the dim `axis` of `x`, each with the index that the dim has there; [] for a
+    matmul.
+    """
     match x.op:
         case "matmul":
             return []
@@ -170,10 +172,18 @@ def _is_attended(product: Value) -> bool:
 
 
 def _down(x: Value, op: str, passed: Sequence[str], most: int = 4) -> tuple[str, Value | None]:
-    """Search the operands of `x` for an op `op` of as many elements; return the first op on the way, and the value.
+    """Search below `x` for an op `op`, through operands with as many elements as their result.
 
-    Ops in `passed` do not count; "" if there are no others. Operands computed last are searched first, and no way with
-    more than `most` ops that count.
+    Args:
+        x: where the search begins.
+        op: the name of the op.
+        passed: names of ops that are left out of account.
+        most: how many ops besides `passed` may be on the way.
+
+    Returns:
+        The name of the first op on the way that is not in `passed`, "" if there is none; and the value, None if there
+        is
+        none. Operands that are computed last are searched first.
     """
     waiting, seen = [(x, tuple[str, ...]())], set[Value]()
     while waiting:

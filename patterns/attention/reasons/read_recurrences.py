@@ -77,9 +77,10 @@ def _described(rule: str, update: _Update) -> str:
 
 
 def _kind(graph: Graph, update: _Update, reads: set[Value]) -> str:
-    """Return the rule as which `update` is reported.
+    """Name the recurrence that `update` is a step of: "delta_rule", "state_space" or "linear_attention".
 
-    "" if the added product depends on the products `reads` with the state through Parameters alone: layers between.
+    A delta rule adds what is computed from `reads`, the products with the state. "" if that goes through a product with
+    Parameters: then layers of a model are between them, and `update` is no recurrence.
     """
     first = update.state.id  # users of the state have larger ids
 
@@ -177,7 +178,10 @@ class _Walk:
         return users
 
     def contractions(self, state: Value) -> Iterator[Value]:
-        """Yield the products of `state` with a computed tensor that are summed over a dim, such as Sᵀ q."""
+        """Yield the products of `state` with a computed tensor that sum over a dim, such as Sᵀ q.
+
+        They may be matmuls, or a "mul" followed by a mean; views of the state and additions to it may come before.
+        """
         waiting, seen = [(state, False)], set[Value]()
         while waiting:
             x, weighed = waiting.pop()

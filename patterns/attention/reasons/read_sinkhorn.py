@@ -43,7 +43,12 @@ def sinkhorn(graph: Graph) -> Iterator[Annotation]:
 
 
 def _chain(value: Value) -> list[tuple[Value, _Normalised]]:
-    """List the normalisations that end in `value`, the last first, alternately over rows and columns."""
+    """List the normalisations of which each is computed from the next one, beginning with that of which `value` is a
+    view.
+
+    Each divides by the sums over rows if the next one does over columns, and the reverse; the list ends where it does
+    not.
+    """
     chain: list[tuple[Value, _Normalised]] = []
     last = 0
     while True:

@@ -79,7 +79,13 @@ def _is_passed_in(scores: Value) -> bool:
 
 
 def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool, bool]:
-    """Return whether the weights at `nodes` are multiplied, whether they select, and whether they leave before."""
+    """Follow the users of the weights at `nodes`; return three booleans.
+
+    Returns:
+        True if the weights are multiplied by a tensor; True if something is chosen by them, as by top-k; True if they
+        are
+        a result of the graph without having been multiplied before.
+    """
     waiting, seen, meets, leaves = list(nodes), set(nodes), False, False
     while waiting and len(seen) < _FAR:
         for user in waiting.pop(0).users:
@@ -95,7 +101,10 @@ def _fate(nodes: Collection[fx.Node]) -> tuple[bool, bool, bool]:
 
 
 def _products(scores: Value) -> Iterator[tuple[Value, str]]:
-    """Yield the matmuls in `scores`, each with the last op behind the matmul that no reader passes, or ""."""
+    """Yield each matmul that `scores` are computed from, with the name of an op in between.
+
+    It is the op nearest to `scores` that no reader walks through; "" if there is none.
+    """
     waiting, seen = [(scores, "")], set[Value]()
     while waiting and len(seen) < 4 * _FAR:
         x, between = waiting.pop()
@@ -110,7 +119,7 @@ def _products(scores: Value) -> Iterator[tuple[Value, str]]:
 
 
 def _weights_below(x: Value) -> Iterator[Value]:
-    """Yield the softmaxes from which `x` is computed by at most one matmul."""
+    """Yield each softmax that `x` is computed from on a way with at most one matmul."""
     waiting, seen = [(x, False)], set[tuple[Value, bool]]()
     while waiting:
         x, behind = waiting.pop()

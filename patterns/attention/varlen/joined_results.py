@@ -37,7 +37,11 @@ class Part:
 
 @proof
 def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
-    """Read `value`, which is concatenated with others, as a view of a result in `results`, or of some of its rows."""
+    """Read `value`, an operand of a concatenation, as a view of the result of an attention in `results`, or of its
+    queries.
+
+    None if it is anything else.
+    """
     result, reading = proven(results.get(made_by(value)))
     views, above, cut = list[Value](), list[Value](), None
     while prod(value.shape) != prod(result.shape) or a.reshape(result, value.shape) is not value:
@@ -68,9 +72,10 @@ def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
 
 @proof
 def _some_rows(a: Algebra, part: Part, axis: int, start: int, stop: int, step: int) -> Part | None:
-    """Restrict `part` to the queries `start` to `stop` (exclusive), cut along `axis` of its view.
+    """Return `part` for the queries `start` … `stop` - 1 alone, which a slice with `step` takes along dim `axis` of its
+    view.
 
-    None where masks or captures do not allow that.
+    None if `step` is not 1, or if the mask or another capture cannot be restricted to these queries.
     """
     steps = proven(steps_of([(part.plain, part.seen)], axis))
     must(step == 1 and steps.to == axis and part.seen is steps.applied(a, part.plain))
@@ -109,7 +114,9 @@ def _batch_as_heads(a: Algebra, attention: Reading) -> Reading | None:
 
 
 def joins(graph: Graph) -> Iterator[tuple[Results, Value]]:
-    """Yield each concatenation of several values, with the results of all attentions, in graphs with more than one."""
+    """Yield each concatenation, with the results of all attentions of the graph; nothing if there are fewer than
+    two.
+    """
     readings = graph.readings.all("softmax_attention")
     results = {made_by(value): (value, reading) for value, reading in readings}
     for value in graph.places if len(results) > 1 else ():
@@ -152,10 +159,10 @@ class Steps:
 
 @proof
 def steps_of(turned: Sequence[tuple[Value, Value]], axis: int, dim: int = ROWS) -> Steps | None:
-    """Read the views that lead from tensors to their views in `turned`, leaving the number of rows along `dim` open.
+    """Return the views from a tensor to its view, with the number of rows along `dim` left open.
 
-    They are those of the first pair with several rows; a single row is viewed as one entry along `axis`. None where a
-    view merges the rows with another dim.
+    `turned` are pairs of a tensor and its view, of which the first with more than one row is read. If all have one row,
+    it is viewed as one entry along `axis`. None if a view merges the rows with another dim.
     """
     plain, seen = next((both for both in turned if both[0].shape[dim] != 1), turned[0])
     views = proven(views_between(plain, seen))

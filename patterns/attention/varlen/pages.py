@@ -59,10 +59,12 @@ class Pages(Group):
         return p.reshaped(first), p.reshaped(second)
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Accept pages without NZ blocks, whatever `widths` their lanes have."""
+        """Refuse nothing: pages in BSND or BNSD have no NZ blocks."""
 
     def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
-        """Return the pages of `first` and `second` in the layout of the operator, by `calls.laid`."""
+        """Return the pages of `first` and `second`, of `heads` heads, in the dims that the operator takes; see
+        `calls.laid`.
+        """
         return [calls.laid(each, self.size, self.layout, heads) for each in (self.first_pages, self.second_pages)]
 
     def keys(self, batch: Any) -> Any:
@@ -76,11 +78,16 @@ class Pages(Group):
         return seen.posed(queries, keys)
 
     def spec(self, spec: MaskSpec, queries: Any, keys: Any, latent: bool) -> MaskSpec:
-        """Convert a mask to the operator's: with a block table, it counts causal orders from the last key."""
+        """Return the mask `spec` for `queries` queries and `keys` keys with a lower-right causal order.
+
+        With a block table, the operator counts causal orders from the last key.
+        """
         return spec.from_last(queries, keys)
 
     def lengths(self, spec: MaskSpec, q: Tensor) -> Any:
-        """Return the number of visible keys of each sequence, as integers or a tensor [B]."""
+        """Return the number of visible keys of each sequence of `q` by the mask `spec`: a list of numbers, or a tensor
+        [B].
+        """
         return calls.each_length(spec, q)
 
     def widened(self, mask: Tensor, batch: Any, keys: Any) -> Tensor:
@@ -130,12 +137,14 @@ class Pages(Group):
         return seen.restored(y.transpose(1, 2), last=True).transpose(1, 2), lse
 
     def as_pages(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Refuse pages, which have a block table: this lowering takes contiguous keys for pages."""
+        """Refuse every call: this lowering reads contiguous keys as pages, and pages have a block table of their
+        own.
+        """
         require(False, "a block table names the pages")
         return self.packed(q, seen, call, **extra)
 
     def encoded(self, q: Tensor, scale: float) -> Tensor:
-        """Refuse pages, which the operator for encoders does not read."""
+        """Refuse every call: the operator for encoders reads no pages."""
         require(False, "the operator for encoders reads no pages")
         return q
 

@@ -61,9 +61,11 @@ def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
 
 @proof
 def _view(a: Algebra, part: Part, axis: int, shape: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return the steps that view the result of the batch as the results of its sequences, concatenated along `axis`.
+    """Return the steps from the result of the batch to `shape`, that of the concatenation of its sequences along
+    `axis`.
 
-    Symbolic sizes are replaced by names, which the lowering takes from its own result.
+    `part` is one sequence with the views behind its result, which all have. Symbolic sizes are replaced by names, as
+    the lowering has its own. None if there are no such steps.
     """
     seen, count, names = part.seen, shape[axis] // part.seen.shape[axis], {part.plain.shape[ROWS]: "S"}
     if seen.shape[axis] == 1:
@@ -75,7 +77,11 @@ def _view(a: Algebra, part: Part, axis: int, shape: Sequence[Any]) -> tuple[Any,
 
 
 def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None:
-    """Concatenate the tensors of the sequences, [1, ..], to [B, ..]; if `broadcast`, a shared one stays as it is."""
+    """Concatenate `parts`, the same operand [1, ..] of each sequence, to [B, ..]; None if their shapes or dtypes
+    differ.
+
+    If `broadcast` is True, one that all sequences share is returned as it is.
+    """
     if broadcast and all(each is parts[0] for each in parts):
         return parts[0]
     alike = {(each.shape, each.dtype) for each in parts}

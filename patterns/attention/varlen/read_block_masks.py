@@ -47,9 +47,10 @@ def _segmented(folder: Folder, attention: Reading) -> Reading | None:
 
 @proof
 def _seen(folder: Folder, captures: Any, tokens: int) -> Any:
-    """Return constant booleans [T, T], true where a query sees a key, the same for all heads.
+    """Return constant booleans [T, T] for T = `tokens`, true where a query sees a key, the same for all heads.
 
-    They are the negated mask, or true where the bias is 0; others must be numbers that hide a key.
+    They are the negated mask in `captures`, or true where a bias that is used as a mask is 0. Unproven if there is
+    neither, or if the bias has a number that is not 0 and hides no key.
     """
     mask, bias = captures.get("mask"), captures.get("bias")
     must((mask is None) != (bias is None))

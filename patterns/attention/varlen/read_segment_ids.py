@@ -81,12 +81,15 @@ def _both(a: Algebra, compared: Value, tokens: Any) -> Value | None:
 
 
 def _run(x: Value, tokens: Any) -> bool:
-    """Return True if `x` varies along the columns, its last dim."""
+    """Return True if the last dim of `x` has one entry for each of several `tokens`: `x` has ids along columns."""
     return x.shape[-1:] == (tokens,) and tokens != 1
 
 
 def _line(a: Algebra, x: Value, tokens: Any) -> Value | None:
-    """View the numbers `x` of `tokens` tokens as one line [T], before its slices and scales; None for other sizes."""
+    """Reshape `x`, one number for each of `tokens` tokens, to [T], with its slices and scales after the reshape.
+
+    None if `x` has another number of elements.
+    """
     if prod(x.shape) != tokens:
         return None
     match x.op:
@@ -154,7 +157,10 @@ def _is_one(marks: Value) -> bool:
 
 @proof
 def _counted(mean: Value, bounds: float) -> int | None:
-    """Return one more than `bounds`, if `mean` is the fraction of as many bounds that are ≤, or <, each position."""
+    """Return a number above all segment ids that are counted as the `bounds` that are ≤, or <, a token's position.
+
+    `mean` is the fraction of bounds that are, times `bounds` the id. Unproven if it is computed in another way.
+    """
     must(mean.op == "mean" and mean.attrs in ((-1,), (mean.arg.rank - 1,)))
     truths = mean.arg.below("cast")
     must(truths.op == "compare" and truths.attrs in (("le",), ("lt",)))

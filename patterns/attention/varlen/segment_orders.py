@@ -34,14 +34,19 @@ def kind_of(every: Sequence[Captures]) -> str | None:
 
 
 def _from_last(order: str, size: tuple[Any, Any]) -> str:
-    """Return `order`, with an upper-left causal order of a segment with as many queries as keys as lower-right."""
+    """Return the causal `order` of a segment of `size` (queries, keys), as lower-right if it has as many keys as
+    queries.
+
+    An upper-left order is the same mask then; any other `order` is returned as it is.
+    """
     return "causal_lower_right" if order == "causal_upper_left" and size[0] == size[1] else order
 
 
 def in_one_window(folder: Folder, every: Sequence[Captures]) -> list[Captures]:
-    """Give all segments `every` the one window that some of them have; unchanged if windows differ.
+    """Return the captures of all segments `every` with one window: the only one that any of them has.
 
-    In the others, it must hide no key, or the same keys as their mask.
+    Unchanged if there is none, if there are several, or if in a segment without it the window hides other keys than the
+    segment's mask does.
     """
     own = [_window(folder, each) for each in every]
     windows = {each for each in own if each is not None}
@@ -54,7 +59,10 @@ def in_one_window(folder: Folder, every: Sequence[Captures]) -> list[Captures]:
 
 
 def _window(folder: Folder, captures: Captures) -> int | None:
-    """Return how many keys before its own a query sees, by its window or the constant mask of one query; else None."""
+    """Return how many keys before its own a query sees, by the window in `captures`.
+
+    For one query, also by a constant dense mask that hides the first keys alone. None if there is neither.
+    """
     if captures["window"] is not None or captures["mask_kind"] != "dense" or captures["q"].shape[ROWS] != 1:
         return captures["window"]
     keys, hidden = captures["k"].shape[ROWS], folder.fold(captures["mask"])
@@ -65,7 +73,11 @@ def _window(folder: Folder, captures: Captures) -> int | None:
 
 
 def _within(captures: Captures, has: int | None, window: int) -> Captures:
-    """Return `captures` with `window`, if the mask of the segment is that window (`has`) or the window hides no key."""
+    """Return `captures` with `window`, if that changes nothing: the window is `has`, the segment's own, or hides no key
+    of it.
+
+    Any other `captures` as they are.
+    """
     keys = captures["k"].shape[ROWS]
     if has is not None:
         return {**captures, "mask_kind": "none", "window": window, "fully_masked_row": "zero"}

@@ -45,14 +45,16 @@ def break_even(machine: Target, sizes: Sizes) -> int | None:
 
 
 def _absorbed(machine: Target, sizes: Sizes, queries: int) -> float:
-    """Estimate the time for each key in microseconds, with W_UK and W_UV absorbed."""
+    """Estimate the microseconds on `machine` for each key, if `queries` queries absorb W_UK and W_UV."""
     row = sizes.rank + sizes.rope
     flops = 2.0 * queries * sizes.heads * (row + sizes.rank)
     return max(flops / machine.compute, row * sizes.item / machine.bandwidth)
 
 
 def _expanded(machine: Target, sizes: Sizes, queries: int) -> float:
-    """Estimate the time for each key in microseconds, with keys and values of all heads expanded, written and read."""
+    """Estimate the microseconds on `machine` for each key, if keys and values of all heads are expanded, written, and
+    read by `queries` queries.
+    """
     made, read = sizes.width + sizes.values, sizes.width + sizes.rope + sizes.values
     making = max(
         2.0 * sizes.heads * sizes.rank * made / machine.compute, sizes.heads * made * sizes.item / machine.bandwidth

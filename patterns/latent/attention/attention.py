@@ -120,8 +120,9 @@ class LatentAttention(FewQueries, AnyQueries):
             result.refuse(seen)
 
     def remark(self, encoding: Any, source: Any, version: Any, lowering: str, machine: Target) -> str:
-        """Return the chosen form and the number of queries from which the other costs less.
+        """Return a note on the `lowering` that was chosen, absorption or expansion, and when the other one costs less.
 
-        "" for atb, and for pages, which are never expanded.
+        That is from a number of queries on, which `encoding` gives for `machine`. "" for `version` of atb's operator,
+        and where `source` has pages, which are never expanded.
         """
         return "" if version in ATB or source.paged else encoding.remark(lowering, machine)

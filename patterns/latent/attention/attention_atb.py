@@ -117,6 +117,10 @@ class FewQueries(SoftmaxAttention):
 
 
 def _call(encoding: Any, source: Any, scale: float) -> tuple[atb.Call, Any]:
-    """Build the operands of npu_multi_head_latent_attention, and count the keys of each sequence in `source`."""
+    """Return the operands of npu_multi_head_latent_attention for `encoding` and `source`, and the number of keys of
+    each sequence.
+
+    `scale` is the factor of the scores.
+    """
     batch = encoding.queries()[0].shape[0]
     return atb.call_of(source, batch, scale, encoding.scales_of_heads()), source.keys(batch)

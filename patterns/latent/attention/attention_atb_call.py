@@ -89,9 +89,10 @@ class Call:
 
 
 def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) -> Call:
-    """Build the operands of keys in `source`: pages in NZ [Block, D / L, Size, L], or [Block, Size, 1, D].
+    """Return the operands for the keys of `source`: pages in NZ [Block, D / L, Size, L], or [Block, Size, 1, D].
 
-    Rows are cut into pages. Without a block table, each sequence has consecutive pages.
+    Rows are cut into pages. Without a block table, each of `batch` sequences has consecutive pages. `scale` is the
+    factor of the scores, `scales` are arguments for int8, {} for floats.
     """
     both = source.read(batch)
     if isinstance(source, Rows):
@@ -110,7 +111,11 @@ def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) ->
 
 
 def structured(q: Parts, call: Call, keys: Any, seen: MaskSpec) -> Tensor:
-    """Compute attention [B, S, N, C] over `keys` keys of each sequence, with the mask as lengths and a causal order."""
+    """Compute attention [B, S, N, C] over `keys` keys of each sequence, with the mask `seen` as lengths and a causal
+    order.
+
+    `q` are the absorbed queries [B, S, N, C] and their rotated lanes; `call` has the pages and scales.
+    """
     batch, _, queries = q[0].shape[:3]
     options: dict[str, Any] = {}
     if queries > 1:
@@ -122,7 +127,11 @@ def structured(q: Parts, call: Call, keys: Any, seen: MaskSpec) -> Tensor:
 
 
 def _free(queries: int, size: int, like: Tensor) -> Tensor:
-    """Build the additive mask of mask_type_free [size - 3 + 2 · queries, size], in the dtype of `like`."""
+    """Build the additive mask of mask_type_free, [`size` - 3 + 2 · `queries`, `size`], in the dtype and on the device
+    of `like`.
+
+    `size` is the number of rows of a page, `queries` that of the queries of a sequence.
+    """
     shape = (size - 3 + 2 * queries, size)
     return torch.full(shape, HIDDEN, dtype=like.dtype, device=like.device).triu(2 - queries)
 

@@ -48,7 +48,9 @@ class Keys:
         return kv if self.first_rows is None else kv[:, : self.first_rows]
 
     def spec(self, queries: Any, batch: Any) -> MaskSpec:
-        """Express the mask for an operator whose causal masks are lower-right, see `MaskSpec`."""
+        """Return the mask, for `queries` queries of each of `batch` sequences, with a lower-right causal order; see
+        `MaskSpec`.
+        """
         return self.source.spec(self.seen.within(self.first_rows).spec(), queries, self.count(batch), latent=True)
 
 
@@ -138,8 +140,15 @@ def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:
 def _expanded_heads_first(q: Parts, kv: Parts, up: Parts, spec: MaskSpec, call: Call) -> Parts:
     """Call npu_fused_infer_attention_score in layout NTD_TND on one sequence, whose heads are first in memory.
 
-    Returns the result [1, N, S, E] and the log-sum-exp. `kv` are the latent [T, C] and the rotated lanes [T, 1, Dr];
-    `up` are W_UK as [N, C, D] and W_UV [N, C, E].
+    Args:
+        q: queries [1, N, S, D] and their rotated lanes.
+        kv: the latent [T, C] and the rotated lanes [T, 1, Dr].
+        up: W_UK as [N, C, D], and W_UV [N, C, E].
+        spec: the mask.
+        call: scale and version.
+
+    Returns:
+        The result [1, N, S, E] and the log-sum-exp.
     """
     query, query_rope = (each.squeeze(0) for each in q)
     latent, rope = kv
@@ -157,8 +166,8 @@ def _expanded_heads_first(q: Parts, kv: Parts, up: Parts, spec: MaskSpec, call: 
 def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
     """Call npu_fused_infer_attention_score in layout TND_NTD, with the sequences of `q` packed one after the other.
 
-    Returns what `apart` returns. Rows of which some sequence sees a part are passed as pages, since the operator takes
-    lengths of pages.
+    `keys` and the mask `seen` are as in `apart`, which returns the same. If a sequence sees a part of its rows alone,
+    rows are passed as pages: the operator takes lengths of pages.
     """
     batch, heads, queries = q[0].shape[:3]
     source = keys.source

@@ -42,7 +42,11 @@ class Encoding(Group):
         return head_projection.expanded(y, self.up_value, values)
 
     def remark(self, lowering: str, machine: Target) -> str:
-        """Return the chosen form and the number of queries from which the other costs less; "" if there is only one."""
+        """Return a note on the lowering that was chosen, absorption or expansion, and from how many queries the other
+        costs less.
+
+        "" if there is only one.
+        """
         return ""
 
 
@@ -86,7 +90,9 @@ class Floats(Encoding):
         return (self.nope, self.q_rope), (self.up_key, self.up_value)
 
     def remark(self, lowering: str, machine: Target) -> str:
-        """Return the chosen form and the break-even number of queries; "" where the model absorbs W_UK or W_UV."""
+        """Return a note as `Encoding.remark` does; "" where the model absorbs W_UK or W_UV itself, which leaves no
+        choice.
+        """
         if self.up_key is None or self.up_value is None:
             return ""
         form = "expanded" if lowering.startswith("expanded") else "absorbed"
@@ -94,7 +100,11 @@ class Floats(Encoding):
 
 
 def _compared(form: str, machine: Target, up_key: Any, up_value: Any, rope: Any) -> str:
-    """Describe the chosen `form` and the number of queries from which expanding costs less on `machine`."""
+    """Return a note on the chosen `form`, "absorbed" or "expanded", and on the number of queries from which expanding
+    costs less on `machine`.
+
+    The sizes are those of W_UK `up_key`, W_UV `up_value` and the rotated lanes `rope`.
+    """
     heads, width, rank = up_key.shape
     even = break_even(machine, Sizes(heads, rank, width, rope, up_value.shape[2]))
     until = f"expanding costs less from about {even} queries on" if even else "expanding never costs less"
@@ -127,7 +137,7 @@ class Unrotated(Encoding):
         return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **captures))
 
     def refuse_blocks(self, source: Any) -> None:
-        """Accept any source: rows have no NZ blocks."""
+        """Refuse nothing: the latent is in rows, which have no NZ blocks."""
 
     def queries(self) -> tuple[Any, ...]:
         """Return the absorbed queries [B, N, S, C] alone: no lanes are rotated."""
@@ -138,12 +148,16 @@ class Unrotated(Encoding):
         return head_projection.expanded(self.nope.transpose(1, 2), self.up_key, values)
 
     def parts_of_heads(self) -> tuple[Any, Any]:
-        """Refuse: keys without rotated lanes, once expanded, leave ordinary attention, which needs no rule here."""
+        """Refuse every call: without rotated lanes, expanded keys and values are ordinary attention, which has a rule
+        of its own.
+        """
         require(False, "keys and values without rotated lanes are expanded as the model has them")
         return (), ()
 
     def remark(self, lowering: str, machine: Target) -> str:
-        """Return the chosen form, and from how many queries attention over the expanded keys and values costs less."""
+        """Return a note on absorption, and on the number of queries from which expanded keys and values would cost
+        less.
+        """
         return _compared("absorbed", machine, self.up_key, self.up_value, 0)
 
 
@@ -189,7 +203,7 @@ class Int8(_Int8):
     word = "int8_latent_attention"
 
     def refuse_blocks(self, source: Any) -> None:
-        """Accept any source: the limits of the operator check NZ blocks."""
+        """Refuse nothing here: NZ blocks are checked by the limits of the operator."""
 
     def parts_of_heads(self) -> tuple[Any, Any]:
         """Refuse: an int8 latent is not expanded."""

@@ -68,7 +68,7 @@ def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value:
 
 
 def _once(a: Algebra, scaled: ScaledInt8 | None) -> ScaledInt8 | None:
-    """Remove the repetition of heads from the int8 tensor."""
+    """Return `scaled` with its int8 tensor as one head, if it is repeated for the heads; None if `scaled` is None."""
     return None if scaled is None else replace(scaled, base=once(a, scaled.base))
 
 
@@ -88,7 +88,7 @@ def _cancelled(a: Algebra, x: Value) -> Value:
 
 
 def _one(a: Algebra, ones: Sequence[Value]) -> Value | None:
-    """Multiply scales [1] of a tensor in float32; None if there are none."""
+    """Multiply the scales `ones`, of one element each, to one tensor [1] in float32; None if there are none."""
     return product_of(a, [a.cast(each, WIDE) for each in ones])
 
 

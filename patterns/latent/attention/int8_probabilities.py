@@ -39,9 +39,10 @@ Outcome = dict[Value, Reading | Miss]
 def int8_probability_attention(
     a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None]
 ) -> Outcome | Miss | None:
-    """Read `root` as int8_probability_attention, by `read`, the reader of int8 attention with weights in floats.
+    """Read `root` as attention with rounded probabilities, int8_probability_attention.
 
-    A Miss with the reason if `root` only looks like such an attention; None if not even that.
+    `read` is the reader of int8 attention, which reads a value that has float weights in the place of the rounded ones.
+    Returns a `Miss` if `root` nearly is such an attention, None if it is anything else.
     """
     outcome = _read(a, root, read)
     return Miss(_NAME, outcome) if isinstance(outcome, str) else outcome
@@ -131,9 +132,10 @@ def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[l
 
 
 def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: Sequence[Value]) -> Outcome | str | None:
-    """Convert the reading of `plain`, the int8_latent_attention with weights in floats, to one of `root`.
+    """Turn `outcome`, the reading of `plain` as int8_latent_attention, into that of `root`.
 
-    Per-token scales must be factors of heads. A string is the reason why `root` is not int8_probability_attention.
+    `plain` is `root` with float weights in the place of the rounded ones; `factors` multiply the result. Returns the
+    reason if a scale is not one number for each head, or dtypes differ; None if `outcome` has no such reading.
     """
     reading = outcome[plain]
     if not isinstance(reading, Reading) or reading.op != "int8_latent_attention":

@@ -48,9 +48,9 @@ def _queries(readings: Readings) -> list[tuple[Value, Value]]:
 
 @proof
 def _lanes(layers: Mapping[Value, Value], a: Algebra, value: Value, heads: Any, rows: Any) -> HeadLanes | None:
-    """Return the layer among `layers` of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each head.
+    """Return the W8A8 layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each head.
 
-    `layers` maps results of W8A8 layers, below casts and reshapes, to the results.
+    `layers` maps the result of each W8A8 layer, below casts and reshapes, to the result. None if there is none.
     """
     value, rows, number = unscaled_lanes(a, value, rows)
     below = (each.below("cast", "reshape") for each in sources(value))

@@ -90,8 +90,17 @@ def _called(
 ) -> Four:
     """Call npu_kv_rmsnorm_rope_cache_v2 on rows `kv` [B, S, C + Dr] with tables [B, S, Dr].
 
+    Args:
+        kv: latent and key to rotate of each token.
+        row: norm of the latent.
+        tables: cos and sin, in half order.
+        index: position or slot of each token.
+        caches: those of the latents and of the rotated keys.
+        options: further arguments of the operator.
+
     Returns:
-        Rotated keys and latents [B, 1, S, ..], zeros without is_output_kv, and the caches of both.
+        Rotated keys and latents [B, 1, S, ..], zeros without is_output_kv, and the caches of rotated keys and of
+        latents.
     """
     cos, sin = (each.unsqueeze(1).contiguous() for each in tables)
     latents, ropes = caches

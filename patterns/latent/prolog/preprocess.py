@@ -166,14 +166,23 @@ class JoinedRows:
     key_order: str
 
     def joined(self, dq: Tensor, dkv: Tensor, uq: Tensor) -> tuple[Tensor, Tensor]:
-        """Concatenate the rows of `dkv` and `dq`, layers of the hidden states; return them, and the rows of `uq`."""
+        """Return the rows of `dkv` and `dq` in one tensor, and those of `uq`, each in the order in which the operator
+        reads them.
+        """
         return torch.cat((self.order.of(dkv, self.key_order), dq)), self.order.of(uq, self.query_order, self.heads)
 
 
 def _quantisation(
     layers: Any, x: Tensor, gammas: tuple[Tensor, Tensor], order: JoinedRows
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the biases of the norms of x and of the queries' latent, and the arguments for the quantised `layers`."""
+    """Return the biases of both norms, and the arguments by which npu_mla_preprocess quantises and dequantises.
+
+    Args:
+        layers: the W8A8 layers.
+        x: the hidden states.
+        gammas: gains of the norms of `x` and of the latent of the queries.
+        order: order in which the operator reads rows of the weights.
+    """
     if not isinstance(layers, StaticInt8Layers):
         return [torch.zeros_like(each) for each in gammas], dict(quant_mode="per_token_quant_symm")
     pairs = zip((layers.beta, layers.beta_cq), gammas, strict=True)

@@ -53,7 +53,11 @@ class Queries(LatentQueries):
         return rotated, absorbed, latent
 
     def reordered_layers(self, projection: FloatLayers, row: LatentRow) -> FloatLayers:
-        """Reorder rows of W_UQ and W_DKV so that lanes to rotate are in interleaved order, as the operators read."""
+        """Return `projection` with the rows of W_UQ and W_DKV that are rotated in interleaved order, as the operators
+        read them.
+
+        `row` says which lanes of W_DKV are rotated, and in which order the model has them.
+        """
         order = RowOrder(row.widths[1], INTERLEAVED)
         reorder_heads = partial(order.of, source=self.source, heads=self.up.shape[0])
         return projection.apart(row).reordered(reorder_heads, partial(order.of, source=row.source))
@@ -92,7 +96,11 @@ class Int8QueryPages(Int8LatentPages):
         return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=scale)
 
     def restored_queries(self, queries: Queries, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """Transpose int8 queries, rotated ones in the order of the model, and scales to heads first."""
+        """Return the operator's results with heads before positions: int8 `query`, rotated `rope`, and the `scale` of
+        each head.
+
+        The rotated lanes are put in the order of the model.
+        """
         scale, rope = scale.reshape(*query.shape[:-1], 1), queries.reordered(rope)
         return query.transpose(1, 2), rope.transpose(1, 2), rounded_scale(scale.transpose(1, 2), self.dtype)
 

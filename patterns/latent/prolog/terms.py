@@ -115,10 +115,9 @@ class LatentQueries(Group):
         require(self.result == row.result, "rotated queries are in {queries} order, keys in {keys} order", **orders)
 
     def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Convert an operator's absorbed and rotated queries, [B, S, N, ..] or [T, N, ..], to the layout of the model.
+        """Return the operator's rotated queries `rope`, and absorbed ones `query`, in the layout of the model.
 
-        Returns:
-            Rotated queries, and absorbed ones [B, N, S, C] or [T, N, C].
+        Both are [B, S, N, ..] or [T, N, ..]; the results are [B, N, S, ..] or [T, N, ..].
         """
         absorbed = query.transpose(1, 2) if query.dim() == 4 else query
         rope = self.reordered(rope)

@@ -87,9 +87,17 @@ def _opened(a: Algebra, flat: Value, like: Value) -> Value:
 def query_sources(
     a: Algebra, factors: Factors, absorbed: Value, rotated: Sequence[Reading], lanes_in: Lanes = head_projection
 ) -> Operands:
-    """Read absorbed queries, and arguments of their rotations, as lanes of the layer that `lanes_in` recognises.
+    """Read the absorbed queries, and the arguments of the rotations `rotated`, as lanes of a linear layer.
 
-    Each part that is no lanes of a layer has no reading.
+    Args:
+        a: the algebra of the graph.
+        factors: queries before absorption [B, N, S, D], and W_UK [N, D, C].
+        absorbed: their product [B, N, S, C].
+        rotated: readings of the rotations of the other lanes of the queries.
+        lanes_in: recognises a value as lanes of each head of a layer.
+
+    Returns:
+        A reading for each value that is lanes of a layer; none for others.
     """
     (nope, up), (_, heads, rows, _) = factors, absorbed.shape
     sources: Operands = {}

@@ -61,9 +61,10 @@ class HeadProjection(HeadLanes):
 
 
 def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """Return the linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each head.
+    """Return the linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each of N = `heads`
+    heads.
 
-    None if there is none. A number by which the lanes are multiplied becomes a factor of x.
+    `rows` is S. None if there is none. A number by which the lanes are multiplied becomes a factor of x.
     """
     value, rows, number = unscaled_lanes(a, value, rows)
     for layer in (_linear, _positions_first, _by_heads):
@@ -91,7 +92,10 @@ def unscaled_lanes(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any, flo
 
 
 def opened_heads(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Value:
-    """Reshape `layer` [.., N · width] to [B, S, N, width]; if the sizes do not fit, no value is lanes of the result."""
+    """Reshape `layer` [.., N · width] to [B, S, N, width], with B = `batch`, S = `rows` and N = `heads`.
+
+    If the sizes do not fit, the result has another shape, so that no value is found to be its lanes.
+    """
     return a.reshape(layer, (batch, rows, heads, layer.shape[-1] // heads))
 
 
@@ -101,7 +105,11 @@ Layer = tuple[Value, Value, Value]
 
 @proof
 def _linear(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
-    """Match a linear layer with the result `layer` [.., N · width], or a slice of its outputs."""
+    """Read `layer` [.., N · width] as the result of a linear layer, of which some outputs may be sliced.
+
+    Returns x, its weight [N · width, K], and the result as [B, S, N, width], with B = `batch`, N = `heads` and S =
+    `rows`; None if it is no such layer.
+    """
     is_cut = layer.op == "slice" and layer.attrs[0] == layer.rank - 1 and layer.attrs[3] == 1
     product = layer.arg if is_cut else layer
     must(product.op == "matmul" and prod(product.args[1].shape[:-2]) == 1)
@@ -112,7 +120,9 @@ def _linear(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Laye
 
 @proof
 def _positions_first(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
-    """Match a linear layer of x [S, B, K], flattened or not."""
+    """Read `layer` as `_linear` does, for x [S, B, K], or [S · B, K], whose result is transposed to [B, S, N,
+    width].
+    """
     x, weight, opened = proven(_linear(a, layer, rows, heads, batch))
     by_sequence = a.permute(a.reshape(x, (rows, batch, x.shape[-1])), (1, 0, 2))
     return by_sequence, weight, a.permute(opened, (1, 0, 2, 3))
@@ -120,7 +130,10 @@ def _positions_first(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any
 
 @proof
 def _by_heads(a: Algebra, product: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
-    """Match x [B, 1, S, K] @ y [N, K, width], a linear layer written as one matrix per head."""
+    """Read `product` as x [B, 1, S, K] @ y [N, K, width], a linear layer written with one matrix for each head.
+
+    Returns what `_linear` does; None if it is no such product.
+    """
     must(product.op == "matmul")
     x, y = product.args
     is_shared = (*(1,) * (4 - x.rank), *x.shape[:-1]) == (batch, 1, rows)
@@ -157,9 +170,10 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
 
 
 def heads_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """Return the linear layer of which `value` [B, N, S, D] is lanes of each head; None if there is none.
+    """Return the linear layer of which `value` [B, N, S, D] is lanes of each of N = `heads` heads; None if there is
+    none.
 
-    A value with the dims of [B, S, N, D] has the same shape where N = S: it is refused, unless S is 1.
+    If N = S = `rows`, a value that is [B, S, N, D] has the same shape: it is refused, unless S is 1.
     """
     projection = head_projection(a, value, heads, rows)
     return projection if projection is not None and (projection.heads_first or rows == 1) else None

@@ -144,7 +144,12 @@ def _is_less(lanes: Any, others: Any) -> bool:
 def read_keys(
     a: Algebra, readings: Readings, q: Value, k: Value, keys: KeysOfLatent, rows: Any
 ) -> tuple[Operands, Operands] | None:
-    """Return the readings of queries `q` and of `k`, the leading `rows` of `keys`; and those of the queries' layer."""
+    """Return the readings of queries `q` and keys `k` of attention over a latent, and those of the layer of the
+    queries.
+
+    `keys` describes the keys of which `k` is the first `rows`, or all if None. None if the lanes of `q` cannot be split
+    as those of the keys are.
+    """
     up = keys.up.lanes(a, keys.part.shape[-1])
     nope = proven(_lanes(a, q, keys.start, keys.part.shape[-1]))
     rope = None if keys.rope is None else proven(_lanes(a, q, keys.offset, keys.rope.shape[-1]))
@@ -198,7 +203,9 @@ def absorbed_keys(
 
 
 def _before_split(a: Algebra, x: Value) -> Value:
-    """Return the lanes [1, N, T, D] of all packed tokens, of which `x` [1, N, S, D] is a slice; else `x`."""
+    """Return the lanes [1, N, T, D] of all packed tokens if `x` [1, N, S, D] is a slice of them along the tokens; else
+    `x`.
+    """
     below = x.below("reshape")
     if x.op == "slice" and x.attrs[0] == 2 and x.shape[0] == 1:
         return x.arg
@@ -218,16 +225,18 @@ def _seen_as(a: Algebra, x: Value, shape: Sequence[Any]) -> Value | None:
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
-    """Return the keys and values whose leading rows are `k` and `v`, and the number of these rows.
+    """Return the keys and values of which `k` and `v` are the first rows, and the number of these rows.
 
-    `k`, `v` and None, if they are no such slices, or slices of different length.
+    `k`, `v` and None if they are not sliced so, or to different lengths.
     """
     (keys, rows), (values, value_rows) = first_rows(k), first_rows(v)
     return ((keys, values), rows) if rows == value_rows else ((k, v), None)
 
 
 def first_rows(k: Value) -> tuple[Value, int | None]:
-    """Return the keys whose leading rows are `k` [.., T, D], and the number of these rows; else `k` and None."""
+    """Return the keys of which `k` [.., T, D] is the first rows, and the number of these rows; `k` and None if it is no
+    slice.
+    """
     if k.op == "slice" and k.attrs[0] == k.rank - 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
         return k.arg, k.attrs[2]
     return k, None
@@ -250,7 +259,10 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
 
 
 def _lanes(a: Algebra, x: Value, start: int, count: Any) -> Value | None:
-    """Slice lanes `start` … `start + count` of `x`; below views of rows of a concatenation, then apply the views."""
+    """Slice the lanes `start` … `start + count` - 1 of `x`; None if there are no such lanes.
+
+    If `x` is a view of the rows of a concatenation, the concatenation is sliced, and the view applied to the slice.
+    """
     views, joined = [], x
     while joined.op in ("reshape", "permute") and _keeps_lanes(joined):
         views.append(joined)

@@ -169,7 +169,11 @@ def _sdpa(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | N
 
 @proof
 def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value, Reading]] | None:
-    """Return the captures for queries `q` and keys `k` that are projected from a latent; and readings of q's layer."""
+    """Return the captures of queries `q` and keys `k` that are projected from a latent, and readings of the layer of
+    `q`.
+
+    None if the keys are not projected from a latent.
+    """
     a = graph.algebra
     q, k = _narrow(a, q, k)
     k, rows = first_rows(k)

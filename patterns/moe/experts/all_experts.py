@@ -41,7 +41,10 @@ class Columns(NamedTuple):
 
 
 def chosen_weights(graph: Graph, x: Value) -> Chosen | None:
-    """Return the chosen experts and their weights if `x` [.., E] is proven to be 0 at every other expert."""
+    """Return the experts [.., K] that each token chose, and their weights, from weights `x` [.., E] of all experts.
+
+    None unless `x` is proven to be 0 at every expert that was not chosen.
+    """
     a, inner = graph.algebra, plain(x)
     one_hot = _by_one_hot(a, x)
     if one_hot is not None:
@@ -57,7 +60,9 @@ def chosen_weights(graph: Graph, x: Value) -> Chosen | None:
 
 
 def _placed(inner: Value) -> Chosen | None:
-    """Read weights [.., K] scattered into zeros [.., E] at the indices of a top-k."""
+    """Read `inner` [.., E] as weights [.., K] that are scattered into zeros at the indices of a top-k; None if it is
+    not.
+    """
     if inner.op != "placed" or (inner.arg.op, inner.arg.attrs) != ("full", (0,)):
         return None
     return Chosen(inner.args[2], inner.args[1]) if inner.args[1].op == "largest_index" else None
@@ -84,7 +89,9 @@ def _by_one_hot(a: Algebra, x: Value) -> Chosen:
 
 
 def _one_hot(flags: Value) -> Value | None:
-    """Return the top-k indices [.., K] of which `flags` [.., K, E] is the one-hot encoding, from == with 0 … E - 1."""
+    """Return the top-k indices [.., K] if `flags` [.., K, E] is their one-hot encoding, by == with 0 … E - 1; else
+    None.
+    """
     for listed, numbers in (flags.args, flags.args[::-1]) if (flags.op, flags.attrs) == ("compare", ("eq",)) else ():
         places, line = uncast(listed, "reshape"), uncast(numbers, "reshape")
         along = listed.shape[-1:] == (1,) and numbers.shape[-1:] == line.shape == flags.shape[-1:]
@@ -113,7 +120,10 @@ def _gathered(a: Algebra, x: Value, places: Value) -> Value:
 
 @proof
 def _by_columns(a: Algebra, inner: Value) -> Chosen:
-    """Read K writes of weights [.., 1] into zeros [.., E], the k-th at the k-th index of a top-k."""
+    """Read `inner` [.., E] as zeros into which K weights [.., 1] were written, the k-th at the k-th index of a top-k.
+
+    Unproven if it is anything else.
+    """
     columns: list[tuple[Value, Value]] = []
     while inner.op in ("placed", "write"):
         number, start = inner.args[1:] if inner.op == "write" else inner.args[:0:-1]
@@ -133,7 +143,10 @@ def _by_columns(a: Algebra, inner: Value) -> Chosen:
 
 
 def columns(a: Algebra, inner: Value, factor: float) -> Columns | None:
-    """Read `inner` · `factor` as a weighted sum over all experts: a chain of additions, or a reduction of a stack."""
+    """Read `inner` · `factor` as Σ_e weights[.., e] · (output of expert e), added one by one or reduced from a stack.
+
+    None if it is no such sum.
+    """
     return _loop_columns(a, inner) if inner.op == "add" and factor == 1 else _stacked_columns(a, inner, factor)
 
 
@@ -158,7 +171,7 @@ def _loop_columns(a: Algebra, inner: Value) -> Columns:
 
 
 def _column(a: Algebra, x: Value) -> tuple[int, Value] | None:
-    """Return (e, weights [.., E]) if `x` [.., 1] is the column weights[.., e : e + 1]."""
+    """Return e and weights [.., E] if `x` [.., 1] is the column weights[.., e : e + 1]; else None."""
     if not x.rank or x.shape[-1] != 1:
         return None
     column = plain(x)
@@ -193,7 +206,10 @@ def _listed(a: Algebra, column: Value) -> tuple[int, Value]:
 
 
 def _where_listed(parts: Value) -> tuple[Value, Value] | None:
-    """Split where(flags, weights, 0) or weights · flags into (weights [.., K], boolean flags)."""
+    """Split `parts` = where(flags, weights, 0), or weights · flags, into weights [.., K] and the boolean `flags`.
+
+    None if it is neither.
+    """
     if parts.op == "where" and (parts.args[2].op, parts.args[2].attrs) == ("full", (0,)):
         return parts.args[1], parts.args[0]
     if parts.op != "mul":
@@ -203,7 +219,7 @@ def _where_listed(parts: Value) -> tuple[Value, Value] | None:
 
 
 def _terms(x: Value) -> Iterator[Value]:
-    """Yield the summands of nested additions in `x`, without tensors of zeros."""
+    """Yield the summands of the additions of which `x` is the root, except tensors of zeros."""
     inner = plain(x)
     if inner.op == "add":
         yield from (each for arg in inner.args for each in _terms(arg))
@@ -213,7 +229,11 @@ def _terms(x: Value) -> Iterator[Value]:
 
 @proof
 def _stacked_columns(a: Algebra, inner: Value, factor: float) -> Columns:
-    """Read a reduction over experts of a concatenation or stack of the outputs of all experts."""
+    """Read `inner` · `factor` as a weighted sum over a stack, or a concatenation along the lanes, of the outputs of all
+    experts.
+
+    Unproven if it is anything else.
+    """
     weighted = proven(total(a, inner, factor))
     joined = plain(weighted.rows)
     count, width = weighted.weights.shape[-1], weighted.rows.shape[-1]
@@ -230,7 +250,11 @@ def _stacked_columns(a: Algebra, inner: Value, factor: float) -> Columns:
 
 
 def all_experts(graph: Graph) -> Iterator[Annotation]:
-    """Read every weighted sum over all experts as a sum over the chosen ones; a miss for what only looks like one."""
+    """Yield the readings of every weighted sum over all experts as one over the chosen experts.
+
+    A sum gives a `Miss` if its weights come from a top-k but are not proven to be 0 at the experts that were not
+    chosen, or if the experts are not proven to be one computation with different weights.
+    """
     if not has_topk(graph):
         return
     for (inner, factor), several in summed(graph).items():
@@ -248,7 +272,11 @@ def all_experts(graph: Graph) -> Iterator[Annotation]:
 
 
 def _stacked(graph: Graph, inner: Value, factor: float, several: list[Value]) -> Iterator[Annotation]:
-    """Read `inner` · `factor` as a sum over the experts dim of batched matmuls with the matrices of all experts."""
+    """Yield the readings of `several`, equal values `inner` · `factor`, as a sum over the dim of experts of batched
+    products.
+
+    Nothing is yielded if it is no such sum, a `Miss` if what is summed cannot be rewritten for the chosen experts.
+    """
     gathered = _gathered_rows(graph.algebra, inner, factor)
     weighed = weighed_stack(graph.algebra, inner, factor) if gathered is None else None
     if weighed is not None and _computes(weighed.outputs.value):
@@ -262,7 +290,10 @@ def _stacked(graph: Graph, inner: Value, factor: float, several: list[Value]) ->
 
 
 def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Stack] | None:
-    """Read a weighted sum of rows gathered at top-k indices [T, K] from the outputs of all experts [T, E, H]."""
+    """Read `inner` · `factor` as a weighted sum of rows of [T, E, H], the outputs of all experts, gathered at [T, K].
+
+    Returns the chosen experts with their weights, and the outputs; None if it is no such sum.
+    """
     weighted = total(a, inner, factor)
     rows = inner if weighted is None else plain(weighted.rows)
     if weighted is None or rows.op != "take" or rows.arg.rank != 3 or rows.shape[:-1] != weighted.weights.shape:
@@ -288,7 +319,15 @@ _DENSE = (
 def _sum_of_chosen(
     rows: ChosenRows, output: Value | None, chosen: Chosen, several: list[Value], otherwise: Miss
 ) -> Iterator[Annotation]:
-    """Read `several`, equal values, as the weighted sum of `output` [T, K, H]; only `otherwise` if `output` is None."""
+    """Yield the readings of `several`, equal values, as the sum of the outputs of the chosen experts.
+
+    Args:
+        rows: the rewriter that built `output`, with the readings of what it built.
+        output: the outputs [T, K, H] of the chosen experts; None if they could not be built.
+        chosen: the chosen experts and their weights.
+        several: the values that are equal to the sum.
+        otherwise: the `Miss` that is yielded in place of the readings if `output` is None.
+    """
     if output is None:
         yield several[0], otherwise
         return

@@ -29,7 +29,10 @@ def are_indices(experts: Value, count: Dim) -> bool:
 
 
 def counted(ends: Value, count: Dim) -> Value | None:
-    """Return the list of experts, 0 … `count` - 1, whose group ends in sorted order are `ends` [count]; or None."""
+    """Return the list of experts from whose counts `ends` [E] are the inclusive prefix sums, for E = `count` experts.
+
+    None if `ends` are computed in another way, or if an entry of the list may be outside of 0 … `count` - 1.
+    """
     ends = _uncast(ends)
     if ends.op == "searchsorted":
         return _searched(ends, count)
@@ -58,7 +61,9 @@ def counted_outside(ends: Value) -> bool:
 
 
 def _uncast(x: Value) -> Value:
-    """Strip reshapes, and casts that change no number of rows, from `x`."""
+    """Strip from `x` reshapes, casts that are proven exact, and casts to dtypes that represent each possible number of
+    rows.
+    """
     while x.op == "reshape" or (x.op == "cast" and (x.dtype in _EXACT or is_exact(x))):
         x = x.arg
     return x
@@ -71,7 +76,7 @@ def _unsorted(x: Value) -> Value:
 
 
 def _searched(ends: Value, count: Dim) -> Value | None:
-    """Read `ends` as searchsorted in a sorted list [R], and return the list.
+    """Return the sorted list [R] in which `ends` are found by searchsorted; None if they are computed in another way.
 
     The boundaries are 0 … `count` - 1 from the right (numbers ≤ e), or 1 … `count` from the left (numbers < e + 1).
     """
@@ -82,7 +87,10 @@ def _searched(ends: Value, count: Dim) -> Value | None:
 
 
 def _summed(counts: Value) -> Value | None:
-    """Read `counts` [E] as a sum of list == e, or of the one-hot encoding of a list, and return the list."""
+    """Return the list that `counts` [E] counts: counts[e] = Σ (list == e), or the sum of its one-hot encoding.
+
+    None if `counts` are computed in another way.
+    """
     below, factor = unscaled(counts)
     below = below.below("reshape")
     if below.op not in ("mean", "total") or below.dtype not in _EXACT:
@@ -95,7 +103,10 @@ def _summed(counts: Value) -> Value | None:
 
 
 def _boolean(x: Value, axes: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
-    """Strip conversions of booleans to 0 and 1, and permutes, from `x`; return also the dims `axes` before permutes."""
+    """Strip from `x` conversions of booleans to 0 and 1, and permutes.
+
+    Returns what is below, and the dims of that which `axes` of `x` are.
+    """
     while x.op in ("cast", "permute") or _is_indicator(x):
         if x.op == "permute":
             axes = tuple(sorted(x.attrs[axis % x.rank] - x.rank for axis in axes))
@@ -109,7 +120,10 @@ def _is_indicator(x: Value) -> bool:
 
 
 def _compared(flags: Value, axes: tuple[int, ...]) -> Value | None:
-    """Return the list that `flags` compares by == with 0, 1, … along its one dim outside of `axes`."""
+    """Return the list that `flags` compares by == with 0, 1, … along the one dim that is not among `axes`.
+
+    None if `flags` are no such comparison.
+    """
     left = [axis for axis in range(-flags.rank, 0) if axis not in axes]
     if (flags.op, flags.attrs) != ("compare", ("eq",)) or len(left) != 1:
         return None
@@ -123,6 +137,10 @@ def _compared(flags: Value, axes: tuple[int, ...]) -> Value | None:
 
 
 def _one_hot(flags: Value, axes: tuple[int, ...]) -> Value | None:
-    """Return the top-k indices [.., K] whose multi-hot encoding is `flags` [.., E], if `axes` are all dims but E."""
+    """Return the top-k indices [.., K] if `flags` [.., E] are True at these alone, and `axes` are all dims but the
+    last.
+
+    None if not.
+    """
     distinct = flags.op == "chosen" and flags.arg.op == "largest_index"  # an index that repeats would count once
     return flags.arg if distinct and tuple(axes) == tuple(range(-flags.rank, -1)) else None

@@ -49,7 +49,10 @@ class Choice(Group):
         return p.routed_rows(tokens=tokens, experts=self.experts, order=self.order)
 
     def sorted_experts(self, places: Tensor) -> Tensor:
-        """Return the expert int64 [R] of each sorted row, from the row `places` [R] of each listed pair."""
+        """Return the expert of each row after sorting, int64 [R].
+
+        `places` [R] maps the pair (token t, its k-th expert), at index t · K + k, to its row after sorting.
+        """
         listed = self.experts.flatten().to(torch.int64)
         return listed.new_zeros(listed.shape).scatter(0, places.to(torch.int64), listed)
 
@@ -130,7 +133,9 @@ class FloatRows(Group):
         return choice.rows(p, self.tokens)
 
     def like(self, first):
-        """Return a tensor with the dtype of the activation between the products; `first` is unused."""
+        """Return what has the dtype of the activation between the two products: here the tokens. `first` is not
+        used.
+        """
         return self.tokens
 
     def further(self, p, hidden, like):
@@ -144,7 +149,7 @@ class FloatRows(Group):
         return p.expert_product(x=rows, weight=matrices.weight, bias=matrices.bias, experts=choice.experts, **how)
 
     def refuse(self, matrices: Inward) -> None:
-        """Accept any matrices: a product of floats has the dtype of its rows, which the operator returns."""
+        """Refuse nothing: a product of floats has the dtype of its rows, which is that of the operator's result."""
 
     def routed(self, experts: Tensor, count: int) -> Routed:
         """Emit npu_moe_init_routing_v2, which sorts the tokens by their `experts` [T, K] of `count` experts."""
@@ -155,7 +160,9 @@ class FloatRows(Group):
         return _by_group(routed, matrices.weight)
 
     def encoded(self, routed: Routed, hidden: Tensor) -> Routed:
-        """Return `routed` with rows `hidden` [R, I], which the second product reads."""
+        """Return `routed` with the rows `hidden` [R, I], the activations that the second product multiplies, in its
+        dtype.
+        """
         return routed._replace(rows=hidden)
 
 
@@ -172,7 +179,7 @@ class QuantisedTokens(Group):
         return choice.rows(p, int8), choice.rows(p, scale)
 
     def like(self, first):
-        """Return the dtype of the activation between the products, that of the product with `first`."""
+        """Return what has the dtype of the activation between the two products: that of the product with `first`."""
         return first.dtype
 
     def further(self, p, hidden, like):
@@ -268,7 +275,7 @@ class MergedGate(Group):
         return Merged(multiply(self.both), self.interleaved).terms(p)
 
     def refuse(self) -> None:
-        """Accept any matrices: gate and up are joined already."""
+        """Refuse nothing: gate and up are in one matrix already."""
 
     def joined(self) -> Inward:
         """Return the matrices of gate and up, [E, H, 2 · I]."""
@@ -293,7 +300,9 @@ class TwoGates(Group):
         return p.maybe_cast(multiply(self.gate), to=f32), p.maybe_cast(multiply(self.up), to=f32)
 
     def refuse(self) -> None:
-        """Refuse matrices that every call would have to copy to concatenate them, and a bias of one of them alone."""
+        """Refuse matrices that are not from Parameters alone, which each call would concatenate, and a bias of only one
+        of them.
+        """
         fixed = self.gate.is_parameter_only and self.up.is_parameter_only
         require(fixed, "the matrices of the experts do not come from Parameters alone: joining them would cost a copy")
         require((self.gate.bias is None) == (self.up.bias is None), "only one of gate and up has biases of the experts")
@@ -327,7 +336,7 @@ class OneMatrix(Group):
         return p.maybe_cast(multiply(self.up), to=f32)
 
     def refuse(self) -> None:
-        """Accept any matrices: there is nothing to join."""
+        """Refuse nothing: there is one matrix."""
 
     def joined(self) -> Inward:
         """Return the matrices [E, H, I]."""

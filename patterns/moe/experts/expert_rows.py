@@ -42,14 +42,20 @@ class ChosenRows:
         self._rewritten: dict[tuple[Value, ...], Value] = {}
 
     def rewrite(self, values: Sequence[Value]) -> Value:
-        """Build [T, K, ..] whose row (t, k) is the row of token t in `values`[e], for its k-th expert e; memoised."""
+        """Build [T, K, ..] whose row (t, k) is row t of `values`[e], where e is the k-th expert of token t.
+
+        `values` are one value of each expert, of E in all. The result is memoised; unproven if `values` differ in
+        structure.
+        """
         key = tuple(values)
         if key not in self._rewritten:
             self._rewritten[key] = self._rewrite(values)
         return self._rewritten[key]
 
     def _rewrite(self, values: Sequence[Value]) -> Value:
-        """Rewrite `values` by what all of them are: one input, linear layers, quantised rows, or one elementwise op."""
+        """Build the rows of `values` by their common form: one and the same value, linear layers, quantised rows, or
+        one elementwise op, whose arguments are rewritten in turn.
+        """
         first = values[0]
         if all(each is first for each in values):
             return self._tokens(first)
@@ -67,7 +73,11 @@ class ChosenRows:
         return self._rebuilt(first, [self.rewrite(args) for args in zip(*(each.args for each in values), strict=True)])
 
     def _layer(self, x: Value) -> tuple[Value, Value, Value | None] | None:
-        """Read `x` as a linear layer, or as a slice of its output lanes: input, weight [N, M] and bias [N] of these."""
+        """Read `x` as a linear layer of which some output lanes may be sliced.
+
+        Returns its input, the rows [N, M] of its weight and the entries [N] of its bias for these lanes, or None for no
+        bias. None if `x` is no linear layer.
+        """
         if x.op != "slice" or x.attrs[0] != x.rank - 1:
             return linear(self.a, self.graph.places, x)
         layer = self._layer(x.arg)
@@ -78,7 +88,9 @@ class ChosenRows:
         return inputs, self.a.cut(weight, 0, *lanes), bias and self.a.cut(bias, 0, *lanes)
 
     def _int8_layer(self, x: Value) -> Product | None:
-        """Read `x` as an int8 layer with scales of tokens and channels, or as a slice of its output lanes."""
+        """Read `x` as an int8 layer with scales of tokens and channels, of which some output lanes may be sliced; else
+        None.
+        """
         if x.op != "slice" or x.attrs[0] != x.rank - 1:
             product = self._int8.of(x)
             return product if isinstance(product, Product) and product.complete and not product.reason else None
@@ -115,7 +127,11 @@ class ChosenRows:
         return product
 
     def _int8_product(self, layers: Sequence[Product], dtype: torch.dtype | None) -> Value:
-        """Build the product of the chosen rows with the matrices of `layers`, one int8 layer of every expert."""
+        """Build the product of the chosen rows with the matrices of `layers`, an int8 layer of each expert, in `dtype`.
+
+        Its int8_expert_product reading is added to `readings`. Unproven if layers differ in shapes, if only some have a
+        bias, or if a matrix does not come from Parameters.
+        """
         first, a = layers[0], self.a
         must(len({(each.weight.shape, proven(each.channels).dtype) for each in layers}) == 1)
         biases = [each.bias for each in layers if each.bias is not None]
@@ -137,7 +153,11 @@ class ChosenRows:
         return product
 
     def _quantised(self, several: Sequence[Reading]) -> Value:
-        """Rewrite quantised rows, or their scales per token, so that the rows of the chosen experts are quantised."""
+        """Build rows that are quantised, or their scales, for the chosen experts.
+
+        `several` are the readings `quantise`, or `token_scale`, of one value of each expert. Unproven if these differ
+        in anything but the rows, or if a scale is not dynamic.
+        """
         first = several[0]
         how = {name: each for name, each in first.captures.items() if not isinstance(each, Value)}
         must(len({each.op for each in several}) == 1 and "times" not in how)
@@ -153,7 +173,7 @@ class ChosenRows:
         return int8
 
     def _rebuilt(self, like: Value, args: Sequence[Value]) -> Value:
-        """Build the elementwise op of `like` on `args`."""
+        """Build the op of `like` on `args`, in the shape of these; unproven unless it is elementwise."""
         a, (x, *rest) = self.a, args
         match like.op:
             case "mul":

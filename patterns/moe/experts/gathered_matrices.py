@@ -14,10 +14,11 @@ from fusion.graph.proof import proven
 
 
 def gathered_rows(a: Algebra, x: Value, y: Value) -> tuple[Value, Value, Value] | None:
-    """Read the matmul of `x` and `y` as (rows [.., M], matrices [E, M, N] of all experts, indices of the gather).
+    """Read the matmul of `x` and `y` as a product of rows with a matrix of experts that is gathered for each row.
 
-    The row [1, M] is the left operand, or [M, 1] the right one; or one row is multiplied by all K matrices of a token,
-    which are joined to [M, K · N] on the right or [K · N, M] on the left.
+    Returns the rows [.., M], the matrices [E, M, N] of all experts, and the indices [..] of the gather. Rows are [1, M]
+    on the left or [M, 1] on the right; one row may also be multiplied by the K matrices of its token at once, joined to
+    [M, K · N] on the right or to [K · N, M] on the left. None if no matrices are gathered.
     """
     right, left = _gathered(a, y), _gathered(a, x)
     if right is not None and x.shape[-2] == 1:
@@ -32,7 +33,10 @@ def gathered_rows(a: Algebra, x: Value, y: Value) -> tuple[Value, Value, Value] 
 
 
 def _joined(a: Algebra, y: Value) -> tuple[Value, Value] | None:
-    """Read `y` [T, M, K · N], matrices gathered for K rows of each token, as (matrices [E, M, N], indices [T, K])."""
+    """Read `y` [T, M, K · N] as the K matrices of each token, gathered and joined along their columns.
+
+    Returns the matrices [E, M, N] of all experts and the indices [T, K]; None if `y` is anything else.
+    """
     part = y.arg
     lines, lanes = (part.arg, part.attrs[1:]) if part.op == "slice" and part.attrs[0] == 3 else (part, ())
     matrices = _gathered(a, lines.arg) if (lines.op, lines.attrs) == ("permute", (0, 3, 1, 2)) else None
@@ -43,7 +47,9 @@ def _joined(a: Algebra, y: Value) -> tuple[Value, Value] | None:
 
 
 def _gathered(a: Algebra, x: Value) -> tuple[Value, Value] | None:
-    """Read `x` [.., M, N] as matrices gathered for each row: (matrices [E, M, N], indices [..])."""
+    """Read `x` [.., M, N] as one matrix for each row, gathered: the matrices [E, M, N] and the indices [..]; else
+    None.
+    """
     if x.op == "permute" and x.attrs == (*range(x.rank - 2), x.rank - 1, x.rank - 2):
         below = _gathered(a, x.arg)
         return None if below is None else (swapped(a, below[0]), below[1])
@@ -58,9 +64,10 @@ def _gathered(a: Algebra, x: Value) -> tuple[Value, Value] | None:
 
 
 def _in_int8(a: Algebra, x: Value) -> tuple[Value, Value] | None:
-    """Read `x` as int8 matrices gathered, then cast, and perhaps multiplied by channel scales gathered alike.
+    """Read `x` [.., M, N] as int8 matrices that are gathered, then cast, and perhaps multiplied by scales [.., M, 1].
 
-    The result is (matrices [E, M, N] cast and scaled before a gather, indices), as of `_gathered`.
+    Returns the matrices [E, M, N], cast and scaled before the gather, and the indices [..]; None if `x` is anything
+    else, as when the scales are gathered by other indices.
     """
     if x.op == "cast":
         below = _gathered(a, x.arg) if x.arg.dtype == torch.int8 else _in_int8(a, x.arg) if is_rounding(x) else None

@@ -45,40 +45,49 @@ def sorts(order: Value, experts: Value) -> bool:
 
 
 def _order(x: Value) -> Value | None:
-    """Return the argsort [R] that `x` is below casts and wraps of negative indices, or None."""
+    """Return the argsort [R] of which `x` is a cast, or whose negative indices `x` converts; None for others."""
     x = uncast(x.below("wrap"))
     return x if x.op == "ascending_index" and x.rank == 1 else None
 
 
 def gathered_by(x: Value) -> tuple[Value, Value] | None:
-    """Read `x` [R, ..] as rows gathered from a tensor by indices [R]: (tensor, indices)."""
+    """Read `x` [R, ..] as rows of a tensor, gathered at indices [R]; return both, or None."""
     is_gather = (x.op == "index" and x.attrs == (0,)) or (x.op == "take" and x.arg.rank == x.rank)
     return (x.arg, uncast(x.args[1])) if is_gather and x.args[1].rank == 1 else None
 
 
 def _put_rows(x: Value) -> tuple[Value, Value] | None:
-    """Read `x` as rows [R, ..] scattered by an order, which overwrites every row: (rows, order)."""
+    """Read `x` as rows [R, ..] that are scattered to all R places by an argsort; return the rows and the argsort, or
+    None.
+    """
     rows, places = _scattered(x) or (x, x)
     order = _order(places) if rows is not x and rows.shape == x.shape else None
     return None if order is None else (rows, order)
 
 
 def _scattered(x: Value) -> tuple[Value, Value] | None:
-    """Read `x` as rows written into another tensor at indices of dim 0: (rows, indices)."""
+    """Read `x` as rows written into a tensor at indices of its dim 0; return the rows and the indices, or None."""
     if x.op == "placed" and x.rank == 1:
         return x.args[2], x.args[1]
     return (x.args[1], x.args[2]) if x.op == "write_rows" and x.attrs == (0,) and len(x.args) == 3 else None
 
 
 def sorted_by(x: Value) -> Arranged | None:
-    """Read `x` as a gather of listed values by an order, which sorts them; return the listed values and the order."""
+    """Read `x` as x[i] = y[order[i]], with an argsort `order`; return y, which is in the order of pairs, and the
+    argsort.
+
+    None if `x` is anything else.
+    """
     gathered = gathered_by(x)
     order = None if gathered is None else _order(gathered[1])
     return None if gathered is None or order is None else Arranged(gathered[0], order)
 
 
 def put_back(x: Value) -> Arranged | None:
-    """Read `x` as sorted values put back as listed, by a scatter or by a gather; return them and their order."""
+    """Read `x` as x[order[i]] = y[i], by a scatter or by a gather with the inverse of the argsort `order`.
+
+    Returns y, which is sorted, and the argsort; None if `x` is anything else.
+    """
     scattered, gathered = _put_rows(x), gathered_by(x)
     if scattered is not None:
         return Arranged(*scattered)
@@ -87,7 +96,9 @@ def put_back(x: Value) -> Arranged | None:
 
 
 def _inverse(x: Value) -> Value | None:
-    """Return the order whose inverse permutation is `x`: its argsort, or 0 … R - 1 scattered by it; or None."""
+    """Return the argsort `order` with x[order[i]] = i: `x` is its argsort, or 0 … R - 1 scattered by it. None for
+    others.
+    """
     if x.op == "ascending_index":
         return _order(x.arg)
     rows, order = _put_rows(x) or (x, None)
@@ -98,7 +109,11 @@ def _inverse(x: Value) -> Value | None:
 
 
 def sorted_tokens(a: Algebra, rows: Value, pairs: Pairs) -> Arranged | None:
-    """Read `rows` [R, H] as rows of tokens [T, H] gathered in an order of the pairs: (tokens, order)."""
+    """Read `rows` [R, H] as tokens[order[i] // K], with an argsort `order` of the pairs; return the tokens and the
+    argsort.
+
+    None if `rows` are anything else.
+    """
     gathered = gathered_by(rows)
     if gathered is None:
         return None
@@ -112,7 +127,9 @@ def sorted_tokens(a: Algebra, rows: Value, pairs: Pairs) -> Arranged | None:
 
 
 def order_of_tokens(listed: Value, pairs: Pairs) -> Value | None:
-    """Return the order of pairs whose tokens, order[r] // K, are `listed` [R]; or None."""
+    """Return the argsort `order` of the pairs if `listed` [R] is the token of each sorted row, order[i] // K; else
+    None.
+    """
     if pairs.choices == 1:
         return _order(listed)
     if listed.op == "floor_divide" and listed.attrs == (pairs.choices,):

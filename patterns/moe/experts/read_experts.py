@@ -43,7 +43,9 @@ _GROUPED = ("grouped_matmul", "transformers.grouped_mm_fallback.default")
     gives=(ROUTED_ROWS, EXPERT_PRODUCT, INT8_EXPERT_PRODUCT, EXPERT_SUM), needs=("quantise",), refines=("gate_lanes",)
 )
 def routed_experts(graph: Graph) -> Iterator[Annotation]:
-    """Read every routed_rows, expert_product, int8_expert_product and expert_sum; report near misses with a reason."""
+    """Yield every routed_rows, expert_product, int8_expert_product and expert_sum, and a `Miss` for what is nearly
+    one.
+    """
     products: dict[Value, Reading] = {}
     for value in list(graph.owners):
         for product, result in _products(graph, value):
@@ -194,7 +196,10 @@ def _sums(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[Annotatio
 
 
 def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Annotation]:
-    """Report a miss for every last one of `products`, which is an operand neither of another nor of a sum's `parts`."""
+    """Yield a `Miss` for each of `products` that no weighted sum reads, unless another product reads it.
+
+    `parts` are the values that the weighted sums of the graph are computed from.
+    """
     reported = {plain(each) for each in parts}
     inner = {plain(each) for reading in products.values() for each in reading.captures["x"].sources(_lanes)}
     for value, reading in products.items():
@@ -206,7 +211,9 @@ def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[
 
 
 def _lanes(x: Value) -> tuple[Value, ...]:
-    """Return the operands of `x` if its op is elementwise, a view of lanes or a cast; none otherwise."""
+    """Return the operands of `x` if each of its elements depends on one row of them: x is elementwise, a view of lanes
+    or a cast; else ().
+    """
     return x.args if x.op in _ELEMENTWISE else ()
 
 

@@ -44,7 +44,10 @@ class _Experts(Products):
     given: Mapping[Value, Reading] = field(default_factory=dict[Value, Reading])
 
     def bare(self, value: Value) -> Read:
-        """Read `value` as a product of int8 operands without scales, or of dequantised operands."""
+        """Read `value` as a product with int8 operands, which have no scales, or are dequantised before the product.
+
+        None if `value` is no expert_product; a `Miss` if its scales do not fit.
+        """
         reading = self.given.get(value)
         if reading is None or reading.op != "expert_product" or "bias" in reading.captures:
             return None
@@ -65,7 +68,10 @@ class _Experts(Products):
         return _Product(left.base, swapped(a, right.base), left.rows, channels, factor=number, reading=reading)
 
     def channels(self, product: Product, factor: Value, value: Value) -> Value | None:
-        """Return the scales [E, N] of which `factor` [.., N] gathers those of each row's expert; or None."""
+        """Return scales [E, N] if `factor` [.., N] has, for each row, those of its expert; else None.
+
+        `product` has the experts of the rows, and `value` the shape [.., N] of the scaled product.
+        """
         assert isinstance(product, _Product)
         inner, width = exact(factor), value.shape[-1]
         lines = (

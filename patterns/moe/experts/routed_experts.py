@@ -169,7 +169,10 @@ def _second_product(rows: Any, routed: Routed, down: Outward) -> Tensor:
 
 
 def _total(outputs: Tensor, choice: Choice, places: Tensor, down: Outward, result: Sum) -> Tensor:
-    """Emit npu_moe_finalize_routing: Σ_k weight · (row of `outputs` [R, H] + bias) + `result.addend`, per token."""
+    """Emit npu_moe_finalize_routing: for each token Σ_k weight · (row of `outputs` [R, H] + bias) + `result.addend`.
+
+    `choice` has the weights and experts, `places` the row of each pair of a token and an expert, and `down` the biases.
+    """
     weights, experts = choice.weights.to(outputs.dtype), None if down.bias is None else choice.experts.to(torch.int32)
     bias = None if down.bias is None else down.bias.to(outputs.dtype)
     y = torch.ops.npu.npu_moe_finalize_routing(

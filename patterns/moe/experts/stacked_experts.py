@@ -37,12 +37,18 @@ class Weighed(NamedTuple):
 
 
 def weighed_stack(a: Algebra, inner: Value, factor: float) -> Weighed | None:
-    """Read `inner` · `factor` as a sum over one dim of outputs times weights: a sum of products, or a matmul."""
+    """Read `inner` · `factor` as a sum over one dim of outputs times weights: a sum of products, or a matmul; else
+    None.
+    """
     return _by_mean(a, inner, factor) or _by_product(a, inner, factor)
 
 
 def _by_mean(a: Algebra, inner: Value, factor: float) -> Weighed | None:
-    """Read `inner` · `factor` as a sum over the experts dim of outputs [.., W] times weights [.., 1]."""
+    """Read `inner` · `factor`, a mean times the size of its dim, as a sum over experts of outputs [.., W] · weights
+    [.., 1].
+
+    None if it is no such sum.
+    """
     product = unrounded(inner.arg) if inner.op == "mean" and len(inner.attrs) == 1 else inner
     if product.op != "mul" or product is inner or inner.attrs == (-1,):
         return None
@@ -57,7 +63,11 @@ def _by_mean(a: Algebra, inner: Value, factor: float) -> Weighed | None:
 
 
 def _by_product(a: Algebra, inner: Value, factor: float) -> Weighed | None:
-    """Read `inner` · `factor` as a matmul or other weighted sum over E unsorted rows of each token."""
+    """Read `inner` · `factor` as a sum over the E experts of each token, written as a matmul or as another sum of
+    weighted rows.
+
+    None if it is no such sum, or if the rows are sorted.
+    """
     weighted = total(a, inner, factor)
     if weighted is None or weighted.order is not None:
         return None
@@ -87,7 +97,11 @@ class StackedRows(ChosenRows):
         return self._stacks[stack]
 
     def _rewrite_stack(self, x: Value, e: int, w: int) -> Value:
-        """Rewrite `x`, with experts in dim `e` and lanes in dim `w`, by the op that computes it."""
+        """Build [T, K, W] for `x`, whose dim `e` is that of experts and whose dim `w` holds lanes, by the op that
+        computes it.
+
+        Unproven for an op that is not known.
+        """
         shared = self._shared_tokens(x, e, w)
         if shared is not None:
             return self._tokens(shared)

@@ -46,7 +46,7 @@ def total(a: Algebra, inner: Value, factor: float) -> Total | None:
 
 
 def summed(graph: Graph) -> dict[tuple[Value, float], list[Value]]:
-    """Group all float values by (inner, factor): each is inner · factor but for casts between floats, and reshapes."""
+    """Map each (x, factor) to the values of the graph that are x · factor, below reshapes and casts between floats."""
     groups: dict[tuple[Value, float], list[Value]] = {}
     for value in list(graph.places):
         if is_float(value):
@@ -56,7 +56,10 @@ def summed(graph: Graph) -> dict[tuple[Value, float], list[Value]]:
 
 
 def as_sum(weighted: Total, several: list[Value]) -> Annotation:
-    """Return an expert_sum reading of the first of `several` that has the dtype of the rows; a miss if none has it."""
+    """Return the first of `several`, equal values, that has the dtype of the rows, with its expert_sum reading.
+
+    A `Miss` if none has that dtype: operators return no other. `weighted` are the operands of the sum.
+    """
     rows, dtype = weighted.rows, several[0].dtype
     for value in several:
         if value.dtype == rows.dtype:
@@ -85,7 +88,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def _summed_products(a: Algebra, x: Value) -> Total | None:
-    """Read `x` [.., K, H], summed over dim -2, as rows times weights, multiplied in listed or in sorted order."""
+    """Read `x` [.., K, H], which is summed over dim -2, as rows times weights; None if it is no such product.
+
+    The rows may be multiplied in the order of tokens, or sorted by expert and put back afterwards.
+    """
     *lead, choices, width = x.shape
     pairs, inner = Pairs(prod(lead), choices), plain(x)
     unsorted = put_back(inner)
@@ -100,7 +106,9 @@ def _summed_products(a: Algebra, x: Value) -> Total | None:
 
 
 def _one_product(a: Algebra, product: Value) -> Total | None:
-    """Read rows [T, H] times weights [T, 1] as the sum over one expert of each token."""
+    """Read `product` = rows [T, H] · weights [T, 1] as a sum over the one expert of each token; None if it is no such
+    product.
+    """
     for rows, weights in (product.args, product.args[::-1]):
         if rows.rank == 2 and rows.shape == product.shape and weights.shape == (rows.shape[0], 1):
             return _weighed(a, rows, weights, Pairs(rows.shape[0], 1))
@@ -108,7 +116,10 @@ def _one_product(a: Algebra, product: Value) -> Total | None:
 
 
 def _weighed(a: Algebra, rows: Value, weights: Value, pairs: Pairs) -> Total:
-    """Return the sum of listed `rows`, perhaps put back from a sorted order, times listed `weights`."""
+    """Return the operands of the sum of `rows` · `weights`, both in the order of tokens.
+
+    Rows that are sorted by expert and put back are taken as they were sorted, with their order.
+    """
     listed = put_back(plain(rows)) or Arranged(rows, None)
     return Total(_flat_rows(a, listed.value), a.reshape(weights, (*pairs,)), listed.order)
 
@@ -127,7 +138,10 @@ def _flat_rows(a: Algebra, rows: Value) -> Value:
 
 
 def _matmul(a: Algebra, x: Value, y: Value) -> Total | None:
-    """Read a matmul of weights [.., 1, K] and rows [.., K, H], or of rows [.., H, K] and weights [.., K, 1]."""
+    """Read the matmul of `x` and `y` as weights [.., 1, K] @ rows [.., K, H], or rows [.., H, K] @ weights [.., K, 1].
+
+    None if it is neither.
+    """
     if x.shape[-2] == 1 and y.shape[:-2] == x.shape[:-2]:
         weights, rows = x, y
     elif y.shape[-1] == 1 and y.shape[:-2] == x.shape[:-2]:
@@ -139,7 +153,10 @@ def _matmul(a: Algebra, x: Value, y: Value) -> Total | None:
 
 
 def _index_add(a: Algebra, base: Value, rows: Value, index: Value) -> Total | None:
-    """Read an index_add to `base` [T, H] of `rows` [R, H] at `index` [R], the token of each row."""
+    """Read the addition of `rows` [R, H] to the rows `index` [R] of `base` [T, H] as a weighted sum over experts.
+
+    `index` is the token of each row, and `base` an addend unless it is 0. None if it is no such sum.
+    """
     pairs = Pairs(base.shape[0], _ratio(rows.shape[0], base.shape[0]))
     if base.rank != 2 or pairs.choices is None:
         return None
@@ -149,7 +166,10 @@ def _index_add(a: Algebra, base: Value, rows: Value, index: Value) -> Total | No
 
 
 def _products_of_tokens(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> Total | None:
-    """Read `rows` as rows times weights, in the order of the pairs whose tokens are `index`."""
+    """Read `rows` as rows times weights, in the order of the pairs whose tokens are `index`: the operands of the sum.
+
+    None if they are anything else.
+    """
     order, product = order_of_tokens(uncast(index), pairs), plain(rows)
     for each, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
         if each.shape == product.shape and weights.shape == (*each.shape[:-1], 1):

@@ -98,7 +98,7 @@ class Weights(Group):
     after: Any = scalar()
 
     def factor(self) -> float:
-        """Return the factor `before` · `after` of the weights."""
+        """Return `before` · `after`, the number by which the weights are multiplied in all."""
         return (1.0 if self.before is None else self.before) * self.after
 
 
@@ -116,8 +116,9 @@ class GatedScores(Rule):
     @pattern
     @variants(result=(Weights,))
     def divided(self, p, result, gate: Any = SigmoidGate, size=scalar(), eps=scalar()):
-        """w = (s · before) / (Σ s + eps) · after, of the scores s of the chosen experts, where Σ s is mean(s) · size;
-        and the choice
+        """w = (s · before) / (Σ s + eps) · after, of the scores s of the chosen experts
+
+        Σ s is written as mean(s) · size. The choice is a result as well.
         """
         scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         total = p.shift(p.scale(p.mean(scores), size), eps)

@@ -86,11 +86,11 @@ class Shares(Group):
         return self.divided(p, result.largest(p, p.softmax(logits.wide(p)), self.count, 0.0))
 
     def divided(self, p, chosen):
-        """Return the term of the shares `chosen`, undivided."""
+        """Return the term `chosen` as it is: the shares of the chosen experts are not divided by their sum."""
         return chosen
 
     def guard(self, among: Any) -> None:
-        """Accept any number `among` of shares of a token."""
+        """Refuse nothing, for any number `among` of shares of a token."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class DividedShares(Shares):
         return p.scale(p.power(p.mean(chosen), -1.0), self.factor) * chosen
 
     def guard(self, among: Any) -> None:
-        """Refuse a divisor other than the sum of `among` shares: `factor` must be 1 / `among`."""
+        """Refuse a `factor` other than 1 / `among`, with which mean / `factor` is the sum of the `among` shares of a
+        token.
+        """
         sums = isinstance(among, int) and abs(self.factor * among - 1) < 1e-9
         require(
             sums,

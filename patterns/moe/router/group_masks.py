@@ -28,7 +28,11 @@ class Grouped:
 
 
 def hidden_groups(a: Algebra, x: Value, is_choice: Callable[[Value], bool]) -> Grouped | str | None:
-    """Read `x` as scores masked outside of selected groups; the reason if it only looks like this, otherwise None."""
+    """Read `x` as scores that are masked outside of the selected groups of experts.
+
+    Returns the reason if a mask by a top-k has another form, None if `x` has no such mask. `is_choice` tells if a value
+    is scores, with or without a bias, as a router chooses by.
+    """
     inner = x.below("reshape")
     groups = masked(inner, lambda selection: selection.size is not None)
     if groups is None:

@@ -62,7 +62,11 @@ _MASKS: dict[str, tuple[Sides, float]] = {"mul": ((1, 0), 0.0), "add": ((0, -mat
 
 
 def masked(x: Value, accepts: Callable[[Selection], bool]) -> Masked | None:
-    """Read `x` as numbers masked by a selection that `accepts` is true of, by a where, a product or an addition."""
+    """Read `x` as numbers with a mask, applied by a where, a product or an addition, that is made from a top-k
+    selection.
+
+    None if there is no such mask, or if `accepts` is False of the selection.
+    """
     if x.op == "where":
         condition, first, second = x.args
         swapped = second.op == "full"
@@ -81,7 +85,10 @@ def masked(x: Value, accepts: Callable[[Selection], bool]) -> Masked | None:
 
 
 def _selection_mask(mask: Value, over: Value) -> SelectionMask | None:
-    """Read `mask`, of the shape of `over` or of one element per group [.., 1], as made of a single selection."""
+    """Read `mask` as made from a single selection; None if it is not.
+
+    It has the shape of `over`, the masked numbers, or [.., 1], one element for each group.
+    """
     selections: dict[Selection, None] = {}
     if mask.shape == over.shape:
         sides = _sides(mask, selections, None)
@@ -113,10 +120,11 @@ _CHANGES: dict[str, Callable[[Any, Any], Any]] = {"scale": lambda x, y: x * y, "
 
 
 def _sides(x: Value, selections: dict[Selection, None], size: Any) -> Sides | None:
-    """Evaluate the mask `x`: its value where selected, and elsewhere; None if these are not two constants.
+    """Evaluate the mask `x` at selected experts and at others: return both numbers, or None if they are not two
+    constants.
 
-    Every selection that `x` is made of is added to `selections`. Elements of `x` are those of experts if `size` is
-    None, otherwise of groups of `size` experts: those below an expand [.., G, 1] → [.., G, size].
+    Each selection from which `x` is made is added to `selections`. An element of `x` is an expert if `size` is None,
+    else a group of `size` experts, as below an expand [.., G, 1] → [.., G, size].
     """
     match x.op:
         case "reshape":
@@ -145,7 +153,9 @@ def _sides(x: Value, selections: dict[Selection, None], size: Any) -> Sides | No
 
 
 def _bounded(x: Value) -> Value | None:
-    """Return the top-k values of numbers that `x` compares with the least of them: numbers < bound, bound ≤ numbers."""
+    """Return the k largest of some numbers if `x` compares the numbers with the least of these: `<` or `<=`; else
+    None.
+    """
     numbers, bound = x.args if x.attrs == ("lt",) else x.args[::-1]
     cut = bound.below("reshape", "expand", "cast")
     if x.attrs not in (("lt",), ("le",)) or cut.op not in ("slice", "index") or cut.arg.op != "largest":
@@ -165,7 +175,11 @@ def _each(change: Callable[[Any], Any], sides: Sides | None) -> Sides | None:
 
 
 def _combined(x: Value, parts: list[Sides | None]) -> Sides | None:
-    """Evaluate `x`, a compare or a where, on both sides of its operands; None if one is unknown or is broadcast."""
+    """Evaluate `x`, a compare or a where, at selected experts and at others, given `parts`, both numbers of each
+    operand.
+
+    None if the numbers of an operand are unknown, or if an operand is broadcast.
+    """
     if any(
         each is None or (arg.op != "full" and arg.shape != x.shape) for each, arg in zip(parts, x.args, strict=True)
     ):

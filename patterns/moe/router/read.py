@@ -158,7 +158,11 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
 
 
 def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> str:
-    """Return the reason why the operator may order equal scores otherwise than a stable sort; "" if it does not."""
+    """Return the reason why the operator may list equal scores in another order than the stable sort of the model, or
+    "".
+
+    It may if groups are selected, or if the model rounds the scores before it sorts.
+    """
     if groups["groups"] > 1:
         return _IN_GROUPS
     rounded = {choice.dtype, scores.dtype, *(each.dtype for each in _casts(scores))} - {torch.float32}
@@ -200,7 +204,11 @@ def _is_score(x: Value) -> bool:
 
 
 def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any] | str:
-    """Return the captures groups, kept and group_score of the mask `masked`; or why the operator has no such groups."""
+    """Return the captures groups, kept and group_score of the groups that `masked` selects; the reason if the operator
+    has no such groups.
+
+    `choice` are the scores that experts are chosen by, and `bias` is what is added to the scores before, or None.
+    """
     listed = masked.groups
     if listed.op != "largest_index":
         return "the groups that are kept are not the largest of a row of scores"
@@ -228,7 +236,11 @@ def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any
 
 
 def _scored(x: Value) -> tuple[Value, str] | None:
-    """Read `x` [*T, G] as scores of groups: the numbers [*T, G, E / G] that they are computed from, "max" or "sum"."""
+    """Read `x` [*T, G] as scores of groups: return the scores [*T, G, E / G] of the experts in each, and "max" or
+    "sum".
+
+    "sum" is that of the two largest. None if `x` is anything else.
+    """
     # a positive factor, such as that of a mean instead of a sum, changes no order
     while x.op == "reshape" or (x.op == "scale" and x.attrs[0] > 0):
         x = x.arg

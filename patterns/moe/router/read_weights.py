@@ -47,7 +47,9 @@ def masked_rows(a: Algebra, value: Value) -> MaskedRows | None:
 
 
 def _scattered(a: Algebra, value: Value) -> MaskedRows | None:
-    """Read `value` as the k largest scattered to their own places in a tensor of -inf."""
+    """Read `value` as the k largest of x, scattered to their own places in a tensor of -inf; None if it is anything
+    else.
+    """
     if value.op != "placed" or (value.arg.op, value.arg.attrs) != ("full", (-math.inf,)):
         return None
     _, places, numbers = value.args
@@ -57,7 +59,9 @@ def _scattered(a: Algebra, value: Value) -> MaskedRows | None:
 
 
 def _topk_source(a: Algebra, x: Value) -> Value | None:
-    """Return z with `x` = topk(z): widening casts and additions per row behind a top-k are moved before the top-k."""
+    """Return z if `x` is topk(z) by values, with casts and a number per row moved from behind the top-k into z; else
+    None.
+    """
     if x.op == "largest":
         return x.arg
     if x.op == "cast":
@@ -80,7 +84,10 @@ def _ranked(x: Value) -> Value:
 
 
 def _masked(value: Value) -> MaskedRows | None:
-    """Read `value` as numbers masked outside of their own top-k indices, by a where, a product or an addition."""
+    """Read `value` as x with one constant at all but its own top-k indices; None if it is anything else.
+
+    The mask is applied by a where, a product or an addition.
+    """
     numbers = masked(value, lambda selection: selection.size is None)
     if numbers is None or numbers.fill is None or numbers.selection.is_bound or not _is_own_topk(numbers):
         return None
@@ -88,7 +95,10 @@ def _masked(value: Value) -> MaskedRows | None:
 
 
 def _miss(value: Value) -> Miss | None:
-    """Return a miss for numbers that a bound masks, or that a top-k mask changes otherwise than to one constant."""
+    """Return a `Miss` if `value` is masked by a bound, or by a top-k whose masked numbers are not all one constant.
+
+    None for other values.
+    """
     numbers = masked(value, lambda selection: selection.size is None)
     if numbers is None or value.rank > 3:  # scores of attention heads have four dims
         return None
@@ -98,7 +108,7 @@ def _miss(value: Value) -> Miss | None:
 
 
 def _is_own_topk(numbers: Masked) -> bool:
-    """Return True if the selection is the top-k of `numbers.choice`, or of the logits of which this is the softmax."""
+    """Return True if `numbers` are masked by the top-k of themselves, or of the logits whose softmax they are."""
     places = numbers.selection.places
     return places.op == "largest_index" and _ranked(_logits(numbers.choice)) is _ranked(places.arg)
 

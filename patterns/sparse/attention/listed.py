@@ -80,7 +80,9 @@ class _Listed:
     relies: frozenset[str] = frozenset()
 
     def paged(self, tabled: Tabled) -> _Listed:
-        """Return the attention over the rows of the pages in `tabled.table`, with positions in them instead of slots."""
+        """Return the attention over the rows of the pages in `tabled.table`, with positions in them instead of
+        slots.
+        """
         a, entries = self.entries.masks.a, replace(self.entries, places=tabled.places)
         k, v = (Gathered(tabled.rows(a, each.source), tabled.places, tabled.counted_back) for each in (self.k, self.v))
         return replace(self, k=k, v=v, entries=entries if self.empty == "mean" else unclamped(a, entries))

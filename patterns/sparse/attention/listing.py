@@ -49,7 +49,9 @@ class Listing(Seen):
         return p.topk_mask(places=self.places, distinct=self.distinct, **hidden, **self.captures())
 
     def indexed(self, p, indexer: Indexer) -> Any:
-        """Return the term `topk_mask` of a list that is the term `lightning_indexer` of `indexer`, under the same visible keys."""
+        """Return the term `topk_mask` of a list that is the term `lightning_indexer` of `indexer`, under the same
+        visible keys.
+        """
         places = p.lightning_indexer(places=self.places, **indexer.captures(p), **self.captures())
         return p.topk_mask(places=places, distinct=self.distinct, **self.captures())
 
@@ -79,14 +81,17 @@ class Listing(Seen):
         return seen.fully_masked_row == "nan" and not self.every_row_nonempty
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """Return the sparse mode and the lengths of keys for the operator, see `Seen.lengths`.
+        """Return the sparse mode and the lengths of keys for the operator; arguments and results are those of
+        `Seen.lengths`.
 
         With `row_lens`, each list is already cut to the keys that its query sees: mode 0, and the lengths of all keys.
         """
         return Seen.lengths(self if self.row_lens is None else _EVERY, queries, keys, room)
 
     def is_distinct(self) -> bool:
-        """Return True: the list for the operator names no key twice, as `own` removes repetitions and an indexer has none."""
+        """Return True: the list for the operator names no key twice, as `own` removes repetitions and an indexer has
+        none.
+        """
         return True
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
@@ -106,8 +111,9 @@ class Listing(Seen):
     def own(self, seen: Any) -> Tensor:
         """Return the model's own list as the operator takes it, int32 [B, S, 1, K]: distinct visible keys, then -1.
 
-        Keys that `mask_kind`, `kv_len` or `kv_lens` hide stay in the list: the operator hides them. With `segment`, keys are
-        counted from the first one of the segment. `seen` has the model's result of a query without keys, see `_is_nan`.
+        Keys that `mask_kind`, `kv_len` or `kv_lens` hide stay in the list: the operator hides them. With `segment`,
+        keys are counted from the first one of the segment. `seen` has the model's result of a query without keys, see
+        `_is_nan`.
         """
         shown = self._marks_empty_rows() or not self._is_nan(seen)
         require(shown, "the model's own list does not say which queries see no key")
@@ -164,7 +170,7 @@ class GatheredRows(Group):
         return dict(vars(self))
 
     def refuse(self, seen: Any, indexer: Indexer | None, averaged: bool) -> None:
-        """Allow every result of a query without keys, as `posed` and `restored` give it."""
+        """Refuse nothing, whatever a query without keys gives: `posed` and `restored` give that result."""
 
     def is_distinct(self) -> bool:
         """Return `self.distinct`: True if the list for the operator names no key twice."""
@@ -179,7 +185,8 @@ class GatheredRows(Group):
         return None
 
     def own(self, seen: Any) -> Tensor:
-        """Return the model's list as the operator takes it, int32 [B, S, 1, K]: visible entries, then -1 for hidden ones.
+        """Return the model's list as the operator takes it, int32 [B, S, 1, K]: visible entries, then -1 for hidden
+        ones.
 
         If a query whose entries are all hidden gives the mean of the listed rows, its list stays as the model has it.
         """
@@ -190,8 +197,8 @@ class GatheredRows(Group):
         return (places if self.ends else places.sort(dim=-1, descending=True).values).unsqueeze(2)
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
-        """Return `queries` [B, S, N, C] and [B, S, N, Dr], as 0 for each query whose entries are all hidden, if the model gives
-        the mean of the listed rows for it.
+        """Return `queries` [B, S, N, C] and [B, S, N, Dr], as 0 for each query whose entries are all hidden, if the
+        model gives the mean of the listed rows for it.
 
         The scores of such a query are then equal, and `own` hides none of its entries: the operator gives that mean.
         """
@@ -205,12 +212,16 @@ class GatheredRows(Group):
         return self.hidden.all(-1, keepdim=True)
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if the model gives NaN there."""
+        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if the model gives NaN
+        there.
+        """
         return _without_keys(y, listed, self.fully_masked_row)
 
 
 def _without_keys(y: Tensor, listed: Tensor, given: str) -> Tensor:
-    """Return `y` [B, S, N, C], with NaN for each list of `listed` [B, S, 1, K] that begins with -1 if `given` is "nan"."""
+    """Return `y` [B, S, N, C], with NaN for each list of `listed` [B, S, 1, K] that begins with -1 if `given` is
+    "nan".
+    """
     return y.masked_fill(listed[..., :1] < 0, torch.nan) if given == "nan" else y
 
 
@@ -255,6 +266,8 @@ class IndexedRows(Seen):
         return y if self.every_row_nonempty else _without_keys(y, listed, self.fully_masked_row)
 
     def own(self, seen: Any) -> Tensor:
-        """Refuse to take over the model's own list: the lowering `indexed` computes it by the operator of the indexer."""
+        """Refuse to take over the model's own list: the lowering `indexed` computes it by the operator of the
+        indexer.
+        """
         require(False, "the list is that of an indexer")
         return self.kv_lens

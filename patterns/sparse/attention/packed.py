@@ -87,5 +87,7 @@ class PackedPages(PackedRows):
         refuse_nz(self.layout)
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Return the pages [Block, Size, 1, Row] for the operator, and the arguments of their layout with the block table."""
+        """Return the pages [Block, Size, 1, Row] for the operator, and the arguments of their layout with the block
+        table.
+        """
         return read(self.pages, self.size), paged(self.block_table)

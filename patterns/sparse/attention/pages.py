@@ -58,8 +58,8 @@ class LatentRows(Rows):
     def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
         """Emit npu_sparse_flash_attention in TND for packed tokens, whose segments end at `ends`, int32 [segments].
 
-        `queries` are [1, T, N, C] and [1, T, N, Dr]. An entry of `listed` [1, T, 1, K] is the number of a key, counted from the
-        first key of the segment to which the query belongs. The result is [1, T, N, C].
+        `queries` are [1, T, N, C] and [1, T, N, Dr]. An entry of `listed` [1, T, 1, K] is the number of a key, counted
+        from the first key of the segment to which the query belongs. The result is [1, T, N, C].
         """
         (query, query_rope), (rows, key_rope) = queries, self.read(1)
         return torch.ops.npu.npu_sparse_flash_attention(
@@ -80,7 +80,9 @@ class LatentPages(Pages):
     rope_layout: Any = attribute()
 
     def terms(self, p) -> tuple[Any, Any]:
-        """Return the terms of the latent rows and of their rotated lanes, each gathered from its pages by its block table."""
+        """Return the terms of the latent rows and of their rotated lanes, each gathered from its pages by its block
+        table.
+        """
         rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
         return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **rope)
 

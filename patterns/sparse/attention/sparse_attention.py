@@ -105,8 +105,9 @@ class SparseAttention(Rule):
         return encoding.terms(p, source, result, attended, "listed_attention")
 
     def guard(self, indexer: Any, listing: Any, source: Any, seen: Any):
-        """Refuse pages in FRACTAL_NZ; a list that names a key twice, if the operator does not count it twice; and a query without
-        keys, if the model's result for it cannot be restored.
+        """Refuse NZ pages, a list with repetitions that the operator miscounts, and results that cannot be restored.
+
+        The latter are those of queries without keys, see `Listing.refuse`.
         """
         if indexer is not None:
             indexer.refuse_blocks()
@@ -117,7 +118,7 @@ class SparseAttention(Rule):
     @lowering
     @variants(values=VALUES)
     def indexed(self, indexer, listing, encoding, source, result, seen, scale, values):
-        """Emit the operator of the indexer, sparse attention over its list, and the product of the result with W_UV of each head."""
+        """Emit the operator of the indexer, sparse attention over its list, and a product with W_UV of each head."""
         require(indexer is not None, "the keys are not listed by an indexer")
         y = _attended(indexer.select(listing), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
@@ -125,9 +126,7 @@ class SparseAttention(Rule):
     @lowering
     @variants(values=VALUES)
     def listed(self, listing, encoding, source, result, seen, scale, values):
-        """Emit sparse attention over the list that the model computes itself, and the product of the result with W_UV of each
-        head.
-        """
+        """Emit sparse attention over the list that the model computes itself, and a product with W_UV of each head."""
         y = _attended(listing.own(seen), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 

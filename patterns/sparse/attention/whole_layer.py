@@ -108,7 +108,10 @@ class OneTable(Group):
         return LatentPages(p.whatever("*F"), p.whatever("*G"), kv, kr, *how, *how)
 
     def indexer(self, p, query, weights, count, written) -> PagedIndexer:
-        """Return an indexer that reads its keys from the pages `written`, listed by `self.block_table`."""
+        """Return an indexer that reads its keys from the pages `written`, listed by `self.block_table`.
+
+        `query`, `weights` and `count` are those of `Indexer`.
+        """
         how = dict(block_table=self.block_table, size=self.size, layout=self.index_layout)
         return PagedIndexer(query, p.whatever("B T Di"), weights, count, None, None, written, **how)
 
@@ -171,7 +174,10 @@ class SparseAttentionPto(Rule):
 
     @pattern
     def written(self, p, x=tensor("*B He"), prolog: Any = Prolog, index: Any = Index, attended: Any = Attended):
-        """y = softmax((query kᵀ + query_rope k_rᵀ) · scale over the list) k; kv[slot], kr[slot], index[slot] = rows of x"""
+        """softmax((query kᵀ + query_rope k_rᵀ) · scale over the list) k; and the caches of k, k_r and ik, written
+
+        k is the latent, k_r its rotated lanes, and ik the indexer's keys, each written for the tokens `x`.
+        """
         projection, tables, table, heads = prolog.projection, prolog.tables, attended.table, attended.heads
         low, both = projection.down(p, x)
         rotated, absorbed, (latent,) = prolog.queries.terms(p, low, projection, tables, x)
@@ -187,8 +193,9 @@ class SparseAttentionPto(Rule):
         return encoding.terms(p, table.terms(p, kv, kr), attended.result, captures), kv, kr, written
 
     def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):
-        """Refuse epsilons, factors, lane orders and layouts of pages other than the operator's, lists of another length than
-        `LISTED`, and masks without a length of each sequence.
+        """Refuse what the operator has compiled in otherwise, and masks without a length of each sequence.
+
+        Compiled in are epsilons, factors, lane orders, layouts of pages, and `LISTED`, the length of a list.
         """
         projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
         refuse_nz(attended.table.layout, attended.table.index_layout)
@@ -229,9 +236,10 @@ class SparseAttentionPto(Rule):
     @lowering
     @variants(values=VALUES)
     def run(self, x: Tensor, prolog: Prolog, index: Index, attended: Attended, values: str):
-        """Emit npu_sparse_attention_pto, and the product of its result with W_UV of each head.
+        """Emit npu_sparse_attention_pto, and a product of its result with W_UV of each head.
 
-        Returns y in the layout of the model, and the caches of the latent, of its rotated lanes and of the indexer's keys.
+        Returns y in the layout of the model, and the caches of the latent, of its rotated lanes and of the indexer's
+        keys.
         """
         queries, row, storage, table = prolog.queries, prolog.row, prolog.storage, attended.table
         projection, keys = queries.reordered_layers(prolog.projection, row), index.keys

@@ -36,12 +36,19 @@ class RotatedLanes(Group):
     dtype: Any = attribute()
 
     def term(self, p, x, lanes, tables, like, heads_first):
-        """Join the rotated lanes of `x` with those that are not rotated."""
+        """Return the term of `x` [.., D] with its first `lanes.split` lanes rotated, joined with the lanes up to
+        `lanes.end`.
+
+        `tables` hold the cosines and sines; `like` and `heads_first` are passed to `rotated_lanes`.
+        """
         first, rest = p.lanes(x, 0, lanes.split), p.lanes(x, lanes.split, lanes.end)
         return p.joined(rotated_lanes(p, first, tables, self, like, heads_first), rest)
 
     def guard(self, what: str) -> None:
-        """Refuse lanes that are not rotated from pairs to halves, as by the operator."""
+        """Refuse a rotation other than the operator's, from interleaved pairs to halves.
+
+        `what` names the rows, queries or keys, in the reason.
+        """
         orders = dict(what=what, source=self.source, result=self.result)
         reason = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
         require((self.source, self.result) == (INTERLEAVED, HALF), reason, **orders)

@@ -39,7 +39,7 @@ class Seen(Group):
     every_row_nonempty: Any = attribute()
 
     def captures(self) -> dict[str, Any]:
-        """Return the captures of visible keys, as the words of sparse attention have them."""
+        """Return the attributes, and `window` None, by the names that words of sparse attention give them."""
         seen = dict(mask_kind=self.mask_kind, window=None, kv_len=self.kv_len, kv_lens=self.kv_lens)
         own = dict(row_lens=self.row_lens, segment=self.segment, segments=self.segments)
         return seen | own | dict(every_row_nonempty=self.every_row_nonempty)
@@ -50,19 +50,27 @@ class Seen(Group):
         return self.mask_kind == "none" and all(each is None for each in limits)
 
     def segment_ends(self) -> Tensor | None:
-        """Return the end of each segment, int32 [segments]: the number of tokens with no greater id; or None."""
+        """Return the end of each segment among the packed tokens, int32 [segments]; None without `self.segment`.
+
+        It is the number of tokens whose id is at most that of the segment.
+        """
         if self.segment is None:
             return None
         line = self.segment.reshape(-1, 1)
         return (line <= torch.arange(self.segments, device=line.device)).sum(0).to(torch.int32)
 
     def segment_starts(self) -> Tensor:
-        """Return the start of the segment of each token, int32 [T]: the number of tokens with a smaller id."""
+        """Return, for each packed token, where its segment starts, int32 [T]: the number of tokens with a smaller
+        id.
+        """
         line = self.segment.reshape(-1)
         return torch.searchsorted(line, line, out_int32=True)
 
     def own_lengths(self, queries: Any, keys: Any) -> Tensor:
-        """Expand `row_lens` to the number of keys that each query sees, int32 [B, S], clamped to 0 .. `keys`."""
+        """Return how many of `keys` keys each of S = `queries` queries sees, int32 [B, S], in 0 .. `keys`.
+
+        It is `row_lens` [B, S]; or [B, 1] for the first query, with one key more for each later query.
+        """
         lengths = self.row_lens
         if lengths.shape[1] != queries:
             lengths = lengths + torch.arange(queries, device=lengths.device)
@@ -96,19 +104,25 @@ class Indexer(Group):
     key_scale: Any = tensor("B T", optional=True)
 
     def captures(self, p) -> dict[str, Any]:
-        """Return the captures of the indexer, as `lightning_indexer` and `indexer_list` have them."""
+        """Return the attributes by the names that the words `lightning_indexer` and `indexer_list` give them."""
         captures = dict(query=self.query, weights=self.weights, count=self.count, query_scale=self.query_scale)
         return captures | self.rows(p)
 
     def rows(self, p) -> dict[str, Any]:
-        """Return the captures of the keys and of the scales of int8 keys, gathered if they are in pages."""
+        """Return the captures `key` and `key_scale`; a subclass with pages gives the terms of rows gathered from
+        them.
+        """
         return dict(key=self.key, key_scale=self.key_scale)
 
     def refuse_blocks(self) -> None:
-        """Allow rows: only pages can be in FRACTAL_NZ."""
+        """Refuse nothing: only pages can be in FRACTAL_NZ."""
 
     def select(self, seen: Seen) -> Tensor:
-        """Emit the indexer over the keys that `seen` shows: a list [B, S, 1, count], with -1 after the last key."""
+        """Emit the operator of the indexer over the keys that `seen` shows: lists [B, S, 1, count], with -1 after the
+        last key.
+
+        With `seen.segment`, an entry counts keys from the first one of the segment of its query.
+        """
         if seen.row_lens is not None:
             batch, queries = self.query.shape[:2]
             lengths = seen.own_lengths(queries, self.key.shape[1]).flatten()
@@ -129,9 +143,10 @@ class Indexer(Group):
         )
 
     def in_segments(self, ends: Tensor) -> Tensor:
-        """Emit npu_lightning_indexer in TND for segments that end at `ends`, int32 [segments].
+        """Emit npu_lightning_indexer in TND for segments of packed tokens that end at `ends`, int32 [segments].
 
-        The result [1, T, 1, K] counts keys from the first one of the segment of each query.
+        An entry of the result [1, T, 1, K] is the number of a key, counted from the first key of the segment of its
+        query.
         """
         require(self.key_scale is None, "int8 keys of packed tokens are not put to npu_quant_lightning_indexer in TND")
         query, key = self.query[0], self.key[0].unsqueeze(1)
@@ -141,10 +156,12 @@ class Indexer(Group):
         return torch.ops.npu.npu_lightning_indexer(query, key, weights, **lengths, **how)[0].unsqueeze(0)
 
     def weighted(self) -> tuple[Tensor, Tensor]:
-        """Return weights and query scales [B, S, N] in float16, which the operator multiplies and rounds to float16.
+        """Return weights and query scales [B, S, N] in float16; the operator multiplies both and rounds the product to
+        float16.
 
-        Of other dtypes, the weights are the product of both, divided by the largest one of the query, which changes no
-        order, and the scales are 1.
+        If the model has either in another dtype, their product is computed here: divided by the greatest magnitude
+        among the heads of a query, which leaves the order of its keys as it is, it is returned as the weights, and the
+        scales are 1.
         """
         weights, scale = self.weights, self.query_scale
         if weights.dtype == torch.float16 and (scale is None or scale.dtype == torch.float16):
@@ -156,17 +173,19 @@ class Indexer(Group):
         return weights, torch.ones_like(weights)
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return the keys for the operator, their number if it needs no lengths, and the arguments of their layout.
+        """Return the keys as the operator reads them, the number of keys in them, and the arguments of their layout.
 
-        Rows are [B, T, 1, Di]; pages are [Block, Size, 1, Di], and need lengths: their number is None.
+        Rows are [B, T, 1, Di], of which there are T. Pages are [Block, Size, 1, Di], and need lengths: their number is
+        None.
         """
         return self.key.unsqueeze(2), self.key.shape[1], dict(layout_key="BSND")
 
     def apart(self, queries: Any) -> Indexer:
-        """Return an indexer for which each of `queries` queries is a sequence of its own, over the same keys in pages.
+        """Return an indexer for which each of `queries` queries is a sequence of its own, all over the keys of their
+        sequence.
 
-        Rows are read as pages in their own order. Keys that no size of a page divides are padded with rows that no
-        query sees.
+        Keys [B, T, Di] are read as pages by an arange block table, which has the same row for all queries of a
+        sequence. If no size of a page divides T, rows are appended that no query sees.
         """
         padded = self.with_room()
         pages = cut(padded.key.unsqueeze(2), 1).squeeze(2)
@@ -178,7 +197,9 @@ class Indexer(Group):
         return PagedInt8Indexer(**rows, scale_pages=padded.key_scale.reshape(-1, size)).apart(queries)
 
     def with_room(self) -> Indexer:
-        """Pad keys [B, T, Di] and their scales [B, T] so that the smallest page divides T."""
+        """Return the indexer with keys [B, T, Di] and scales [B, T] padded by zeros until the smallest size of a page
+        divides T.
+        """
         keys = self.key.shape[1]
         room = -keys % SIZES[-1] if isinstance(keys, int) else 0
         if not room:
@@ -192,7 +213,9 @@ class Indexer(Group):
 
 
 def float16_scale(scale: Tensor) -> Tensor:
-    """Return scales of int8 keys that are in float16; refuse another dtype, whose numbers float16 may not represent."""
+    """Return `scale` of int8 keys if it is in float16; refuse other dtypes, which have numbers that float16 cannot
+    represent.
+    """
     why = "scales of int8 keys are held in {dtype}, the operator takes float16, which does not hold all of them"
     require(scale.dtype == torch.float16, why, dtype=scale.dtype)
     return scale
@@ -208,7 +231,7 @@ class PagedIndexer(Indexer):
     layout: Any = attribute()
 
     def rows(self, p) -> dict[str, Any]:
-        """Return the captures of the keys, gathered by the block table."""
+        """Return the capture `key` as the term of rows that the block table gathers from the pages."""
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return dict(key=p.paged_rows(rows=self.key, pages=self.pages, **how))
 
@@ -217,12 +240,16 @@ class PagedIndexer(Indexer):
         refuse_nz(self.layout)
 
     def in_segments(self, ends: Tensor) -> Tensor:
-        """Refuse segments: one block table names the pages of all."""
+        """Refuse segments of packed tokens: TND requires a row of the block table for each, and `self.block_table` has
+        one.
+        """
         require(False, "block_table: it names the pages of all packed tokens; TND requires a row for each segment")
         return ends
 
     def apart(self, queries: Any) -> Indexer:
-        """Return an indexer for which each query is a sequence of its own, by the same pages."""
+        """Return an indexer for which each of `queries` queries is a sequence of its own, with the row of its sequence
+        in `self.block_table`.
+        """
         operands = (self.query, self.weights, self.query_scale)
         query, weights, scale = (None if x is None else x.flatten(0, 1).unsqueeze(1) for x in operands)
         table = self.block_table.unsqueeze(1).expand(-1, queries, -1).flatten(0, 1)
@@ -243,7 +270,7 @@ class PagedInt8Indexer(PagedIndexer):
     scale_layout: Any = attribute()
 
     def rows(self, p) -> dict[str, Any]:
-        """Return the captures of keys and scales, each gathered by a block table."""
+        """Return the captures `key` and `key_scale` as terms of rows that block tables gather from the pages."""
         how = dict(block_table=self.scale_table, size=self.scale_size, layout=self.scale_layout)
         return super().rows(p) | dict(key_scale=p.paged_rows(rows=self.key_scale, pages=self.scale_pages, **how))
 

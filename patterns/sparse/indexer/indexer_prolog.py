@@ -36,26 +36,28 @@ class TurnedLanes(RotatedLanes):
     scale_dtype: Any = attribute()
 
     def turned(self, p, x, lanes, tables, like, heads_first):
-        """Match the rotation of the first lanes of `x`, then a linear by `self.rotation` and a multiplication by
+        """Return the term of `x` with its first lanes rotated, multiplied by the matrix `self.rotation`, and by
         `self.factor`.
+
+        The other arguments are those of `RotatedLanes.term`.
         """
         rows = self.term(p, x, lanes, tables, like, heads_first)
         how = dict(weight=self.rotation, is_parameter_only=self.rotation_is_parameter_only)
         return p.maybe_scaled(p.linear(x=p.reshaped(rows), **how), self.factor)
 
     def quantised(self, p, turned):
-        """Quantise the rows `turned`: int8 values, and their scales in float16."""
+        """Return the terms of the rows `turned` in int8, and of their scales in float16."""
         int8, scale = quantised_rows(p, turned, self.scale_dtype)
         return int8, p.as_dtype(p.reshaped(scale), torch.float16)
 
     def guard(self, what: str) -> None:
-        """Refuse other orders of lanes, and a factor beside the matrix."""
+        """Refuse lane orders as `RotatedLanes.guard` does, and a `factor` other than 1."""
         super().guard(what)
         reason = "{what} of the indexer are turned and multiplied by {factor}, in the operator by no number besides"
         require(self.factor == 1, reason, what=what, factor=self.factor)
 
     def matrix(self) -> Tensor:
-        """Return the matrix [D, D] that multiplies the rows from the right."""
+        """Return `self.rotation` transposed, [D, D]: the operator multiplies rows by it from the right."""
         return self.rotation.t().contiguous()
 
 
@@ -71,7 +73,7 @@ class Int8Queries(TurnedLanes):
     is_parameter_only: Any = attribute()
 
     def rows(self, p, lanes, tables):
-        """Compute the rows that are quantised."""
+        """Return the term of the queries before they are quantised: projected, rotated and multiplied by the matrix."""
         how = dict(weight=self.weight, scale=self.scale, is_parameter_only=self.is_parameter_only)
         layer = p.int8_matmul(x=self.latent, tokens=self.tokens, dtype=self.layer_dtype, **how)
         return self.turned(p, p.reshaped(layer), lanes, tables, self.layer_dtype, False)
@@ -88,7 +90,11 @@ class Int8Keys(TurnedLanes):
     is_parameter_only: Any = attribute()
 
     def rows(self, p, x, lanes, tables, heads_first):
-        """Compute the rows that are quantised; `heads_first`, as in `p.per_token`, is of packed tokens."""
+        """Return the term of the keys of `x` before they are quantised: projected, normed, rotated, multiplied by the
+        matrix.
+
+        `heads_first` is None for tokens by sequence, False for packed tokens, see `p.per_token`.
+        """
         layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
         key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
         return self.turned(p, p.reshaped(key), lanes, tables, x, heads_first)
@@ -103,13 +109,13 @@ class HeadWeights(Group):
     is_parameter_only: Any = attribute()
 
     def term(self, p, x):
-        """Compute the weights of the heads for `x`."""
+        """Return the term of the weights of the heads for `x`: linear(x) · factor in float16."""
         layer = p.linear(x=p.reshaped(x), weight=self.weight, is_parameter_only=self.is_parameter_only)
         wide = p.maybe_cast(p.reshaped(layer), to=torch.float32)
         return p.as_dtype(p.maybe_scaled(wide, self.factor), torch.float16)
 
     def guard(self, lanes: int) -> None:
-        """Refuse another factor than 1 / √(N · lanes)."""
+        """Refuse a `factor` other than 1 / √(N · `lanes`), where `lanes` is the number of lanes of a query."""
         own = (self.weight.shape[0] * lanes) ** -0.5
         reason = "weights of heads are multiplied by {factor}, by the operator by {own}, which it has compiled in"
         require(math.isclose(self.factor, own, rel_tol=1e-6), reason, factor=self.factor, own=own)
@@ -142,7 +148,10 @@ class LightningIndexerPrologPto(Rule):
         tables: Any = Tables,
         storage: Any = Pages,
     ):
-        """int8 queries q, head weights w, and both caches after the writes of int8 keys and of their scales"""
+        """q = int8(rope(c W_IQ) H_q), keys[slot] = int8(rope(LayerNorm(x W_IK)) H_k), w = x W_IW · factor
+
+        The scales of q are a result as well, and those of the keys are written to the same slots of a second cache.
+        """
         query, query_scale = queries.quantised(p, queries.rows(p, lanes, tables))
         key, key_scale = keys.quantised(p, p.reshaped(keys.rows(p, x, lanes, tables, heads_first)))
         return query, query_scale, *storage.written(p, key, key_scale), heads.term(p, x)
@@ -175,7 +184,10 @@ class LightningIndexerPrologPto(Rule):
 
     @lowering
     def run(self, x, queries, keys, heads, lanes, tables, storage):
-        """Emit npu_lightning_indexer_prolog_pto: int8 queries [.., N, D], scales, both caches, weights [.., N]."""
+        """Emit npu_lightning_indexer_prolog_pto: int8 queries [.., N, D], scales, both caches, weights [.., N].
+
+        The caches are those of the keys and of their scales.
+        """
         rows = x.reshape(-1, x.shape[-1])
         cos, sin = tables.in_halves(x, keys.result, lanes.split, x.dtype)
         key_cache, scale_cache = storage.caches(x, (None, None), x)

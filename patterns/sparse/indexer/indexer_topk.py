@@ -43,9 +43,10 @@ class IndexerTopk(Rule):
     @lowering
     @refused_on("ascend950", "the operator lists keys in no order there, the model the best first")
     def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any, offset: Any) -> Tensor:
-        """Emit npu_lightning_indexer, of int8 keys npu_quant_lightning_indexer: lists [B, S, K] in `dtype`.
+        """Emit npu_lightning_indexer, or npu_quant_lightning_indexer for int8 keys: lists [B, S, K] in `dtype`.
 
-        With a symbolic number of `entries` the list is cut to the number of keys, of which there may be fewer than K.
+        `entries` is the length of the model's list: if it is symbolic, lists are cut to the number of keys, which may
+        be less than K. `offset`, if any, is added to each entry that is not -1.
         """
         places = indexer.select(seen)
         if seen.segment is not None:

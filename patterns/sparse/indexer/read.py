@@ -61,11 +61,16 @@ _SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
 
 
 def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], bool]) -> dict[Value, Reading | Miss]:
-    """Map `mask` to a `topk_mask` reading if it shows each query the keys of a list, or its list to the reason why not.
+    """Map `mask` to a `topk_mask` reading if it shows each query the keys of a list; or the list to a `Miss` if it is
+    not quite so.
 
-    Without a list, thresholds on the scores are mapped to a reason; a list that names every key, or any other mask,
-    gives an empty result. `masks` are those of the scores, and `mask` is all of them as one. `sorted_by_scores` is True
-    for a list with the largest scores first.
+    Without a list, a comparison of scores with one of their largest is mapped to a `Miss`. Any other mask, or one whose
+    list names every key, gives {}.
+
+    Args:
+        masks: masks of the scores of attention.
+        mask: all of `masks` as one, True where a key is hidden.
+        sorted_by_scores: tells if a list has the largest scores first.
     """
     a, positions, formula = masks.a, masks.positions, masks.visible()
     rank = len(positions.shape)
@@ -111,7 +116,11 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
 
 
 def _other_keys(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
-    """Map the list in `mask`, or thresholds on scores, to the reason why the mask shows keys that no list names."""
+    """Map the list below `mask`, or each comparison of scores with one of their largest, to the reason why it is not
+    read.
+
+    `keys` is the number of keys.
+    """
     listed = list_in(mask)
     if listed is None:
         return {each: _miss(_THRESHOLD) for each in mask.sources(_below_logic) if _is_threshold(each)}
@@ -119,7 +128,9 @@ def _other_keys(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
 
 
 def _below_logic(x: Value) -> Sequence[Value]:
-    """Return the operands of `x` if it is a logical op or a view; none for a comparison, where a search ends."""
+    """Return the operands of `x` if it is a logical op or a view, else (): a search through `mask.sources` ends
+    there.
+    """
     return x.args if x.op in ("not", "and", "or", "where", "cast", "reshape", "expand", "permute") else ()
 
 
@@ -133,7 +144,7 @@ def _is_threshold(x: Value) -> bool:
 
 
 def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
-    """Return the row-major index of the row at the positions `at`, among rows of `sizes`."""
+    """Return the row-major index of the position `at` in dims of `sizes`."""
     index = number(0)
     for place, size in zip(at, sizes, strict=True):
         index = index.times(size) + place
@@ -163,7 +174,7 @@ class _Scores:
     positions_first: bool = False
 
     def with_one_query(self, a: Algebra) -> _Scores:
-        """Insert the dim of the only query into scores and masks [B, T]: [B, 1, T]."""
+        """Return scores and masks [B, T] as [B, 1, T], with the dim of the only query of each sequence."""
         seen = (replace(each, mask=a.reshape(each.mask, _opened(each.mask.shape))) for each in self.terms)
         return replace(self, shape=_opened(self.shape), terms=tuple(seen))
 
@@ -175,7 +186,10 @@ def _opened(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 @reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
 def lightning_indexers(graph: Graph) -> Iterator[Annotation]:
-    """Read every list that a `topk_mask` shows as `lightning_indexer`, or give the reason why it is none."""
+    """Yield a `lightning_indexer` reading for the list of every `topk_mask`, or a `Miss` with the reason.
+
+    A list that is an input of the graph gives neither.
+    """
     assumed = Assumed.of(graph)
     for _, each in graph.readings.all("topk_mask"):
         places = each.captures["places"]
@@ -186,7 +200,7 @@ def lightning_indexers(graph: Graph) -> Iterator[Annotation]:
 
 
 def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
-    """Read `places` as the list of a lightning indexer; the reason if it is none."""
+    """Read `places` [.., K] as the list of a lightning indexer; return the reason if it is none."""
     indexer = indexed(assumed, places)
     if isinstance(indexer, str):
         return indexer
@@ -211,7 +225,9 @@ class Indexed:
 
 
 def indexed(assumed: Assumed, places: Value) -> Indexed | str:
-    """Read the indexer whose list is `places`, [.., K]; the reason if there is none."""
+    """Read the indexer, with its visible keys, of whose scores `places` [.., K] are the top-k; the reason if there is
+    none.
+    """
     a = assumed.algebra
     if places.op == "stable_largest_index" and _is_rectified(places.arg):
         return _STABLE
@@ -244,7 +260,9 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
 
 
 def _at_most(count: Any) -> int | None:
-    """Return K of a count that is K or min(K, T) with a symbolic T; None for another symbolic count."""
+    """Return K if `count`, the number of listed keys, is K or min(K, T) for a symbolic T; None for another symbolic
+    number.
+    """
     if isinstance(count, int):
         return count
     numbers = [int(each) for each in count.args if each.is_Integer] if count.func.__name__ == "Min" else []
@@ -252,7 +270,10 @@ def _at_most(count: Any) -> int | None:
 
 
 def _unmasked(a: Algebra, scored: _Scores) -> _Scores | str:
-    """Strip masks, casts, positive factors and scales of keys from `scored`; the reason if one of them cannot be."""
+    """Walk from `scored.total` down to the sum over heads, collecting masks and scales of keys on the way.
+
+    Rounding casts, reshapes and positive factors are dropped. Returns the reason if an op on the way is none of these.
+    """
     z = scored.total
     match z.op:
         case "scale":
@@ -287,9 +308,9 @@ def _unmasked(a: Algebra, scored: _Scores) -> _Scores | str:
 
 
 def _is_in_order(scored: _Scores) -> bool:
-    """Return True if `scored.total`, a shift or a softmax over the keys, leaves the order of the scores as it is.
+    """Return True if `scored.total`, a shift or a softmax along the keys, keeps the order of the scores.
 
-    A softmax may take low scores to 0 alike; `topk` leaves open which of equal scores it lists.
+    Equal results of a softmax for different low scores are allowed, since `topk` may list any of equal scores.
     """
     z = scored.total
     over_keys = isfinite(z.attrs[0]) if z.op == "shift" else (z.attrs[0], z.shape[-1]) == (-1, scored.shape[-1])
@@ -297,13 +318,16 @@ def _is_in_order(scored: _Scores) -> bool:
 
 
 def _is_exchanged(scored: _Scores) -> bool:
-    """Return True if the sum is [S, B, .., T] and the masked scores are [.., B, S, T], where one of B and S is 1."""
+    """Return True if `scored.total` is [S, B, .., T] and `scored.shape` is [.., B, S, T], with B or S of size 1."""
     rows = scored.shape[-3:-1]
     return 1 in rows and scored.total.rank == 4 and scored.total.shape[:2] == rows[::-1] != rows
 
 
 def _is_rectified(z: Value) -> bool:
-    """Return True if a relu is below the masks and sums of `z`, which the scores of no router have."""
+    """Return True if a relu is among the ops below `z`, down through sums, factors, views and masks.
+
+    Scores of a router have none, so that a top-k of these is not reported.
+    """
     return any(each.op == "relu" for each in z.sources(lambda each: each.args if each.op in _OF_SUMS else ()))
 
 

@@ -75,10 +75,16 @@ class _Products:
 def parts(
     a: Algebra, total: Value, behind: tuple[Value, ...] = (), positions_first: bool = False
 ) -> dict[str, Value] | str:
-    """Read query [B, S, N, D], key [B, T, D], weights [B, S, N] and scales of int8 rows in `total`; else the reason.
+    """Read `total`, a sum over heads, as the captures `query`, `key`, `weights`, `query_scale` and `key_scale`.
 
-    There are no weights where all heads count alike. `behind` are factors [B, S, 1, T] of the sum, of which any dim may
-    be 1: scales of keys. With `positions_first`, `total` is [S, B, .., T].
+    Returns the reason if it is not such a sum. A capture is left out where there is none: `weights` where all heads
+    have the same weight, scales for floats.
+
+    Args:
+        a: values of the graph.
+        total: sum over heads [B, S, T].
+        behind: scales of keys that multiply the sum, [B, S, 1, T], of which any dim may be 1.
+        positions_first: True if `total` is [S, B, .., T].
     """
     batch_first = in_order(a, total, (1, 0, *range(2, total.rank))) if positions_first else total
     for weights, rectified, order in _sums(a, batch_first):
@@ -93,9 +99,10 @@ def parts(
 
 
 def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple[int, ...]]]:
-    """Yield every reading of `total` as weights [.., 1] times rectified products [.., T], summed over heads.
+    """Yield each way to read `total` as a sum over heads of weights times products of queries and keys.
 
-    With both comes the permutation to [B, S, N, 1] and [B, S, N, T]. Weights are None for a sum of rectified products.
+    Yields the weights [.., 1], or None if there are none; the products [.., T], of rank 4; and the permutation that
+    brings both to the dims [B, S, N, ..]. Whether a relu is above the products is not tested.
     """
     if total.op == "mean" and total.attrs in ((-2,), (-3,)):
         order = (0, 1, 2, 3) if total.attrs == (-2,) else (0, 2, 1, 3)
@@ -123,9 +130,10 @@ def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple
 
 
 def _below_relu(a: Algebra, value: Value, order: tuple[int, ...]) -> _Products | None:
-    """Read `value` as the relu of a matrix product, with factors below and above the relu; None if it is not one.
+    """Read `value` as the relu of a matrix product, with factors below and above the relu.
 
-    `order` permutes `value` to [B, S, N, T].
+    `order` permutes `value` to [B, S, N, T]. None if there is no relu, or if another op is between `value` and the
+    product.
     """
     steps: list[Step] = []
     factors: list[_Factor] = []
@@ -150,20 +158,22 @@ def _below_relu(a: Algebra, value: Value, order: tuple[int, ...]) -> _Products |
 
 
 def _keeps_order(value: Value) -> bool:
-    """Return True if `value` is a cast that rounds floats, or one of integers to floats."""
+    """Return True if `value` is a cast that keeps the order of numbers: a float to a narrower one, or an integer to a
+    float.
+    """
     return is_rounding(value) or (value.op == "cast" and value.arg.dtype in INTEGERS and is_float(value))
 
 
 def _is_product(value: Value) -> bool:
-    """Return True if `value` is a matrix product below relus, views, casts and factors."""
+    """Return True if `value` is a matmul below relus, views, casts and factors, on whichever side of a "mul"."""
     below = value.below("scale", "cast", "reshape", "permute", "relu")
     return below.op == "matmul" or (below.op == "mul" and any(map(_is_product, below.args)))
 
 
 def _query_and_key(a: Algebra, products: _Products) -> dict[str, Value] | None:
-    """Read query [B, S, N, D] and key [B, T, D] of `products`, one key for all heads and queries of a sequence.
+    """Return `query` [B, S, N, D] and `key` [B, T, D] of the matrix product `products.value`.
 
-    A key [T, D] has B = 1. None if the key differs from head to head or from query to query.
+    A key [T, D] has B = 1. None if heads or queries of one sequence have different keys.
     """
     x, y = (_unscaled(a, uncast(a, each)) for each in products.value.args)
     y = a.reshape(y, (1, *y.shape)) if y.rank == 2 else y
@@ -180,7 +190,9 @@ def _query_and_key(a: Algebra, products: _Products) -> dict[str, Value] | None:
 
 
 def _unscaled(a: Algebra, x: Value) -> Value:
-    """Strip positive constant factors of floats from `x`, below views: they change no order."""
+    """Strip positive constant factors from the float `x`, below reshapes and permutes: they change no order of
+    scores.
+    """
     match x.op:
         case "scale" if x.attrs[0] > 0 and is_float(x):
             return _unscaled(a, x.arg)
@@ -193,7 +205,7 @@ def _unscaled(a: Algebra, x: Value) -> Value:
 
 
 def _query_rows(a: Algebra, products: _Products, x: Value) -> Value:
-    """Arrange `x`, the queries of `products` or a factor of each, as [B, S, N, ..]."""
+    """Arrange `x`, which has the rows of the first operand of `products.value`, as [B, S, N, ..]."""
     return a.permute(
         arranged(a, a.expand(x, (*products.value.shape[:-1], x.shape[-1])), products.steps), products.order
     )
@@ -202,7 +214,14 @@ def _query_rows(a: Algebra, products: _Products, x: Value) -> Value:
 def _captures(
     a: Algebra, products: _Products, floats: dict[str, Value], behind: tuple[Value, ...]
 ) -> dict[str, Value] | str:
-    """Return `floats` with weights, or int8 queries and keys with scales and weights; the reason if neither fits."""
+    """Return the captures of an indexer over floats or, with scales, over int8; the reason if it is neither.
+
+    Args:
+        a: values of the graph.
+        products: product of queries and keys, with all of its factors.
+        floats: `query` and `key` as the operands of the product, which are floats unless they are int8.
+        behind: scales of keys that multiply the sum.
+    """
     rows = (*floats["query"].shape[:3], 1)
     heads = [each for each in products.factors if each.applied.shape[-1:] == (1,)]
     if not (heads or products.factors or behind) and all(map(is_float, floats.values())):
@@ -229,7 +248,10 @@ def _captures(
 
 
 def _in_float16(a: Algebra, weights: Value) -> list[Value]:
-    """Split `weights`, a product of two factors in float16, which the operator multiplies itself; else [`weights`]."""
+    """Split `weights` into two factors in float16, if they are the product of such; else [`weights`].
+
+    The operator takes both, as weights and query scales, and multiplies them itself.
+    """
     below = weights.below("reshape")
     parts = [_plain(a, a.expand(each, below.shape)) for each in below.args] if below.op == "mul" else []
     halves = [a.reshape(each, weights.shape) for each in parts if each is not None and each.dtype == torch.float16]
@@ -237,20 +259,23 @@ def _in_float16(a: Algebra, weights: Value) -> list[Value]:
 
 
 def _int8(a: Algebra, products: _Products) -> tuple[ScaledInt8, ScaledInt8] | None:
-    """Read both operands of `products` as int8 rows, with the scales below the product; None if one is not int8."""
+    """Read the queries and the keys in `products.value` as int8 rows, with scales below the product if there are any.
+
+    None if one of the two is not int8.
+    """
     x, y = products.value.args
     query, key = _scaled(a, x), _scaled(a, swapped(a, y))
     return None if query is None or key is None else (query, key)
 
 
 def _scaled(a: Algebra, x: Value) -> ScaledInt8 | None:
-    """Read `x` as int8 values, cast to any dtype, with or without a scale of each row; None if it is neither."""
+    """Read `x` as int8 values, with a scale of each row if they are dequantised; None if `x` is not made from int8."""
     plain = _unwidened(a, x)
     return ScaledInt8(plain) if plain.dtype == torch.int8 else scaled_int8(a, x)
 
 
 def _unwidened(a: Algebra, x: Value) -> Value:
-    """Strip casts of int8 values from `x`, below views."""
+    """Strip from `x`, below views, a cast of int8 values to another dtype."""
     if x.op == "cast" and x.arg.dtype == torch.int8:
         return x.arg
     return a.seen_as(_unwidened(a, x.arg), x) if x.op in ("permute", "expand", "reshape") else x
@@ -299,7 +324,10 @@ def _with_scales(
 def _key_factors(
     a: Algebra, products: _Products, behind: tuple[Value, ...], sizes: Sequence[Any]
 ) -> Iterator[tuple[Value, Value]]:
-    """Yield every factor that differs from key to key: as the model has it, and in the layout `sizes` (B, S, N, T)."""
+    """Yield each factor of `products` or `behind` that differs from key to key: the factor, and it in the dims `sizes`.
+
+    `sizes` are B, S, N and T.
+    """
     for each in products.factors:
         if each.applied.shape[-1:] != (1,):
             yield each.value, a.expand(each.applied, sizes)
@@ -310,7 +338,9 @@ def _key_factors(
 
 
 def _by_key(a: Algebra, factor: tuple[Value, Value], sizes: Sequence[Any]) -> Value | None:
-    """Return a factor that depends on sequence and key alone as [B, T]; None if it differs by query or head too."""
+    """Return `factor`, a value and the same in the dims `sizes` (B, S, N, T), as [B, T]; None if it differs by query or
+    head.
+    """
     source, applied = factor[0].below("expand"), factor[1]
     for batch in dict.fromkeys((sizes[0], 1)):
         if prod(source.shape) == batch * sizes[3]:
@@ -321,7 +351,7 @@ def _by_key(a: Algebra, factor: tuple[Value, Value], sizes: Sequence[Any]) -> Va
 
 
 def _uncast_scale(a: Algebra, x: Value) -> Value:
-    """Strip casts between floats from the scale `x`, below views, down to a float16 one if there is any."""
+    """Strip casts from float to float from the scale `x`, below views, but none below a float16 value."""
     if x.dtype == torch.float16:
         return x
     if x.op == "cast" and is_float(x.arg):
@@ -330,7 +360,7 @@ def _uncast_scale(a: Algebra, x: Value) -> Value:
 
 
 def _plain(a: Algebra, weights: Value) -> Value | None:
-    """Strip positive constant factors and widening casts from `weights`; None if a factor is not positive."""
+    """Strip positive constant factors and widening casts from `weights`; None if a constant factor is 0 or negative."""
     while weights.op == "scale" or (weights.op == "cast" and widens(weights.arg.dtype, weights.dtype)):
         if weights.op == "scale" and weights.attrs[0] <= 0:
             return None

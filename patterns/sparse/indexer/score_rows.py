@@ -13,7 +13,10 @@ from fusion.graph.contractions import matmul
 
 
 def in_order(a: Algebra, x: Value, order: tuple[int, ...]) -> Value:
-    """Permute the dims of `x` by `order`, below elementwise ops, matrix products and sums over heads where possible."""
+    """Return `x` permuted by `order`, with the permute moved below elementwise ops, matmuls and sums over heads.
+
+    Where it cannot be moved, `x` is permuted as it is. A matmul whose last two dims change places is q kᵀ as k qᵀ.
+    """
     ends = tuple(place - x.rank for place in order[-2:])
     stay = ends == (-2, -1)
     over_heads = x.op == "mean" and x.rank == 4 and x.attrs == (-2,) and stay
@@ -33,7 +36,9 @@ def heads_before_keys(a: Algebra, x: Value) -> Value:
 
 
 def unflattened(a: Algebra, x: Value, last: int) -> Value:
-    """Strip from `x`, below casts, the reshape that flattened the dims before the `last` ones; `x` if there is none."""
+    """Strip from `x`, below casts, a reshape that flattened the dims before the last `last` dims; `x` if there is
+    none.
+    """
     if x.op == "cast":
         below = unflattened(a, x.arg, last)
         return a.make("cast", (below,), x.attrs, below.shape, x.dtype)
@@ -42,7 +47,10 @@ def unflattened(a: Algebra, x: Value, last: int) -> Value:
 
 
 def with_batch_dims(a: Algebra, factors: Sequence[Value]) -> list[Value]:
-    """Restore the batch dims of both `factors` of a matrix product, where they are flattened in one or in both."""
+    """Return both `factors` of a matmul without the reshape that flattened their batch dims, if any of the two has one.
+
+    A factor whose flattened dims are no reshape is reshaped to the batch dims of the other.
+    """
     restored = [unflattened(a, each, 2) for each in factors]
     batch = next((each.shape[:-2] for each in restored if each.rank == 4), None)
     if batch is None:
@@ -52,7 +60,8 @@ def with_batch_dims(a: Algebra, factors: Sequence[Value]) -> list[Value]:
 
 
 def with_one_more(a: Algebra, x: Value) -> list[Value]:
-    """Return `x` of rank 3 with a dim of size 1 at place 1, for one query of each sequence, and at 0, for one sequence.
+    """Return two readings of `x` [X, N, T] as rank 4: [X, 1, N, T], sequences of one query, and [1, X, N, T], one
+    sequence.
 
     `x` of another rank is returned twice.
     """

@@ -48,7 +48,7 @@ def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) 
 
 
 def _are_shares(scores: Value) -> bool:
-    """Return True if `scores` went through a softmax, where hidden keys have 0, as visible keys of low scores may
+    """Return True if `scores` are made from a softmax: hidden keys then have 0, as visible keys of low scores may
     have.
     """
     steps = scores.sources(lambda each: each.args if each.op in _ARITHMETIC else ())
@@ -56,10 +56,11 @@ def _are_shares(scores: Value) -> bool:
 
 
 def _lowered(scores: Value, masks: Masks) -> list[float] | None:
-    """Return the scores that hidden keys may have; None if they are not known.
+    """Return the numbers that the scores of hidden keys may be; None if they are not known.
 
-    Masks of -inf give -inf, whatever follows them. Another number is known only of a single mask with no step behind
-    it; of a number that is added, half and twice of it stand for the sums with a score.
+    Masks of -inf give -inf, whatever ops are behind them. A finite number is known only if there is one mask, and no op
+    but a reshape behind it. If the mask adds its number, half and twice the number are returned too, as the score that
+    it is added to is unknown.
     """
     numbers = {number for number in numbers_of(masks.positions, masks.terms) if number > -math.inf}
     if not numbers:
@@ -78,9 +79,9 @@ def _lowered(scores: Value, masks: Masks) -> list[float] | None:
 
 
 def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
-    """Return True if `x` is made of constants and the scores of `places` alone.
+    """Return True if `x` is computed from constants and the scores of the list `places` alone.
 
-    `steps` receives `x` and the values below `x`, operands first.
+    Then `x` and the values from which it is computed are added to `steps`, operands first.
     """
     if x in steps:
         return True
@@ -92,7 +93,10 @@ def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
 
 
 def _holds(condition: Value, steps: Iterable[Value], places: Value, score: float) -> float | bool | None:
-    """Evaluate `condition`, made of `steps`, for one `score`; None if it is not known."""
+    """Evaluate `condition` for one `score` of the list `places`; None if an op on the way is unknown.
+
+    `steps` are `condition` and the values from which it is computed, operands first.
+    """
     values: dict[Value, float | bool | None] = {}
     for x in steps:
         if _are_scores(x, places):
@@ -103,7 +107,9 @@ def _holds(condition: Value, steps: Iterable[Value], places: Value, score: float
 
 
 def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | None:
-    """Evaluate `x` for the values `parts` of its operands; None if one of them is None, or if the op is another."""
+    """Evaluate `x` with the numbers `parts` as its operands; None if one of them is None, or if the op is not known
+    here.
+    """
     if None in parts:
         return None
     first, *more = (each for each in parts if each is not None)
@@ -131,11 +137,11 @@ def _given(x: Value, parts: Sequence[float | bool | None]) -> float | bool | Non
 
 
 def _number(x: Value) -> float | None:
-    """Return the constant `x` as rounded to its dtype; None for NaN."""
+    """Return the constant `x`, a "full", as rounded to its dtype; None if it is NaN."""
     number = rounded_number(x.attrs[0], x.dtype)
     return None if number is None or math.isnan(number) else number
 
 
 def _are_scores(x: Value, places: Value) -> bool:
-    """Return True if `x` is the first result of the `topk` whose second is `places`."""
+    """Return True if `x` is the values of the `topk` whose indices are `places`."""
     return x.op == "largest" and x.args == places.args and x.attrs == places.attrs

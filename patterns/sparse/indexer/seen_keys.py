@@ -19,7 +19,10 @@ NOTHING = Limits(None, None, False, ())
 
 
 def in_words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
-    """Return `bounds` as captures, with `every_row_nonempty`; None if no captures express them."""
+    """Return `bounds` as captures of `Seen`, with `every_row_nonempty`; None if no captures express them.
+
+    `masks` are those to which the bounds belong.
+    """
     if bounds == NOTHING:
         return {**EVERY, "every_row_nonempty": True}
     captures = masks.bounded(bounds)
@@ -31,7 +34,7 @@ def in_words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 
 
 def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
-    """Return True if `bounds` hide the keys before a position that a tensor gives."""
+    """Return True if `bounds` have a lower bound on the key that is read from a tensor."""
     key = len(masks.positions.shape) - 1
     named = () if bounds.low is None else tuple(bounds.low.terms)
     for part in bounds.rest:
@@ -42,7 +45,10 @@ def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
 
 @proof
 def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
-    """Return segment ids and their bound, if each packed token sees its own segment up to itself; else None."""
+    """Return `segment`, the ids of packed tokens, and `segments`, a number above them, as captures.
+
+    None unless `bounds` show each token exactly the keys of its own segment up to itself.
+    """
     batch, _, queries, keys = masks.sizes
     must(batch == 1 and queries == keys and len(bounds.rest) == 1)
     must(bounds.high == number(0) and bounds.moving and bounds.low is None)
@@ -63,7 +69,10 @@ def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 
 
 def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
-    """Return the capture `row_lens`, the keys that each query sees; None if `bounds` is more than an upper bound."""
+    """Return the number of keys that each query sees, [B, S], or [B, 1] for the first if each later one sees one more.
+
+    None if `bounds` are more than one upper bound on the key.
+    """
     batch, _, queries, _ = masks.sizes
     high = _own_bound(masks, bounds) if bounds.rest else bounds.high
     if high is None or bounds.low is not None:
@@ -75,9 +84,9 @@ def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
 
 
 def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
-    """Return the last key that each query sees, from the only condition in `bounds.rest`.
+    """Return the last key that each query sees, from the only condition in `bounds.rest`, an upper bound on the key.
 
-    None if `bounds.high` is another bound, or if the condition is no upper bound on the key.
+    None if it is another condition, or if `bounds.high` is an upper bound too.
     """
     if bounds.high is not None or len(bounds.rest) != 1 or isinstance(bounds.rest[0], bool):
         return None
@@ -90,7 +99,7 @@ def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
 
 
 def _sees_some(masks: Masks, bounds: Limits) -> bool:
-    """Return True if every query is proven to see a key."""
+    """Return True if every query is proven to see a key within `bounds`."""
     own = _own_bound(masks, bounds) if bounds.rest else None
     limits = bounds if own is None else Limits(own, None, False, ())
     return sees_some(limits, *masks.sizes[2:])

@@ -35,16 +35,20 @@ class Compared:
         return _anywhere(x) == (self.equal, axis)
 
     def is_hit(self, x: Value) -> bool:
-        """Return True if `x` is `equal` reduced by "any" over the slots: True for each entry whose key is in a slot (a hit)."""
+        """Return True if `x` is `equal` reduced by "any" over the slots: True for each entry whose key is in a slot (a
+        hit).
+        """
         return self.is_any(x, self.slots)
 
     def is_used(self, x: Value) -> bool:
-        """Return True if `x` is `equal` reduced by "any" over the entries: True for each slot whose key is in the list."""
+        """Return True if `x` is `equal` reduced by "any" over the entries: True for each slot whose key is in the
+        list.
+        """
         return self.is_any(x, 2 * self.equal.rank - 3 - self.slots)
 
     def is_slot(self, x: Value) -> bool:
-        """Return True if `x` is argmax of `equal` over the slots: for each hit its only slot, since no two slots have the
-        same key.
+        """Return True if `x` is argmax of `equal` over the slots: for each hit its only slot, since no two slots have
+        the same key.
 
         The values of `x` at misses are of no importance.
         """
@@ -118,8 +122,8 @@ def is_next_free(new: Value, same: Compared) -> bool:
 
 
 def free_order(new: Value) -> Value:
-    """Return `free` of a `new` = where(hit, slot, free[rank]): the order in which misses take slots; `new` itself if it is
-    no "where".
+    """Return `free` of a `new` = where(hit, slot, free[rank]): the order in which misses take slots; `new` itself if it
+    is no "where".
     """
     chosen = choice(new)
     return new if chosen is None else plain(plain(chosen[2]).arg)

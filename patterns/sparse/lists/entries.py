@@ -31,7 +31,9 @@ class Entries:
     parts: tuple[Formula, ...]
 
     def number(self, places: Value | None = None) -> Affine:
-        """Express the entries of `places` [X, M, K] (default: `self.places`) as an affine term over the positions of the scores."""
+        """Express the entries of `places` [X, M, K] (default: `self.places`) as an affine term over the positions of
+        the scores.
+        """
         return self.masks.positions.affine(*self._opened(places or self.places))
 
     def _opened(self, x: Value) -> tuple[Value, tuple[Affine, ...]]:
@@ -54,7 +56,9 @@ class Entries:
         return bounds(places)[0] >= 0 or any(says_below(each, self.number(places), -1, 0) for each in self.parts)
 
     def within(self, places: Value, low: Any, high: Any) -> bool:
-        """Return True if every entry of `places` [X, M, K] that the masks leave visible is proven to be in `low` .. `high`."""
+        """Return True if every entry of `places` [X, M, K] that the masks leave visible is proven to be in `low` ..
+        `high`.
+        """
         number = self.number(places)
         above = low <= bounds(places)[0] or any(says_below(each, number, -1, low) for each in self.parts)
         return above and (high >= bounds(places)[1] or any(says_below(each, number, 1, -high) for each in self.parts))
@@ -93,7 +97,9 @@ def grows(part: Formula, axis: int) -> bool:
 
 
 def unclamped(a: Algebra, entries: Entries) -> Entries:
-    """Return `entries` with `places` below each clamp and "where" that changes entries only where the masks hide them."""
+    """Return `entries` with `places` below each clamp and "where" that changes entries only where the masks hide
+    them.
+    """
     x = entries.places
     below = _below_view(a, x)
     inner: Value | None = None

@@ -38,7 +38,9 @@ class FixedKeys(Group):
     moving: Any = attribute()
 
     def append_to(self, places: Tensor) -> Tensor:
-        """Append to lists `places` [B, S, K] the positions of the first and of the last keys; -1 where there is no such key."""
+        """Append to lists `places` [B, S, K] the positions of the first and of the last keys; -1 where there is no such
+        key.
+        """
         batch, queries = places.shape[:2]
         parts = [places]
         if self.first:
@@ -58,8 +60,8 @@ def _count(size: int, like: Tensor) -> Tensor:
 def split(masks: Masks, bounds: Limits) -> tuple[Leaf, dict[str, Any], Limits] | None:
     """Split the conditions `bounds` of a mask that shows listed keys or fixed ones: one "or" among `bounds.rest`.
 
-    Returns the list in it, the captures of `FixedKeys`, and the conditions besides the "or". An "or" of the form (listed
-    and shown) or j < first stays among these, since `shown` may hide a listed key.
+    Returns the list in it, the captures of `FixedKeys`, and the conditions besides the "or". An "or" of the form
+    (listed and shown) or j < first stays among these, since `shown` may hide a listed key.
 
     None if there is not exactly one "or" with one list, or if another side of the "or" shows other keys than the first
     or the last ones.
@@ -89,7 +91,8 @@ def list_of(part: Formula) -> Leaf | None:
 
 
 def _fixed(masks: Masks, part: Formula, bounds: Limits) -> dict[str, Any] | None:
-    """Read the condition `part` as "one of the first keys", or as "one of the last keys before the upper bound in `bounds`".
+    """Read the condition `part` as "one of the first keys", or as "one of the last keys before the upper bound in
+    `bounds`".
 
     Returns `first`, or `last` with the captures of the bound. None if `part` is any other condition, if the number of
     keys is symbolic, or, for last keys, if `bounds` has more than an upper bound.

@@ -25,8 +25,8 @@ class Split(NamedTuple):
 def split(a: Algebra, numbers: Value) -> Split | None:
     """Split row `numbers` [*R] = g · size + place into the group g and the `place` of a row in it.
 
-    In row-major order, the first R / G numbers must be of group 0, the next ones of group 1. None if `numbers` is no such
-    sum, or if a place is not proven to be in 0 .. size - 1.
+    In row-major order, the first R / G numbers must be of group 0, the next ones of group 1. None if `numbers` is no
+    such sum, or if a place is not proven to be in 0 .. size - 1.
     """
     total = uncast(numbers, "reshape")
     sides = (total.args, total.args[::-1]) if total.op == "add" else ()
@@ -36,7 +36,9 @@ def split(a: Algebra, numbers: Value) -> Split | None:
 
 @proof
 def _by(a: Algebra, total: Value, places: Value, first: Value) -> Split | None:
-    """Split `total` = `places` + `first`, where `first` is arange(G) · size; None if it is not, or `places` exceed a group."""
+    """Split `total` = `places` + `first`, where `first` is arange(G) · size; None if it is not, or `places` exceed a
+    group.
+    """
     scaled = uncast(first, "reshape")
     must(scaled.op == "scale" and float(scaled.attrs[0]).is_integer())
     counted, size = uncast(scaled.arg, "reshape"), int(scaled.attrs[0])

@@ -24,7 +24,8 @@ def looked_up(
     Args:
         masks: masks of the attention.
         mask: all masks as one, bool [B or 1, 1, S, T], True where a key is hidden.
-        listed: value below `mask`, True at the listed keys; it is taken as True, so that `hidden` is the rest of `mask`.
+        listed: value below `mask`, True at the listed keys; it is taken as True, so that `hidden` is the rest of
+            `mask`.
         others: conditions of the masks on a key, other than that it is listed.
         sorted_places: True if the list has the largest scores first.
     """
@@ -36,7 +37,9 @@ def looked_up(
 
 
 def _is_unmasked(scores: Value) -> bool:
-    """Return True if `scores` are a matmul or a mean below casts, factors and views, so that no mask is applied to them."""
+    """Return True if `scores` are a matmul or a mean below casts, factors and views, so that no mask is applied to
+    them.
+    """
     return scores.below("cast", "scale", "reshape", "permute").op in ("matmul", "mean")
 
 

@@ -37,8 +37,8 @@ _OTHERS = "-1 is not written over the places of keys that are hidden, and of the
 def indexer_lists(graph: Graph) -> Iterator[Annotation]:
     """Yield an `indexer_list` reading for every list of an indexer that the model uses, or a `Miss` with the reason.
 
-    Such a list is a value of the graph, or the `places` of a `listed_attention`, which is read anew by that list. A list
-    that only a `topk_mask` reads gives no `Miss`.
+    Such a list is a value of the graph, or the `places` of a `listed_attention`, which is read anew by that list. A
+    list that only a `topk_mask` reads gives no `Miss`.
     """
     assumed, a = Assumed.of(graph), graph.algebra
     read = {value.below("reshape", "expand", "cast") for value, _ in graph.readings.all("lightning_indexer")}
@@ -71,7 +71,8 @@ def indexer_lists(graph: Graph) -> Iterator[Annotation]:
 
 
 def shows_one(assumed: Assumed, places: Value) -> frozenset[str] | None:
-    """Return the inputs on whose assumed masks it relies that each query sees an entry of `places`, a list of an indexer.
+    """Return the inputs on whose assumed masks it relies that each query sees an entry of `places`, a list of an
+    indexer.
 
     None if `places` is no such list, or if it is not proven for every query.
     """
@@ -108,7 +109,8 @@ def listed(assumed: Assumed, value: Value) -> Reading | str | None:
 def _places(written: Value) -> tuple[Value, int] | None:
     """Return the `topk` indices of which `written` is made, and the number that is added to them, 0 without one.
 
-    `written` is the indices themselves, or where(condition, indices + number, fill) in either order; None if it is neither.
+    `written` is the indices themselves, or where(condition, indices + number, fill) in either order; None if it is
+    neither.
     """
     sides = written.args[1:] if written.op == "where" else (written,)
     others = [_unmoved(each) if written.op == "where" else (uncast(each, "reshape"), 0) for each in sides]
@@ -117,7 +119,9 @@ def _places(written: Value) -> tuple[Value, int] | None:
 
 
 def _unmoved(x: Value) -> tuple[Value, int]:
-    """Split integers `x` = y + n with a constant n > 0 into y and n; `x`, without exact casts and reshapes, and 0 otherwise."""
+    """Split integers `x` = y + n with a constant n > 0 into y and n; `x`, without exact casts and reshapes, and 0
+    otherwise.
+    """
     x = uncast(x, "reshape")
     moved = x.op == "shift" and x.attrs[0] > 0 and is_exact(x)
     return (uncast(x.arg, "reshape"), int(x.attrs[0])) if moved else (x, 0)
@@ -139,8 +143,8 @@ def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
 
 
 def _hides(assumed: Assumed, written: Value, places: Value, indexer: Indexed) -> bool:
-    """Return True if `written`, a "where" of the list `places` and another value, is -1 where the listed key is hidden by
-    the masks of `indexer`, and the place of the key elsewhere.
+    """Return True if `written`, a "where" of the list `places` and another value, is -1 where the listed key is hidden
+    by the masks of `indexer`, and the place of the key elsewhere.
     """
     a, (condition, yes, no) = assumed.algebra, written.args
     how, fill = ("drop", yes) if _unmoved(no)[0] is places else ("keep", no)
@@ -165,8 +169,8 @@ def _hides(assumed: Assumed, written: Value, places: Value, indexer: Indexed) ->
 def _are_counted(assumed: Assumed, places: Value, indexer: Indexed) -> bool:
     """Return True if, for every e, entry e of the list `places` names a hidden key exactly where key e is hidden.
 
-    That is so if the masks of `indexer` show each query the first n keys, and the list has the largest scores first: both
-    then begin with the n visible keys.
+    That is so if the masks of `indexer` show each query the first n keys, and the list has the largest scores first:
+    both then begin with the n visible keys.
     """
     last, masks = len(indexer.masks.positions.shape) - 1, indexer.masks
     first_ones = all(grows(each, last) for each in conjuncts(indexer.seen))

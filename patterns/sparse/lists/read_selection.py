@@ -142,7 +142,8 @@ def _unkept(reason: str) -> Reading:
 
 
 def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> bool:
-    """Return True if something that is computed from `slots`, or from their order of free slots, is not used for `into`.
+    """Return True if something that is computed from `slots`, or from their order of free slots, is not used for
+    `into`.
 
     Args:
         graph: the graph.
@@ -197,7 +198,8 @@ def _written(graph: Graph, value: Value, write: Reading) -> _BufferWrite | str |
 def _with_status(
     graph: Graph, value: Value, cache: Value, own: _Paged, source: _Rows, same: Compared
 ) -> _BufferWrite | str:
-    """Find the status after a step for a write of listed rows into `cache`; the reason if the operator writes another one.
+    """Find the status after a step for a write of listed rows into `cache`; the reason if the operator writes another
+    one.
 
     Args:
         graph: the graph.
@@ -227,7 +229,9 @@ def _with_status(
 
 @proof
 def _rows(a: Algebra, x: Value) -> _Rows | None:
-    """Read `x` [.., R, C] as rows gathered from pages [Block, Size, C] by a table [.., P]; None if it is anything else."""
+    """Read `x` [.., R, C] as rows gathered from pages [Block, Size, C] by a table [.., P]; None if it is anything
+    else.
+    """
     rows = proven(gathered(a, x))
     at = proven(_paged(a, rows.places))
     _, count, lanes = rows.source.shape
@@ -253,7 +257,9 @@ def _paged(a: Algebra, places: Value) -> _Paged | None:
 
 @proof
 def _entry(a: Algebra, x: Value) -> tuple[Value, Value] | None:
-    """Read `x` [.., R] as table[.., index]: return the table of each list [.., P], and the indices [.., R]; None otherwise."""
+    """Read `x` [.., R] as table[.., index]: return the table of each list [.., P], and the indices [.., R]; None
+    otherwise.
+    """
     if x.op == "take":
         table, numbers = x.args
     else:

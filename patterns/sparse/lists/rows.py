@@ -43,7 +43,8 @@ class Gathered:
 
 @proof
 def gathered(a: Algebra, x: Value) -> Gathered | None:
-    """Read `x` [*R, D] as rows that are gathered from a source [G, T, D], below widening casts, slices of lanes and views.
+    """Read `x` [*R, D] as rows that are gathered from a source [G, T, D], below widening casts, slices of lanes and
+    views.
 
     None if `x` is anything else; the lanes of a row are never mixed with those of another.
     """
@@ -72,7 +73,8 @@ def gathered(a: Algebra, x: Value) -> Gathered | None:
 
 
 def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
-    """Return `below`, the rows that the argument of `x` is gathered as, as rows for `x`: a widening cast or a view of rows.
+    """Return `below`, the rows that the argument of `x` is gathered as, as rows for `x`: a widening cast or a view of
+    rows.
 
     Unproven if `x` changes the lanes of a row, or the order of the groups.
     """
@@ -90,7 +92,9 @@ def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
 
 
 def _joined(a: Algebra, parts: list[Gathered]) -> Gathered:
-    """Concatenate along the lanes `parts`, gathered at the same places of several sources; unproven for other places."""
+    """Concatenate along the lanes `parts`, gathered at the same places of several sources; unproven for other
+    places.
+    """
     first = parts[0]
     for each in parts[1:]:
         must((each.places, each.counted_back) == (first.places, first.counted_back))
@@ -115,7 +119,9 @@ def _taken(a: Algebra, x: Value) -> Gathered:
 
 
 def _indexed(a: Algebra, x: Value) -> Gathered | None:
-    """Read the "index" `x` as source[places], source[:, places] or source[index, places]; None for other indexed dims."""
+    """Read the "index" `x` as source[places], source[:, places] or source[index, places]; None for other indexed
+    dims.
+    """
     source, *index = x.args
     match x.attrs:
         case (0,):
@@ -131,7 +137,9 @@ def _indexed(a: Algebra, x: Value) -> Gathered | None:
 
 
 def _by_one(a: Algebra, x: Value, source: Value, index: Value) -> Gathered:
-    """Read `x` = `source`[`index`] as rows of G groups if `index` is proven to be g · T + place, else as rows of one group."""
+    """Read `x` = `source`[`index`] as rows of G groups if `index` is proven to be g · T + place, else as rows of one
+    group.
+    """
     flat, numbers = _rows(a, source, 0), split(a, index)
     if numbers is None or flat.shape[1] != numbers.groups * numbers.size:
         return Gathered(flat, a.reshape(index, x.shape[:-1]), counted_back=True)
@@ -163,7 +171,9 @@ def counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
 
 
 def distinct(places: Value) -> bool:
-    """Return True if no list of `places` [.., K] names a place twice: it is the result of a top-k, viewed list by list."""
+    """Return True if no list of `places` [.., K] names a place twice: it is the result of a top-k, viewed list by
+    list.
+    """
     while places.op in ("cast", "reshape", "permute", "expand", "slice"):
         is_row = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
         moved = places.op == "permute" and places.attrs[-1] != places.rank - 1

@@ -34,7 +34,8 @@ class Selection(Group):
     full_table: Any = tensor("*L F")
 
     def updated(self, p, cache, full, packed):
-        """Return the term of the buffer `cache` after a step, which copies from `full` the rows that `cache` does not have yet.
+        """Return the term of the buffer `cache` after a step, which copies from `full` the rows that `cache` does not
+        have yet.
 
         `packed` is True if rows are packed in int8, with the rotated lanes.
         """
@@ -89,7 +90,8 @@ class Packed(Group):
         return (selection.updated(p, self.rows, self.full, self.packed),)
 
     def caches(self) -> tuple[Tensor, ...]:
-        """Return what `Latent.caches` does: an empty tensor and the buffer, then an empty tensor and the cache [Block, Size, C].
+        """Return what `Latent.caches` does: an empty tensor and the buffer, then an empty tensor and the cache [Block,
+        Size, C].
 
         The empty tensors stand for buffer and cache of rotated lanes, which packed rows contain.
         """
@@ -118,7 +120,10 @@ class GatherSelectionKvCache(Rule):
     @pattern
     @variants(rows=(Latent, Packed))
     def updated(self, p, rows, selection: Any = Selection):
-        """rows[new] = rows[slot] where hit, else full[id]; status[new] = id, status[-1] = K, as at the head of this module"""
+        """rows[new] = rows[slot] where hit, else full[id]; status[new] = id, status[-1] = K
+
+        `hit`, `slot` and `new` are as at the head of this module; there are two buffers `rows`, or one of packed rows.
+        """
         return (*rows.terms(p, selection), selection.updated_status(p))
 
     @lookalike("{reason}")
@@ -130,8 +135,8 @@ class GatherSelectionKvCache(Rule):
     def run(self, rows: Any, selection: Selection):
         """Emit npu_gather_selection_kv_cache for all lists: the buffers and the status after the step.
 
-        The operator is given lengths (T + 1 keys, 1 of them new) by which it reads all T rows of the full cache, and takes no
-        key for one of the current step.
+        The operator is given lengths (T + 1 keys, 1 of them new) by which it reads all T rows of the full cache, and
+        takes no key for one of the current step.
         """
         ids, status, table, full_table = (each.flatten(0, -2) for each in vars(selection).values())
         caches = rows.caches()

@@ -30,7 +30,9 @@ class Tabled(NamedTuple):
     counted_back: bool
 
     def rows(self, a: Algebra, flat: Value) -> Value:
-        """Gather the rows [G, M · Size, D] of the pages in `self.table` from `flat` [1, Block · Size, D], the rows of all pages."""
+        """Gather the rows [G, M · Size, D] of the pages in `self.table` from `flat` [1, Block · Size, D], the rows of
+        all pages.
+        """
         if flat.op == "cat" and flat.attrs == (flat.rank - 1,):
             return a.cat([self.rows(a, each) for each in flat.args], -1)
         if flat.op == "slice" and flat.attrs[0] == flat.rank - 1:
@@ -44,8 +46,8 @@ class Tabled(NamedTuple):
 def by_table(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
     """Read `slots`, row numbers in pages of `rows` rows in all, as positions that a block table maps to slots.
 
-    None if no table is proven to; if `rows` is symbolic; or if `slots` are int32 and there are more than 2³¹ rows, so that
-    a slot that wraps round could name another page.
+    None if no table is proven to; if `rows` is symbolic; or if `slots` are int32 and there are more than 2³¹ rows, so
+    that a slot that wraps round could name another page.
     """
     if not isinstance(rows, int) or (slots.below("cast").dtype is not torch.int64 and rows > 2**31):
         return None
@@ -74,7 +76,8 @@ def _by_page(a: Algebra, slots: Value) -> Tabled | None:
 
 @proof
 def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
-    """Read `slots` as every[b, place], where every[b] has the slots of all positions of sequence b, expanded from a table.
+    """Read `slots` as every[b, place], where every[b] has the slots of all positions of sequence b, expanded from a
+    table.
 
     `rows` is the number of rows of all pages. None if `slots` are computed in another way.
     """
@@ -88,8 +91,8 @@ def _by_row(a: Algebra, slots: Value, rows: Any) -> Tabled | None:
 def _looked_up(a: Algebra, x: Value) -> tuple[Value, Value] | None:
     """Read `x` as entries of a table [G, M]: return the table, and the column of each entry, in the shape of `x`.
 
-    In row-major order, the first of G equal parts of `x` is from row 0 of the table, the next from row 1. None if `x` is
-    anything else.
+    In row-major order, the first of G equal parts of `x` is from row 0 of the table, the next from row 1. None if `x`
+    is anything else.
     """
     if x.op == "take":
         table, columns = x.args
