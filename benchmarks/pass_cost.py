@@ -112,7 +112,7 @@ class _Judge(FusionBackend):
     with_others: bool = False
 
     def fuse(
-        self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None, told: bool = True
+        self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None, with_refusals: bool = True
     ) -> GraphReport:
         """As the backend does, several times."""
         entered = time.process_time()
@@ -256,16 +256,16 @@ def main(
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:
         for case in track([case for _ in range(rounds) for case in cases], "compiling", console=Console(stderr=True)):
             runs[case].append(fresh.submit(_measured, *case, never, others).result())
-    told = {" ".join(map(str, case)): _told(found) for case, found in runs.items()}
+    figures = {" ".join(map(str, case)): _figures_of(found) for case, found in runs.items()}
     slopes = {
-        " ".join(each): exponent({n: told[f"{' '.join(each)} {n}"]["cold_seconds"] for n in layers}) for each in of
+        " ".join(each): exponent({n: figures[f"{' '.join(each)} {n}"]["cold_seconds"] for n in layers}) for each in of
     }
-    _show(runs, told)
-    text = json.dumps({"cases": told, "exponent": {name: round(each, 2) for name, each in slopes.items()}})
+    _show(runs, figures)
+    text = json.dumps({"cases": figures, "exponent": {name: round(each, 2) for name, each in slopes.items()}})
     print(text)
     if file is not None:
         file.write_text(text + "\n")
-    largest = [each for name, each in told.items() if name.endswith(f" {max(layers)}")]
+    largest = [each for name, each in figures.items() if name.endswith(f" {max(layers)}")]
     broken = [
         *(f"cold {each['cold']:.1%}" for each in largest if each["cold"] > cold),
         *(f"warm {each['warm']:.1%}" for each in largest if each["warm"] > warm),
@@ -282,7 +282,7 @@ def main(
     raise typer.Exit(int(bool(broken)))
 
 
-def _told(found: Sequence[Figures]) -> dict[str, float]:
+def _figures_of(found: Sequence[Figures]) -> dict[str, float]:
     """Medians over the rounds; ratios of one round each."""
 
     def median(*values: float) -> float:
@@ -304,7 +304,9 @@ def _told(found: Sequence[Figures]) -> dict[str, float]:
     return said
 
 
-def _show(runs: Mapping[tuple[str, str, str, int], Sequence[Figures]], told: Mapping[str, Mapping[str, float]]) -> None:
+def _show(
+    runs: Mapping[tuple[str, str, str, int], Sequence[Figures]], figures: Mapping[str, Mapping[str, float]]
+) -> None:
     titles = (
         "model",
         "target",
@@ -320,7 +322,7 @@ def _show(runs: Mapping[tuple[str, str, str, int], Sequence[Figures]], told: Map
     )
     table = Table(*titles, "others", "stages of the cold pass", title="cost of the pass over Dynamo and AOT (medians)")
     for case, found in runs.items():
-        each = told[" ".join(map(str, case))]
+        each = figures[" ".join(map(str, case))]
         others = [f"{name} {each[name]:.1f}x, {each[f'{name}_places']:.0f} of {each['places']:.0f} places"
                   for name in found[0].others]  # fmt: skip
         table.add_row(
