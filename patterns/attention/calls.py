@@ -204,20 +204,6 @@ def each_length(spec: MaskSpec, q: Tensor) -> Any:
     return [spec.kv_len] * batch if isinstance(batch, int) else torch.full((batch,), spec.kv_len, device=q.device)
 
 
-def laid(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1) -> Tensor:
-    """Reshape `pages` of `size` rows and `heads` heads to the dims that operators take, without a copy.
-
-    Refuse pages that are not contiguous.
-
-    [Block, Size, N · D] for the layout "BSND", [Block, N, Size, D] for "BNSD", [Block, N, D / L, Size, L] for "NZ".
-    """
-    what = "lines of the pages" if layout == "NZ" else "pages"
-    reason = "the {what} do not lie together, so that reading them in place would copy them all"
-    require(pages.is_contiguous(), reason, what=what)
-    dims = {"BSND": (size, -1), "BNSD": (heads, size, -1), "NZ": (heads, -1, size, pages.shape[-1])}
-    return pages.reshape(pages.shape[0], *dims[layout])
-
-
 def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, ends: Any = None, **arguments: Any) -> Parts:
     """Call the operator on queries packed to [B · S, N, D] (layout TND), over packed keys or pages.
 

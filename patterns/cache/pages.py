@@ -90,3 +90,17 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     first = start.clamp(max=size).reshape(-1, 1)
     index = first if rows == 1 else first + torch.arange(rows, device=device)
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
+
+
+def page_operand(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1) -> Tensor:
+    """Reshape `pages` of `size` rows and `heads` heads to the dims that operators take, without a copy.
+
+    Refuse pages that are not contiguous.
+
+    [Block, Size, N · D] for the layout "BSND", [Block, N, Size, D] for "BNSD", [Block, N, D / L, Size, L] for "NZ".
+    """
+    what = "lines of the pages" if layout == "NZ" else "pages"
+    reason = "the {what} do not lie together, so that reading them in place would copy them all"
+    require(pages.is_contiguous(), reason, what=what)
+    dims = {"BSND": (size, -1), "BNSD": (heads, size, -1), "NZ": (heads, -1, size, pages.shape[-1])}
+    return pages.reshape(pages.shape[0], *dims[layout])

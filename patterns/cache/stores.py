@@ -24,7 +24,7 @@ from torch import Tensor
 from fusion import Group, attribute, require, scalar, tensor
 from patterns.cache import pages
 from patterns.kit.int8_scales import multipliers
-from patterns.kit.orders import HALF
+from patterns.rotary.orders import HALF
 
 Both = tuple[Tensor, Tensor]
 TILE = 128

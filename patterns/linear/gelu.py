@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor, variants
-from patterns.kit.results import Plain
+from patterns.quant.results import Plain
 
 
 @dataclass(frozen=True)

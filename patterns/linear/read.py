@@ -11,39 +11,8 @@ import torch.fx as fx
 
 from fusion import reader, word
 from fusion.analysis.nodes import is_handed_out
-from fusion.analysis.rounding import is_float
-from fusion.graph import Algebra, Annotation, Graph, Reading, Value
-from fusion.graph.contractions import swapped
-
-Places = Mapping[Value, Sequence[fx.Node]]
-Parts = tuple[Value, Value, "Value | None"]
-
-
-def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
-    """Read `value` as a floating-point linear layer; returns x, weight and bias or None."""
-    if value.op == "matmul" and is_float(value):
-        x, y = value.args
-        plain = all(size == 1 for size in y.shape[:-2]) and value.rank == x.rank
-        return (x, swapped(a, a.reshape(y, y.shape[-2:])), None) if plain else None
-    if value.op == "add":
-        return _biased(a, places, *value.args) or _biased(a, places, *value.args[::-1])
-    viewed = value.op == "reshape" and value.shape[-1:] == value.arg.shape[-1:]
-    parts = linear(a, places, value.arg) if viewed or value.op == "scale" else None
-    if parts is None:
-        return None
-    x, weight, bias = parts
-    if viewed:
-        return a.reshape(x, (*value.shape[:-1], x.shape[-1])), weight, bias
-    weight = a.scale(weight, value.attrs[0])  # the factor is part of the weight that the model uses
-    return (x, weight, None) if bias is None and weight in places else None
-
-
-def _biased(a: Algebra, places: Places, product: Value, bias: Value) -> Parts | None:
-    if bias.shape != product.shape[-1:]:
-        return None
-    parts = linear(a, places, product)
-    return None if parts is None or parts[2] is not None else (*parts[:2], bias)
-
+from fusion.graph import Annotation, Graph, Reading, Value
+from patterns.kit.linear_layers import Parts, Places, linear
 
 _LAYER = {
     "x": "[*B, K]", "weight": "[N, K]", "bias": "[N]",

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, scalar, tensor, variants
-from patterns.kit.results import Plain, TokenScales
 from patterns.linear.gates import BOUNDS, SOURCES, WIDE_SOURCES, Clipped, Merged, Projected, Unbounded, activated
+from patterns.quant.results import Plain, TokenScales
 
 f32 = torch.float32
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, rounding, scalar, tensor, variants
 from patterns.kit.int8_scales import exact_scale, scale_of
-from patterns.kit.results import TokenScales
 from patterns.norm.add_norm import AddNorm, float32_sum, rounded_before_gain
 from patterns.norm.gain import Gain, unit_gain
 from patterns.quant.quantisation import Quantisation
+from patterns.quant.results import TokenScales
 
 f32 = torch.float32
 

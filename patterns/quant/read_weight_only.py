@@ -20,7 +20,7 @@ from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
-from patterns.linear.read import linear
+from patterns.kit.linear_layers import linear
 
 INT8_WEIGHT_LINEAR = word(
     "int8_weight_linear",

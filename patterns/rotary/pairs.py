@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fusion.analysis.lane_products import Term
 from fusion.analysis.lanes import Index
-from patterns.kit.orders import HALF, INTERLEAVED
+from patterns.rotary.orders import HALF, INTERLEAVED
 
 ORDERS = (HALF, INTERLEAVED)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
-from patterns.kit.orders import INTERLEAVED
+from patterns.rotary.orders import INTERLEAVED
 from patterns.rotary.rotated import Rotated, Widened
 
 

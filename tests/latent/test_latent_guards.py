@@ -12,13 +12,13 @@ import torch
 from fusion.graph import Algebra
 from fusion.language import Refused
 from patterns.cache.stores import Fresh, Pages
-from patterns.kit.orders import HALF, INTERLEAVED, RowOrder
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
 from patterns.latent.prolog.preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
 from patterns.latent.prolog.prolog import Int8QueryPages, MlaProlog
 from patterns.latent.prolog.terms import LatentQueries, LatentRow
 from patterns.quant.schemes import StaticInt8Layers
+from patterns.rotary.orders import HALF, INTERLEAVED, RowOrder
 
 NOTHING = SimpleNamespace(guard=lambda *args: None, guard_order=lambda order: None)
 X = torch.zeros(2, 3, 64)

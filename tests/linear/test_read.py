@@ -7,7 +7,7 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
-from patterns.linear.read import linear
+from patterns.kit.linear_layers import linear
 
 
 def layer(a: Algebra, *shape: int) -> tuple[Value, Value, Value]:

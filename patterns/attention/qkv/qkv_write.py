@@ -24,7 +24,7 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.qkv.qkv_sources import SOURCES
 from patterns.cache.pages import NZ, NZ_INT8, refuse_others
-from patterns.kit.orders import HALF
+from patterns.rotary.orders import HALF
 from patterns.rotary.token_tables import TokenTables, rotated_lanes
 
 Both = tuple[Tensor, Tensor]

@@ -20,7 +20,7 @@ from fusion import Group, attribute, require, tensor
 from patterns.attention import calls
 from patterns.attention.calls import Call, MaskSpec, Parts
 from patterns.attention.masks.biases import UNBIASED, Bias
-from patterns.cache.pages import refuse_others
+from patterns.cache.pages import page_operand, refuse_others
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Pages(Group):
 
     def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
         """Return the pages of `first` and `second`, of `heads` heads, in the dims that the operator takes; see
-        `calls.laid`.
+        `page_operand`.
         """
-        return [calls.laid(each, self.size, self.layout, heads) for each in (self.first_pages, self.second_pages)]
+        return [page_operand(each, self.size, self.layout, heads) for each in (self.first_pages, self.second_pages)]
 
     def keys(self, batch: Any) -> Any:
         """Count the keys of a latent that the model gathers for each of `batch` sequences, at most P · Size."""

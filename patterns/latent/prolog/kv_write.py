@@ -20,8 +20,8 @@ from torch import Tensor
 from fusion import Rule, lowering, pattern, require, tensor, variants
 from patterns.cache.pages import single_head
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages, Rows
-from patterns.kit.orders import HALF, INTERLEAVED
 from patterns.latent.prolog.terms import LatentRow, Tables
+from patterns.rotary.orders import HALF, INTERLEAVED
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
 Storage = Rows | Pages

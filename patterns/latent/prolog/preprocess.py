@@ -20,15 +20,14 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from fusion import Group, Rule, lowering, pattern, require, rounding, scalar, tensor, variants
-from patterns.attention.calls import laid
-from patterns.cache.pages import NZ_INT8, in_rows
+from patterns.cache.pages import NZ_INT8, in_rows, page_operand
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
 from patterns.kit.int8_scales import exact_scale
-from patterns.kit.orders import HALF, RowOrder
 from patterns.latent.prolog.prolog import MlaProlog
 from patterns.latent.prolog.terms import LatentQueries, LatentRow, Tables
 from patterns.quant.quantised_linear import NZ
 from patterns.quant.schemes import StaticInt8Layers, TokenInt8Layers
+from patterns.rotary.orders import HALF, RowOrder
 from patterns.rotary.token_tables import rotated_lanes
 
 EPSILON = 1e-6  # compiled into the kernel
@@ -218,7 +217,7 @@ def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
     if storage.nz_block is None:
         kv, kr = (in_rows(each, None) for each in both)
         return kv, kr, "krope_ctkv"
-    kv, kr = (laid(each, each.shape[-2], "NZ").squeeze(1) for each in both)
+    kv, kr = (page_operand(each, each.shape[-2], "NZ").squeeze(1) for each in both)
     return kv, kr, "int8_nzcache" if isinstance(storage, Int8Pages) else "nzcache"
 
 

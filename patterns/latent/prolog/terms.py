@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
-from patterns.kit.orders import HALF, in_order
+from patterns.rotary.orders import HALF, in_order
 from patterns.rotary.token_tables import TokenTables, rotated_lanes
 
 

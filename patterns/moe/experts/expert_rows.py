@@ -18,7 +18,7 @@ from fusion.analysis.rounding import is_float
 from fusion.graph import Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proven
-from patterns.linear.read import linear
+from patterns.kit.linear_layers import linear
 from patterns.quant.read_matmul import Layers
 from patterns.quant.scaled_products import Product
 

@@ -12,6 +12,7 @@ from fusion import attribute, require, tensor
 from patterns.attention import calls
 from patterns.attention.sources import Rows
 from patterns.attention.varlen.pages import Pages
+from patterns.cache.pages import page_operand
 
 ROWS: dict[str, Any] = {"layout_kv": "BSND"}
 """Layout arguments of an operator that reads rows."""
@@ -132,4 +133,4 @@ def refuse_nz(*layouts: str) -> None:
 
 def read(pages: Tensor, size: Any) -> Tensor:
     """Reshape `pages` of one head to [Block, Size, 1, D]."""
-    return calls.laid(pages, size).unsqueeze(2)
+    return page_operand(pages, size).unsqueeze(2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion import Group, attribute, require
-from patterns.kit.orders import HALF, INTERLEAVED
+from patterns.rotary.orders import HALF, INTERLEAVED
 from patterns.rotary.token_tables import rotated_lanes
 
 EPSILON_OF_KEYS = 1e-6
@@ -26,7 +26,7 @@ class RotatedLanes(Group):
     """Rotation of the first lanes of queries, or of keys, of an indexer.
 
     Attributes:
-        source: order of the lanes before the rotation, as in `patterns.kit.orders`.
+        source: order of the lanes before the rotation, as in `patterns.rotary.orders`.
         result: order of the lanes after it.
         dtype: dtype of the rotation.
     """

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion import Group, attribute, bounded, require, tensor
-from patterns.attention.calls import MaskSpec, laid
-from patterns.cache.pages import SIZES, cut
+from patterns.attention.calls import MaskSpec
+from patterns.cache.pages import SIZES, cut, page_operand
 from patterns.sparse.attention.pages import read, refuse_nz
 
 
@@ -282,7 +282,7 @@ class PagedInt8Indexer(PagedIndexer):
 
     def scales(self) -> Tensor:
         """Return the pages of scales for the operator, float16 [Block, Size, 1]."""
-        return laid(float16_scale(self.scale_pages), self.size)
+        return page_operand(float16_scale(self.scale_pages), self.size)
 
 
 INDEXERS = (Indexer, PagedIndexer, PagedInt8Indexer)
