@@ -47,6 +47,13 @@ def rows_below(x: Value) -> Value:
     return x
 
 
+def elements_below(x: Value) -> Value:
+    """Strip casts between floats, and all reshapes, from `x`."""
+    while is_rounding(x) or x.op == "reshape":
+        x = x.arg
+    return x
+
+
 def rounded_to(numbers: Array, dtype: torch.dtype | None) -> Array | None:
     """Convert `numbers` (booleans, integers or float64) to `dtype` as torch does; None where torch leaves it open.
 

@@ -62,8 +62,7 @@ def key_of(given: Rule | Reader | Operator) -> str | None:
     if _is_in_package(given, kind):
         return name
     try:
-        declared = [getattr(given, each.name) for each in fields(given)] if isinstance(given, Operator) else given
-        return f"{name} {digest_of(declared)}"
+        return f"{name} {digest_of(given)}"
     except UnkeyedError:
         return None
 
@@ -76,12 +75,13 @@ def keys_of(library: Library) -> str | None:
 
 def _is_in_package(given: Rule | Reader | Operator, kind: Any) -> bool:
     """Return True if `given`, or the class of a rule without fields, is a global of a module of a package."""
+    module = sys.modules.get(kind.__module__)
+    if module is None or not _is_package(_package(kind.__module__)):
+        return False
     if isinstance(given, Operator):
-        module = sys.modules.get(kind.__module__)
-        return _is_package(_package(kind.__module__)) and any(each is given for each in vars(module).values())
-    module, named = sys.modules.get(kind.__module__), given if isinstance(given, Reader) else kind
-    alone = isinstance(given, Reader) or not vars(given)
-    return _is_package(_package(kind.__module__)) and alone and getattr(module, kind.__qualname__, None) is named
+        return any(each is given for each in vars(module).values())
+    named, alone = (given, True) if isinstance(given, Reader) else (kind, not vars(given))
+    return alone and getattr(module, kind.__qualname__, None) is named
 
 
 def _package(module: str) -> str:
@@ -190,8 +190,8 @@ class _Walk:
             case type():
                 named = [each for name in sorted(vars(value).keys() - _IGNORED) for each in (name, vars(value)[name])]
                 return f"class {value.__qualname__}", (*value.__bases__, *named)
-            case Reader():  # would pickle as its name alone
-                return "reader", [getattr(value, each.name) for each in fields(value)]
+            case Reader() | Operator():  # a reader would pickle as its name alone, an operator with what it memoises
+                return type(value).__name__, [getattr(value, each.name) for each in fields(value)]
             case MethodType():
                 return "method", (value.__func__, value.__self__)
             case staticmethod() | classmethod():

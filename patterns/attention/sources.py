@@ -28,6 +28,7 @@ from patterns.attention.calls import Call, MaskSpec, Parts
 from patterns.attention.masks.biases import UNBIASED, Bias
 from patterns.attention.masks.visibility import Dense
 from patterns.attention.varlen.pages import Pages, PagesNZ
+from patterns.kit.segments import segment_ends
 
 LSE_BATCHED = "log-sum-exps over rows come with one sequence beside the other"
 IN_SEQUENCE = "segments of packed tokens are put to the operator one after the other"
@@ -256,8 +257,7 @@ class SegmentsById(InSequence, Rows):
         `self.segment`.
         """
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
-        # a segment ends after the tokens with its id or a lower one, also if the segment is empty
-        ends = (self.segment.reshape(-1, 1) <= torch.arange(self.segments, device=q.device)).sum(0)
+        ends = segment_ends(self.segment, self.segments)
         heads = self.first.shape[1]
         return calls.in_sequence(
             q, k, v, ends, call, ends, num_key_value_heads=heads, **self.mask_arguments(q, seen), **extra

@@ -116,7 +116,7 @@ def _view_of(view: fx.Node, node: fx.Node, val: torch.Tensor) -> torch.Tensor | 
     target: Any = view.target
     args, kwargs = map_arg((view.args, view.kwargs), lambda each: val if each is node else each.meta["val"])
     try:
-        result = run_on_fakes(target, args, kwargs)  # torch's fake mode views expanded tensors that no kernel views
+        result = run_on_fakes(target, args, kwargs)
     except (RuntimeError, ValueError):  # no view has such strides
         return None
     return result if isinstance(result, torch.Tensor) and shares_memory(result, val) else None

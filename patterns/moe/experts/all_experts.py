@@ -10,13 +10,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fusion.analysis.dtypes import rows_below
+from fusion.analysis.dtypes import elements_below, rows_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.moe.experts.expert_rows import ChosenRows
-from patterns.moe.experts.pairs import plain
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.moe.experts.weighted_sums import RULE, Total, sum_of_products, summed, total
 from patterns.moe.router.list_masks import has_topk
@@ -45,14 +44,14 @@ def chosen_weights(graph: Graph, x: Value) -> Chosen | None:
 
     None unless `x` is proven to be 0 at every expert that was not chosen.
     """
-    a, inner = graph.algebra, plain(x)
+    a, inner = graph.algebra, elements_below(x)
     one_hot = _by_one_hot(a, x)
     if one_hot is not None:
         return one_hot
     if inner.op in ("placed", "write"):
         return _placed(inner) or _by_columns(a, inner)
     if inner.op == "softmax":
-        below = masked_rows(a, plain(inner.arg))
+        below = masked_rows(a, elements_below(inner.arg))
         return _softmax_of_largest(graph, x, below) if below is not None and below.fill == -math.inf else None
     parts = (inner, *(each for each in inner.args if inner.op == "mul" and each.shape == inner.shape))
     masked = next(filter(None, (masked_rows(a, each) for each in parts)), None)
@@ -71,11 +70,11 @@ def _placed(inner: Value) -> Chosen | None:
 @proof
 def _by_one_hot(a: Algebra, x: Value) -> Chosen:
     """Read `x`[.., e] = Σ_k weights[.., k] · (places[.., k] = e), as a sum of products or as a matmul."""
-    inner, factor = unscaled(plain(x))
-    inner = plain(inner)
+    inner, factor = unscaled(elements_below(x))
+    inner = elements_below(inner)
     if inner.op == "mean":
         must(inner.attrs == (-2,) and inner.arg.shape[-2] == factor)
-        product = plain(inner.arg)
+        product = elements_below(inner.arg)
         must(product.op == "mul")
         weights, flags = product.args if product.args[1].below("cast").op == "compare" else product.args[::-1]
         is_per_choice = weights.shape == (*flags.shape[:-1], 1)
@@ -109,7 +108,7 @@ def _softmax_of_largest(graph: Graph, x: Value, masked: MaskedRows) -> Chosen:
     largest = a.make("largest", (masked.x,), masked.places.attrs, masked.places.shape, masked.x.dtype)
     if largest not in graph.places:
         return Chosen(_gathered(a, x, masked.places), masked.places)
-    inner = plain(x)
+    inner = elements_below(x)
     wide = a.cast(largest, inner.dtype)
     return Chosen(a.cast(a.make("softmax", (wide,), inner.attrs, wide.shape, wide.dtype), x.dtype), masked.places)
 
@@ -156,7 +155,7 @@ def _loop_columns(a: Algebra, inner: Value) -> Columns:
     outputs: dict[int, Value] = {}
     weights: set[Value] = set()
     for term in _terms(inner):
-        product = plain(term)
+        product = elements_below(term)
         must(product.op == "mul")
         x, y = product.args
         column = _column(a, x)
@@ -174,7 +173,7 @@ def _column(a: Algebra, x: Value) -> tuple[int, Value] | None:
     """Return e and weights [.., E] if `x` [.., 1] is the column weights[.., e : e + 1]; else None."""
     if not x.rank or x.shape[-1] != 1:
         return None
-    column = plain(x)
+    column = elements_below(x)
     if column.op == "slice":
         is_column = column.attrs[0] == column.rank - 1 and column.shape[-1] == 1
         return (column.attrs[1], column.arg) if is_column else None
@@ -188,9 +187,9 @@ def _listed(a: Algebra, column: Value) -> tuple[int, Value]:
     The weights are w [.., K] scattered into zeros at the top-k indices `places` [.., K].
     """
     mean, count = unscaled(column)
-    mean = plain(mean)
+    mean = elements_below(mean)
     must(mean.op == "mean" and mean.attrs == (-1,) and mean.arg.shape[-1] == count)
-    weights, flags = proven(_where_listed(plain(mean.arg)))
+    weights, flags = proven(_where_listed(elements_below(mean.arg)))
     must((flags.op, flags.attrs) == ("compare", ("eq",)))
     listed, expert = flags.args if flags.args[1].op == "full" else flags.args[::-1]
     places = uncast(listed, "reshape")
@@ -220,7 +219,7 @@ def _where_listed(parts: Value) -> tuple[Value, Value] | None:
 
 def _terms(x: Value) -> Iterator[Value]:
     """Yield the summands of the additions of which `x` is the root, except tensors of zeros."""
-    inner = plain(x)
+    inner = elements_below(x)
     if inner.op == "add":
         yield from (each for arg in inner.args for each in _terms(arg))
     elif (inner.op, inner.attrs) != ("full", (0,)):
@@ -235,7 +234,7 @@ def _stacked_columns(a: Algebra, inner: Value, factor: float) -> Columns:
     Unproven if it is anything else.
     """
     weighted = proven(total(a, inner, factor))
-    joined = plain(weighted.rows)
+    joined = elements_below(weighted.rows)
     count, width = weighted.weights.shape[-1], weighted.rows.shape[-1]
     must(weighted.order is None and joined.op == "cat" and len(joined.args) == count)
     (axis,), rank = joined.attrs, joined.rank
@@ -295,7 +294,7 @@ def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Sta
     Returns the chosen experts with their weights, and the outputs; None if it is no such sum.
     """
     weighted = total(a, inner, factor)
-    rows = inner if weighted is None else plain(weighted.rows)
+    rows = inner if weighted is None else elements_below(weighted.rows)
     if weighted is None or rows.op != "take" or rows.arg.rank != 3 or rows.shape[:-1] != weighted.weights.shape:
         return None
     places = uncast(rows.args[1])

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.intervals import uncast
 from fusion.graph import Algebra, Dim, Value
 
@@ -27,13 +26,6 @@ class Pairs(NamedTuple):
 
     tokens: Dim
     choices: Any
-
-
-def plain(x: Value) -> Value:
-    """Strip casts between floats, and reshapes, from `x`."""
-    while is_rounding(x) or x.op == "reshape":
-        x = x.arg
-    return x
 
 
 # orders -------------------------------------------------------------------------------------------------------------

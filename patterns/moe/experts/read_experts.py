@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from fusion import reader
+from fusion.analysis.dtypes import elements_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float
@@ -26,7 +27,6 @@ from patterns.moe.experts.pairs import (
     Pairs,
     expert_vectors,
     gathered_by,
-    plain,
     repeated_tokens,
     sorted_tokens,
     sorts,
@@ -180,19 +180,21 @@ def _router_list(a: Algebra, listed: Value) -> Value:
 
 def _sums(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[Annotation]:
     """Read every weighted sum of the rows of one of `products`; a miss for an order or a bias that is not proven."""
-    unrounded = set(map(plain, products))
+    unrounded = set(map(elements_below, products))
     for (inner, factor), several in (summed(graph) if products else {}).items():
         weighted = total(graph.algebra, inner, factor)
         if weighted is None:
             continue
         product = products.get(weighted.rows)
         if product is not None and product.captures["experts"].shape == weighted.weights.shape:
-            if product.captures["is_sorted"] != (weighted.order is not None):
+            if product.captures["is_sorted"] == (weighted.order is not None):
+                yield from sum_of_products(graph.algebra, weighted, product, several)
+            else:
                 yield several[0], Miss(RULE, _UNSUMMED, at=(weighted.rows,))
-                continue
-            yield from sum_of_products(graph.algebra, weighted, product, several)
-        elif plain(weighted.rows).op == "add" and any(plain(each) in unrounded for each in plain(weighted.rows).args):
-            yield several[0], Miss(RULE, _BIASED, at=plain(weighted.rows).args)
+            continue
+        below = elements_below(weighted.rows)
+        if below.op == "add" and any(elements_below(each) in unrounded for each in below.args):
+            yield several[0], Miss(RULE, _BIASED, at=below.args)
 
 
 def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Annotation]:
@@ -200,12 +202,14 @@ def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[
 
     `parts` are the values that the weighted sums of the graph are computed from.
     """
-    reported = {plain(each) for each in parts}
-    inner = {plain(each) for reading in products.values() for each in reading.captures["x"].sources(_lanes)}
+    reported = {elements_below(each) for each in parts}
+    inner = {elements_below(each) for reading in products.values() for each in reading.captures["x"].sources(_lanes)}
     for value, reading in products.items():
         if reading.op == "int8_expert_product":  # its float reading is that of the product before the scales
-            inner |= {plain(each) for each in value.sources(_lanes) if products.get(each, reading).op != reading.op}
-    for product in dict.fromkeys(map(plain, products)):
+            inner |= {
+                elements_below(each) for each in value.sources(_lanes) if products.get(each, reading).op != reading.op
+            }
+    for product in dict.fromkeys(map(elements_below, products)):
         if product not in reported and product not in inner:
             yield product, Miss(RULE, _UNSUMMED)
 

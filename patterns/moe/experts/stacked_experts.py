@@ -11,13 +11,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
-from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.dtypes import elements_below, is_rounding
 from fusion.graph import Algebra, Dim, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proven
 from patterns.linear.read_gates import half_of_lanes
 from patterns.moe.experts.expert_rows import ChosenRows
-from patterns.moe.experts.pairs import plain
 from patterns.moe.experts.weighted_sums import total
 
 
@@ -71,7 +70,7 @@ def _by_product(a: Algebra, inner: Value, factor: float) -> Weighed | None:
     weighted = total(a, inner, factor)
     if weighted is None or weighted.order is not None:
         return None
-    rows = a.reshape(plain(weighted.rows), (*weighted.weights.shape, weighted.rows.shape[-1]))
+    rows = a.reshape(elements_below(weighted.rows), (*weighted.weights.shape, weighted.rows.shape[-1]))
     return Weighed(weighted.weights, Stack(rows, 1, 2))
 
 

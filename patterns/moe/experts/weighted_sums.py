@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusion.analysis.dtypes import elements_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
-from patterns.moe.experts.pairs import Arranged, Pairs, are_tokens, order_of_tokens, plain, put_back, sorted_by
+from patterns.moe.experts.pairs import Arranged, Pairs, are_tokens, order_of_tokens, put_back, sorted_by
 
 RULE = "routed_experts"
 
@@ -50,8 +51,8 @@ def summed(graph: Graph) -> dict[tuple[Value, float], list[Value]]:
     groups: dict[tuple[Value, float], list[Value]] = {}
     for value in list(graph.places):
         if is_float(value):
-            below, factor = unscaled(plain(value))
-            groups.setdefault((plain(below), factor), []).append(value)
+            below, factor = unscaled(elements_below(value))
+            groups.setdefault((elements_below(below), factor), []).append(value)
     return groups
 
 
@@ -93,9 +94,9 @@ def _summed_products(a: Algebra, x: Value) -> Total | None:
     The rows may be multiplied in the order of tokens, or sorted by expert and put back afterwards.
     """
     *lead, choices, width = x.shape
-    pairs, inner = Pairs(prod(lead), choices), plain(x)
+    pairs, inner = Pairs(prod(lead), choices), elements_below(x)
     unsorted = put_back(inner)
-    product = inner if unsorted is None else plain(unsorted.value)
+    product = inner if unsorted is None else elements_below(unsorted.value)
     for rows, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
         if rows.shape != product.shape or weights.shape != (*rows.shape[:-1], 1) or rows.shape[-1] != width:
             continue
@@ -120,13 +121,13 @@ def _weighed(a: Algebra, rows: Value, weights: Value, pairs: Pairs) -> Total:
 
     Rows that are sorted by expert and put back are taken as they were sorted, with their order.
     """
-    listed = put_back(plain(rows)) or Arranged(rows, None)
+    listed = put_back(elements_below(rows)) or Arranged(rows, None)
     return Total(_flat_rows(a, listed.value), a.reshape(weights, (*pairs,)), listed.order)
 
 
 def _weighed_in_order(a: Algebra, rows: Arranged, weights: Value, pairs: Pairs) -> Total | None:
     """Return the sum of sorted `rows` times `weights` that are sorted by the same order; None for another order."""
-    flat = sorted_by(plain(weights))
+    flat = sorted_by(elements_below(weights))
     if flat is None or flat.order is not rows.order or prod(flat.value.shape) != pairs.tokens * pairs.choices:
         return None
     return Total(_flat_rows(a, rows.value), a.reshape(flat.value, (*pairs,)), rows.order)
@@ -134,7 +135,7 @@ def _weighed_in_order(a: Algebra, rows: Arranged, weights: Value, pairs: Pairs) 
 
 def _flat_rows(a: Algebra, rows: Value) -> Value:
     """Reshape `rows` to [R, H], without the casts between floats on them."""
-    return a.reshape(plain(rows), (prod(rows.shape[:-1]), rows.shape[-1]))
+    return a.reshape(elements_below(rows), (prod(rows.shape[:-1]), rows.shape[-1]))
 
 
 def _matmul(a: Algebra, x: Value, y: Value) -> Total | None:
@@ -170,7 +171,7 @@ def _products_of_tokens(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> 
 
     None if they are anything else.
     """
-    order, product = order_of_tokens(uncast(index), pairs), plain(rows)
+    order, product = order_of_tokens(uncast(index), pairs), elements_below(rows)
     for each, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
         if each.shape == product.shape and weights.shape == (*each.shape[:-1], 1):
             if order is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fusion import reader
-from fusion.analysis.dtypes import is_rounding, rows_below
+from fusion.analysis.dtypes import elements_below, is_rounding, rows_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
@@ -111,15 +111,8 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
 def _reads(gathered: Value, scores: Value, places: Value) -> bool:
     """Return True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`."""
     x, at = gathered.args
-    are_scores = _unrounded(x) is _unrounded(scores) and x.shape[-1] == scores.shape[-1]
+    are_scores = elements_below(x) is elements_below(scores) and x.shape[-1] == scores.shape[-1]
     return uncast(at) is places and are_scores
-
-
-def _unrounded(x: Value) -> Value:
-    """Strip casts between floats, and reshapes, from `x`."""
-    while x.op == "reshape" or is_rounding(x):
-        x = x.arg
-    return x
 
 
 def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from fusion import Group, attribute, bounded, require, tensor
 from patterns.attention.calls import MaskSpec
 from patterns.cache.pages import SIZES, cut, page_operand
+from patterns.kit.segments import segment_ends
 from patterns.sparse.attention.pages import read, refuse_nz
 
 
@@ -50,14 +51,8 @@ class Seen(Group):
         return self.mask_kind == "none" and all(each is None for each in limits)
 
     def segment_ends(self) -> Tensor | None:
-        """Return the end of each segment among the packed tokens, int32 [segments]; None without `self.segment`.
-
-        It is the number of tokens whose id is at most that of the segment.
-        """
-        if self.segment is None:
-            return None
-        line = self.segment.reshape(-1, 1)
-        return (line <= torch.arange(self.segments, device=line.device)).sum(0).to(torch.int32)
+        """Return the end of each segment among the packed tokens, int32 [segments]; None without `self.segment`."""
+        return None if self.segment is None else segment_ends(self.segment, self.segments).to(torch.int32)
 
     def segment_starts(self) -> Tensor:
         """Return, for each packed token, where its segment starts, int32 [T]: the number of tokens with a smaller
