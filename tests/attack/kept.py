@@ -672,4 +672,29 @@ KEPT = (
         ),
         door="exported",
     ),
+    Kept(
+        "masks whose sum overflows in float16, joined before heads are flattened",
+        "keys hidden by both masks, at -inf, were shown to queries without keys like those hidden by one",
+        Program(
+            inputs=(
+                Input("q", ("B", 4, "S", 64)),
+                Input("k", ("B", 4, "S", 64)),
+                Input("v", ("B", 4, "S", 64)),
+                Input("padding", ("B", "S"), values="left padded"),
+            ),
+            lines=(
+                "order = ~torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)",
+                "gone = 1.0 - padding[:, None, None, :].to(q.dtype)",
+                "second = gone.masked_fill(gone.to(torch.bool), torch.finfo(q.dtype).min)",
+                "first = torch.zeros(order.shape, dtype=q.dtype).masked_fill(~order, torch.finfo(q.dtype).min)",
+                "scores = (q @ k.mT * 0.125 + (second + first)).flatten(0, 1)",
+                "p = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)",
+                "o = torch.bmm(p, v.flatten(0, 1))",
+                "y = o.view(q.shape[0], -1, *o.shape[1:])",
+            ),
+            results=("y",),
+            sizes=(("B", 3), ("S", 7)),
+            dtype="float16",
+        ),
+    ),
 )

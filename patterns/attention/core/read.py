@@ -324,7 +324,7 @@ def _masks(assumed: Assumed, parts: Pieces, frame: Frame, keys: Any, dtype: Any)
     split = parted(masks)
     mask, bias = _described(assumed, split, frame, dtype, parts)
     is_unknown = mask.startswith((NOT_LOST, OF_HEADS)) if isinstance(mask, str) else isinstance(bias, str)
-    joint = unparted(masks, dtype) if is_unknown and masks.are_shared(parts.empty) else None
+    joint = unparted(assumed, masks, dtype) if is_unknown and masks.are_shared(parts.empty) else None
     lowered = isinstance(mask, str) and mask.startswith(NOT_LOST)
     finite = lowered or parts.scores.floor > -inf or (joint is not None and stays_finite(joint))
     if joint is not None and finite:  # numbers that are added are exact as a bias, whether they hide a key or not

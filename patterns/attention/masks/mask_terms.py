@@ -82,7 +82,7 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
             seen = positions.truth(each.mask, positions.of(each.mask))
             parts.append(seen if each.how == "keep" else negation(seen))
             continue
-        constants = _added(positions, each)
+        constants = added_numbers(positions, each)
         if constants is None:
             return unproven(each.mask, hides_by_truths(positions, each))
         others = [value for value in constants if not (value == 0 or value <= MASKED)]
@@ -92,7 +92,7 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
     return conjunction(*parts)
 
 
-def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
+def added_numbers(positions: Positions, term: Term) -> dict[float, Formula] | None:
     """Return each number that the additive `term` adds at the softmax, with the formula of its positions.
 
     None where the numbers are unknown or the factor is not positive.
@@ -112,13 +112,13 @@ def hides_by_truths(positions: Positions, term: Term) -> bool:
     """Return True if the additive `term` would add only 0 and numbers that hide keys, if all integer inputs were 0 or
     1.
     """
-    constants = _added(positions.supposing(), term)
+    constants = added_numbers(positions.supposing(), term)
     return constants is not None and all(value == 0 or value <= MASKED for value in constants)
 
 
 def hides_below(positions: Positions, term: Term) -> bool:
     """Return True if every score that `term` hides is below all scores that it lets through."""
-    numbers = (term.fill,) if term.how != "add" else _added(positions, term) or ()
+    numbers = (term.fill,) if term.how != "add" else added_numbers(positions, term) or ()
     return all(number <= LOST for number in numbers if number != 0)
 
 
@@ -154,7 +154,7 @@ def numbers_of(positions: Positions, terms: Sequence[Term]) -> list[float]:
     return [
         number
         for each in terms
-        for number in ((each.fill,) if each.how != "add" else _added(positions, each) or ())
+        for number in ((each.fill,) if each.how != "add" else added_numbers(positions, each) or ())
         if number != 0
     ]
 

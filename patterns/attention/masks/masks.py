@@ -296,16 +296,6 @@ class Masks:
         finite = [each for each in numbers_of(self.positions, self.terms) if each > -math.inf]
         return all(empty.of(number) == "mean" for number in finite or [MASKED])
 
-    def blur(self, least: float) -> bool:
-        """Return True if the sum of the masks in a dtype with lowest number `least` may be -inf for one key, and a
-        number near `least` for another.
-
-        If -inf were clamped to `least`, both keys would be hidden alike, and in the model they are not.
-        """
-        numbers = [list(numbers_of(self.positions, (each,))) for each in self.terms]
-        overflow = sum(min(each, default=0.0) for each in numbers) < least
-        return overflow and any(least <= each <= least / (4 * len(numbers)) for some in numbers for each in some)
-
     def blamed(self) -> Term:
         """Return the first mask whose visible positions are not known, else the last mask."""
         return next((each for each in self.terms if isinstance(visible(self.positions, (each,)), str)), self.terms[-1])

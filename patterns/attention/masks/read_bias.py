@@ -24,7 +24,7 @@ from fusion.graph.proof import proven
 from fusion.graph.signs import is_nonnegative
 from patterns.attention.core.frames import Frame
 from patterns.attention.masks.assumed import Assumed
-from patterns.attention.masks.mask_terms import LOST, Term
+from patterns.attention.masks.mask_terms import LOST, Term, added_numbers
 from patterns.attention.masks.masks import Masks
 from patterns.attention.masks.visible import MASKED
 
@@ -77,16 +77,37 @@ def parted(masks: Masks) -> Parted:
     return Parted(replace(masks, terms=tuple(masking_terms)), tuple(biases), over)
 
 
-def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
+def unparted(assumed: Assumed, masks: Masks, dtype: torch.dtype | None) -> Parted | None:
     """Take all terms of `masks` for biases in `dtype`, the dtype of the queries, which is None for int8.
 
     None where a term replaces scores, or where -inf, which the operator takes as the lowest number of `dtype`, could
     not be distinguished from other terms.
     """
     filled = any(each.how != "add" for each in masks.terms)
-    if dtype is None or filled or masks.blur(torch.finfo(dtype).min):
+    if dtype is None or filled or _blurs(assumed, masks, torch.finfo(dtype).min):
         return None
     return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
+
+
+def _blurs(assumed: Assumed, masks: Masks, least: float) -> bool:
+    """Return True if the sum of `masks` in a dtype with lowest number `least` may be -inf for one key, and a number
+    near `least` for another.
+
+    If -inf were clamped to `least`, both keys would be hidden alike, and in the model they are not.
+    """
+    pieces = [
+        (term, each) for term in masks.terms for each in _pieces(masks.a, masks.positions, term.mask, choices=False)
+    ]
+    near = least / (4 * max(len(pieces), 1))
+    lows = list[list[float]]()
+    for term, piece in pieces:
+        numbers = added_numbers(masks.positions, replace(term, mask=piece))
+        if numbers is not None:
+            lows.append(list(numbers))
+        elif len(pieces) > 1 and _may_reach(-near, piece, assumed.folder.fold(piece), assumed.weights):
+            lows.append([-math.inf, near])  # any number, as far as is known
+    overflow = sum(min(each, default=0.0) for each in lows) < least
+    return overflow and any(least <= each <= near for some in lows for each in some)
 
 
 def stays_finite(split: Parted) -> bool:
@@ -115,29 +136,33 @@ def _hides(positions: Positions, x: Value, factor: float) -> bool:
     return any(not number < math.inf for number in numbers) or all(n == 0 or n * factor <= MASKED for n in numbers)
 
 
-def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
-    """Yield values that add up to `x` when broadcast: the addends of sums, and of choices the mask and the rest."""
+def _pieces(a: Algebra, positions: Positions, x: Value, choices: bool = True) -> Iterator[Value]:
+    """Yield values that add up to `x` when broadcast: the addends of sums, and with `choices` the mask and the rest of
+    choices.
+    """
     match x.op:
         case "full" if x.attrs[0] == 0:
             return
         case "add":
             for each in x.args:
-                yield from _pieces(a, positions, each)
+                yield from _pieces(a, positions, each, choices)
         case "expand":
-            yield from _pieces(a, positions, x.arg)
+            yield from _pieces(a, positions, x.arg, choices)
         case "reshape" if x.shape == (*(1,) * (x.rank - x.arg.rank), *x.arg.shape):
-            yield from _pieces(a, positions, x.arg)
+            yield from _pieces(a, positions, x.arg, choices)
         case "cast" if is_rounding(x):
-            yield from (a.cast(each, x.dtype) for each in _pieces(a, positions, x.arg))
+            yield from (a.cast(each, x.dtype) for each in _pieces(a, positions, x.arg, choices))
         case "reshape" | "permute":
-            below, step = list(_pieces(a, positions, x.arg)), row_step(x)
+            below, step = list(_pieces(a, positions, x.arg, choices)), row_step(x)
             if len(below) < 2:
                 yield x
             elif step is None:
                 yield from (a.seen_as(a.expand(each, x.arg.shape), x) for each in below)
             else:
                 yield from (broadcast_arranged(a, each, x.arg.shape, (step,)) for each in below)
-        case "where" if broadcast(x.shape, positions.shape) != positions.shape or not _hides(positions, x, 1.0):
+        case "where" if choices and (
+            broadcast(x.shape, positions.shape) != positions.shape or not _hides(positions, x, 1.0)
+        ):
             yield from _chosen(a, positions, x)
         case _:
             yield x
