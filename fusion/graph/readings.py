@@ -55,10 +55,11 @@ Annotation = tuple[Value, Reading | Miss]
 
 @dataclass(frozen=True)
 class Readings:
-    """Meanings and misses of the values of one graph."""
+    """Meanings and misses of the values of one graph, and the pairs of a value and a rule without misses."""
 
     _readings: Mapping[Value, tuple[Reading, ...]] = field(default_factory=lambda: MappingProxyType({}))
     _misses: tuple[tuple[Value, Miss], ...] = ()
+    _superseded: frozenset[tuple[Value, str]] = frozenset()
 
     def __iter__(self) -> Iterator[tuple[Value, Reading]]:
         """Iterate over the pairs of a value and one of its meanings."""
@@ -80,12 +81,23 @@ class Readings:
         """List the pairs of a value and a miss with one of `rules`, or all of them."""
         return [(value, each) for value, each in self._misses if not rules or each.rule in rules]
 
-    def joined(self, new: Iterable[Annotation]) -> Readings:
-        """Return these readings and the `new` ones, each once."""
+    def misses_of(self, value: Value, *rules: str) -> tuple[Miss, ...]:
+        """Return the misses about `value` with one of `rules`, or all of them."""
+        return tuple(each for other, each in self._misses if other is value and (not rules or each.rule in rules))
+
+    def is_superseded(self, value: Value, rule: str) -> bool:
+        """Return True if a reader that supersedes `rule` has read `value`, or said why not."""
+        return (value, rule) in self._superseded
+
+    def joined(self, new: Iterable[Annotation], supersedes: Iterable[str] = ()) -> Readings:
+        """Return these readings and the `new` ones, each once; drop misses of rules that they supersede."""
+        new = list(new)
+        superseded = self._superseded | {(value, rule) for value, _ in new for rule in supersedes}
         readings, misses = dict(self._readings), dict.fromkeys(self._misses)
         for value, each in new:
             if isinstance(each, Miss):
                 misses[value, each] = None
             elif each not in readings.get(value, ()):
                 readings[value] = (*readings.get(value, ()), each)
-        return Readings(MappingProxyType(readings), tuple(misses))
+        remaining = tuple((value, each) for value, each in misses if (value, each.rule) not in superseded)
+        return Readings(MappingProxyType(readings), remaining, superseded)

@@ -68,6 +68,7 @@ class Reader:
         needs: the names of the words whose readers must run first.
         refines: the names of words that another reader gives, and of which this one, run later, yields more.
         words: the declarations of the words in `gives`.
+        supersedes: rules whose misses are dropped about each value of which this reader yields a reading or a miss.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Reader:
     needs: frozenset[str] = frozenset()
     refines: frozenset[str] = frozenset()
     words: tuple[Word, ...] = ()
+    supersedes: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the reader by its qualified name if its module has it under that name, else by its fields."""
@@ -84,12 +86,17 @@ class Reader:
             return _declared, (module, name)
         return Reader, tuple(getattr(self, each.name) for each in fields(self))
 
+    @property
+    def only_reports(self) -> bool:
+        """True if this reader yields misses alone: of what is left after all readers of words."""
+        return not self.gives and not self.refines
+
     def waits_for(self, other: Reader) -> bool:
-        """Return True if `other` must run first: it gives or refines a needed word, or gives a word that this one
-        refines.
+        """Return True if `other` must run first: it gives or refines a needed word, gives a word that this one refines,
+        or gives or refines any word where this one `only_reports`.
         """
         awaited = (other.gives | other.refines) & self.needs or other.gives & self.refines
-        return other is not self and bool(awaited)
+        return other is not self and bool(awaited or (self.only_reports and not other.only_reports))
 
 
 def _declared(module: str, name: str) -> Reader:
@@ -97,14 +104,18 @@ def _declared(module: str, name: str) -> Reader:
 
 
 def reader(
-    *, gives: Iterable[Word | str], needs: Iterable[str] = (), refines: Iterable[str] = ()
+    *,
+    gives: Iterable[Word | str] = (),
+    needs: Iterable[str] = (),
+    refines: Iterable[str] = (),
+    supersedes: Iterable[str] = (),
 ) -> Callable[[Read], Reader]:
     """Turn a function into a `Reader`. The captures of a word that is given by name alone are not checked in forms."""
     words = tuple(each if isinstance(each, Word) else Word(each) for each in gives)
     names = frozenset(each.name for each in words)
 
     def make(read: Read) -> Reader:
-        return Reader(read.__name__, read, names, frozenset(needs), frozenset(refines), words)
+        return Reader(read.__name__, read, names, frozenset(needs), frozenset(refines), words, frozenset(supersedes))
 
     return make
 

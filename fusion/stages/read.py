@@ -19,7 +19,7 @@ def read(graph: Graph, readers: Sequence[Reader]) -> tuple[Graph, list[Failure]]
     failures: list[Failure] = []
     for each in ordered(readers):
         try:
-            graph = replace(graph, readings=graph.readings.joined(_checked(each, each.read(graph))))
+            graph = replace(graph, readings=graph.readings.joined(_checked(each, each.read(graph)), each.supersedes))
         except Exception as error:
             node = culprit(error) or graph.source.output_node()
             failures.append(failure("read", error, each.name, node))
