@@ -2,6 +2,7 @@
 
 from fusion import Library
 from patterns.attention.attention import Attention
+from patterns.attention.core.core import attention_cores
 from patterns.attention.core.read import attentions
 from patterns.attention.core.read_int8 import int8_cache
 from patterns.attention.lse.attention_update import AttentionUpdate
@@ -10,6 +11,7 @@ from patterns.attention.lse.read_softmax_lse import softmax_lse
 from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.reasons.read_recurrences import recurrences
 from patterns.attention.reasons.read_sinkhorn import sinkhorn
+from patterns.attention.reasons.unclaimed import unclaimed_attentions
 from patterns.attention.ring import RingMla
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
@@ -21,6 +23,7 @@ from patterns.cache.read_page_gather import page_gathers
 from patterns.cache.read_writes import cache_writes
 from patterns.latent.absorbed_products import AbsorbedProducts
 from patterns.latent.attention.attention import LatentAttention
+from patterns.latent.attention.read_int8_attention import int8_latent_attentions
 from patterns.latent.attention.read_int8_query import int8_queries
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
@@ -53,11 +56,12 @@ from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
+from patterns.sparse.attention.read_listed import listed_attentions
 from patterns.sparse.attention.sparse_attention import SparseAttention
 from patterns.sparse.attention.whole_layer import SparseAttentionPto
 from patterns.sparse.indexer.indexer_prolog import LightningIndexerPrologPto
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
-from patterns.sparse.indexer.read import lightning_indexers
+from patterns.sparse.indexer.read import lightning_indexers, listed_masks
 from patterns.sparse.lists.read_lists import indexer_lists
 from patterns.sparse.lists.read_selection import buffered_rows
 from patterns.sparse.lists.selection import GatherSelectionKvCache
@@ -94,7 +98,12 @@ _RULES = (
 )
 _READERS = (
     rotations,
+    attention_cores,
     attentions,
+    int8_latent_attentions,
+    listed_attentions,
+    listed_masks,
+    unclaimed_attentions,
     int8_cache,
     softmax_lse,
     segment_id_attentions,

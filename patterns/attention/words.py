@@ -35,6 +35,12 @@ SOFTMAX_ATTENTION = word(
     q="[B, N, S, D]", k="[B, M, T, D]", v="[B, M, T, E]", scale="a number", **_VISIBLE, output_view=_VIEW,
     sink=_SINK, mixed=_MIXED, **_BIAS,
 )  # fmt: skip
+ATTENTION_MASK = word(
+    "attention_mask",
+    "the dense mask of an attention [B or 1, 1, S, T], True for a hidden key",
+    frame="the `Frame` of the rows of the scores", terms="the `Term`s that the mask joins, outermost first", keys="T",
+    sink="the sink of the attention [N]; None without one",
+)  # fmt: skip
 SEGMENTED_ATTENTION = word(
     "segmented_attention",
     "softmax_attention of packed segments, each over its own keys alone",

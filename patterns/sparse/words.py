@@ -2,6 +2,12 @@
 
 from fusion import word
 
+SUNK = (
+    "a sink stands beside the scores of rows that a list names: this package passes none to "
+    "npu_sparse_flash_attention, whose argument sinks it does not compute"
+)
+"""Reason for attention over listed keys with a sink."""
+
 _SEEN = {
     "mask_kind": '"none", "causal_upper_left" or "causal_lower_right": keys that a query may see, listed or not',
     "window": "number of keys before its own that a query sees, None for all of them",

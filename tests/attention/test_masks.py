@@ -25,7 +25,7 @@ from fusion.graph.recipe import build
 from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
 from fusion.testing import capture
-from patterns.attention.core.read import attention
+from patterns.attention import cores_of, read_attention
 from patterns.attention.masks import bounds as bounds_of
 from patterns.attention.masks import masks as attention_masks
 from patterns.attention.masks.assumed import Assumed
@@ -500,7 +500,9 @@ def is_told_right(t: Twins, mask: Twin, shape: tuple[int, int, int], softmax: st
     scores = matmul(t.a, q, swapped(t.a, k))
     masked = logic.where(t.a, mask.value, scores, logic.constant(t.a, -torch.inf, (), torch.float32), torch.float32)
     root = matmul(t.a, t.a.softmax(masked, -1, softmax), v)
-    outcome = attention(Assumed(t.a), root)
+    cores = cores_of(Assumed(t.a), root)
+    assert isinstance(cores, list)
+    outcome = read_attention(Assumed(t.a), cores)
     assert isinstance(outcome, dict), outcome
     reading = outcome[root]
     assert isinstance(reading, Reading), reading

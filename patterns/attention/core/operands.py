@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fusion.analysis.row_layout import narrowed
 from fusion.graph import Algebra, Miss, Reading, Value
-from patterns.attention.core.divided_late import Finish
-from patterns.attention.core.empty_rows import Empty
+from patterns.attention.core.core import Core
 from patterns.attention.core.frames import Attended, Frame, scaled_queries
 from patterns.attention.core.read_int8 import are_int8
-from patterns.attention.core.scores import Scores
-from patterns.attention.core.weights import Weights, empty_rows
 from patterns.attention.masks.assumed import Assumed
-from patterns.latent.attention import int8_operands
 
 APART = (
     "keys or values are not the same for the queries of one head; "
@@ -28,43 +23,26 @@ SEVERAL = (
 )
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The parts of an attention: the product P v, its weights, their scores, and the steps after the product."""
-
-    product: Value
-    weights: Weights
-    scores: Scores
-    finish: Finish
-
-    @property
-    def empty(self) -> Empty:
-        """The behaviour of the softmax on rows without a key."""
-        return empty_rows(self.weights, self.scores)
-
-
 Outcome = dict[Value, Reading | Miss]
 """The reading or miss of each value, in this order: operands, the attention, its mask."""
 
-Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
-"""The captures q, k and v (or those of int8 attention), readings of other values, and (T, E)."""
+Read = tuple[Mapping[str, Any], Outcome]
+"""The captures for queries, keys and values, and readings of other values."""
+
+Operands = Callable[[Assumed, Core, Frame, Value, Value, Value], "Read | Miss | str | None"]
+"""Reads q [B, N, S, D], k [B, M, T, D] and v [B, M, T, E] of a core with rows as in a frame.
+
+A `Miss`, or the reason for one, if they only resemble such operands; None if they do not.
+"""
 
 
-def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame, parts: Pieces) -> Inputs | Miss | str:
-    """Read the operands of attention `parts` with the rows of `frame`: q [B, N, S, D], k [B, M, T, D], v [B, M, T, E].
+def heads_of(a: Algebra, attended: Attended, frame: Frame, core: Core) -> tuple[Value, Value, Value] | str:
+    """Arrange `attended`, the operands of `core`, by `frame`: q [B, N, S, D], k [B, M, T, D], v [B, M, T, E].
 
-    Args:
-        assumed: facts about the graph.
-        root: the result of the attention.
-        attended: queries, keys and values before a frame is chosen.
-        frame: which dims of the rows are sequences, heads and queries.
-        parts: product, weights and scores of the attention.
-
-    Returns:
-        The inputs; a `Miss`, or the reason for one, if the operands have no such form.
+    The reason if they have no such form.
     """
-    a, scores, q = assumed.algebra, parts.scores, attended.queries
-    if q.shape[:-1] != parts.weights.softmax.shape[:-1]:
+    q = attended.queries
+    if q.shape[:-1] != core.weights.softmax.shape[:-1]:
         return SEVERAL
     k, v = attended.keys_and_values(frame)
     if k is None or v is None:
@@ -76,12 +54,13 @@ def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame,
             "keys and values are shared by other groups of heads; npu_fused_infer_attention_score "
             "requires the same groups for both"
         )
-    k, v = (_spread(a, each, shared) for each in (k, v))
-    sizes = k.shape[2], v.shape[-1]
-    quantised = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
-    if quantised is not None:
-        return quantised if isinstance(quantised, Miss) else (*quantised, sizes)
-    out_dtype = parts.product.dtype if ("cast", (root.dtype,)) in parts.finish else root.dtype
+    return q, _spread(a, k, shared), _spread(a, v, shared)
+
+
+def in_floats(assumed: Assumed, core: Core, frame: Frame, q: Value, k: Value, v: Value) -> Read | str:
+    """Read `q`, `k` and `v` in one floating-point dtype, or `q` in it and keys and values dequantised from int8."""
+    a, root, scores = assumed.algebra, core.root, core.scores
+    out_dtype = core.product.dtype if ("cast", (root.dtype,)) in core.finish else root.dtype
     int8 = are_int8(a, k, v)
     for dtype in filter(None, (root.dtype, assumed.rounded(root))):
         narrow = [narrowed(a, each, dtype) for each in (q, k, v)]
@@ -92,7 +71,7 @@ def operands_of(assumed: Assumed, root: Value, attended: Attended, frame: Frame,
         have = [str(each).removeprefix("torch.") for each in (q.dtype, k.dtype, v.dtype, out_dtype)]
         return "queries, keys, values and result have different dtypes: {}, {}, {} and {}".format(*have)
     captures = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
-    return captures | ({"mixed": True} if mixed else {}), {}, sizes
+    return captures | ({"mixed": True} if mixed else {}), {}
 
 
 def _divides(part: Any, total: Any) -> bool:

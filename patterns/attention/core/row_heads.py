@@ -14,8 +14,7 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
-from patterns.latent.read.head_lanes import sources
-from patterns.latent.read.read import joined_parts
+from patterns.kit.lanes import joined_parts, sources
 
 
 def rows_as_heads(a: Algebra, attention: Reading) -> Reading:

@@ -195,7 +195,7 @@ def _in_product_order(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, 
 
     Returns:
         The permuted softmax, and the permutation of rows that restores `softmax`. `softmax` and () if the order is the
-        same, or if q kᵀ is not found.
+        same, or if q kᵀ is not found or is broadcast.
     """
     scores = scores_of(a, walk, softmax.arg)
     if scores.product is None:
@@ -203,7 +203,7 @@ def _in_product_order(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, 
     rows = arrangement(scores.product.shape[:-1], scores.steps)
     behind = _heads_behind(softmax, scores.product, scores.terms)
     back = _HEADS_FIRST[softmax.rank] if behind else rows and _places(rows, scores.product)
-    if back is None or back == tuple(range(len(back))):
+    if back is None or len(back) != softmax.rank - 1 or back == tuple(range(len(back))):
         return softmax, ()
     z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
     order = tuple(back.index(place) for place in range(len(back)))

@@ -17,6 +17,7 @@ import torch
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_integer
+from fusion.analysis.nodes import sorted_by_scores
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounded_later import RoundedLater
 from fusion.analysis.rounding import is_float
@@ -26,7 +27,6 @@ from fusion.graph import Algebra, Graph, Value
 from patterns.attention.masks.mask_terms import Term
 from patterns.attention.masks.masks import Masks, Sizes
 from patterns.attention.masks.visible import hidden
-from patterns.sparse.lists.rows import sorted_by_scores
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,16 @@ Softmaxes of routers, whose weights select, and of classifiers, which return the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch.fx as fx
 
+from fusion import reader
 from fusion.graph import Annotation, Graph, Value
-from patterns.attention.reasons.blame import missed
-from patterns.attention.reasons.not_softmax import called
+from patterns.attention.core.divided_late import stripped
+from patterns.attention.core.places import ATTENDING, only_arranges
+from patterns.attention.reasons.blame import RULE, missed
+from patterns.attention.reasons.not_softmax import called, why_not_attention, without_softmax
 
 OF_A_LAYER = (
     "its scores are no products of queries with keys, but numbers that are computed from each row alone, as of places "
@@ -33,25 +36,36 @@ _FAR = 24
 """The most calls that are searched for users of weights."""
 
 
-def completed(graph: Graph, readings: Iterator[Annotation]) -> Iterator[Annotation]:
-    """Yield the `readings`, then one reason for each softmax of attention that is in none of them."""
-    claimed: list[Value] = []
-    for value, reading in readings:
-        claimed.append(value)
-        yield value, reading
-    yield from unclaimed(graph, claimed)
-
-
-def unclaimed(graph: Graph, claimed: Collection[Value]) -> Iterator[Annotation]:
-    """Yield one reason for each softmax of attention that no value of `claimed` is computed from."""
+@reader()
+def unclaimed_attentions(graph: Graph) -> Iterator[Annotation]:
+    """Report each product that resembles attention, and each softmax of attention, that no reader of attention read."""
+    missed_at = {value for value, _ in graph.readings.missed(RULE)}
+    claimed = {value for value in graph.places if value in missed_at or _is_read(graph, value)}
+    claimed |= {mask for mask, _ in graph.readings.all("attention_mask")}
+    parts = {part for value in claimed for part in value.sources(_below_product)}
+    for value in list(graph.places):
+        if value in parts or value.op not in ATTENDING or only_arranges(graph, value):
+            continue
+        product = stripped(value)[0]
+        reason = why_not_attention(product) or without_softmax(graph, product)
+        if reason:
+            claimed.add(value)
+            yield value, missed(reason, product)
     softmaxes = [value for value in graph.places if value.op == "softmax"]
-    if not softmaxes:
-        return
-    known = {each for value in claimed for each in _weights_below(value)}
+    known = {each for value in claimed for each in _weights_below(value)} if softmaxes else set()
     for softmax in softmaxes:
         reason = "" if softmax in known else _reason(graph, softmax)
         if reason:
             yield softmax, missed(reason, softmax, (softmax,))
+
+
+def _below_product(x: Value) -> Sequence[Value]:
+    """Return the operands of `x` if it is what may stand between a product with values and the result; else ()."""
+    return x.args if x.op in ATTENDING and x.op != "matmul" else ()
+
+
+def _is_read(graph: Graph, value: Value) -> bool:
+    return bool(graph.readings.of(value, RULE)) or graph.readings.is_superseded(value, RULE)
 
 
 def _reason(graph: Graph, softmax: Value) -> str:

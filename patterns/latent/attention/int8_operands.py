@@ -17,7 +17,7 @@ from fusion.analysis.factored_products import WIDE, ScaledInt8, factors_of, prod
 from fusion.analysis.row_layout import arranged, once, row_step, uncast
 from fusion.graph import Algebra, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.latent.read.read import joined_parts
+from patterns.kit.lanes import joined_parts
 
 Parts = tuple[dict[str, Any], dict[Value, Reading | Miss]]
 

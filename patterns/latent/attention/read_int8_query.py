@@ -9,8 +9,9 @@ from typing import Any
 from fusion import reader
 from fusion.graph import Algebra, Annotation, Graph, Readings, Value
 from fusion.graph.proof import proof, proven
+from patterns.kit.lanes import sources
 from patterns.latent.read.absorption import absorption, query_sources, rotations
-from patterns.latent.read.head_lanes import HeadLanes, opened_heads, placed, sources, unscaled_lanes
+from patterns.latent.read.head_lanes import HeadLanes, opened_heads, placed, unscaled_lanes
 from patterns.latent.words import LAYER_LANES, LAYER_QUERY
 
 _INT8 = ("int8_latent_attention", "int8_probability_attention")

@@ -14,7 +14,8 @@ from fusion.analysis.row_layout import uncast
 from fusion.graph import Algebra, Reading, Readings, Value
 from fusion.graph.contractions import matmul
 from fusion.graph.proof import must, proof, proven
-from patterns.latent.read.head_lanes import HeadLanes, head_projection, sources
+from patterns.kit.lanes import sources
+from patterns.latent.read.head_lanes import HeadLanes, head_projection
 
 Operands = dict[Value, Reading]
 """Readings of the operands of attention."""

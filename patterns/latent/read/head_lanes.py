@@ -8,7 +8,7 @@ builds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from fusion.graph import Algebra, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.dims import but_ones
 from fusion.graph.proof import must, proof, proven
+from patterns.kit.lanes import sources
 
 
 @dataclass(frozen=True)
@@ -141,14 +142,6 @@ def _by_heads(a: Algebra, product: Value, batch: Any, heads: Any, rows: Any) -> 
     inner, width = y.shape[-2:]
     weight = a.reshape(swapped(a, a.reshape(y, (heads, inner, width))), (heads * width, inner))
     return x, weight, a.permute(a.reshape(product, (batch, heads, rows, width)), (0, 2, 1, 3))
-
-
-def sources(value: Value) -> Iterator[Value]:
-    """Yield `value` and the arguments of the slices, permutes and reshapes that it results from."""
-    yield value
-    while value.op in ("slice", "permute", "reshape"):
-        value = value.arg
-        yield value
 
 
 def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:

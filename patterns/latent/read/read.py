@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from fusion import reader
@@ -20,6 +19,7 @@ from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Readings, Va
 from fusion.graph.contractions import swapped
 from fusion.graph.dims import but_ones
 from fusion.graph.proof import must, proof, proven
+from patterns.kit.lanes import joined_parts, lanes
 from patterns.latent.read.absorption import Operands, absorb, absorption, query_sources, rotations
 from patterns.latent.read.head_lanes import HeadProjection, heads_projection
 from patterns.latent.words import (
@@ -151,8 +151,8 @@ def read_keys(
     as those of the keys are.
     """
     up = keys.up.lanes(a, keys.part.shape[-1])
-    nope = proven(_lanes(a, q, keys.start, keys.part.shape[-1]))
-    rope = None if keys.rope is None else proven(_lanes(a, q, keys.offset, keys.rope.shape[-1]))
+    nope = proven(lanes(a, q, keys.start, keys.part.shape[-1]))
+    rope = None if keys.rope is None else proven(lanes(a, q, keys.offset, keys.rope.shape[-1]))
     rotated = [] if rope is None else rotations(a, readings, rope)
     absorbed = absorb(a, nope, up, rotated)
     query_captures = {"nope": nope, "absorbed": absorbed, "keys": k}
@@ -185,10 +185,10 @@ def absorbed_keys(
     count: Any = latent.shape[-1]
     must(isinstance(width, int) and isinstance(count, int) and count < width)
     plain = proven(_seen_as(a, tokens, (*keys.shape[:-1], count)))
-    start = proven(next((at for at in (0, width - count) if _lanes(a, keys, at, count) is plain), None))
+    start = proven(next((at for at in (0, width - count) if lanes(a, keys, at, count) is plain), None))
     behind, others = (count, width - count) if start == 0 else (0, start)
-    rope = proven(_lanes(a, keys, behind, others))
-    absorbed, rotated = (proven(_lanes(a, q, *bounds)) for bounds in ((start, count), (behind, others)))
+    rope = proven(lanes(a, keys, behind, others))
+    absorbed, rotated = (proven(lanes(a, q, *bounds)) for bounds in ((start, count), (behind, others)))
     operands = {
         q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
@@ -240,42 +240,3 @@ def first_rows(k: Value) -> tuple[Value, int | None]:
     if k.op == "slice" and k.attrs[0] == k.rank - 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
         return k.arg, k.attrs[2]
     return k, None
-
-
-def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
-    """List (first lane, part) for each part that `k` concatenates along the lanes; (0, k) if it is no concatenation."""
-    joined, axis = k, k.rank - 1
-    while joined.op == "permute" or (joined.op == "reshape" and axis == joined.rank - 1 and _keeps_lanes(joined)):
-        axis = joined.attrs[axis] if joined.op == "permute" else joined.arg.rank - 1
-        joined = joined.arg
-    if joined.op != "cat" or joined.attrs != (axis,) or not isinstance(k.shape[-1], int):
-        return [(0, k)]
-    widths: list[Any] = [each.shape[axis] for each in joined.args]
-    ends = accumulate(widths)
-    starts = [end - width for end, width in zip(ends, widths, strict=True)]
-    parts = [(start, _lanes(a, k, start, width)) for start, width in zip(starts, widths, strict=True)]
-    known = [(start, each) for start, each in parts if each is not None]
-    return known if len(known) == len(parts) else [(0, k)]
-
-
-def _lanes(a: Algebra, x: Value, start: int, count: Any) -> Value | None:
-    """Slice the lanes `start` … `start + count` - 1 of `x`; None if there are no such lanes.
-
-    If `x` is a view of the rows of a concatenation, the concatenation is sliced, and the view applied to the slice.
-    """
-    views, joined = [], x
-    while joined.op in ("reshape", "permute") and _keeps_lanes(joined):
-        views.append(joined)
-        joined = joined.arg
-    if not views or joined.op != "cat" or joined.attrs != (joined.rank - 1,):
-        return a.slice(x, -1, start, start + count)
-    lanes = a.cut(joined, -1, start, start + count)
-    for view in reversed(views):
-        is_turned = view.op == "permute"
-        lanes = a.permute(lanes, view.attrs) if is_turned else a.reshape(lanes, (*view.shape[:-1], count))
-    return lanes
-
-
-def _keeps_lanes(view: Value) -> bool:
-    """Return True if the reshape or permute `view` leaves the last dim unchanged."""
-    return view.attrs[-1] == view.rank - 1 if view.op == "permute" else view.shape[-1:] == view.arg.shape[-1:]

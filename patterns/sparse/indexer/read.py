@@ -26,7 +26,7 @@ from patterns.sparse.indexer.seen_keys import EVERY, NOTHING, in_words, starts_a
 from patterns.sparse.lists.fixed_keys import list_of, split
 from patterns.sparse.lists.mask_lookup import looked_up
 from patterns.sparse.lists.rows import distinct
-from patterns.sparse.words import LIGHTNING_INDEXER
+from patterns.sparse.words import LIGHTNING_INDEXER, SUNK, TOPK_MASK
 
 _MASK = (
     "the mask of what is chosen from is not proven to be a causal order or a length; npu_lightning_indexer requires "
@@ -58,6 +58,24 @@ _EVENED = (
 _FUNCTIONS = ("sigmoid", "tanh", "exp")
 """Elementwise functions that keep the order of their arguments, unless they saturate."""
 _SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
+
+
+@reader(gives=(TOPK_MASK,), needs=("attention_mask",))
+def listed_masks(graph: Graph) -> Iterator[Annotation]:
+    """Read every mask of attention that shows each query the keys of a list as `topk_mask`; report why others are not.
+
+    With a sink, the list is reported: no operator takes both.
+    """
+    assumed = Assumed.of(graph)
+    for mask, reading in graph.readings.all("attention_mask"):
+        frame, terms, keys, sink = (reading.captures[name] for name in ("frame", "terms", "keys", "sink"))
+        masks = assumed.masks((*frame.shape, keys), terms, (*frame.sizes, keys), keep_lists=True)
+        listed = topk_mask(masks, mask, assumed.sorted_by_scores)
+        if sink is None:
+            yield from listed.items()
+            continue
+        lists = (each.captures["places"] for each in listed.values() if isinstance(each, Reading))
+        yield from ((places, Miss("sparse_attention", SUNK, (sink,))) for places in lists)
 
 
 def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], bool]) -> dict[Value, Reading | Miss]:

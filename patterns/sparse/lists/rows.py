@@ -7,16 +7,14 @@ Pages that a block table gathers are a source too, and so is [Block, Size, D], w
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-import torch.fx as fx
 
 from fusion.analysis.runs import Run, run, wrapped
-from fusion.graph import Algebra, Graph, Value
+from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.proof import must, proof, proven
 from patterns.quant.read_unpacked_rows import latent, unpacked
@@ -181,16 +179,3 @@ def distinct(places: Value) -> bool:
             return False
         places = places.arg
     return places.op == "largest_index"
-
-
-def sorted_by_scores(graph: Graph, places: Value) -> bool:
-    """Return True if `places` are computed by `topk` or `sort` calls that sort: the largest scores come first."""
-    source = places.below("cast", "reshape", "expand", "permute")
-    nodes = graph.places.get(source, ())
-    calls = [node.args[0] if node.target is operator.getitem else node for node in nodes]
-    return bool(calls) and all(isinstance(each, fx.Node) and _is_sorted(each) for each in calls)
-
-
-def _is_sorted(call: fx.Node) -> bool:
-    given = (*call.args[4:], call.kwargs.get("sorted", True))
-    return call.target in (torch.ops.aten.topk.default, torch.ops.aten.sort.default) and bool(given[0])
