@@ -12,7 +12,6 @@ from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.reasons.read_recurrences import recurrences
 from patterns.attention.reasons.read_sinkhorn import sinkhorn
 from patterns.attention.reasons.unclaimed import unclaimed_attentions
-from patterns.attention.ring import RingMla
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
 from patterns.attention.varlen.read_segments import paged_segments, segmented_attentions
@@ -27,12 +26,12 @@ from patterns.latent.attention.read_int8_attention import int8_latent_attentions
 from patterns.latent.attention.read_int8_query import int8_queries
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
-from patterns.latent.prolog.preprocess import MlaPreprocess
 from patterns.latent.prolog.prolog import MlaProlog
 from patterns.latent.read.read import latent_operands
 from patterns.latent.read.read_head_products import head_products
 from patterns.latent.read.read_products import latent_products
 from patterns.linear.activation import Activation
+from patterns.linear.gelu import Gelu
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
@@ -58,8 +57,6 @@ from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.sparse.attention.read_listed import listed_attentions
 from patterns.sparse.attention.sparse_attention import SparseAttention
-from patterns.sparse.attention.whole_layer import SparseAttentionPto
-from patterns.sparse.indexer.indexer_prolog import LightningIndexerPrologPto
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers, listed_masks
 from patterns.sparse.lists.read_lists import indexer_lists
@@ -73,6 +70,7 @@ _RULES = (
     EncodedNorm(),
     Rope(),
     Activation(),
+    Gelu(),
     JoinedProjections(),
     HeadProjection(),
     Quantisation(),
@@ -81,18 +79,14 @@ _RULES = (
     RoutedExperts(),
     Attention(),
     AttentionUpdate(),
-    RingMla(),
     LatentAttention(),
     AbsorbedProducts(),
     SparseAttention(),
-    SparseAttentionPto(),
-    LightningIndexerPrologPto(),
     GatherSelectionKvCache(),
     IndexerTopk(),
     KvRmsnormRopeCache(),
     QkvRmsNormRopeCache(),
     MlaProlog(),
-    MlaPreprocess(),
     CacheWrite(),
     PageGather(),
 )

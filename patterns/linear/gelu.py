@@ -13,31 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, tensor, variants
-from patterns.quant.results import Plain
+from fusion import Rule, attribute, lowering, pattern, tensor
 
 
 @dataclass(frozen=True)
-class Ungated(Plain):
-    """The result of an activation without a gate, not quantised."""
-
-
-@dataclass(frozen=True)
-class WrittenGelu(Rule):
-    """The Gaussian error linear unit."""
+class Gelu(Rule):
+    """The Gaussian error linear unit, written out."""
 
     def reference(self, x: Tensor) -> Tensor:
         """Compute gelu of `x` [*B, D] by tanh."""
         return F.gelu(x, approximate="tanh")
 
     @pattern
-    @variants(result=(Ungated,))
-    def written(self, p, result, x=tensor("*B D"), approximate=attribute()):
+    def written(self, p, x=tensor("*B D"), approximate=attribute()):
         """x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³))), or x / 2 · (1 + erf(x / √2))"""
-        return result.terms(p, p.as_dtype(p.written_gelu(x=x, approximate=approximate), like=x))
+        return p.as_dtype(p.written_gelu(x=x, approximate=approximate), like=x)
 
     @lowering
-    @variants(result=(Ungated,))
     def gelu(self, x: Tensor, approximate: str):
         """Emit gelu of torch for tanh, npu_gelu for erf."""
         return F.gelu(x, approximate="tanh") if approximate == "tanh" else torch.ops.npu.npu_gelu(x)

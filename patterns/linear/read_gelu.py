@@ -48,7 +48,7 @@ def _compared(x: Value, inside: Value) -> Reading | Miss | None:
     if have is None:
         return None
     if have.keys() != meant.keys() or not all(math.isclose(have[n], meant[n], rel_tol=_NEAR) for n in meant):
-        return Miss("activation", _OTHER.format(said=_shown(have), meant=_shown(meant)))
+        return Miss("gelu", _OTHER.format(said=_shown(have), meant=_shown(meant)))
     return Reading("written_gelu", {"x": x, "approximate": approximate})
 
 

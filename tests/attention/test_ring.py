@@ -9,7 +9,7 @@ from sympy import Symbol
 
 from fusion.language.rule import Refused
 from patterns.attention.masks.visibility import Visibility
-from patterns.attention.ring import RingMla
+from patterns.extras.ring_mla import RingMla
 
 
 @pytest.mark.parametrize("rows", [4, Symbol("rows", integer=True, positive=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,4 +100,7 @@ LEFT = (
 )
 """What is left to the other operator, and why."""
 
-TRIED = {"latent_attention": under("few queries", (*EXAMPLES, *(each for each, _ in LEFT)))}
+TRIED = {
+    "latent_attention": under("few queries", (each for each, _ in LEFT)),
+    "latent_attention_atb": (*EXAMPLES, *(replace(each, refusal=reason) for each, reason in LEFT)),
+}

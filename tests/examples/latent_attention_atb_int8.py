@@ -123,4 +123,4 @@ EXAMPLES = (
     Example("many queries", by_table(written_out, seen=in_line), inputs(5), "more than four queries"),
 )
 
-TRIED = {"latent_attention": under("int8", EXAMPLES)}
+TRIED = {"latent_attention_atb": under("int8", EXAMPLES)}

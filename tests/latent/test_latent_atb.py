@@ -12,12 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fusion
-from fusion import Example
 from fusion.language import Refused
-from fusion.testing import refuses, trial
-from patterns.latent.attention.attention_atb import FewQueries
-from patterns.latent.attention.attention_atb_call import PagesInOrder
-from tests.examples import latent_attention_atb as few
+from patterns.extras.latent_attention_atb_call import PagesInOrder
 from tests.examples import latent_attention_atb_int8 as whole
 from tests.examples import ring_mla
 from tests.support.one_graph import one_graph
@@ -155,11 +151,6 @@ def test_parts_of_the_keys_are_one_step_of_a_ring(before: bool, causal: bool):
     call = next(node for node in found.graphs[0].graph.nodes if "ring_mla" in str(node.target))
     assert call.kwargs["calc_type"] == ("calc_type_default" if before else "calc_type_first_ring")
     assert call.kwargs["mask_type"] == ("mask_type_triu" if causal else "no_mask")
-
-
-@pytest.mark.parametrize(("example", "reason"), few.LEFT, ids=lambda each: getattr(each, "name", ""))
-def test_forms_of_few_queries_alone_say_why_they_leave_it_to_others(example: Example, reason: str):
-    refuses(trial(FewQueries(), example, torch.bfloat16), reason)
 
 
 def test_rows_of_128_heads_need_the_mask_of_fixed_shape():

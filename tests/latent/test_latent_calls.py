@@ -15,13 +15,13 @@ from fusion.language import Refused
 from fusion.operators import ensure
 from patterns.attention.calls import Call
 from patterns.attention.masks.visibility import Dense, Structured
-from patterns.attention.results import Output
+from patterns.attention.results import Output, OutputAndLse
 from patterns.attention.sources import Rows
 from patterns.attention.varlen.pages import Pages
+from patterns.extras.latent_attention_atb import LatentAttentionAtb
+from patterns.extras.latent_attention_atb_call import AnyPages
 from patterns.latent.attention import attention_call as calls
 from patterns.latent.attention.attention import LatentAttention
-from patterns.latent.attention.attention_atb import FewOutput, FewOutputAndLse, FewQueries
-from patterns.latent.attention.attention_atb_call import AnyPages
 from patterns.latent.attention.attention_call import Keys
 from patterns.latent.attention.encodings import Floats, Int8, Int8ByHead
 
@@ -129,7 +129,7 @@ def test_what_is_not_read_apart_is_refused():
         LatentAttention().apart(int8(), rows, Output(()), seen, SCALE, "multiplied", 2)
 
 
-ATB = FewQueries()
+ATB = LatentAttentionAtb()
 
 
 def floats(queries: Any) -> Any:
@@ -164,14 +164,14 @@ def test_few_queries_of_which_the_number_is_known_are_taken():
 )
 def test_masks_that_the_operator_of_few_queries_does_not_read(encoding: Any, seen: Any, reason: str):
     with pytest.raises(Refused, match=reason):
-        ATB.dense(encoding, any_pages("NZ"), FewOutput(()), seen, SCALE, "multiplied")
+        ATB.dense(encoding, any_pages("NZ"), Output(()), seen, SCALE, "multiplied")
 
 
 def test_the_sums_of_scores_are_given_where_they_are_used():
     with pytest.raises(Refused, match="nothing uses the log-sum-exp"):
-        ATB.ring(floats(1), any_pages("NZ"), FewOutput(()), NONE, SCALE, "multiplied")
+        ATB.ring(floats(1), any_pages("NZ"), Output(()), NONE, SCALE, "multiplied")
     with pytest.raises(Refused, match="is used"):
-        ATB.structured(floats(1), any_pages("NZ"), FewOutputAndLse(()), NONE, SCALE, "multiplied")
+        ATB.structured(floats(1), any_pages("NZ"), OutputAndLse(()), NONE, SCALE, "multiplied")
 
 
 def test_lanes_are_joined_where_there_are_two_parts_that_the_operator_takes_not_apart():

@@ -12,9 +12,9 @@ import torch
 from fusion.graph import Algebra
 from fusion.language import Refused
 from patterns.cache.stores import Fresh, Pages
+from patterns.extras.mla_preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
-from patterns.latent.prolog.preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
 from patterns.latent.prolog.prolog import Int8QueryPages, MlaProlog
 from patterns.latent.prolog.terms import LatentQueries, LatentRow
 from patterns.quant.schemes import StaticInt8Layers

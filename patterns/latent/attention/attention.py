@@ -6,9 +6,7 @@
 model absorbs W_UK and W_UV itself; over rows of the latent, or pages of a block table; in floating point, or in int8
 with one scale of the latent and queries quantised for each token and head; with or without the log-sum-exp of scores.
 *Replaces with* `npu_fused_infer_attention_score_v2` on the latent, the rotated lanes as arguments of their own, and
-`npu_transpose_batchmatmul` for W_UK and W_UV. atb's older operator takes at most four queries of a sequence where the
-other is excluded, or where int8 probabilities are rounded to steps of 1 / 127. Keys and values stay expanded where that
-costs less: see `Attention`.
+`npu_transpose_batchmatmul` for W_UK and W_UV. Keys and values stay expanded where that costs less: see `Attention`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from patterns.attention.masks.visibility import Dense, Structured, Visibility
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES, Rows
 from patterns.latent.attention import attention_call as calls
-from patterns.latent.attention.attention_atb import ATB, FewQueries
 from patterns.latent.attention.attention_call import Keys
 from patterns.latent.attention.encodings import Int8, Plain, Unrotated
 
@@ -33,8 +30,10 @@ JOINED_VARIANTS = {**VARIANTS, "values": ("transposed", "multiplied")}
 
 
 @dataclass(frozen=True)
-class AnyQueries(SoftmaxAttention):
-    """Softmax attention of any number of queries over a latent that all heads share."""
+class LatentAttention(SoftmaxAttention):
+    """Softmax attention over a latent that all heads share."""
+
+    aliases = ("mla", "latent_attention_part", "latent_attention_whole", "paged_latent_attention")
 
     @pattern
     @variants(source=SOURCES, result=RESULTS)
@@ -55,6 +54,19 @@ class AnyQueries(SoftmaxAttention):
     ):
         """softmax(scale · q kᵀ + mask) v over a latent in rows, without rotated lanes; the mask may be absent."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
+
+    def guard(self, encoding: Any, source: Any, result: Any, seen: Any):
+        """Refuse pages in other NZ blocks, and log-sum-exps that the operator does not give."""
+        encoding.refuse_blocks(source)
+        result.refuse(seen)
+
+    def remark(self, encoding: Any, source: Any, lowering: str, machine: Target) -> str:
+        """Return a note on the `lowering` that was chosen, absorption or expansion, and when the other one costs less.
+
+        That is from a number of queries on, which `encoding` gives for `machine`. "" where `source` has pages, which
+        are never expanded.
+        """
+        return "" if source.paged else encoding.remark(lowering, machine)
 
     @lowering
     @variants(**VARIANTS)
@@ -97,32 +109,3 @@ class AnyQueries(SoftmaxAttention):
         keys, (q, up) = Keys(source, seen, encoding.first_rows), encoding.parts_of_heads()
         y, lse = calls.expanded(q, keys, up, Call(scale, version, result.lse))
         return result.restored(y, lse, seen)
-
-
-@dataclass(frozen=True)
-class LatentAttention(FewQueries, AnyQueries):
-    """Softmax attention over a latent that all heads share; of at most four queries also by atb's operator."""
-
-    aliases = (
-        "mla",
-        "latent_attention_atb",
-        "latent_attention_part",
-        "latent_attention_whole",
-        "paged_latent_attention",
-    )
-
-    def guard(self, encoding: Any, source: Any, result: Any, seen: Any, version: Any):
-        """Refuse pages in other NZ blocks, unsupported log-sum-exps, and for atb more than four queries."""
-        if version in ATB:
-            FewQueries.guard(self, encoding, source)
-        else:
-            encoding.refuse_blocks(source)
-            result.refuse(seen)
-
-    def remark(self, encoding: Any, source: Any, version: Any, lowering: str, machine: Target) -> str:
-        """Return a note on the `lowering` that was chosen, absorption or expansion, and when the other one costs less.
-
-        That is from a number of queries on, which `encoding` gives for `machine`. "" for `version` of atb's operator,
-        and where `source` has pages, which are never expanded.
-        """
-        return "" if version in ATB or source.paged else encoding.remark(lowering, machine)

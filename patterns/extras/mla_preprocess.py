@@ -90,7 +90,7 @@ class MlaPreprocess(Rule):
 
     def readers_of_results(self) -> frozenset[str]:
         """Name the attention that reads absorbed queries."""
-        return frozenset({"latent_attention"})
+        return frozenset({"latent_attention", "latent_attention_atb"})
 
     def reference(self, x: Tensor, gamma: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the reference of `MlaProlog` for norm(x) and its `weights`: no rotation, no quantisation."""

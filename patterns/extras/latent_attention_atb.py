@@ -16,56 +16,41 @@ from typing import Any
 
 import torch
 
-from fusion import alternative, lowering, pattern, require, scalar, variants
+from fusion import lowering, pattern, require, scalar, variants
 from patterns.attention.calls import viewed
 from patterns.attention.masks.visibility import Structured
 from patterns.attention.results import Output, OutputAndLse, SoftmaxAttention
 from patterns.attention.sources import Rows
-from patterns.latent.attention import attention_atb_call as atb
-from patterns.latent.attention.attention_atb_call import AnyPages, PagesInOrder
+from patterns.extras import latent_attention_atb_call as atb
+from patterns.extras.latent_attention_atb_call import AnyPages, PagesInOrder
 from patterns.latent.attention.encodings import Floats, Int8ByHead
 
 VALUES = ("transposed", "multiplied")
 """Operators for the product with W_UV, see `head_projection.expanded`."""
-ATB = ("atb",)
-"""Version of the operator in the forms for atb."""
 BLIND = {"zero": 0.0, "nan": torch.nan}
 """`fully_masked_row` -> result of a query that sees no key."""
 
 
 @dataclass(frozen=True)
-class FewOutput(Output):
-    """Result [B, N, S, E] of at most four queries of each sequence."""
-
-
-@dataclass(frozen=True)
-class FewOutputAndLse(OutputAndLse):
-    """Result of at most four queries of each sequence, and log-sum-exp of the scores in the dtype of the queries."""
-
-
-@dataclass(frozen=True)
-class FewQueries(SoftmaxAttention):
+class LatentAttentionAtb(SoftmaxAttention):
     """Softmax attention of at most four queries of each sequence over a latent that all heads share."""
 
-    @alternative
     @pattern
-    @variants(source=(AnyPages, Rows), result=(FewOutputAndLse,), version=ATB)
-    def few_with_lse(self, p, source, result, version, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
+    @variants(source=(AnyPages, Rows), result=(OutputAndLse,))
+    def with_lse(self, p, source, result, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
         """softmax(scale · q kᵀ) v and log Σ exp(scale · q kᵀ) over a floating-point latent, up to a length."""
         y, lse = encoding.terms(p, source, result, dict(scale=scale, **seen.captures("mask", "count")))
         return y, p.as_dtype(lse, encoding.q_rope)
 
-    @alternative
     @pattern
-    @variants(source=(AnyPages, PagesInOrder, Rows), result=(FewOutput,), version=ATB)
-    def few(self, p, source, result, version, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
+    @variants(source=(AnyPages, PagesInOrder, Rows), result=(Output,))
+    def written(self, p, source, result, encoding: Any = Floats, seen: Any = Structured, scale=scalar()):
         """softmax(scale · q kᵀ + mask) v over a floating-point latent; the mask may be absent."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
-    @alternative
     @pattern
-    @variants(source=(AnyPages, PagesInOrder), result=(FewOutput,), version=ATB)
-    def few_int8(self, p, source, result, version, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar()):
+    @variants(source=(AnyPages, PagesInOrder), result=(Output,))
+    def written_int8(self, p, source, result, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar()):
         """softmax(scale · q kᵀ + mask) v over an int8 latent, with probabilities rounded to steps of 1 / 127."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
@@ -77,7 +62,7 @@ class FewQueries(SoftmaxAttention):
             encoding.refuse_blocks(source)
 
     @lowering
-    @variants(result=(FewOutput, FewOutputAndLse), values=VALUES)
+    @variants(values=VALUES)
     def structured(self, encoding, source, result, seen, scale, values):
         """Emit npu_multi_head_latent_attention with the mask as lengths of the keys and a causal order."""
         require(not result.lse, "the log-sum-exp of the scores is used")
@@ -90,7 +75,7 @@ class FewQueries(SoftmaxAttention):
         return viewed(encoding.expanded(seen.restored(y), values), result.view)
 
     @lowering
-    @variants(result=(FewOutput, FewOutputAndLse), values=VALUES)
+    @variants(values=VALUES)
     def ring(self, encoding, source, result, seen, scale, values):
         """Emit npu_multi_head_latent_attention with calc_type_ring, for one query per sequence and the log-sum-exp."""
         require(result.lse, "nothing uses the log-sum-exp of the scores")
@@ -104,7 +89,7 @@ class FewQueries(SoftmaxAttention):
         return viewed(encoding.expanded(y, values), result.view), lse.transpose(1, 2)
 
     @lowering
-    @variants(result=(FewOutput, FewOutputAndLse), values=VALUES)
+    @variants(values=VALUES)
     def dense(self, encoding, source, result, seen, scale, values):
         """Emit npu_multi_head_latent_attention with the mask of the model as an additive tensor."""
         require(seen.mask is not None, "there is no mask")
