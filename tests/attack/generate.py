@@ -76,12 +76,15 @@ def scaled(program: Program, pick: Pick) -> Program:
     """Bring one input of `program`, some or all to an end of the range of float16 or to the midst of it.
 
     Most of them run in float16, which is where numbers leave their range. A least scale of int8 numbers stands for rows
-    of zeros alone, so that none is brought near it.
+    of zeros alone, so that none is brought near it; numbers that hide keys, such as -1e4, are taken to be lower than
+    scores are, so that these are not brought up to them.
     """
     numbers = [number for number, each in enumerate(program.inputs) if each.values in SCALED]
     chosen = pick((numbers, [each for each in numbers if pick((True, False))], [pick(numbers or (0,))]))
     levels = LEVELS[:4] if any("1e-8" in line for line in program.lines) else LEVELS
-    level, inputs = pick(levels), list(program.inputs)
+    hides = any("-1e4" in line or "-1e9" in line for line in program.lines)
+    levels = [each for each in levels if each < 1] if hides else levels
+    level, inputs = pick(tuple(levels)), list(program.inputs)
     for number in chosen if numbers else ():
         top = program.largest(inputs[number])
         inputs[number] = changed(inputs[number], power=math.floor(math.log2(level / top)) if top else 0)
