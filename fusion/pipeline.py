@@ -208,7 +208,7 @@ class _Search:
         with stage("canonicalise"):
             graph = canonicalise(source, facts)
         on = [each for each in self.library.rules if not each.opt_in or each.name in self.options.opt_in]
-        readers = self.library.readers if self.with_refusals else needed(self.library.readers, on)
+        readers = needed(self.library.readers, on, reports=self.with_refusals)
         with stage("read"):
             graph, reader_failures = read(graph, readers)
         with stage("match"):

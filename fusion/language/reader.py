@@ -191,8 +191,11 @@ def ordered(readers: Sequence[Reader]) -> list[Reader]:
     return done
 
 
-def needed(readers: Sequence[Reader], rules: Iterable[Rule]) -> list[Reader]:
-    """Select the readers that give or refine a word which `rules` use, or which another selected reader needs."""
+def needed(readers: Sequence[Reader], rules: Iterable[Rule], reports: bool = False) -> list[Reader]:
+    """Select the readers that give or refine a word which `rules` use, or which another selected reader needs.
+
+    With `reports` also those that only report, if all words that they need are given.
+    """
     words = set[str]().union(*(rule.uses() for rule in rules))
     selected: list[Reader] = []
     while more := [
@@ -200,7 +203,8 @@ def needed(readers: Sequence[Reader], rules: Iterable[Rule]) -> list[Reader]:
     ]:
         selected += more
         words |= set[str]().union(*(each.needs | each.refines for each in more))
-    return [each for each in readers if each in selected]
+    given = set[str]().union(*(each.gives for each in selected))
+    return [each for each in readers if each in selected or (reports and each.only_reports and each.needs <= given)]
 
 
 def levels(rules: Sequence[Rule]) -> list[list[Rule]]:

@@ -85,8 +85,3 @@ KEPT_STATUS = word(
     "position of the key in each slot of a buffer of listed rows after a step, then K [.., K + 1]",
     **_LISTED,
 )
-UNKEPT_ROWS = word(
-    "unkept_rows",
-    "rows of listed keys for which the model has no buffer that the operator can update",
-    reason="reason why there is none",
-)

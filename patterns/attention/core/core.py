@@ -20,10 +20,8 @@ from patterns.attention.core.products import contraction
 from patterns.attention.core.scores import Scores, scores_of
 from patterns.attention.core.weights import Weights, dropped, empty_rows, weights_of
 from patterns.attention.masks.assumed import Assumed
-from patterns.attention.reasons.blame import missed, why_not_decomposed
+from patterns.attention.reasons.blame import DROPPED, missed, why_not_decomposed
 from patterns.attention.reasons.not_softmax import OVER_QUERIES
-
-_DROPPED = "some of the weights are dropped at random; npu_fused_infer_attention_score drops none; set the dropout to 0"
 
 ATTENTION_CORE = word(
     "attention_core",
@@ -85,7 +83,7 @@ def cores_of(assumed: Assumed, root: Value) -> list[Core] | Miss:
         walk = Scores(biases=biases)
         weights = weights_of(a, product.arg, walk)
         if weights is None:
-            return missed(_DROPPED, product) if not cores and dropped(product.arg) else cores
+            return missed(DROPPED, product) if not cores and dropped(product.arg) else cores
         if weights.softmax.attrs[0] != -1:
             return missed(OVER_QUERIES, product)
         cores.append(Core(root, product, weights, scores_of(a, walk, weights.softmax.arg), finish))

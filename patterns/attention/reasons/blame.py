@@ -23,6 +23,7 @@ _WEIGHTS_USED = (
     "the weights are read by more than the product with values: they are computed in any "
     "case, and npu_fused_infer_attention_score returns none; do not return them"
 )
+DROPPED = "some of the weights are dropped at random; npu_fused_infer_attention_score drops none; set the dropout to 0"
 TRUTHS = (
     "a mask is added to the scores that is computed from numbers which are passed in, and not known to be 0 or 1, as "
     "booleans are"
@@ -86,10 +87,7 @@ def why_not_decomposed(node: fx.Node) -> str:
     """Return the reason why a call `node` of scaled_dot_product_attention is not decomposed."""
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if dropout:
-        return (
-            "some of the weights are dropped at random; npu_fused_infer_attention_score drops "
-            "none; set the dropout to 0"
-        )
+        return DROPPED
     given: Any = node.args[1:3]
     keys, values = (dims_of(each.meta["val"].shape[-2:-1]) for each in given)
     if keys != values:

@@ -36,7 +36,7 @@ _FAR = 24
 """The most calls that are searched for users of weights."""
 
 
-@reader()
+@reader(needs=("softmax_attention",))
 def unclaimed_attentions(graph: Graph) -> Iterator[Annotation]:
     """Report each product that resembles attention, and each softmax of attention, that no reader of attention read."""
     missed_at = {value for value, _ in graph.readings.missed(RULE)}

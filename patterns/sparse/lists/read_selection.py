@@ -18,7 +18,7 @@ import torch
 from fusion import reader
 from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import wrapped
-from fusion.graph import Algebra, Annotation, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.sparse.lists.buffer_slots import (
     Compared,
@@ -30,7 +30,7 @@ from patterns.sparse.lists.buffer_slots import (
     plain,
 )
 from patterns.sparse.lists.rows import counts, distinct, gathered
-from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS
+from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS
 
 _NO_BUFFER = (
     "the listed rows are gathered into fresh memory at every step: the model keeps no buffer for them, with a block "
@@ -102,9 +102,9 @@ class _BufferWrite:
     captures: Mapping[str, Any]
 
 
-@reader(gives=(KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS), needs=("write_pages", "write", "listed_attention"))
+@reader(gives=(KEPT_ROWS, KEPT_STATUS), needs=("write_pages", "write", "listed_attention"))
 def buffered_rows(graph: Graph) -> Iterator[Annotation]:
-    """Read every buffer of listed rows as `kept_rows` and `kept_status`, or as `unkept_rows` with a reason."""
+    """Read every buffer of listed rows as `kept_rows` and `kept_status`; report why others are not read."""
     writes: list[_BufferWrite] = []
     written = set[Value]()
     for value, write in graph.readings.all("write_pages", "write"):
@@ -112,12 +112,12 @@ def buffered_rows(graph: Graph) -> Iterator[Annotation]:
         if result is not None:
             written.add(value)
         if isinstance(result, str):
-            yield value, _unkept(result)
+            yield value, Miss("gather_selection_kv_cache", result)
         elif result is not None:
             writes.append(result)
     for value, attention in graph.readings.all("listed_attention"):
         if written.isdisjoint(attention.captures["k"].sources()):
-            yield value, _unkept(_NO_BUFFER)
+            yield value, Miss("gather_selection_kv_cache", _NO_BUFFER)
     for result in writes:
         alike = [each for each in writes if each.slots is result.slots]
         reason = ""
@@ -126,19 +126,11 @@ def buffered_rows(graph: Graph) -> Iterator[Annotation]:
         elif _is_read_elsewhere(graph, result.slots, {each for one in alike for each in (one.value, one.status)}):
             reason = _READ_ELSEWHERE
         if reason:
-            yield result.value, _unkept(reason)
+            yield result.value, Miss("gather_selection_kv_cache", reason)
             continue
         listed = {name: result.captures[name] for name in ("ids", "status")}
         yield result.value, Reading("kept_rows", result.captures, over=result.captures["cache"])
         yield result.status, Reading("kept_status", listed, over=listed["status"])
-
-
-def _unkept(reason: str) -> Reading:
-    """Return an `unkept_rows` reading with `reason`, which the rule refuses by it.
-
-    Unlike a `Miss`, which is always reported, it is reported only if the opt-in rule is on.
-    """
-    return Reading("unkept_rows", {"reason": reason})
 
 
 def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
+from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,6 @@ class GatherSelectionKvCache(Rule):
         `hit`, `slot` and `new` are as at the head of this module; there are two buffers `rows`, or one of packed rows.
         """
         return (*rows.terms(p, selection), selection.updated_status(p))
-
-    @lookalike("{reason}")
-    def refused(self, p, reason=attribute()):
-        """rows[new] = full[id], by other slots, another status or into another memory than the operator's"""
-        return p.unkept_rows(reason=reason)
 
     @lowering
     def run(self, rows: Any, selection: Selection):
