@@ -94,7 +94,9 @@ def fuse_graph(
 
 
 def _fused_for_formats(source: fx.Graph, original: fx.Graph, search: _Search, facts: Facts) -> Outcome:
-    """Fuse `source` by the known storage formats, or without them if a rewritten call would read another one."""
+    """Fuse `source` relying on the storage formats in `facts`; once more without them if a call would read another
+    format.
+    """
     try:
         return _fused(source, original, search, facts)
     except FormatError as error:
@@ -164,7 +166,8 @@ class _Search:
         repeats: Repeats = Repeats(),
         walls: frozenset[fx.Node] = frozenset(),
     ) -> _Made:
-        """Rewrite one graph in place, searching few layers for each set of equal ones.
+        """Rewrite one graph in place: by a search in few layers that is repeated in their equals, else by one in all
+        layers.
 
         `repeats` counts the nodes that each node stands for; `walls` are nodes at the beginning of layers some of which
         were left out.
@@ -177,7 +180,10 @@ class _Search:
         return self._searched(source, facts, repeats)
 
     def _folded(self, source: fx.Graph, facts: Facts, walls: frozenset[fx.Node]) -> Iterator[Folded]:
-        """Yield the graph with one layer for all equal ones, then with one pair of layers for all equal pairs."""
+        """Yield `source` folded to one layer for all equal ones, then to one pair of layers for all equal pairs.
+
+        Nothing is yielded where no layers repeat. `walls` are nodes at which layers must begin.
+        """
         with stage("layers"):
             division = divide(source, facts, walls) if self.options.fuel is None else None
         if division is None:
@@ -238,7 +244,10 @@ def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:
 
 
 def _finished(source: fx.Graph, original: fx.Graph, search: _Search, made: _Made, outcome: Outcome) -> Outcome:
-    """Prepare computations from Parameters, write in place, and verify the graph against `original`, its copy."""
+    """Prepare computations from Parameters in the rewritten `source`, write in place, and verify its contract.
+
+    `original` is its copy before the rewrites `made`. Returns the completed `outcome`.
+    """
     options, target = search.options, search.target
     lowering = plan_lower(options, target)
     with stage("verify"):  # after the search, whose guards on sizes hold for the copy as well
@@ -270,9 +279,11 @@ def _distinct(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 
 def _with_bodies(source: fx.Graph, search: _Search, outcome: Outcome) -> Outcome:
-    """Add to `outcome` that of the bodies: each is rewritten once, and its calls count for each call of it.
+    """Rewrite the bodies that calls of `source` run, each once, and return `outcome` with the outcomes of the bodies
+    added.
 
-    The old modules are not changed; a body in which a stage fails stays unchanged.
+    Launches of a body count once for each call that runs it. The old modules are not changed; a body in which a stage
+    fails stays unchanged.
     """
     rewritten: dict[fx.GraphModule, tuple[fx.GraphModule, Outcome]] = {}
     names: dict[str, fx.GraphModule] = {}
@@ -286,8 +297,8 @@ def _with_bodies(source: fx.Graph, search: _Search, outcome: Outcome) -> Outcome
         names[each.name] = code
         waits = outcome.host_reads + inner.host_reads
         outcome = replace(outcome, before=add_tallies(outcome.before, inner.before), host_reads=waits)
-    left_alone = dict.fromkeys(each.call for each in bodies(source) if not each.is_entered)
-    refused = [Refusal(higher_order(call.target), NOT_ENTERED, call) for call in left_alone if search.with_refusals]
+    not_entered = dict.fromkeys(each.call for each in bodies(source) if not each.is_entered)
+    refused = [Refusal(higher_order(call.target), NOT_ENTERED, call) for call in not_entered if search.with_refusals]
     for name, code in names.items():
         cast(fx.GraphModule, source.owning_module).add_submodule(name, code)
     return replace(outcome, refusals=(*outcome.refusals, *refused))
@@ -313,7 +324,7 @@ def _body(code: fx.GraphModule, search: _Search, used: int) -> tuple[fx.GraphMod
 
 
 def _with_body(outcome: Outcome, inner: Outcome) -> Outcome:
-    """Add to the outcome of a graph that of one of its bodies."""
+    """Return the `outcome` of a graph with that of one of its bodies, `inner`, added."""
     both = {
         name: (*getattr(outcome, name), *getattr(inner, name))
         for name in ("chosen", "refusals", "in_place", "failures")

@@ -61,7 +61,7 @@ class Refusal:
 
     @property
     def names(self) -> frozenset[str]:
-        """The name of the rule, and that of the form, for rules whose forms vary."""
+        """The rule and "rule.form": names by which `Match.within` of another match may refer to the refused fusion."""
         return frozenset({self.rule, f"{self.rule}.{self.variant.partition('[')[0]}"})
 
     @property
@@ -242,7 +242,7 @@ class Prepared:
 
     @property
     def bytes(self) -> int:
-        """Additional bytes, beside the Parameters."""
+        """Bytes that the tensor needs in addition to the Parameters: none if these become views of it."""
         return self.size if self.copied else 0
 
 

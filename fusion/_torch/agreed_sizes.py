@@ -38,7 +38,7 @@ def _is_symbolic(*nodes: fx.Node) -> bool:
 
 
 def _places(cache: fx.Node, indices: Any) -> torch.Size:
-    """Return the shape of the indexed part of `cache`."""
+    """Return the shape of `cache`[`indices`], by one index tensor, or None for all positions, per leading dim."""
     x = cache.meta["val"]
     with x.fake_mode:
         return torch.ops.aten.index.Tensor(x, [each and each.meta["val"] for each in indices]).shape

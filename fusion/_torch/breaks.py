@@ -72,7 +72,10 @@ _LOGGERS = ("torch._dynamo.variables.tensor", "torch._subclasses.fake_tensor")
 
 
 def _is_unlisted(record: logging.LogRecord) -> bool:
-    """Return True if a log `record` is neither of a graph break nor of an error of the model."""
+    """Return True unless the message of a log `record` announces what `Departures` lists or the model raises.
+
+    These are graph breaks, and meta kernels that fail; used as a filter, it silences Dynamo's own reports of both.
+    """
     return not str(record.msg).lstrip().startswith(("Graph break from", "failed while attempting to run meta"))
 
 

@@ -114,7 +114,11 @@ def _dropped_parameters(program: ExportedProgram, gm: fx.GraphModule) -> list[st
 
 
 def _in_order(source: fx.Graph, specs: Mapping[str, InputSpec], last: Any) -> list[InputSpec]:
-    """Erase the inputs without a spec, and move those of the kind `last` behind the others; return specs in order."""
+    """Erase the placeholders of `source` that `specs` does not name, and move those of the kind `last` behind the
+    others.
+
+    Returns the specs of the remaining ones, in order.
+    """
     placeholders = source.find_nodes(op="placeholder")
     remaining = [node for node in placeholders if node.name in specs]
     ordered = sorted(remaining, key=lambda node: specs[node.name].kind == last)
@@ -127,7 +131,7 @@ def _in_order(source: fx.Graph, specs: Mapping[str, InputSpec], last: Any) -> li
 
 
 def _written(signature: ExportGraphSignature) -> list[str]:
-    """Return for each result the input whose new content it is; "" for a result of the model."""
+    """Return for each result in `signature` the input whose new content it is; "" for a result of the model."""
     from torch.export.graph_signature import OutputKind
 
     writes = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)

@@ -79,7 +79,7 @@ class CopyMode(FakeCopyMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func`; `Tensor.__deepcopy__` returns a fake copy."""
+        """Call `func`; `Tensor.__deepcopy__` returns a fake copy, of a `CausalBias` the object itself."""
         from torch.nn.attention.bias import CausalBias  # which loads Dynamo
 
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], CausalBias):
@@ -219,10 +219,10 @@ def without_guards(mode: Any) -> Generator[None, None, None]:
         with nullcontext() if env is None else env.error_on_new_guards(), _unwarned():
             yield
     except RuntimeError as error:
-        asked = _GUARD.search(str(error))
-        if asked is None:
+        condition = _GUARD.search(str(error))
+        if condition is None:
             raise
-        raise SizeAskedError(asked[1]) from error
+        raise SizeAskedError(condition[1]) from error
 
 
 def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -127,7 +127,8 @@ def _sampled(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    apart = span // RUNS
-    step = max(1, apart if apart % 2 else apart - 1)  # an odd step does not sample rows of an even length in one column
+    spacing = span // RUNS
+    # an odd step does not sample rows of an even length in one column
+    step = max(1, spacing if spacing % 2 else spacing - 1)
     count = -(-span // step) if tensor.numel() else 0
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).as_strided((count,), (step,)).data  # no base

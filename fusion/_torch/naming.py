@@ -91,7 +91,8 @@ def _stored(attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]
 def _tensors(named: Sequence[tuple[str, Any]], attributes: Mapping[Any, Mapping[str, Any]]) -> dict[str, str]:
     """Map the node name of each tensor reachable from the variables of Dynamo in `named` to its expression.
 
-    The last entries of `named` come first: a tensor keeps its first expression.
+    The last entries of `named` come first: a tensor keeps its first expression. `attributes` are those that the code
+    has set on each variable, which lead further.
     """
     paths: dict[str, str] = {}
     waiting, seen = list(named), set[int]()

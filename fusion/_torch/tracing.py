@@ -104,9 +104,10 @@ def trace(
     mode: FakeTensorMode,
     decompositions: Mapping[OpOverload, Callable[..., Any]],
 ) -> fx.GraphModule:
-    """Trace `run(*values)` to an aten graph under `mode`; symbolic sizes, mutating nodes and node meta are kept.
+    """Trace `run(*values)` to an aten graph under `mode`, decomposing by `decompositions`.
 
-    A tensor that is passed for several inputs gives a placeholder for each.
+    Symbolic sizes, mutating nodes and node meta are kept. A tensor that is passed for several inputs gives a
+    placeholder for each.
     Private: `torch.fx.experimental.proxy_tensor.make_fx` with `torch.fx.traceback.preserve_node_meta`.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -118,10 +119,10 @@ def trace(
 
 
 def compile_apart(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:
-    """Compile `function` independently of everything compiled before and after.
+    """Compile `function` by `backend` independently of everything compiled before and after.
 
     Dynamo's cache, its limit of recompilations and its record of dynamic sizes are per code object: a new caller has
-    its own. The limits are lifted for functions that graph breaks lead into.
+    its own. The limits are lifted for functions that graph breaks lead into. `dynamic` is as in `torch.compile`.
     Private: the names of `torch._dynamo.config`.
     """
     from torch._dynamo import config
@@ -158,8 +159,9 @@ def aot_inference(
     compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Boxed],
     decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Trace `gm` by AOT autograd for inference: functional aten, mutated inputs written by `copy_` at the end.
+    """Trace `gm` by AOT autograd for inference, and return what `compile_graph` makes of the traced graph.
 
+    That graph is functional aten, decomposed by `decompositions`; mutated inputs are written by `copy_` at its end.
     Private: `torch._functorch.aot_autograd.aot_module_simplified`.
     """
     from torch._functorch.aot_autograd import aot_module_simplified

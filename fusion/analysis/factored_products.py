@@ -200,7 +200,8 @@ def _uncast(factor: Value) -> Value:
 
 @proof
 def scaled_sum(a: Algebra, z: Value) -> Value | None:
-    """Return (product + product) · Π factors as one matrix product; factors are [.., 1] or of one element.
+    """Read `z` as (product + product) · Π factors, each [.., 1] or of one element, and return one matrix product that
+    equals it.
 
     None for any other value.
     """

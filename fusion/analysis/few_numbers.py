@@ -47,13 +47,13 @@ def zero_at(choice: Value) -> Value | None:
     condition, yes, no = choice.args
     test = condition.arg if condition.op == "not" else condition
     if test.op == "compare" and test.attrs[0] in ("eq", "ne"):
-        asked = next((x for x, y in (test.args, test.args[::-1]) if y.op == "full" and y.attrs == (0,)), None)
+        tested = next((x for x, y in (test.args, test.args[::-1]) if y.op == "full" and y.attrs == (0,)), None)
     else:
-        asked = test.arg if test.op == "cast" else None
-    if asked is None:
+        tested = test.arg if test.op == "cast" else None
+    if tested is None:
         return None
     side = yes if (test.attrs == ("eq",)) != (test is not condition) else no
-    return side if side.below("expand") is asked.below("expand") else None
+    return side if side.below("expand") is tested.below("expand") else None
 
 
 def logarithm(value: float) -> float:

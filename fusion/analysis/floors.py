@@ -57,7 +57,7 @@ def _mean_of_largest(x: Value) -> float:
 
 
 def _unless_subnormal(number: float, x: Value) -> float:
-    """Return `number`, or 0 if it is subnormal in the dtype of `x`: `_ROUNDED` bounds the rounding of normal numbers
-    alone.
+    """Return `number`, or 0 if it is subnormal in the dtype of `x`: `_ROUNDED`, by which floors are lowered for
+    rounding, bounds the rounding of normal numbers alone.
     """
     return number if number and number >= torch.finfo(proven(x.dtype)).tiny else 0.0

@@ -28,7 +28,7 @@ class Grid:
 
     @property
     def is_scaled(self) -> bool:
-        """Return True if there is a factor, after which an addend is no offset."""
+        """Return True if the sum is multiplied by anything: what is added afterwards is then no part of the sum."""
         return bool(self.factors) or self.number != 1
 
 
@@ -119,7 +119,7 @@ def _viewed(a: Algebra, grid: Grid, view: Value) -> Grid:
     offsets.
     """
 
-    def seen(x: Value) -> Value:
+    def viewed(x: Value) -> Value:
         if prod(x.shape) == 1:
             return x
         alike = view.shape[-1:] == view.arg.shape[-1:] and (view.op != "permute" or view.attrs[-1] == view.rank - 1)
@@ -132,5 +132,5 @@ def _viewed(a: Algebra, grid: Grid, view: Value) -> Grid:
         shape = (*view.shape[:-1], wide[-1] if alike else view.shape[-1])
         return a.expand(x, shape) if view.op == "expand" else a.reshape(x, shape)
 
-    parts = {name: tuple(map(seen, getattr(grid, name))) for name in ("factors", "offsets")}
-    return replace(grid, base=seen(grid.base), **parts)
+    parts = {name: tuple(map(viewed, getattr(grid, name))) for name in ("factors", "offsets")}
+    return replace(grid, base=viewed(grid.base), **parts)

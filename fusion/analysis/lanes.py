@@ -43,7 +43,7 @@ class Rows:
         return [self.index] if self.depth == 1 else list(np.unravel_index(self.index, self.lanes))
 
     def below(self) -> Rows:
-        """Select the same lanes of the argument, for an elementwise op."""
+        """Select the same lanes of the argument of `value`, an elementwise op."""
         return Rows(self.value.arg, self.depth, self.index)
 
     @property

@@ -103,7 +103,7 @@ def _is_same_infinity(condition: Value, both: Sequence[Value]) -> bool:
 
 
 def _is_finite(condition: Value, both: Sequence[Value]) -> bool:
-    """Return True if `condition` is (|x| != inf) · (x == x), for an x in `both`."""
+    """Return True if `condition` is (|x| != inf) · (x == x), true for finite x, where x is one of the values `both`."""
     if condition.op != "mul":
         return False
     for other, own in (condition.args, condition.args[::-1]):

@@ -18,9 +18,7 @@ def is_computed(graph: Graph, value: Value) -> bool:
 
 
 def is_handed_out(node: fx.Node) -> bool:
-    """Return True if `node`, or a view of it, is an output of the graph: its storage must not be a part of a larger
-    one.
-    """
+    """Return True if the graph returns `node` or a view of it: its storage must not be a part of a larger one."""
     return any(user.op == "output" or (is_view(user.target) and is_handed_out(user)) for user in node.users)
 
 

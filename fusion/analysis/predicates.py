@@ -55,7 +55,7 @@ class Positions(Integers):
         self.lists_all = False  # True once a list of all positions was evaluated to True
 
     def over(self, shape: Sequence[Any]) -> Positions:
-        """Return a new evaluation for a mask with other dims, with the same parameters."""
+        """Return a new evaluation for a mask with the dims `shape`, with the same parameters."""
         return Positions(shape, self._folder, self._assumed, self._keep_lists, self._ones_visible)
 
     def supposing(self) -> Positions:
@@ -71,7 +71,7 @@ class Positions(Integers):
         return Positions(self.shape, self._folder, supposed, self._keep_lists, self._ones_visible)
 
     def names(self) -> frozenset[str]:
-        """Return the names of the inputs whose assumptions were used."""
+        """Return the names of the inputs whose assumptions an answer has relied on so far."""
         return frozenset(each.attrs[0] for each in self.relied)
 
     def truth(self, x: Value, at: Sequence[Affine]) -> Formula:

@@ -46,7 +46,7 @@ def _resized(x: Value, axis: int, size: Any) -> tuple[Any, ...]:
 def _expanded(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
     """Remove the repetitions of the expand `x` along `axis`, or those of its argument if it expands other dims alone.
 
-    Returns what `unrepeated` does.
+    Returns the remaining value and the length of the runs, as `unrepeated` does.
     """
     if x.arg.shape[axis] == 1:
         size = x.shape[axis]
@@ -59,7 +59,7 @@ def _concatenated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
     """Remove the repetitions along `axis` that all pieces of `x`, a cat along another dim, have: their number is the
     gcd of those of the pieces.
 
-    Returns what `unrepeated` does.
+    Returns the remaining value and the length of the runs, as `unrepeated` does.
     """
     size: Any = x.shape[axis]
     parts = [unrepeated(a, each, axis) for each in x.args]
@@ -82,7 +82,7 @@ def _reshaped(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
     """Remove the repetitions along `axis` of the reshape `x`, which merges several dims into it: those of the last of
     them.
 
-    Returns what `unrepeated` does.
+    Returns the remaining value and the length of the runs, as `unrepeated` does.
     """
     below, wide = x.arg, x.arg.shape
     begin = next((n for n in range(len(wide) + 1) if prod(wide[:n]) == prod(x.shape[:axis])), None)

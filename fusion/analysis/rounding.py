@@ -62,7 +62,7 @@ def rounded(value: Value) -> Rounded:
 
 
 def _truncates(value: Value) -> bool:
-    """Return True if `value` is a cast of floats to a wide integer dtype."""
+    """Return True if `value` is a cast of floats to one of the dtypes `_INTEGERS`."""
     return value.op == "cast" and value.dtype in _INTEGERS and is_float(value.arg)
 
 

@@ -133,8 +133,10 @@ def _split(run: tuple[Atom, ...], atom: Atom, inner: Atom) -> tuple[Atom, ...]:
 
 
 def _taken(size: Any, left: Any) -> Any:
-    """Return which part of an atom of `size` fits into a dim of which `left` is not filled yet; None if neither divides
-    the other.
+    """Return the size of the part of an atom of `size` that goes into a dim with room for `left`: the smaller of the
+    two.
+
+    None if neither divides the other.
     """
     if size == left or quotient(left, size) is not None:
         return size

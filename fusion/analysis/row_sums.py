@@ -179,8 +179,8 @@ def _is_greatest(top: Value, x: Value) -> bool:
     """Return True if `top` is max x over the last dim, for rows with a visible key; others may have -inf replaced."""
     top = top.below("reshape")
     if top.op == "where" and top.arg.op == "compare" and top.arg.attrs == ("eq",):
-        asked, bound = top.arg.args
-        replaced = asked is top.args[2] and (bound.op, bound.attrs) == ("full", (-math.inf,))
+        tested, bound = top.arg.args
+        replaced = tested is top.args[2] and (bound.op, bound.attrs) == ("full", (-math.inf,))
         return replaced and _is_greatest(top.args[2], x)
     if top.op == "clip" and top.attrs[0] <= _LOW and top.attrs[1] == math.inf:
         return _is_greatest(top.arg, x)

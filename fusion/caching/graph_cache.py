@@ -63,7 +63,7 @@ class Before:
     val: Any
 
     def is_still(self, node: fx.Node) -> bool:
-        """Return True if `node` is unchanged."""
+        """Return True if `node` still has this target, these arguments, and the same object `val` as its result."""
         return (node.target, node.args, node.kwargs) == (self.target, self.args, self.kwargs) and (
             node.meta.get("val") is self.val
         )
@@ -125,7 +125,12 @@ class Entry:
         return Outcome(self.facts, assumed=frozenset(recorded["assumed"]), prepared=prepared)
 
     def _placed(self, row: Sequence[Any], given: dict[int, fx.Node], at: fx.Node | None) -> fx.Node:
-        """Insert a new node behind `at`, or first, or update the operands of an existing one, as `row` describes it."""
+        """Insert the node that `row` describes behind `at`, or before all others if None; or update the node if it
+        exists.
+
+        `row` is one entry of the stored rewrite: number, op, target, arguments, name, fake result, parent and rule.
+        `given` maps numbers to nodes, and gets the new one.
+        """
         number, op, target, args, kwargs, name, val, parent, fused = row
         args, kwargs = _argument(args, given, self.make), _argument(kwargs, given, self.make)
         if number in given:

@@ -84,7 +84,9 @@ class TextCache:
             rows.execute(f"DELETE FROM kept WHERE rowid NOT IN ({latest})", (self.most,))
 
     def _on_file(self, work: Callable[[Any], Any]) -> bool:
-        """Run `work` on the rows of the file; True if it succeeded, or there is no file."""
+        """Call `work` with a connection to the database in the file; return True if it succeeds, or there is no
+        file.
+        """
         if self.file is None:
             return True
         import sqlite3
@@ -107,7 +109,10 @@ def _clear(where: Path) -> None:
 
 
 def text_cache(kind: str, library: Library, options: Options, most: int = 0) -> TextCache | None:
-    """Return the cache of this `kind` for the current state of the code; None if the options turn caching off."""
+    """Return the cache of this `kind` for the current state of the code; None if the options turn caching off.
+
+    Its file has at most `most` texts, see `TextCache`.
+    """
     if options.plan_cache == "off":
         return None
     versions = sha256(f"{torch.__version__} {operators.ensure()} {loaded(library)}".encode()).hexdigest()[:16]

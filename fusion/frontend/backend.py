@@ -229,7 +229,7 @@ class FusionBackend:
     def _fused_again(
         self, known: Known, facts: Facts, original: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Boxed:
-        """Fuse a graph once more under other assumptions, after Dynamo has set its guards."""
+        """Fuse a fresh copy of `original` by other assumptions in `facts`, after Dynamo has set its guards."""
         fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
         with outside_modes():
             return self._fused(known, facts, fresh, original, example_inputs)
@@ -237,7 +237,9 @@ class FusionBackend:
     def _subject(
         self, known: Known, facts: Facts, original: fx.GraphModule, gm: fx.GraphModule, outcome: Outcome
     ) -> Subject:
-        """Describe a fused graph for its verification; the graph is copied, as compilers may change `gm`."""
+        """Collect what the verification of `gm`, fused from `original` with `outcome`, needs; `gm` is copied, as
+        compilers may change it.
+        """
 
         def again(fuel: int | None) -> tuple[fx.GraphModule, Outcome]:
             fresh = fx.GraphModule(original, copy.deepcopy(original.graph))
@@ -252,7 +254,9 @@ class FusionBackend:
         return Subject(original, fused, outcome.prepared, names, is_compiled, again, self.options.dump_dir)
 
     def _without_fusion(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
-        """Compile the plain graph and warn once; an error of the compiler is passed on."""
+        """Compile `original` unfused, and warn once of the `error` of the pass; errors of the compiler are
+        passed on.
+        """
         log.debug("fusing a graph failed", exc_info=error)
         run = self._lowered(original, example_inputs)
         if isinstance(error, StageError):
@@ -262,7 +266,7 @@ class FusionBackend:
         return run
 
     def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        """Compile the plain graph after Dynamo has set its guards.
+        """Compile `original` as it is, after Dynamo has set its guards.
 
         Graphs of symbolic sizes are interpreted: a compiler may add a guard, which nothing would check.
         """
@@ -327,13 +331,15 @@ class FusionBackend:
         return report
 
     def failed(self, gm: fx.GraphModule, error: StageError) -> GraphReport:
-        """Return the report of a graph that is unchanged, because a stage failed."""
+        """Return the report of the unchanged graph `gm`, whose only content is the `error` of a stage."""
         outcome = Outcome(facts=Facts(extensible=True), before=counted(gm.graph), failures=(error.failure,))
         machine = Target.resolve(self.options.target)
         return GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
 
     def hand_on(self) -> Callable[[fx.GraphModule], fx.GraphModule]:
-        """Return the function that converts a graph to that for the compiler that runs it."""
+        """Return a function that turns a rewritten graph into the one that the compiler on this machine gets, see
+        `handed_on`.
+        """
         return partial(handed_on, by=route(self.options.lower))
 
 
@@ -381,7 +387,7 @@ def _is_symbolic(graph: fx.Graph) -> bool:
 
 
 def _check_replayed(source: fx.Graph, original: fx.Graph, outcome: Outcome) -> None:
-    """Require of a replayed graph the inputs, results and writes of `original`.
+    """Require that `source`, rewritten from the cache with `outcome`, has the inputs, results and writes of `original`.
 
     Raises:
         VerificationError: one of them differs.

@@ -158,7 +158,11 @@ def rules(
 
 @contextmanager
 def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
-    """Print errors on stderr and exit: with 2 for wrong input of the user, with 1 for a model that fails."""
+    """Print errors raised inside the context on stderr and exit: with 2 for wrong input of the user, with 1 for a model
+    that fails.
+
+    `doing` begins the message for a model; `full` adds the traceback.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="torch")
@@ -171,7 +175,7 @@ def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
 
 
 def _fail(doing: str, error: str, shown: str) -> NoReturn:
-    """Report that a model failed, with a traceback to show or "", and exit."""
+    """Report that the model failed in `doing` with `error`, after the traceback `shown` if not "", and exit."""
     if shown:
         typer.echo(shown, err=True)
     _complain(
@@ -194,7 +198,10 @@ def _console() -> Console:
 
 
 def _explained(calls: Iterable[hf.Call], failures: list[str], options: Options) -> Report:
-    """Explain `calls` up to the first that is traced to its end; if none is, return the report of the first."""
+    """Explain `calls` one by one up to the first that is traced to its end; if none is, return the report of the first.
+
+    The errors of the others are appended to `failures`, which `calls` reads to choose the next one.
+    """
     reports: list[Report] = []
     for call in calls:
         for notice in call.notices:

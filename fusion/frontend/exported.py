@@ -95,7 +95,7 @@ def _backend(
 
 
 def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:
-    """Fuse a copy of the graph of a functional program, and report."""
+    """Fuse a copy of the graph of the functional program `plain` by `backend`, and report."""
     gm = fx.GraphModule(plain.graph_module, copied(plain.graph))
     try:
         with stage("capture"):

@@ -158,7 +158,7 @@ def _sizes(request: Request) -> list[Size]:
 
 
 def _ways(request: Request) -> list[tuple[Size, str]]:
-    """List the sizes and caches to try, those of `request` first; without a cache last, and only for a prefill."""
+    """List (size, kind of cache) to try, those of `request` first; without a cache last, and only for a prefill."""
     sizes = _sizes(request)
     caches = ["none"] if request.cache == "none" else [request.cache, "own", "grown"]
     without = [(size, "none") for size in sizes] if request.mode == "prefill" else []
@@ -177,8 +177,8 @@ def _changed(request: Request, size: Size, cache: str, failures: Sequence[str]) 
     if not failures or (size, cache) == wanted:
         return ()
     parts = [str(size)] * (size != wanted[0]) + [_CACHES[cache]] * (cache != wanted[1])
-    asked = [str(wanted[0])] * (size != wanted[0]) + [_CACHES[wanted[1]]] * (cache != wanted[1])
-    return (f"{request.model_type} cannot be run with {', '.join(asked)} ({failures[0]}): {', '.join(parts)}",)
+    replaced = [str(wanted[0])] * (size != wanted[0]) + [_CACHES[wanted[1]]] * (cache != wanted[1])
+    return (f"{request.model_type} cannot be run with {', '.join(replaced)} ({failures[0]}): {', '.join(parts)}",)
 
 
 def _transformers() -> Any:
@@ -265,7 +265,9 @@ def _fewer_layers(config: Any, layers: int, covers_kinds: bool) -> tuple[str, ..
 
 
 def _until_every_kind(config: Any, total: int) -> int:
-    """Count the layers up to the first of the last kind, where the config computes the kind of each; else 0."""
+    """Count the first layers that have one of every kind, if the config computes the kind of each of `total` layers;
+    else 0.
+    """
     computed: list[Any] = _read(config, "layers_block_type") or []
     if len(computed) != total or "layers_block_type" in config.to_dict():
         return 0
@@ -273,7 +275,9 @@ def _until_every_kind(config: Any, total: int) -> int:
 
 
 def _shrink(config: Any, what: str) -> None:
-    """Reduce sizes to fit a laptop's memory; the size of a head stays for `what` "head", else that of all heads."""
+    """Reduce the sizes in `config` to fit a laptop's memory, but for one: with `what` "head" the size of a head, else
+    the size of all heads.
+    """
     hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
     if hidden is None:
         raise FusionError("its config has no hidden_size that could be made small")
@@ -317,10 +321,11 @@ def _model(transformers: Any, config: Any, dtype: torch.dtype, request: Request)
 
 
 def _cache(transformers: Any, model: Any, request: Request, kind: str) -> Any:
-    """Make a cache of the shapes of `model`: filled for a decode, and empty for a prefill.
+    """Make a cache of `kind` with the shapes of `model`: filled for a decode, and empty for a prefill.
 
-    None where the call passes none, as in a prefill for which the model makes its own. A short prefill is run in any
-    case, so that a model that raises does so here.
+    `kind` is "static", "dynamic", "grown" (dynamic, without the config), "own" (the model makes it) or "none". None
+    where the call passes none, as in a prefill with "own". A short prefill is run in any case, so that a model that
+    raises does so here.
     """
     decodes = request.mode == "decode"
     given = {"config": model.config} if kind != "grown" else {}

@@ -113,7 +113,10 @@ def _installed_names() -> frozenset[str]:
 
 
 def _check_rules(what: str, names: Collection[str], library: Library, known: Collection[str]) -> None:
-    """Raise an OptionError for the first of `names` that is not `known`, with the rule that it may refer to."""
+    """Raise an OptionError for the first of `names` that is not `known`, with the rule that it may refer to.
+
+    `what` is the option, for the message; `library` has the rules.
+    """
     for name in sorted(set(names) - set(known)):
         listed = [rule.name for rule in library.rules if rule.name in known]
         check_names(what, [name], known, rule_called(name, library.rules), listed)
@@ -121,7 +124,7 @@ def _check_rules(what: str, names: Collection[str], library: Library, known: Col
 
 def rule_called(name: str, rules: Iterable[Rule]) -> str:
     """Return a hint for `name` if it is an alias of a rule, one of its forms, or an operator that it emits; else ""."""
-    for names_of, verb in ((_aliases, "is"), (_parts_of, "is part of"), (_operators_of, "is emitted by")):
+    for names_of, verb in ((_name_and_aliases, "is"), (_parts_of, "is part of"), (_operators_of, "is emitted by")):
         named = [rule.name for rule in rules if _plain(name) in map(_plain, names_of(rule))]
         if 0 < len(named) <= _MOST_RULES:
             return f"{name!r} {verb} the rule{'s' * (len(named) > 1)} {', '.join(map(repr, named))}. "
@@ -137,7 +140,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower().rpartition("::")[2])
 
 
-def _aliases(rule: Rule) -> Iterable[str]:
+def _name_and_aliases(rule: Rule) -> Iterable[str]:
     return rule.name, *rule.aliases
 
 

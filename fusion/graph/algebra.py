@@ -49,7 +49,7 @@ class Algebra:
     def make(
         self, op: str, args: Sequence[Value], attrs: Sequence[Any], shape: Sequence[Dim], dtype: torch.dtype | None
     ) -> Value:
-        """Intern the value of this definition, without any simplification."""
+        """Return the one value with this op, arguments, attributes, shape and dtype, without any simplification."""
         key = (op, tuple(args), tuple(attrs), tuple(shape), dtype)
         value = self._interned.get(key)
         if value is None:
@@ -116,7 +116,11 @@ class Algebra:
         return self.make("permute", (x,), order, shape, x.dtype)
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value | None:
-        """Slice `x` along `axis` as aten does; None where a symbolic size leaves the bounds open."""
+        """Slice `x` to [start, stop) with `step` along `axis`, clipping bounds and counting negative ones from the end
+        as aten does.
+
+        None where a symbolic size leaves the bounds open.
+        """
         size = x.shape[axis]
         if isinstance(size, int):
             return self.cut(x, axis, start, stop, step)
@@ -131,7 +135,9 @@ class Algebra:
         return x if length == x.shape[axis] else self.make("narrow", (x,), (axis, start, length), shape, x.dtype)
 
     def cut(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
-        """Slice `x` along `axis`, whose size is an int."""
+        """Slice `x` to [start, stop) with `step` along `axis`, whose size is an int; slices of slices and of cats
+        merge.
+        """
         axis %= x.rank
         size = int(x.shape[axis])
         start, stop, step = slice(start, stop, step).indices(size)
@@ -287,7 +293,7 @@ class Algebra:
     # reductions ------------------------------------------------------------------------------------------------
 
     def reduce(self, op: str, x: Value, axes: Sequence[int]) -> Value:
-        """Reduce `x` over `axes`, which stay as dims of size 1. Attributes: the axes, counted from the end."""
+        """Reduce `x` by `op` over `axes`, which stay as dims of size 1. Attributes: the axes, counted from the end."""
         axes = tuple(sorted(axis % x.rank - x.rank for axis in axes))
         shape = tuple(1 if position - x.rank in axes else size for position, size in enumerate(x.shape))
         return self.make(op, (x,), axes, shape, x.dtype)
@@ -312,7 +318,10 @@ def is_input_free(x: Value) -> bool:
 
 
 def _joins(step: Value, number: float) -> bool:
-    """Return True if `step` and the next step of its op merge into one with `number`, up to the rounding of data."""
+    """Return True if two steps `step`, both a scale or both a shift, may become one with the number `number`.
+
+    Merging rounds once instead of twice: allowed for floats of data, not for positions; integers must not get long.
+    """
     if step.dtype is None or step.dtype.is_floating_point:
         return not is_input_free(step)
     return abs(number) < LONGEST

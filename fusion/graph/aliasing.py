@@ -134,7 +134,9 @@ def name_results(source: fx.Graph, names: Sequence[str]) -> None:
 
 
 def sharing(source: fx.Graph) -> tuple[str, ...]:
-    """Return for each of `outputs` the owner of its memory: the name of an input, or `result` of the first with it."""
+    """Return for each of `outputs` of `source` whose memory it has: the name of an input, or `result`(n) if output n is
+    the first with that memory.
+    """
     first = {node: node.name for node in source.find_nodes(op="placeholder")}
     return tuple(first.setdefault(memory_of(node), result(number)) for number, node in enumerate(outputs(source)))
 

@@ -80,6 +80,8 @@ def _product(a: Algebra, x: Value, y: Value) -> Value:
 
 
 def _once(x: Value, other: Sequence[Any], batch: Sequence[Any]) -> Value:
-    """Return the argument of an expand `x` of batch dims, where the product broadcasts them to `batch` anyway."""
+    """Return `x` without an expand of its batch dims, if the product with batch dims `other` broadcasts them to `batch`
+    anyway.
+    """
     plain = x.op == "expand" and x.arg.rank == x.rank and x.arg.shape[-2:] == x.shape[-2:]
     return x.arg if plain and broadcast(x.arg.shape[:-2], other) == batch else x

@@ -34,12 +34,15 @@ class Path:
     first: Mapping[fx.Node, int]
 
     def joins(self, node: fx.Node, on: fx.Node) -> bool:
-        """Return True if `node` is computed from `on` by way of the path."""
+        """Return True if some node of the path depends on `on` or is it, and `node` depends on that node or is it."""
         return self.last[node] >= self.first[on]
 
 
 class Dependence:
-    """Reachability between the nodes of `source`, whose positions are `order`."""
+    """Answers to "is a node computed from another one?" for the nodes of `source`, of which `order` has the positions.
+
+    Attributes: paths: long paths with tables, by which most answers need no search.
+    """
 
     def __init__(self, source: fx.Graph, order: Mapping[fx.Node, int]) -> None:
         self._order = order
@@ -76,7 +79,7 @@ class Dependence:
 
 
 def _longest(source: fx.Graph, without: Set[fx.Node]) -> list[fx.Node]:
-    """Find the longest path of calls that avoids the nodes `without`."""
+    """Find the longest path of calls, each of which reads the one before it, without the nodes `without`."""
     length: dict[fx.Node, int] = {}
     before: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:

@@ -133,7 +133,7 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...] | None:
 
 
 def lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return True if `x` and `y`, of one shape, are proven to have equal strides in all dims of a size other than 1."""
+    """Return True if `x` and `y`, of one shape, are proven to have equal strides in all dims but those of size 1."""
     sizes, strides = dims_of(x.shape), zip(dims_of(x.stride()), dims_of(y.stride()), strict=True)
     return 0 in sizes or all(size == 1 or one == other for size, (one, other) in zip(sizes, strides, strict=True))
 

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 def softmax(a: Algebra, numerator: Value, inverse: Value) -> Value | None:
-    """Return the softmax that exp(x) / Σ exp(x) over one dim is, which subtracts nothing before exp."""
+    """Return softmax(x) for `numerator` = exp(x) and `inverse` = 1 / Σ exp(x) over one dim, which subtracts nothing
+    before exp.
+
+    None for other operands.
+    """
     total = inverse.arg if inverse.op == "scale" else inverse
     if numerator.op != "exp" or total.op != "power" or total.arg.op != "mean" or total.arg.arg is not numerator:
         return None
@@ -64,7 +68,7 @@ def second_moment(a: Algebra, spread: Value, other: Value) -> Value | None:
 
 
 def _about(a: Algebra, average: Value) -> Value | None:
-    """Return mean((x - average)²), where `average` is mean(x)."""
+    """Build mean((x - average)²) over the same dims, where `average` is mean(x)."""
     centred = a.add(average.arg, a.scale(average, -1))
     return centred and a.mean(a.power(centred, 2), average.attrs)
 

@@ -47,7 +47,10 @@ def within(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
 
 @proof
 def _write_rows(a: Algebra, cache: Value, written: Value, step: int, first: int) -> Value | None:
-    """Write rows (or pages) n of a part as rows `first` + n·`step` of `cache` [count, ..]."""
+    """Repeat `written`, a write of rows (or pages) into a part of `cache` [count, ..], as a write into `cache` itself.
+
+    Row n of the part is row `first` + n·`step` of `cache`.
+    """
     must(written.op == "write_rows" or (written.op == "write" and step == 1))
     _, rows, index, *inner = written.args
     index = index if int(cache.shape[0]) < 2**31 else a.cast(index, torch.int64)
@@ -57,7 +60,10 @@ def _write_rows(a: Algebra, cache: Value, written: Value, step: int, first: int)
 
 @proof
 def _write_sequences(a: Algebra, cache: Value, written: Value, first: int) -> Value | None:
-    """Write sequences n of a part as sequences `first` + n of `cache` [count, ..]."""
+    """Repeat `written`, a write into sequences of a part of `cache` [count, ..], as a write into `cache` itself.
+
+    Sequence n of the part is sequence `first` + n of `cache`.
+    """
     _, rows, *index = written.args
     if written.op == "slice_scatter":
         axis, start, _, step = written.attrs

@@ -104,9 +104,9 @@ def _sees_nothing(condition: Value, scores: Value) -> bool:
     """Return True if `condition` is `~any(scores != -inf, -1)`: the row is fully masked."""
     if condition.op != "not" or condition.arg.op != "any" or condition.arg.attrs != (-1,):
         return False
-    seen = condition.arg.arg
-    lowest = seen.arg if seen.op == "not" else seen
-    if lowest.op != "compare" or lowest.attrs != ("eq" if seen.op == "not" else "ne",):
+    visible = condition.arg.arg
+    lowest = visible.arg if visible.op == "not" else visible
+    if lowest.op != "compare" or lowest.attrs != ("eq" if visible.op == "not" else "ne",):
         return False
     tested, bound = lowest.args
     while scores.op == "cast" and tested is not scores:
@@ -136,8 +136,8 @@ def hides(a: Algebra, condition: Value, scores: Value, least: float = -math.inf)
     lead = (*(1,) * (scores.args[0].rank - condition.rank), *condition.shape)
     if row is each or (each.op, each.attrs) != ("any", (-1,)) or lead != (*scores.args[0].shape[:-1], 1):
         return False
-    seen = a.reshape(each.arg, scores.args[0].shape)
-    return (lowest[1] and seen is scores.args[0]) or (lowest[0] and are_contrary(a, seen, scores.args[0]))
+    visible = a.reshape(each.arg, scores.args[0].shape)
+    return (lowest[1] and visible is scores.args[0]) or (lowest[0] and are_contrary(a, visible, scores.args[0]))
 
 
 def are_contrary(a: Algebra, x: Value, y: Value) -> bool:

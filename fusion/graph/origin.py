@@ -49,7 +49,9 @@ def place_of(node: fx.Node) -> str:
 
 @cache
 def _dotted(path: str) -> str:
-    """Convert the name that Dynamo gives a module to that of `named_modules` of the model."""
+    """Convert the `path` that Dynamo gives a module, an expression in Python, to its name among `named_modules` of the
+    model.
+    """
     path = re.sub(r"^L\['(self|fn|args|kwargs)'\]\.?", "", path)
     keys = r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]"
     path = re.sub(keys, lambda match: "." + next(filter(None, match.groups())), path)

@@ -98,14 +98,20 @@ class Graph:
         )
 
     def _is_passed_on(self, value: Value, node: fx.Node, places: int) -> bool:
-        """Return True if an input of `node` has `value` already, directly or through views that undo each other."""
+        """Return True if an input of `node` has `value` already, directly or, if `places` nodes have it, through a
+        chain of views.
+
+        The views of a chain undo each other.
+        """
         sources = node.all_input_nodes
         while places > 1 and len(sources) == 1 and self.value_of.get(sources[0]) is not value:
             sources = sources[0].all_input_nodes
         return any(self.value_of.get(source) is value for source in sources)
 
     def reads(self, value: Value) -> tuple[fx.Node, ...]:
-        """Return the nodes from whose results `value` is read or built."""
+        """Return the nodes whose results are read to obtain `value`: the first node with it, else those that its recipe
+        reads.
+        """
         node = self.node(value)
         return (node,) if node else tuple(each for arg in self.recipe(value).args for each in self.reads(arg))
 

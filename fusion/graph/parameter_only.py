@@ -67,7 +67,7 @@ def _mark(tensor: torch.Tensor) -> Mark:
 def _is_repeatable(node: fx.Node) -> bool:
     """Return True if `node` is a pure, deterministic call whose results are tensors of fixed shapes."""
     results = leaves(node.meta.get("val"))
-    if not results or not all(isinstance(each, torch.Tensor) and _is_fixed(each) for each in results):
+    if not results or not all(isinstance(each, torch.Tensor) and _has_fixed_shape(each) for each in results):
         return False
     if node.target is operator.getitem:
         return True
@@ -78,5 +78,5 @@ def _is_repeatable(node: fx.Node) -> bool:
     return node.target.namespace in _PURE or "fusion" in node.meta
 
 
-def _is_fixed(tensor: torch.Tensor) -> bool:
+def _has_fixed_shape(tensor: torch.Tensor) -> bool:
     return all(isinstance(size, int) for size in dims_of(tensor.shape))

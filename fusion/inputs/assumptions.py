@@ -109,7 +109,7 @@ _VIEWS = ("view", "reshape", "unsqueeze", "expand", "slice", "select", "_to_copy
 
 
 def _is_per_key(mask: Tensor, kind: str) -> bool:
-    """Return True if `mask` is a padding mask [B, T], which has 1 for each key that is no padding."""
+    """Return True if `mask` of an assumed `kind` is a padding mask [B, T], with 1 for each key that is no padding."""
     return mask.dim() == 2 and kind == "padding"
 
 
@@ -136,7 +136,7 @@ def _shown(path: ArgumentPath) -> str:
 
 
 def can_be(mask: Tensor) -> bool:
-    """Return True if the rank and dtype of `mask` are those of a mask."""
+    """Return True if `mask` can be a mask: it has 2, 3 or 4 dims, and is not complex."""
     return mask.dim() in (2, 3, 4) and not mask.is_complex()
 
 
@@ -196,9 +196,10 @@ def _read(mask: Tensor, is_ones: bool, lowered: bool) -> tuple[Tensor, Tensor]:
 
 
 def _window(visible: Tensor, keys: int | None) -> Tensor:
-    """Return the causal mask of a window of `keys` keys (None: all) for `visible` [B, N, S, T].
+    """Return the causal mask [B, 1, S, T], True for visible, of which `visible` [B, N, S, T] can only be a copy.
 
-    The offset of each sequence is read off the last key that the first query sees.
+    The offset of each sequence is read off the last key that its first query sees; each query sees at most `keys` keys
+    (None: all before). All False if the offset exceeds T - S.
     """
     key, query = _positions(visible)
     last = torch.where(visible[:, 0, 0], key, 0).amax(-1)[:, None, None, None]
@@ -207,10 +208,11 @@ def _window(visible: Tensor, keys: int | None) -> Tensor:
 
 
 def _padding(visible: Tensor) -> Tensor:
-    """Return the causal mask with padded keys for `visible` [B, N, S, T].
+    """Return the causal mask with padded keys [B, 1, S, T], True for visible, of which `visible` [B, N, S, T] can only
+    be a copy.
 
     A key is padding if no query sees it. The offset of each sequence is the least with which every visible entry is
-    causal: a longer one would only require more visible entries.
+    causal: a longer one would only require more visible entries. All False if it exceeds T - S.
     """
     key, query = _positions(visible)
     seen = visible.sum(2).amax(1)  # [B, T]
@@ -251,7 +253,9 @@ def remembering(kind: str | Band) -> Callable[[Tensor], bool]:
 
 
 def checks_of(source: fx.Graph, facts: Facts, relied: Collection[str]) -> dict[int, tuple[str, str | Band]]:
-    """Map the position of each input in `relied` to the name and the kind to be checked."""
+    """Map the position among the inputs of `source` of each name in `relied` to its path in the arguments and assumed
+    kind.
+    """
     placeholders = enumerate(source.find_nodes(op="placeholder"))
     return {position: facts.assumption(node.name) for position, node in placeholders if node.name in relied}
 
@@ -273,12 +277,12 @@ def assumed(
         checks: by position among the inputs, the name and the assumed kind.
         looser: compiles a graph for masks of padding that are `LOWERED`, which has checks of its own.
     """
-    asked = {position: remembering(kind) for position, (_, kind) in checks.items()}
+    tests = {position: remembering(kind) for position, (_, kind) in checks.items()}
     lowered = {each: remembering("padding" + LOWERED) for each, (_, kind) in checks.items() if kind == "padding"}
     compiled: dict[bool, Boxed] = {}
 
     def call(*inputs: Any) -> Any:
-        wrong = [position for position, check in asked.items() if not check(inputs[position])]
+        wrong = [position for position, check in tests.items() if not check(inputs[position])]
         if not wrong:
             return run(list(inputs))
         low = looser is not None and all(each in lowered and lowered[each](inputs[each]) for each in wrong)

@@ -51,7 +51,10 @@ class Guesses(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func` on fake tensors; no result has a symbol."""
+        """Run `func` on fake tensors, taking numbers and sizes that depend on data from `given`, or guessing them.
+
+        No result has a symbol.
+        """
         if higher_order(func):  # its body is traced in this mode as well
             return in_fake_mode(func, self, args, kwargs or {})
         known = self.given.result(func, args, kwargs or {})
@@ -75,7 +78,11 @@ class Guesses(FakeTensorMode):
     def _shaped_by_numbers(
         self, known: Numbers, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run `func` and return fake results with the shapes of the numbers in `known`."""
+        """Run `func`, whose results have the numbers `known`, and return its fake results in the shapes of these
+        numbers.
+
+        Fake mode alone would guess a shape that depends on data. The numbers are recorded for the fake results.
+        """
         places = self.places.copy()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.places = places  # guesses within the call have no effect on its result
@@ -84,7 +91,8 @@ class Guesses(FakeTensorMode):
         return sized
 
     def _by_positions(self, func: Any, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Replace an index by a mask with known numbers by a gather at the positions where the mask is true.
+        """Replace an index by a mask with known numbers by a gather at the positions where the mask is true: operator
+        and arguments.
 
         `masked_select` becomes an index first; other operators are returned unchanged.
         """
@@ -103,7 +111,7 @@ class Guesses(FakeTensorMode):
         return func, (args[0], selected)
 
     def _counts(self, x: FakeTensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
-        """Return a fake result of `bincount` of unknown numbers, of the least possible length."""
+        """Return a fake result of `bincount` of `x` with unknown numbers: `minlength` counts, at least one."""
         self._note()
         return self._fake((max(minlength, 1),), torch.int64 if weights is None else weights.dtype, x)
 
@@ -112,7 +120,10 @@ class Guesses(FakeTensorMode):
             return torch.empty(shape, dtype=dtype, device=like.device)
 
     def _sized(self, numbers: Iterator[Any], sampled: bool, result: FakeTensor) -> torch.Tensor:
-        """Return `result`, or a fake tensor of the shape of the next of `numbers` where that differs."""
+        """Return the fake `result`, in the shape of the next of the known `numbers` if that differs.
+
+        If they are `sampled`, a different shape counts as a guess.
+        """
         known = next(numbers)
         if result.shape == known.shape:
             return result
@@ -130,7 +141,7 @@ class Guesses(FakeTensorMode):
         return True if isinstance(result, torch.SymBool) else 1.0 if isinstance(result, torch.SymFloat) else 1
 
     def _note(self, guessed: bool = True) -> None:
-        """Count a guess at the innermost line of the model."""
+        """Count a guess at the innermost line of the model, unless `guessed` is False."""
         if not guessed:
             return
         self.places[_place()] += 1
@@ -142,7 +153,7 @@ class Guesses(FakeTensorMode):
 
 
 def _size(size: int | torch.SymInt) -> int:
-    """Return `size` with 1 for each symbol."""
+    """Evaluate `size` with 1 in place of each symbol."""
     if isinstance(size, int):
         return size
     expression: Any = size.node.expr

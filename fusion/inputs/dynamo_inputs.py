@@ -93,11 +93,13 @@ class Known:
     def _with_contents(self, assumed: Facts, source: fx.Graph) -> Facts:
         """Add to `assumed` the inputs in FRACTAL_NZ and those that are bands, but for inputs with an assumed mask."""
         positions = {node: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
-        asked = {node: at for node, at in positions.items() if at is not None and node.name not in assumed.assumed}
-        fractal = {node.name: self.fractal[at] for node, at in asked.items() if may_be_fractal(node.meta["val"])}
-        candidates = {node: self.bands[at] for node, at in asked.items()}
+        unassumed = {node: at for node, at in positions.items() if at is not None and node.name not in assumed.assumed}
+        fractal = {node.name: self.fractal[at] for node, at in unassumed.items() if may_be_fractal(node.meta["val"])}
+        candidates = {node: self.bands[at] for node, at in unassumed.items()}
         bands = {node.name: band for node, band in candidates.items() if band is not None and not is_written(node)}
-        names = {node.name: self.names[at] for node, at in asked.items() if node.name in fractal or node.name in bands}
+        names = {
+            node.name: self.names[at] for node, at in unassumed.items() if node.name in fractal or node.name in bands
+        }
         return replace(assumed, fractal=fractal, bands=bands, arguments=names | dict(assumed.arguments))
 
 

@@ -103,9 +103,11 @@ class GivenNumbers:
             return None
 
     def _note_writes(self, written: Sequence[torch.Tensor], sampled: bool) -> None:
-        """Mark the numbers of aliases of `written` as sampled if `sampled`, and drop those a write has missed.
+        """Update the numbers of all tensors that share memory with the tensors `written`, after a write computed their
+        numbers.
 
-        A write reaches the numbers of an alias only if they share the memory of the numbers of `written`.
+        Numbers that share memory with those of the written tensor have changed with them, and become sampled if
+        `sampled`. Numbers in memory of their own miss the write, and are dropped.
         """
         memory = {storage_of(each): storage_of(self._known[each]) for each in written}
         for each in [each for each in self._known if storage_of(each) in memory]:
@@ -181,7 +183,11 @@ def _makes_few(func: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def _sample(func: OpOverload, given: Mapping[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample the result of a call: positions in order along a dim, counts that add up, or ones."""
+    """Make numbers of `shape` for a result of `func`, called with `given`, that depends on unknown data.
+
+    Indices of a sort or top-k are 0, 1, … along its dim; counts of `bincount` add up to the number of elements; any
+    others are 1.
+    """
     name, ones = short_name(func), torch.ones(shape, dtype=torch.int64)
     if name == "bincount":
         return _shares(given["self"].numel(), shape[0])

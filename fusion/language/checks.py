@@ -51,7 +51,7 @@ def check_library(library: Library, elsewhere: Callable[[], Iterable[str]] = tup
 
 
 class _Words:
-    """The semantic ops of a library, each with its captures."""
+    """The semantic ops of a library with their captures, against which the forms of rules are checked."""
 
     def __init__(self, library: Library, elsewhere: Callable[[], Iterable[str]]) -> None:
         self._declared: Mapping[str, Word] = library.words()
@@ -277,7 +277,7 @@ def _line(code: CodeType, offset: int) -> int:
 
 
 def _check_texts(rule: Rule, name: str, method: FunctionType) -> None:
-    """Require that each `require` call in `method` passes the fields of its text.
+    """Require that each `require` call in `method`, called `name` in `rule`, passes the fields of its text.
 
     Without source code nothing is checked here: `require` checks when called.
     """

@@ -66,12 +66,17 @@ class Pattern:
 
     @cached_property
     def needed(self) -> frozenset[frozenset[str]]:
-        """The heads of each part of the first result: every match has a value of each such set at or below its root."""
+        """The heads (`Term.heads`) of each part of the first result.
+
+        Every match has, for each of these sets, a value of one of its ops at or below the root.
+        """
         return frozenset(filter(None, (each.heads() for each in _parts(self.results[0]))))
 
     @cached_property
     def between(self) -> frozenset[str]:
-        """The union of `needed`: the ops that may occur on a path from the root of a match down to such a value."""
+        """The union of `needed`: the ops that may occur on a path from the root of a match down to a value that
+        `needed` requires.
+        """
         return frozenset[str]().union(*self.needed)
 
 

@@ -110,7 +110,11 @@ def reader(
     refines: Iterable[str] = (),
     supersedes: Iterable[str] = (),
 ) -> Callable[[Read], Reader]:
-    """Turn a function into a `Reader`. The captures of a word that is given by name alone are not checked in forms."""
+    """Turn a function into a `Reader` that gives the words `gives`, after the readers of `needs` and of the words it
+    `refines`.
+
+    The captures of a word that is given by name alone are not checked in forms.
+    """
     words = tuple(each if isinstance(each, Word) else Word(each) for each in gives)
     names = frozenset(each.name for each in words)
 

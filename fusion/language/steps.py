@@ -41,12 +41,12 @@ class Cast(Above):
         inner: the operand of the cast.
         dtype: the target dtype; or the capture that has it; or the parameter that is bound to it.
         always: True if the value must have the target dtype even where there is no cast.
-        seen: True if there must be a cast.
+        required: True if there must be a cast.
     """
 
     dtype: torch.dtype | Capture | Parameter
     always: bool
-    seen: bool = False
+    required: bool = False
     step = "cast"
 
     @property
@@ -58,7 +58,7 @@ class Cast(Above):
 
     def heads(self) -> frozenset[str]:
         """Return "cast" and the ops of `inner`; "cast" alone if there must be a cast."""
-        return frozenset({self.step}) if self.seen else super().heads()
+        return frozenset({self.step}) if self.required else super().heads()
 
     def flattened(self) -> Iterator[list[Term]]:
         """Yield the cast as one factor; and, for the case without a cast, the factors of `inner` if it is a product."""
@@ -77,7 +77,7 @@ class Cast(Above):
             for bindings in self.inner.match(value.arg, bound, cx):
                 if value.dtype == self.pinned(bindings):
                     yield bindings
-        if self.seen:
+        if self.required:
             return
         for bindings in self.inner.match(value, bound, cx):
             if not self.always or value.dtype == self.pinned(bindings):

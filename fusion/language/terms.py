@@ -58,7 +58,10 @@ class Term:
         yield [self]
 
     def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        """Yield `bound` extended by each way in which `value` matches the term; none where it does not."""
+        """Yield `bound` extended by each way in which `value` matches the term; none where it does not.
+
+        A term that is bound already matches only the value that it is bound to. `cx` answers queries about the graph.
+        """
         if self in bound:
             if bound[self] is value:
                 yield bound

@@ -112,7 +112,7 @@ class Vocabulary:
 
     def cast(self, x: Term, to: torch.dtype | Capture) -> Term:
         """Build the cast of `x` to exactly the dtype `to`, or the dtype of the capture `to`; there must be a cast."""
-        return Cast(x, to, always=True, seen=True)
+        return Cast(x, to, always=True, required=True)
 
     def as_dtype(self, x: Term, like: Capture | Parameter) -> Term:
         """Build `x` in the dtype of the capture `like`, or that bound to `like`, with or without a cast to it."""

@@ -119,7 +119,7 @@ def _returned(schema: str) -> list[str]:
 
 
 def _results(made: tuple[Any, ...]) -> Any:
-    """Return results as operators do: None for none, the only one, or a tuple of several."""
+    """Return the results `made` as operators do: None for none, the only one, or a tuple of several."""
     return made if len(made) > 1 else next(iter(made), None)
 
 

@@ -229,8 +229,8 @@ class Operator:
         """Estimate the multiplications and additions of a call by `flops`; 0 if the operator has none."""
         return self._flops(self.bind(args, kwargs))
 
-    def left(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-        """Estimate by `unread` how many bytes of its arguments a call does not read; 0 if the operator has none."""
+    def skipped(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        """Estimate by `skipped_bytes` how many bytes of its arguments a call leaves unread; 0 without that estimate."""
         return self._skipped_bytes(self.bind(args, kwargs))
 
     def formats(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, bool]:

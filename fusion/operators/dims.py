@@ -62,8 +62,16 @@ def names(text: str) -> frozenset[str]:
     return frozenset(dim for dim in dims if dim.isidentifier())
 
 
-def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide = proven) -> Bound | str:
-    """Return dim -> size for the tensors of a call; or, as text, which tensor does not fit its declared dims.
+@dataclass(frozen=True)
+class Misfit:
+    """Mismatch of a call and its declared dims, as texts: the `problem` of an argument, and what is `required`."""
+
+    problem: str
+    required: str
+
+
+def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide = proven) -> Bound | Misfit:
+    """Return dim -> size for the tensors of a call, or the first `Misfit` of a tensor and its declared dims.
 
     A symbolic comparison that `decide` leaves undecided counts as a misfit if `decide` is `proven`, else as a fit.
 
@@ -75,14 +83,14 @@ def bind(declared: Mapping[str, str], values: Mapping[str, Any], decide: Decide 
     shapes = [(name, tuple(each.shape)) for name in declared for each in tensors(values[name])]
     choices = _choices(declared, values)
     if not choices:
-        return f"needs {_conditions(declared)}"
+        return Misfit(_selectors(declared, values), _conditions(declared))
     fitting = (choice for choice in choices if all(choice[name].fits(len(shape)) for name, shape in shapes))
     reader = _Reader(decide)
     choice = next(fitting, choices[0])
     for name, shape in shapes:
         problem = reader.read(name, choice[name], shape)
         if problem:
-            return f"needs {name} as [{choice[name].text}]{_where(choice)}: {problem}"
+            return Misfit(f"{name}: {problem}", f"{name} as [{choice[name].text}]{_where(choice)}")
     return reader.bound
 
 
@@ -111,6 +119,12 @@ def _where(choice: Mapping[str, Layout]) -> str:
 def _conditions(declared: Mapping[str, str]) -> str:
     pairs = {layout.when: None for text in declared.values() for layout in layouts(text) if layout.when}
     return " or ".join(f"{attribute}={value!r}" for attribute, value in pairs)
+
+
+def _selectors(declared: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """Format the arguments that select among the layouts in `declared`, with their values."""
+    attributes = {layout.when[0]: None for text in declared.values() for layout in layouts(text) if layout.when}
+    return "; ".join(f"{each}: {values.get(each)!r}" for each in attributes)
 
 
 class _Reader:

@@ -42,8 +42,8 @@ def refusal(
     _known(chip, (HOST, *CHIPS), "chip")
     values = op.bind(args, kwargs)
     bound = named_dims.bind(op.dims, values)
-    if isinstance(bound, str):
-        return f"{op.short} {bound}"
+    if isinstance(bound, named_dims.Misfit):
+        return f"{bound.problem}; {op.short} requires {bound.required}"
     if chip != HOST and chip not in op.limits:
         return f"{op.short} does not exist on {chip}; it does on {', '.join(sorted(set(op.limits) & set(CHIPS)))}"
     taken = lowering is None or _known(lowering, LOWERINGS, "lowering") in op.lowerings
@@ -51,7 +51,7 @@ def refusal(
     refused = refused or _empty_refusal(op, bound)  # what no way of lowering would change comes first
     if refused or taken or (op.on_host and lowering == "eager" and host_reads):
         return refused
-    return f"{op.short} cannot be lowered by {lowering}; it can by {_ways(op)}"
+    return f"{op.short} cannot be lowered by {lowering}; {_ways(op)}"
 
 
 def require_decomposed(op: Operator, given: Mapping[str, Any]) -> None:
@@ -130,14 +130,14 @@ def _complaint(op: Operator, given: Mapping[str, Any]) -> str | None:
                 f"leave {name} at its default, {default!r}"
             )
     bound = named_dims.bind(op.dims, given, predicates.hinted)
-    if isinstance(bound, str):
-        return f"the decomposition {bound}; pass tensors whose dims agree"
+    if isinstance(bound, named_dims.Misfit):
+        return f"{bound.problem}; the decomposition requires {bound.required}; pass tensors whose dims agree"
     broken = _broken(op, {**given, **bound})
     if broken is not None:
         when = f" where {broken.when}" if broken.when else ""
         because = f" ({broken.because})" if broken.because else ""
-        facts = _operands(op, broken, {**given, **bound})
-        return f"{facts}, but the decomposition needs {broken.text}{when}{because}; pass what it needs"
+        shown = _described(op, broken, {**given, **bound})
+        return f"{shown}; the decomposition requires {broken.text}{when}{because}; pass such arguments"
     kinds = _kind_refusal(op, given)
     return None if kinds is None else f"{kinds}; pass tensors of that dtype"
 
@@ -157,13 +157,65 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _operands(op: Operator, limit: Limit, values: Mapping[str, Any]) -> str:
-    """Format the arguments and dims that `limit` reads with their values: `N of query is 8, num_heads is 4`."""
-    names = sorted((predicates.names(limit.text) | predicates.names(limit.when or "True")) & values.keys())
-    carriers = {name: [each for each, text in op.dims.items() if name in named_dims.names(text)] for name in names}
-    return ", ".join(
-        f"{name}{f' of {carriers[name][0]}' if carriers[name] else ''} is {_shown(values[name])}" for name in names
-    )
+def _described(op: Operator, limit: Limit, values: Mapping[str, Any]) -> str:
+    """Format the terms of `limit` by argument: `query: D (last dim) is 32, N is 8; num_heads: 4; mask: absent`."""
+    shown: dict[str, list[str]] = {}
+    for term, value in predicates.facts(limit.text, values).items():
+        subject, text = _fact(op, term, value, values)
+        shown.setdefault(subject, []).append(text)
+    return "; ".join(f"{subject}: {', '.join(texts)}" for subject, texts in shown.items())
+
+
+def _fact(op: Operator, term: str, value: Any, values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the argument that the `term` of a limit is about, and the `value` of the term as text."""
+    function, opening, inside = term.partition("(")
+    subject, _, place = inside.rstrip(")").partition(", ")
+    if value is None:
+        return subject or term, "absent"
+    if opening:
+        return subject, _MEASURED[function].format(value, place) if function != "given" else _GIVEN[value]
+    layouts = {each: text for each, text in op.dims.items() if term in named_dims.names(text)}
+    if not layouts:
+        return term, _shown(value)
+    carrier = next((each for each in layouts if predicates.tensors(values[each])), next(iter(layouts)))
+    meaning = _MEANINGS.get(term) or _place(term, named_dims.layouts(layouts[carrier]))
+    return carrier, f"{term}{f' ({meaning})' if meaning else ''} is {value}"
+
+
+def _place(dim: str, layouts: tuple[named_dims.Layout, ...]) -> str:
+    """Format the place of `dim` in a tensor, "last dim" or "dim 1"; "" if it differs among the `layouts`."""
+    dims = [each.dims for each in layouts if dim in each.dims]
+    if all(each[-1] == dim for each in dims):
+        return "last dim"
+    places = {each.index(dim) for each in dims}
+    is_counted = len(places) == 1 and not any(each[0].startswith("*") for each in dims)
+    return f"dim {places.pop()}" if is_counted else ""
+
+
+_MEANINGS = {
+    "Blocks": "pages",
+    "Size": "positions of a page",
+    "Pages": "pages of a sequence",
+    "Length": "positions of the cache",
+    "He": "hidden size",
+    "Hcq": "latent of queries, q_lora_rank",
+    "Hckv": "latent of keys, kv_lora_rank",
+    "Dr": "rotated lanes",
+}
+"""Meanings of the dims that have the same one in every operator."""
+_GIVEN = {True: "given", False: "absent"}
+_MEASURED: Mapping[str, str] = {
+    "size": "dim {1} is {0}",
+    "sizes": "the sizes of dims {1} are {0}",
+    "shape": "the shape is {0}",
+    "rank": "it has {0} dims",
+    "dtype": "it is {0}",
+    "itemsize": "an element has {0} bytes",
+    "length": "the length is {0}",
+    "item": "element {1} is {0}",
+    "numel": "it has {0} elements",
+}
+"""Texts about an argument for the functions of limits: {0} is the value, {1} the further arguments."""
 
 
 def _shown(value: Any) -> str:
@@ -177,29 +229,32 @@ def _shown(value: Any) -> str:
 
 
 def _kind_refusal(op: Operator, values: Mapping[str, Any]) -> str | None:
-    """Return as a reason the first argument whose dtype is of another kind than the accepted ones; None if there is
-    none.
+    """Return as a reason the first of the arguments `values` of `op` whose dtype is of another kind than the accepted
+    ones.
 
-    A decomposition takes every float where some float is accepted, and int32 and int64 where one of them is.
+    None if there is none. A decomposition takes every float where some float is accepted, and int32 and int64 where one
+    of them is.
     """
     for name, accepted in op.dtypes.items():
         kinds = set(map(_kind, accepted))
         wrong = next((each.dtype for each in predicates.tensors(values[name]) if _kind(each.dtype) not in kinds), None)
         if wrong is not None:
-            return f"{op.short} needs {' or '.join(sorted(kinds))} for {name} ({name} is {_kind(wrong)})"
+            return f"{name}: it is {_kind(wrong)}; {op.short} requires {' or '.join(sorted(kinds))}"
     return None
 
 
 def _kind(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "floats"
-    return "whole numbers" if dtype in (torch.int32, torch.int64) else str(dtype).removeprefix("torch.")
+    return "int32 or int64" if dtype in (torch.int32, torch.int64) else str(dtype).removeprefix("torch.")
 
 
 def _ways(op: Operator) -> str:
-    """Format the lowerings that run `op`, with the option that an eager launch needs to read tensors on the host."""
+    """Name the values of the option `lower` that run `op`, with the option by which eager launches may read tensors
+    on the host."""
     reads = ["eager with the option lengths='host', which waits for the device"] if op.on_host else []
-    return " or ".join([*sorted(op.lowerings - ({"eager"} if reads else set())), *reads]) or "none"
+    ways = [*sorted(op.lowerings - ({"eager"} if reads else set())), *reads]
+    return f"set the option lower to {' or '.join(ways)}" if ways else "no other lowering takes it either"
 
 
 def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | None:
@@ -209,7 +264,9 @@ def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | 
         wrong = next((each.dtype for each in predicates.tensors(values[name]) if each.dtype not in accepted), None)
         if wrong is not None:
             listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in accepted))
-            return f"{op.short} on {chip} needs {name} in {listed} ({name} is {str(wrong).removeprefix('torch.')})"
+            return (
+                f"{name}: it is {str(wrong).removeprefix('torch.')}; {op.short} on {chip} requires {name} in {listed}"
+            )
     return None
 
 
@@ -219,7 +276,9 @@ def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
     for name, bound_to in bound.items():
         sizes = () if name in op.empty else bound_to if isinstance(bound_to, tuple) else (bound_to,)
         if any(map(_is_zero, sizes)):
-            return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={bound_to})"
+            empty = next(each for each, text in op.dims.items() if name in text.split())
+            dim = name.removeprefix("*")
+            return f"{empty}: it has no elements, {dim} is {bound_to}; {op.short} requires tensors with elements"
     return None
 
 
@@ -228,24 +287,29 @@ def _is_zero(size: int | torch.SymInt) -> bool:
 
 
 def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
-    """Return as a reason the first limit that the call breaks or that is not proven, or None; on the host dtypes must
-    be of the accepted kinds, too."""
+    """Return as a reason the first limit of `op` that `values` break on `chip` under `lowering`, or that is not proven;
+    or None.
+
+    On the host dtypes must be of the accepted kinds, too.
+    """
     all_hold = all(map(predicates.is_plain, values.values())) and _all_hold(op, chip, lowering)(values)
     for limit in () if all_hold else _limits(op, chip, lowering):
         satisfied = limit.verdict(values)
         if satisfied:
             continue
-        facts = predicates.facts(limit.text, values)
-        shown = f" ({facts})" if satisfied is False else f", which is not proven for {facts}"
+        unproven = "" if satisfied is False else ", which is not proven"
         because = f": {limit.because}" if limit.because else ""
         route = f" under {limit.lowering}" if limit.lowering else ""
-        return f"{op.short} on {chip}{route} needs {limit.text}{shown}{because}"
+        shown = _described(op, limit, values)
+        return f"{shown}; {op.short} on {chip}{route} requires {limit.text}{unproven}{because}"
     return _kind_refusal(op, values) if chip == HOST else None
 
 
 @cache
 def _limits(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
-    """Return the limits on a call that `lowering` runs on `chip`: those of every machine, then those of the chip."""
+    """Return the limits of `op` on a call that `lowering` runs on `chip`: those of every machine, then those of the
+    chip.
+    """
     every = (*op.limits_on(HOST), *(op.limits_on(chip) if chip != HOST else ()))
     return tuple(limit for limit in every if limit.lowering in (None, lowering))
 

@@ -82,7 +82,7 @@ def _check(node: ast.AST, text: str) -> None:
 
 @cache
 def names(text: str) -> frozenset[str]:
-    """Return the dims and arguments that `text` reads."""
+    """Return the names in the predicate `text`, of dims and arguments, without those of functions."""
     return frozenset(node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)) - set(_FUNCTIONS)
 
 
@@ -123,13 +123,23 @@ def guarded(condition: bool | torch.SymBool) -> bool | None:
     return known if known is None else bool(condition)
 
 
-def facts(text: str, values: Mapping[str, Any]) -> str:
-    """Format the terms of `text` with their values, as `D=1024, dtype(x)=float32`."""
-    seen: dict[str, Any] = {}
-    for node in _terms(parse(text)):
-        if all(name in values for name in names(ast.unparse(node))):  # a dim of another layout has no size here
-            seen[ast.unparse(node)] = _term(node)(values)
-    return ", ".join(f"{term}={value}" for term, value in seen.items())
+def facts(text: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate the terms of `text`, dims, arguments and calls: term -> value, as {"D": 1024, "dtype(x)": "float32"}.
+
+    A property of an argument that is None has the value None.
+    """
+    terms = {ast.unparse(node): node for node in _terms(parse(text))}
+    bound = {term: node for term, node in terms.items() if names(term) <= values.keys()}  # dims of this layout alone
+    return {term: None if _is_absent(node, values) else _term(node)(values) for term, node in bound.items()}
+
+
+def _is_absent(node: ast.expr, values: Mapping[str, Any]) -> bool:
+    """Return True if `node` asks for a property of an argument that is None in `values`."""
+    match node:
+        case ast.Call(func=ast.Name(id=function), args=[ast.Name(id=argument), *_]):
+            return function != "given" and values[argument] is None
+        case _:
+            return False
 
 
 def _terms(node: ast.AST) -> Iterable[ast.expr]:

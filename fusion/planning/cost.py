@@ -28,7 +28,8 @@ _COMPLEX = 6  # kernels of a complex product: the vector unit needs four product
 def call_cost(
     target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0, between: float = 0
 ) -> float:
-    """Predict the microseconds of one call on `machine`.
+    """Predict the microseconds of one call on `machine`: launches, the longer of moving and computing, a part of the
+    shorter.
 
     Args:
         target: the operator.
@@ -47,13 +48,13 @@ def call_cost(
 
 
 def _kernels(target: Any, result: Any) -> int:
-    """Predict the number of kernels that a call launches on an NPU."""
+    """Predict the number of kernels that a call of `target` with this `result` launches on an NPU."""
     kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
     return kernels * _COMPLEX if isinstance(result, torch.Tensor) and result.is_complex() else kernels
 
 
 def node_surplus(node: fx.Node, machine: Target) -> float:
-    """Predict the microseconds of launches in a call that a machine saves if it runs the call as one kernel.
+    """Predict the microseconds of launches by which `node_cost` is too high if `machine` runs the call as one kernel.
 
     Greater than 0 for products, attention and complex arithmetic; 0 for norms, which stay one call when fused.
     """
@@ -64,7 +65,7 @@ def node_surplus(node: fx.Node, machine: Target) -> float:
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:
-    """Predict the microseconds of one launch of a user's graph."""
+    """Predict the microseconds that the call `node` of the model takes on `machine`, see `call_cost`."""
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     result = node.meta.get("val")
     if not _computes(node.target):
@@ -113,7 +114,7 @@ def _scores_moved(target: Any, args: Sequence[Any]) -> int:
 
 
 def _labelled(equation: str, operands: Sequence[torch.Tensor]) -> int:
-    """Multiply the sizes of all labels of an einsum `equation`, without the dims of "..."."""
+    """Multiply the sizes of all labels of an einsum `equation` over `operands`, without the dims of "..."."""
     terms = equation.replace(" ", "").split("->")[0].split(",")
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):

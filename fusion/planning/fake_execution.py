@@ -77,7 +77,10 @@ class Recorder(FakesMode):
             Refused: the tensor is neither.
         """
         if id(tensor) not in self._names:
-            raise Refused("its lowering uses a tensor that is not one of its captures", {})
+            raise Refused(
+                "lowering: it uses a tensor that is not one of its captures; a rule requires tensors of its form alone",
+                {},
+            )
         return self._names[id(tensor)]
 
 
@@ -166,7 +169,11 @@ class Fakes:
     def _built(self, value: Value) -> torch.Tensor:
         recipe = self._graph.recipe(value)
         if not buildable(recipe):
-            raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
+            raise Refused(
+                "{op}: the rewrite reads this value, which the model does not compute; a lowering requires "
+                "values that a node of the graph has",
+                {"op": value.op},
+            )
         self._recipes[value] = self._run_recipe(recipe, [self.of(arg) for arg in recipe.args])
         return self._recipes[value].fake
 
@@ -196,8 +203,8 @@ class Fakes:
             Refused: a call takes a symbolic size that no node of the graph has and none can compute, or the calls
                 depend on the value of a symbolic size.
         """
-        apart = dict(zip(inputs, as_distinct(inputs.values()), strict=True))
-        recorder = Recorder(apart, self._ran)
+        distinct = dict(zip(inputs, as_distinct(inputs.values()), strict=True))
+        recorder = Recorder(distinct, self._ran)
         try:
             # Unchecked: limits are tested for each target once the calls are known.
             with (
@@ -208,16 +215,20 @@ class Fakes:
                 unchecked(),
                 recorder,
             ):
-                result = function(apart)
+                result = function(distinct)
         except SizeAskedError as asked:
-            raise Refused("it would hold for some symbolic sizes alone: {asked}", {"asked": asked}) from None
+            raise Refused(
+                "sizes: the rewrite is right for some symbolic sizes alone ({asked}); it requires all; compile "
+                "for static sizes there",
+                {"asked": asked},
+            ) from None
         for dim in self._computed_sizes(recorder.steps):
             if not self._sizes.can_make(dim):
                 raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
         return recorder, result
 
     def _computed_sizes(self, steps: Sequence[Step]) -> Iterator[Dim]:
-        """Yield the symbolic sizes that calls take as arguments."""
+        """Yield the symbolic sizes that the calls in `steps` take as arguments."""
         for step in steps if self._symbols else ():
             yield from (dim_of(each) for each in leaves(step.args, step.kwargs) if isinstance(each, torch.SymInt))
 

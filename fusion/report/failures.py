@@ -82,8 +82,8 @@ def _calls(error: Exception) -> list[dict[str, Any]]:
 
 
 def _places(holder: Any) -> Mapping[Any, Any]:
-    """Return the mapping `places` (value -> its nodes) of a Graph or of an object of a stage that has one; else an
-    empty one.
+    """Return the `places` (value -> its nodes) of `holder` if it is a Graph, or an object of a stage that has one; else
+    {}.
     """
     if not isinstance(holder, Graph) and not type(holder).__module__.startswith("fusion.stages."):
         return {}

@@ -173,7 +173,7 @@ def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:
 
 
 def tally(calls: Mapping[fx.Node, Tally], chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
-    """Count live calls per module path; calls that a rewrite replaces count for the module of its first result."""
+    """Count live `calls` per module path; those that one of `chosen` replaces count for its first result's module."""
     owner = {node: module_path(each.match.node) for each in chosen for node in each.dying}
     counts: dict[str, Tally] = {}
     for node, each in calls.items():

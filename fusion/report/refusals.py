@@ -13,13 +13,20 @@ from fusion.language import Refused, Rule
 from fusion.operators import operator_of
 from fusion.records import LEAST_BENEFIT, TIE, Candidate, Refusal
 
-SLOWER = "{operators} would take about {lost:.1f} us more, not less, than the calls of the model"
-ALIKE = "{operators} would take about as long as the calls of the model"
-MORE = "{operators} would take {calls} more, for which what it saves may not make up"
+STAY = "they stay as they are (nothing to change)"
+SLOWER = f"{{operators}}: estimated {{lost:.1f}} us slower than the model's own calls at these sizes; {STAY}"
+ALIKE = f"{{operators}}: estimated as fast as the model's own calls at these sizes; {STAY}"
+MORE = (
+    "{operators}: {calls} more than the model makes, for an estimated saving that may not outweigh them; "
+    "its own calls stay (nothing to change)"
+)
 
 
 def useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Refusal]:
-    """Return refusals of the matches that would run slower than the model, or no faster because of a further call."""
+    """Return refusals of those of `candidates` that are not `chosen` because they save nothing.
+
+    Such a match would run slower than the model, or no faster because of a further call.
+    """
     refused: list[Refusal] = []
     made = {each.match for each in chosen}
     gone = {node for each in chosen for node in each.dying}

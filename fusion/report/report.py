@@ -302,7 +302,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], no
 
 
 def _alike(layers: Mapping[str, LayerReport]) -> Counter[tuple[str, LayerReport]]:
-    """Count the modules that have equal counts, and paths that differ in numbers only."""
+    """Count the modules in `layers` by their path with "*" in place of numbers, and their counts."""
     kinds: Counter[tuple[str, LayerReport]] = Counter()
     for path, layer in layers.items():
         kinds[".".join("*" if part.isdigit() else part for part in path.split(".")), layer] += 1

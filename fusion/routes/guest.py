@@ -47,5 +47,8 @@ def _decompose(source: fx.Graph, ours: Table, table: Table) -> None:
 
 
 def _parts(alone: fx.GraphModule, ours: Table, table: Table) -> fx.GraphModule:
-    """Return the functional graph of one call, as AOT autograd would trace it for Inductor."""
+    """Return the functional graph of `alone`, one call, as AOT autograd would trace it for Inductor.
+
+    It is decomposed by `ours`, the decompositions of our operators, and then by `table`.
+    """
     return functional_graph(expand(alone, ours), table)

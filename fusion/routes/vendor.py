@@ -103,7 +103,10 @@ def _mend_converters(register: Callable[..., Any]) -> None:
 
 
 def _mend_prolog(register: Callable[..., Any]) -> None:
-    """Reduce the seven results of torchair 2.13.0 for npu_mla_prolog_v3, the caches among them, to its five."""
+    """Register a converter of npu_mla_prolog_v3 that returns torchair's results without the two caches among them.
+
+    torchair 2.13.0 returns seven results, the schema has five.
+    """
     prolog: Any = torch.ops.npu.npu_mla_prolog_v3.default
     theirs = getattr(prolog, "_ge_converter", None)
     if theirs is None or hasattr(theirs, "mended"):
@@ -119,7 +122,7 @@ def _mend_prolog(register: Callable[..., Any]) -> None:
 
 
 def _mend_router(register: Callable[..., Any]) -> None:
-    """Convert npu_moe_gating_top_k_softmax_v2 to MoeGatingTopKSoftmaxV2, which its aclnn call runs too.
+    """Register a converter of npu_moe_gating_top_k_softmax_v2 to MoeGatingTopKSoftmaxV2, which its aclnn call runs too.
 
     Every call raises in torchair 2.13.0: the converter (ge_converter/custom/npu_moe_gating_top_k_softmax_v2.py) passes
     `renorm` to MoeGatingTopKSoftmax, which has none. Nor can torchair's function of the second version be called: it
@@ -146,7 +149,9 @@ def _mend_router(register: Callable[..., Any]) -> None:
 
 
 def _convert_latent_line(register: Callable[..., Any]) -> None:
-    """Convert npu_kv_rmsnorm_rope_cache_v2 as the older form, which writes in place too, without its cache results."""
+    """Register a converter of npu_kv_rmsnorm_rope_cache_v2: the older form, which writes in place too, without its
+    cache results.
+    """
     older: Any = getattr(torch.ops.npu.npu_kv_rmsnorm_rope_cache.default, "_ge_converter", None)
     line: Any = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2.default
     if older is None or getattr(line, "_ge_converter", None) is not None:
@@ -242,5 +247,5 @@ def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", ro
     if rotary_mode != "interleave" or rotate is not None or is_arch35():
         return NotImplemented
     wide = x.float()
-    turned = torch.stack([-wide[..., 1::2], wide[..., ::2]], dim=-1).flatten(-2)
-    return (wide * r1 + turned * r2).to(x.dtype)
+    partner = torch.stack([-wide[..., 1::2], wide[..., ::2]], dim=-1).flatten(-2)
+    return (wide * r1 + partner * r2).to(x.dtype)

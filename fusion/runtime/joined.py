@@ -100,6 +100,9 @@ class Block:
     def update(self, parameters: Sequence[Tensor], first: int, moves_from: Block | None = None) -> list[str]:
         """Write Parameters that are no views of their parts into these, and make views of those that can be.
 
+        The parts are those from number `first` on; `moves_from` is a block that the Parameters may leave, see
+        `obstacle`.
+
         Returns:
             For each Parameter the reason why it stays where it is, "" for a view of its part.
         """
@@ -148,7 +151,7 @@ def run_of(parameters: Sequence[Tensor]) -> tuple[Block, int] | None:
 
 
 def obstacle(parameter: Tensor, moves_from: Block | None = None) -> str:
-    """Return the reason why a Parameter cannot be given other memory unnoticed, "" if it can.
+    """Return the reason why nobody but the caller may give a Parameter other memory unnoticed, "" if that is possible.
 
     Args:
         parameter: the Parameter.

@@ -40,14 +40,14 @@ class _Look:
         stamps: addresses and versions of the Parameters.
         samples: elements of the copied Parameters, as views, which keep their addresses from being reused.
         on_host: the samples on the host, which can be compared at every call.
-        seen: the contents of `on_host` at that time; None for no samples.
+        contents: the contents of `on_host` at that time; None for no samples.
         waiting: numbers of the Parameters that another tensor keeps from becoming views.
     """
 
     stamps: tuple[list[int], list[int]]
     samples: list[Tensor]
     on_host: list[Tensor]
-    seen: Tensor | None
+    contents: Tensor | None
     waiting: list[int]
 
     @staticmethod
@@ -56,15 +56,15 @@ class _Look:
         with torch.no_grad():
             taken = [samples(each) for each, why in zip(parameters, copied, strict=True) if why]
             on_host = [each for each in taken if each.device.type == SAMPLED]
-            seen = torch.cat(on_host) if on_host else None
+            contents = torch.cat(on_host) if on_host else None
         waiting = [number for number, why in enumerate(copied) if why == SHARED]
-        return _Look(stamps(parameters), taken, on_host, seen, waiting)
+        return _Look(stamps(parameters), taken, on_host, contents, waiting)
 
     def is_still(self, parameters: Sequence[Tensor]) -> bool:
         """Return True if no write to a Parameter shows, and none can now become a view that could not before."""
         if self.stamps != stamps(parameters):
             return False
-        if self.seen is not None and not torch.equal(torch.cat(self.on_host), self.seen):
+        if self.contents is not None and not torch.equal(torch.cat(self.on_host), self.contents):
             return False
         return all(is_shared(parameters[number]) for number in self.waiting)
 
@@ -130,7 +130,11 @@ class _Recipe:
         return entry
 
     def _copy(self, entry: _Entry, parameters: Sequence[Tensor]) -> list[str]:
-        """Compute the tensor, at the same address from the second time on, which captured graphs read."""
+        """Compute the tensor of `entry` from `parameters`, at the same address from the second time on, which captured
+        graphs read.
+
+        Returns the reason of the copy for each Parameter.
+        """
         fresh = self._computed(parameters)
         if any(shares_memory(fresh, each) for each in parameters):
             entry.tensor = fresh  # a computation without effect returns the Parameter itself
@@ -215,7 +219,7 @@ class _Supply:
         return _Known([entry.tensor for entry in entries], _Look.take(parameters, copied))
 
     def _warn(self, why: str, paths: Sequence[str]) -> None:
-        """Warn, once for each reason, that Parameters stay where they are."""
+        """Warn, once for each reason `why`, that the Parameters at `paths` stay where they are."""
         self.warned.add(why)
         several = f"{', '.join(paths[:3])} and {len(paths) - 3} more" if len(paths) > 3 else ", ".join(paths)
         warnings.warn(
@@ -258,7 +262,11 @@ def obstacles(inputs: Sequence[Any]) -> list[str]:
 
 
 def foreseen(prepared: Sequence[Prepared], source: fx.Graph, stuck: Sequence[str]) -> tuple[Prepared, ...]:
-    """Predict the records of prepared tensors after the first call; `stuck` has the `obstacles` of Dynamo's inputs."""
+    """Predict the records `prepared` of the tensors for the graph `source` after the first call.
+
+    `stuck` has the `obstacles` of Dynamo's inputs: a tensor that such Parameters should be views of copies them
+    instead.
+    """
     placeholders = source.find_nodes(op="placeholder")
     positions = {node.name: at for node in placeholders if (at := dynamo_position(node)) is not None}
     vals = {node.name: node.meta["val"] for node in placeholders}
@@ -295,7 +303,9 @@ def _recipe(prepared: Prepared, like: Tensor) -> _Recipe:
 
 
 def _forget(recipe: weakref.ref[_Recipe], ids: Ids, _: Any) -> None:
-    """Drop the tensors prepared from a Parameter that has died: its id may be reused."""
+    """Drop the tensor that `recipe` has prepared from the Parameters `ids`, one of which has died: its id may be
+    reused.
+    """
     alive = recipe()
     if alive is not None:
         alive.entries.pop(ids, None)

@@ -65,7 +65,13 @@ def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> 
     """Refuse, by raising `Refused`, a match with an empty tensor among `captures` or `results`."""
     for name, value in (*captures.items(), *(("result", each) for each in results)):
         shape = list(value.shape) if isinstance(value, Value) else []
-        require(0 not in shape, "{name} {shape} has no elements: there is nothing to compute", name=name, shape=shape)
+        require(
+            0 not in shape,
+            "{name}: its shape is {shape}, without elements; a rewrite requires elements, as there is nothing "
+            "to compute; nothing to change",
+            name=name,
+            shape=shape,
+        )
 
 
 def _place(graph: Graph, value: Value) -> tuple[float, int]:
@@ -271,10 +277,11 @@ class _Search:
                 waiting.extend(each.args)
 
     def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
-        """Return True if the match cannot be one call: a capture depends on a result, or on a write to memory behind
-        it.
+        """Return True if the match cannot be one call: one of `captures` depends on a result, or on a write to memory
+        behind it.
 
-        A capture may be cut from the result, as the start of a rolled buffer is from its end.
+        `roots` are the nodes of each result. A capture may be cut from the result, as the start of a rolled buffer is
+        from its end.
         """
         taken = [node for each in captures.values() if isinstance(each, Value) for node in self.graph.reads(each)]
         if len(roots) == 1:  # nodes before the result cannot depend on it
@@ -324,7 +331,10 @@ class _Search:
         miss: Miss | None = None,
         words: frozenset[str] | None = None,
     ) -> None:
-        """Record a refusal of `rule` at the node that computes `value`, once per cause; none if no node does."""
+        """Record a refusal of `rule` at the node that computes `value`, once per cause; none if no node does.
+
+        `variant`, `miss` and `words` are as in `Refusal`.
+        """
         makers = self._makers(value)
         owner = makers[0] if makers else self.graph.owners.get(value)
         key = rule, value, cause.template if isinstance(cause, Refused) else cause

@@ -104,7 +104,10 @@ def _takes(operator: Operator, lowering: str) -> bool:
 
 
 def _chain(copy: fx.Node, lowering: str) -> Chain | None:
-    """Return the chain of writes whose last result `copy` brings back; None if it brings back anything else."""
+    """Return the chain of writes whose last result `copy` brings back; None if it brings back anything else.
+
+    Each call must have a form that the compiler `lowering` takes in place.
+    """
     links: list[Link] = []
     place, value = copy.args[:2]
     steps: list[fx.Node] = []
@@ -176,7 +179,10 @@ def _count_before(operator: Operator) -> int:
 
 
 def _is_fresh(cache: Any, reader: fx.Node) -> bool:
-    """Return True if `cache` is, or is a view of, memory that a call of the graph allocates and only `reader` reads."""
+    """Return True if `cache` is a result of a functional call, or a view of one, that only `reader` reads.
+
+    Such memory may be written to: no input has it, and no other node sees the write.
+    """
     base = _peel_views(cache)[1]
     target: Any = base.target if isinstance(base, fx.Node) else None
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
@@ -207,7 +213,7 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
-    """Return True if `steps`, views applied to `place` one after the other, give back its shape, strides, offset and
+    """Return True if `steps`, views applied to `place` one after the other, give `place` back: shape, strides, offset,
     dtype.
     """
     start = place.meta["val"]

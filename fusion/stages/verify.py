@@ -52,7 +52,7 @@ def contract(source: fx.Graph, eager: Sequence[tuple[Any, ...] | None] = ()) -> 
     vals = [node.meta.get("val") for node in outputs(source)]
     return Contract(
         inputs,
-        tuple(map(_seen, vals)),
+        tuple(map(_observed, vals)),
         tuple(starmap(_strides, zip_longest(vals, eager[: len(vals)]))),
         sharing(source),
         tuple(name for name in inputs if name in named),
@@ -64,7 +64,7 @@ def _targets(node: fx.Node) -> list[str]:
     return [memory_of(each).name for each in written_by(node)]
 
 
-def _seen(val: Any) -> Any:
+def _observed(val: Any) -> Any:
     return (dims_of(val.shape), val.dtype, str(val.device)) if isinstance(val, torch.Tensor) else type(val).__name__
 
 

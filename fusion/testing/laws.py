@@ -81,9 +81,11 @@ def means_what_it_says(t: Trial) -> None:
 
 
 def _assert_equal_int8(number: int, exact: Tensor, same: Tensor, old: Tensor, new: Tensor) -> None:
-    """Assert equal int8 numbers in float64, and in the dtype rounding differences of 1, not much more often.
+    """Assert that int8 `same` equals `exact`, both in float64, and that `new` is about as close to `exact` as `old` is.
 
-    Where the original's differ by more than `BYTES`, they are bytes of wider numbers, and differences are only counted.
+    `new` and `old` are the fused and the original result `number` in the dtype: differences of 1 are allowed, not much
+    more often than in `old`. Where `old` differs by more than `BYTES`, these are bytes of wider numbers, and
+    differences are only counted.
     """
     assert torch.equal(same, exact), f"result {number}: the algebra is wrong, float64 differs"
     off, before = ((each.int() - exact.int()).abs() for each in (new, old))
@@ -114,7 +116,7 @@ def idempotent(t: Trial) -> None:
 
 
 def saves_what_it_claims(t: Trial) -> None:
-    """Assert that the graph saves the launches that its candidates predict.
+    """Assert that the fused graph has as many launches less as its rewrites and in-place writes predict.
 
     More may be saved where several candidates share built values, or where the model's computation is prepared from
     Parameters.

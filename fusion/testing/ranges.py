@@ -176,7 +176,15 @@ def _differing(
 ) -> str:
     """Return the first result of `new` that is further from `exact` than `old` and each of `moved` are, and how; or "".
 
-    Results that are not those of `tied` depend on the order of equal numbers, and are not compared.
+    Args:
+        exact: the results of the original in float64.
+        old: those of the original in its dtypes.
+        new: those of the fused graph.
+        moved: those of the original in float64 on inputs moved by half an ulp, for several draws.
+        tied: those of the original where the last of equal numbers is chosen; where they are not `old`, the order of
+            equal numbers decides, and nothing is compared.
+        coarsest: the coarsest dtype on the way to each result.
+        jumps: True if the graph has calls that jump, see `_further`.
     """
     for number, (truth, was, made) in enumerate(zip(exact, old, new, strict=True)):
         if not isinstance(truth, Tensor) or not torch.equal(was.nan_to_num(), tied[number].nan_to_num()):
@@ -193,7 +201,9 @@ def _differing(
 
 
 def _overflowed(exact: Any, old: Any) -> bool:
-    """Return True if an intermediate of the original is not finite where float64 is: its own range ends there."""
+    """Return True if float64 `exact` of an intermediate is finite where the original `old` is not: its range ends
+    there.
+    """
     is_float = isinstance(old, Tensor) and old.is_floating_point()
     return is_float and bool((exact.isfinite() & ~old.isfinite()).any())
 
@@ -204,7 +214,10 @@ def _is_paired(x: Any, numbers: Tensor) -> bool:
 
 
 def _other_numbers(exact: Tensor, old: Tensor, new: Tensor, moved: Sequence[Tensor], alike: Sequence[Tensor]) -> str:
-    """Return the reason why integers differ more often than the original's; those with equal weights may."""
+    """Return the reason why integers `new` differ from `exact` more often than `old` and each of `moved` do; "" if not.
+
+    Entries for which one of the masks `alike` is True, whose weights are equal, may differ.
+    """
     off = new != exact
     for each in alike:
         off = off & ~each
@@ -235,11 +248,12 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Sequence[Tensor], grain: torch.dtype, jumps: bool) -> str:
-    """Return the reason why floats are further from float64 than the original's; "" where they are not.
+    """Return the reason why floats `new` are further from float64 `exact` than `old` and each of `moved` are; "" if
+    not.
 
     One unit of rounding to the coarser of `grain` and the dtype of `old` is allowed beside the limit. Behind calls that
-    jump, one number in a hundred is ignored and the limit is 4 times the original's error, not 1.5, as near scores may
-    swap places in a list.
+    jump (`jumps`), one number in a hundred is ignored and the limit is 4 times the original's error, not 1.5, as near
+    scores may swap places in a list.
     """
     some = exact.isfinite() & old.isfinite()
     lost = int((some & ~new.isfinite()).sum())
@@ -257,7 +271,9 @@ def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Sequence[Tensor], g
 
 
 def _moved(t: Trial, seed: int) -> list[Any]:
-    """Return the wide inputs moved by up to half an ulp of their narrow dtype, within which rounding is arbitrary."""
+    """Return the wide inputs moved by up to half an ulp of their narrow dtype, drawn by `seed`: rounding could move
+    them so.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def moved(x: Any, narrow: Any) -> Any:
@@ -276,8 +292,8 @@ class _Backwards(fx.Interpreter):
         if short_name(target) not in _CHOICES:
             return super().call_function(target, args, kwargs)
         axis = arguments_of(target, args, kwargs)["dim"]
-        turned: tuple[Any, ...] = (args[0].flip(axis), *args[1:])
-        chosen = super().call_function(target, turned, kwargs)
+        flipped: tuple[Any, ...] = (args[0].flip(axis), *args[1:])
+        chosen = super().call_function(target, flipped, kwargs)
         if isinstance(chosen, Tensor):
             return args[0].shape[axis] - 1 - chosen
         return chosen[0], args[0].shape[axis] - 1 - chosen[1]

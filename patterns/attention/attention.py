@@ -28,7 +28,10 @@ from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES, PagedSegments, Rows, Segments, SegmentsById
 from patterns.attention.varlen.pages import Pages
 
-_PACKED = "packed sequences take no bias"
+_PACKED = (
+    "bias: it is added to the scores; npu_fused_infer_attention_score requires layout BNSD or BSND beside one, "
+    "not packed sequences"
+)
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,29 @@ class Attention(SoftmaxAttention):
         return source.attended(p)(**captures, **seen.captures(), **bias.captures())
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
-        """Refuse combinations of encoding, pages, result, mask, bias and sink that no lowering computes."""
+        """Refuse what each facet refuses of the others, and a bias beside a sink.
+
+        The encoding refuses NZ blocks, int8 with a sink or log-sum-exp; the result a mask or sink for its log-sum-exp;
+        the bias a mask under which queries without keys give a mean.
+        """
         encoding.refuse(source, result, sink)
         result.refuse(seen, sink, bias.values)
-        require(sink is None or bias.values is None, "with a sink the operator reads packed sequences, without a bias")
+        require(
+            sink is None or bias.values is None,
+            "sink: a bias is added to its scores as well; npu_fused_infer_attention_score_v2 requires one of "
+            "both; leave the bias out, or the sink",
+        )
         bias.refuse_with_mask(seen, source.paged)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1, 0))
     def batched(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """Emit one call on q [B, N, S, D] in layout BNSD or BSND; the mask as a sparse mode and lengths, or dense."""
-        require(sink is None, "with a sink the operator reads packed sequences")
+        require(
+            sink is None,
+            "sink: the call is of batches [B, N, S, D]; npu_fused_infer_attention_score_v2 requires packed "
+            "sequences (TND) beside a sink",
+        )
         y, lse = source.batched(q, seen, encoding.with_scales(Call(scale, version, result.lse), q, source), bias)
         return result.restored(bias.restored(y, seen), lse, seen)
 
@@ -118,8 +133,15 @@ class Attention(SoftmaxAttention):
     @variants(source=(Rows,), seen=(Structured, Dense), version=(2, 1))
     def as_heads(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """Emit one call with batch 1 and B · N heads, where q, k and v have the memory layout [S, B, N, D]."""
-        require(sink is None, "with a sink the operator reads packed sequences")
-        bias.refuse("a bias may differ from sequence to sequence")
+        require(
+            sink is None,
+            "sink: the call is of batches [B, N, S, D]; npu_fused_infer_attention_score_v2 requires packed "
+            "sequences (TND) beside a sink",
+        )
+        bias.refuse(
+            "bias: it is added to the scores; a call with batch 1 requires none, as a bias may differ from "
+            "sequence to sequence"
+        )
         y, lse = source.as_heads(q, seen, encoding.with_scales(Call(scale, version, result.lse), q, source))
         return result.restored(y, lse, seen)
 
@@ -147,7 +169,7 @@ class Attention(SoftmaxAttention):
     @variants(seen=(Structured, Dense), version=(2, 1))
     def sink_from_lse(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """Emit attention without the sink, and multiply the output by exp(lse) / (exp(lse) + exp(sink))."""
-        require(sink is not None, "there is no sink")
+        require(sink is not None, "sink: the softmax has none; a multiplication by its share requires one")
         y, lse = source.batched(q, seen, encoding.with_scales(Call(scale, version, lse=True), q, source), bias)
         return calls.viewed(calls.with_sink(y, lse, sink), result.view)
 
@@ -156,8 +178,11 @@ class Attention(SoftmaxAttention):
     def by_atb(self, q, encoding, source, result, seen, bias, sink, scale):
         """Emit atb's _npu_paged_attention for one query of each sequence over pages, with lengths read on the host."""
         encoding.refuse_int8("of the transformer library")
-        bias.refuse("the operator of the transformer library takes no bias")
-        require(sink is None and not result.lse, "the operator of the transformer library gives attention alone")
+        bias.refuse("bias: it is added to the scores; _npu_paged_attention requires scores without one")
+        require(
+            sink is None and not result.lse,
+            "result: a sink, or the log-sum-exp, is computed beside it; _npu_paged_attention requires attention alone",
+        )
         return result.restored(source.by_atb(q, seen, scale), q, seen)
 
     @lowering
@@ -166,12 +191,24 @@ class Attention(SoftmaxAttention):
         """Emit npu_fusion_attention on full sequences of which every query sees every key."""
         seen.refuse_others()
         encoding.refuse_int8("for encoders")
-        bias.refuse("the operator for encoders adds a bias before it multiplies by the scale")
-        require(q.shape[2] != 1, "not a whole sequence attends to itself")
-        require(sink is None and not result.lse, "the operator for encoders takes no sink and gives no log-sum-exp")
+        bias.refuse(
+            "bias: it is added to scores that are scaled already; npu_fusion_attention requires a bias of the "
+            "unscaled scores"
+        )
+        require(
+            q.shape[2] != 1, "queries: there is one; npu_fusion_attention requires every token of a sequence as a query"
+        )
+        require(
+            sink is None and not result.lse,
+            "result: a sink, or the log-sum-exp, is computed beside it; npu_fusion_attention requires attention alone",
+        )
         return calls.viewed(source.encoded(q, scale), result.view)
 
 
 def _sink_argument(sink: Tensor | None, version: int) -> dict[str, Any]:
-    require(sink is None or version == 2, "the first version of the operator takes no sink")
+    require(
+        sink is None or version == 2,
+        "sink: the softmax has one; npu_fused_infer_attention_score_v2 requires CANN with this version, as the "
+        "first takes no sink",
+    )
     return {} if sink is None else dict(learnable_sink=sink)

@@ -95,7 +95,11 @@ class MaskSpec:
         if self.kv_lens is not None:
             return self
         kv_len = queries if self.kind == "causal_upper_left" else keys if self.kv_len is None else self.kv_len
-        require(kv_len <= keys, "there are fewer keys than queries, which stand in line from the first on")
+        require(
+            kv_len <= keys,
+            "keys: there are fewer of them than queries under an upper-left causal mask; "
+            "npu_fused_infer_attention_score requires as many keys as queries at least",
+        )
         return replace(self.towards_last(), kv_len=kv_len)
 
 
@@ -148,8 +152,16 @@ def _older(
 
     The arguments are those of `fused`. The second result is `q`, in the place of a log-sum-exp.
     """
-    require(not call.lse and call.int8 is None, "the older operators give no log-sum-exp and are told no int8 scales")
-    require("pse_shift" not in arguments, "a bias is told to the operator that has replaced the older ones alone")
+    require(
+        not call.lse and call.int8 is None,
+        "result: int8 keys, or a log-sum-exp, stand beside it; npu_incre_flash_attention and "
+        "npu_prompt_flash_attention require neither",
+    )
+    require(
+        "pse_shift" not in arguments,
+        "bias: it is added to the scores; npu_incre_flash_attention and npu_prompt_flash_attention require "
+        "scores without one here",
+    )
     options = dict(
         num_heads=num_query_heads, num_key_value_heads=num_key_value_heads, scale_value=call.scale,
         input_layout=input_layout,
@@ -161,9 +173,12 @@ def _older(
         overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
         with bounded():  # a mean of values is as bounded as the values
             return overload(q, k, v, actual_seq_lengths=lengths, **options), q
-    require("block_table" not in arguments, "the older operator for several queries reads no pages")
+    require(
+        "block_table" not in arguments,
+        "keys: they are pages; npu_prompt_flash_attention requires contiguous keys for several queries",
+    )
     numbers = not isinstance(lengths, Tensor) and all(isinstance(each, int) and each > 0 for each in lengths or ())
-    require(numbers, "the older operator for several queries is told lengths in numbers, and of keys that there are")
+    require(numbers, "lengths: they are a tensor, or 0; npu_prompt_flash_attention requires positive Python numbers")
     options |= {name: arguments[name] for name in ("atten_mask", "pre_tokens") if name in arguments}
     options |= dict(sparse_mode=mode, next_tokens=arguments.get("next_tokens", UNLIMITED))
     with bounded():  # a mean of values is as bounded as the values
@@ -176,7 +191,10 @@ def heads_last(x: Tensor) -> bool:
 
 
 def positions_first(x: Tensor) -> bool:
-    """Return True if `x` [B, N, S, D] has the memory layout [S, B, N, D], with the heads of all sequences adjacent."""
+    """Return True if `x` [B, N, S, D] is stored position by position, as [S, B, N, D], by its strides.
+
+    The heads of all sequences at one position are then evenly spaced, so that B and N can be viewed as one dim.
+    """
     adjacent = x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     return adjacent and (x.shape[2] == 1 or x.stride(2) > x.stride(0))
 
@@ -246,7 +264,9 @@ def by_atb(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Any, scale: 
     Keys `k` and values `v` are pages [Block, Size, M, D], listed by `table` [B, P] up to `lengths`. The output for a
     sequence of length 0 is 0.
     """
-    require(q.shape[2] == 1, "the operator of the transformer library is for one query of each sequence")
+    require(
+        q.shape[2] == 1, "queries: there are several of a sequence; _npu_paged_attention requires one of each sequence"
+    )
     rows, heads = q.squeeze(2), (k.shape[2], q.shape[1])
     if not isinstance(lengths, Tensor):
         lengths = torch.full((q.shape[0],), lengths[0], device=q.device)

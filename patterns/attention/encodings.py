@@ -21,7 +21,10 @@ from patterns.attention.calls import Call
 from patterns.cache import pages
 from patterns.kit.int8_scales import exact_scale, scale_of
 
-ALONE = "int8 keys are read with one sequence beside the other"
+ALONE = (
+    "int8 keys: the call is of packed sequences; npu_fused_infer_attention_score_v2 requires layout BNSD or "
+    "BSND for int8 keys"
+)
 
 
 @dataclass(frozen=True)
@@ -89,21 +92,31 @@ class Int8(Floats):
         An offset of keys is refused with a `sink`, or with a `result` that has the log-sum-exp: it does not cancel
         there.
         """
-        require(not self.shifted or (sink is None and not result.lse), "the offset of int8 keys does not cancel")
+        require(
+            not self.shifted or (sink is None and not result.lse),
+            "int8 keys: their offset stands beside a sink or a log-sum-exp, where it does not cancel; "
+            "npu_fused_infer_attention_score requires keys without an offset there; quantise keys symmetrically",
+        )
         source.refuse_blocks(pages.NZ_INT8, pages.NZ_INT8)
 
     def refuse_int8(self, operator: str) -> None:
         """Refuse int8 for the operator with the name `operator`."""
-        require(False, "the operator {operator} reads no int8", operator=operator)
+        require(False, "keys, values: they are int8; the operator {operator} requires floats", operator=operator)
 
     def with_scales(self, call: Call, q: Tensor, source: Any) -> Call:
-        """Return `call` with the scales of the keys and values of `source`, and declare their rounding."""
+        """Return `call` with the scales of the keys and values of `source`, in the dtype of queries `q`.
+
+        A dtype of dequantised values that the operator narrows to that of `q` is declared as rounding, or refused.
+        """
         wide = torch.float32 if self.mixed else q.dtype  # the operator dequantises to the dtype of the queries
         with rounding("the keys and values that int8 stands for", wide, q.dtype):
             return replace(call, int8=self._scales(q, source))
 
     def _scales(self, q: Tensor, source: Any) -> TokenScales | Scales:
-        """Return the scales as `TokenScales` if they are per token, else as `Scales` in the dtype of `q`."""
+        """Return the scales as `TokenScales` if they are per token, else as `Scales` in the dtype of `q`.
+
+        `source` has the keys, for their number of heads.
+        """
         if self.k_scale is not None and (self.k_scale.shape[0] != 1 or self.k_scale.shape[2] != 1):
             key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
             return TokenScales(key, value)
@@ -115,14 +128,18 @@ class Int8(Floats):
         shift, offset = float(self.v_shift), self.v_offset
         require(
             shift == round(shift) and abs(shift) <= 256,
-            "the offset {whole:g} is no whole number of 8 bits; npu_fused_infer_attention_score requires an integer "
-            "from -128 to 127 for keys and values; round it",
+            "int8 keys, values: the offset is {whole:g}; npu_fused_infer_attention_score requires an "
+            "integer from -128 to 127; round it",
             whole=shift,
         )
         if offset is None:
             return q.new_full((1,), shift) if shift else None
         exact = offset.dtype in (torch.int8, q.dtype) and self.v_offset_by in (1, -1) and not shift
-        require(exact, "the dtype of the queries does not hold the offset of int8 values as it is")
+        require(
+            exact,
+            "int8 values: the dtype of the queries rounds their offset; npu_fused_infer_attention_score "
+            "requires it exact in that dtype; store the offset as int8, or in the dtype of the queries",
+        )
         return offset.to(q.dtype) * self.v_offset_by
 
 
@@ -142,9 +159,12 @@ class Scales:
     heads: Any
 
     def arguments(self, q: Tensor, k: Tensor, layout: str) -> dict[str, Any]:
-        """Return scales, offsets and their modes as arguments of version 2 of the operator.
+        """Return scales, offsets and their modes as arguments of version 2 of the operator, for queries `q` in
+        `layout`.
 
-        Their shapes depend on whether `q`, in `layout`, has one query, and on whether the keys `k` are pages in NZ.
+        One query of each sequence over keys `k` in rows: [1] for one scale, [M] with mode 2 for scales of heads, [1, M,
+        1, D] for others. Several queries: [M, D]. Keys in pages in NZ, of five dims: [M, 1, D] for BNSD, [M, D] for
+        BSND. Wider scales are expanded.
         """
         require(layout in ("BSND", "BNSD"), ALONE)
         scales = {"dequant_scale_key": self.key, "dequant_scale_value": self.value}
@@ -158,7 +178,12 @@ class Scales:
             return dict(by_head, key_quant_mode=2, value_quant_mode=2)
         width = q.shape[-1]
         alike = all(each.shape[-1] in (1, width) for each in scales.values())
-        require(alike, "int8 values are narrower than keys, and have scales of each channel")
+        require(
+            alike,
+            "int8 values: they have fewer channels than keys, and a scale of each channel; "
+            "npu_fused_infer_attention_score_v2 requires as many channels as keys have, or one scale for each "
+            "head",
+        )
         lead = (1, self.heads, 1) if one else (self.heads,)
         if nz:
             lead = (self.heads, 1) if layout == "BNSD" else (self.heads,)

@@ -47,7 +47,9 @@ class Output(Group):
         """Refuse nothing: any mask `seen`, `sink` and `bias` are taken for the output alone."""
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
-        """Return the results of the rule, given output `y` [B, N, S, E] and `lse` [B, N, S, 1] of the operator."""
+        """Return the output `y` [B, N, S, E] of the operator in the view of the model; `lse` and the mask `seen` are
+        not read.
+        """
         return viewed(y, self.view)
 
 
@@ -65,10 +67,22 @@ class OutputAndLse(Output):
         """Refuse a `sink`, a `bias`, and a mask `seen` with which the operator's log-sum-exp is not that of the
         model.
         """
-        require(sink is None, "the log-sum-exp of the operator does not count the sink")
-        require(bias is None, "whether the log-sum-exp of the operator counts the bias is not documented")
+        require(
+            sink is None,
+            "log-sum-exp: it stands beside a sink; npu_fused_infer_attention_score requires attention without "
+            "a sink where its log-sum-exp is returned, as it does not count the sink",
+        )
+        require(
+            bias is None,
+            "log-sum-exp: it stands beside a bias; npu_fused_infer_attention_score requires attention without "
+            "a bias where its log-sum-exp is returned, as no page says that it counts one",
+        )
         finite = seen.fully_masked_row == "mean" or seen.levels is not None
-        require(not finite, "a query without keys has a finite log-sum-exp, of which the operator says +inf")
+        require(
+            not finite,
+            "log-sum-exp: of a query without visible keys it is finite; npu_fused_infer_attention_score gives "
+            "+inf and requires keys to be hidden for good; hide keys by -inf",
+        )
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
         """Return the output `y` in the view of the model, and `lse` with -inf for queries that see no key by the mask

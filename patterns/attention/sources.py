@@ -30,13 +30,16 @@ from patterns.attention.masks.visibility import Dense
 from patterns.attention.varlen.pages import Pages, PagesNZ
 from patterns.kit.segments import segment_ends
 
-LSE_BATCHED = "log-sum-exps over rows come with one sequence beside the other"
-IN_SEQUENCE = "segments of packed tokens are put to the operator one after the other"
+LSE_BATCHED = (
+    "log-sum-exp: the call is of packed sequences; npu_fused_infer_attention_score requires layout BNSD or "
+    "BSND for the log-sum-exp of rows"
+)
+IN_SEQUENCE = "queries: they are packed tokens; this call requires batches [B, N, S, D]"
 
 
 @dataclass(frozen=True)
 class Rows(Group):
-    """Keys and values, or a latent and its rotated lanes, as rows."""
+    """Keys `first` and values `second`, or a latent and its rotated lanes, as rows."""
 
     first: Any = tensor("*F W")
     second: Any = tensor("*G X")
@@ -51,7 +54,7 @@ class Rows(Group):
         return self.terms(p)
 
     def refuse_blocks(self, *widths: int) -> None:
-        """Refuse pages of the two operands in NZ blocks of other `widths`; rows have no blocks."""
+        """Accept any `widths` of NZ blocks, which sources in pages require of both operands: rows have no blocks."""
 
     def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
         """Return the latent [B, T, 1, C] and its rotated lanes [B, T, 1, Dr], if any, as operands in layout BSND.
@@ -62,7 +65,7 @@ class Rows(Group):
         return [each.reshape(batch, -1, 1, each.shape[-1]) for each in parts]
 
     def keys(self, batch: Any) -> Any:
-        """Return the number of keys of each sequence of a latent [B, .., T, C] or, packed, [B · T, C]."""
+        """Return the number of keys of each of `batch` sequences of a latent [B, .., T, C] or, packed, [B · T, C]."""
         lead: Any = self.first.shape[:-1]
         return prod(lead[1:]) if len(lead) > 1 and lead[0] == batch else prod(lead) // batch
 
@@ -96,7 +99,7 @@ class Rows(Group):
         return {}
 
     def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
-        """Call the operator on `q` [B, N, S, D] and its own keys and values, with the mask `seen`.
+        """Call the operator on `q` [B, N, S, D] and its own keys and values, with the mask `seen` and `bias`.
 
         Returns the output [B, N, S, E] and its log-sum-exp [B, N, S, 1]. The layout is BSND if keys and values have it
         in memory; BNSD_BSND if queries alone have it; else BNSD. Values narrower than keys are padded.
@@ -104,19 +107,23 @@ class Rows(Group):
         k, v = self.first, self.second
         width, queries = v.shape[3], q.shape[2]
         if k.shape[3] != width:
-            require(isinstance(width, int) and width < k.shape[3], "values are wider than keys")
+            require(
+                isinstance(width, int) and width < k.shape[3],
+                "values: they have more lanes than keys; npu_fused_infer_attention_score requires at most as "
+                "many; pad queries and keys with zeros",
+            )
             v = pad(v, (0, k.shape[3] - width))
         keys = k.shape[2]
         (q,), seen = self.posed((q,), seen, keys) if call.int8 is None else seen.posed((q,), keys)
-        lengths, asked = seen.asked(self, q, keys)
+        lengths, masking = seen.lengths_and_mask(self, q, keys)
         heads = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1])
         last = calls.heads_last(k) and calls.heads_last(v)
         if last:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         mixed = not last and queries != 1 and calls.heads_last(q) and call.int8 is None
         layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
-        asked |= bias.arguments(self.first.shape[2])
-        y, lse = calls.fused(q, k, v, lengths, call, input_layout=layout, **heads, **asked)
+        masking |= bias.arguments(self.first.shape[2])
+        y, lse = calls.fused(q, k, v, lengths, call, input_layout=layout, **heads, **masking)
         y = seen.restored(y[..., :width], last or mixed, self.second)
         return y.transpose(1, 2) if last or mixed else y, lse
 
@@ -129,7 +136,11 @@ class Rows(Group):
         batch, heads = q.shape[:2]
         parts = (q, self.first, self.second)
         is_outermost = all(each.shape[0] == batch != 1 and calls.positions_first(each) for each in parts)
-        require(is_outermost, "sequences do not stand behind positions in memory")
+        require(
+            is_outermost,
+            "queries, keys, values: memory is not [S, B, N, D]; a call with batch 1 and B * N heads requires "
+            "that order",
+        )
         seen.refuse_own()
         q, k, v = map(calls.batch_as_heads, parts)
         y, lse = replace(self, first=k, second=v).batched(q, seen, call)
@@ -144,9 +155,15 @@ class Rows(Group):
         batch, queries, keys = q.shape[0], q.shape[2], self.first.shape[2]
         require(not call.lse, LSE_BATCHED)
         spec = seen.spec()
-        require(spec.kv_lens is None and spec.kv_len is None, "only a part of the keys is seen")
         require(
-            spec.kind != "causal_upper_left" or queries == keys, "packed sequences are causal towards their last key"
+            spec.kv_lens is None and spec.kv_len is None,
+            "keys: a window or a length leaves some out; a call of packed sequences requires all keys of each",
+        )
+        require(
+            spec.kind != "causal_upper_left" or queries == keys,
+            "mask: it is upper-left causal with other numbers of queries and keys; "
+            "npu_fused_infer_attention_score requires lower-right causal for packed sequences; drop the "
+            "keys behind the last query",
         )
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
         ends, heads = calls.ends_of(batch, keys, q.device), self.first.shape[1]
@@ -163,7 +180,11 @@ class Rows(Group):
         batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
         require(not call.lse, LSE_BATCHED)
         is_page = isinstance(keys, int) and not calls.heads_last(k) and not calls.heads_last(v)
-        require(is_page, "the keys of a head are no page: as many as are known before, lying together")
+        require(
+            is_page,
+            "keys: those of a head are not contiguous, or their number is symbolic; a call that reads them as "
+            "a page requires both",
+        )
         (q,), seen = self.posed((q,), seen, keys)
         spec = seen.spec().from_last(queries, keys)
         table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
@@ -189,7 +210,7 @@ class InSequence:
     key_ends: Any
 
     def attended(self, p) -> Any:
-        """Return the word for attention of packed segments, with the ends of this source."""
+        """Return the builder of the term segmented_attention, with the ends of this source."""
         return partial(p.segmented_attention, ends=self.ends, key_ends=self.key_ends)
 
     def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
@@ -226,8 +247,9 @@ class Segments(InSequence, Rows):
     key_ends: Any = attribute()
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator in layout TND on `q` and packed keys and values; `self.key_ends` are the ends of the
-        segments.
+        """Call the operator in layout TND on `q` and packed keys and values, with the mask `seen` within each segment.
+
+        `self.key_ends` are the ends of the segments.
         """
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
         heads = self.first.shape[1]
@@ -249,12 +271,13 @@ class SegmentsById(InSequence, Rows):
     segments: Any = attribute()
 
     def attended(self, p) -> Any:
-        """Return the word for attention by segment ids, with the ids of this source."""
+        """Return the builder of the term for attention by segment ids, with the ids of this source."""
         return partial(p.numbered_attention, segment=self.segment, segments=self.segments)
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Call the operator in layout TND on `q` and packed keys and values, all with the ends counted from
-        `self.segment`.
+        """Call the operator in layout TND on `q` and packed keys and values, with the mask `seen` within each segment.
+
+        The ends of the segments are counted from `self.segment`.
         """
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
         ends = segment_ends(self.segment, self.segments)
@@ -266,7 +289,11 @@ class SegmentsById(InSequence, Rows):
 
 @dataclass(frozen=True)
 class PagedSegments(InSequence, Pages):
-    """Packed segments in pages, by one row of the block table [Segment, P] each; `first` and `second` are all rows."""
+    """Packed segments, the keys and values of each in pages of its own: row n of the block table [Segment, P] names
+    those of segment n.
+
+    `first` and `second` are the packed rows of all segments, as the model gathers them.
+    """
 
     ends: Any = attribute()
     key_ends: Any = attribute()

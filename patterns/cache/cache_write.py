@@ -84,7 +84,9 @@ class Sequences(PlacedRows):
 
 @dataclass(frozen=True)
 class KeyValuePages(Group):
-    """Pages [Block, Size, N, D] of keys and of values that take rows at the same non-negative `slots`."""
+    """Pages [Block, Size, N, D] of keys `key_cache` and values `value_cache`, written at the same non-negative
+    `slots`.
+    """
 
     key_cache: Any = tensor("Block Size N D")
     value_cache: Any = tensor("Block Size N E")
@@ -102,8 +104,8 @@ class KeyValuePages(Group):
         """Refuse writes whose places are not proven to be inside of their pages."""
         require(
             self.slots is not None,
-            "the place is not proven to lie in its page: slot % Size is; write page = slot // Size "
-            "and place = slot % Size",
+            "slots: a place in a page is not proven to be below its size; the operator requires slots; "
+            "write page = slot // Size and place = slot % Size",
         )
 
     def read(self) -> Sequence[Tensor]:
@@ -111,7 +113,8 @@ class KeyValuePages(Group):
         caches = (self.key_cache, self.value_cache)  # a kernel computes the address of a row from its slot alone
         require(
             all(each.is_contiguous() for each in caches),
-            "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
+            "cache: its pages are not contiguous; the operator writes and reads them in place and requires "
+            "contiguous ones; allocate the cache contiguous",
         )
         return self.key, self.value, *caches
 
@@ -159,7 +162,7 @@ class CacheWrite(Rule):
         return cache.scatter(axis, positions.reshape(wide).expand(rows.shape), rows)
 
     def within(self) -> frozenset[str]:
-        """Name the fusion into a buffer of selected rows."""
+        """Name the rule that fuses the write with the choice of rows, into a buffer of selected rows."""
         return frozenset({"gather_selection_kv_cache"})
 
     @pattern
@@ -195,16 +198,34 @@ class CacheWrite(Rule):
     @variants(into=ONE)
     def run(self, into: Cache):
         """Emit scatter_update for consecutive positions of every sequence."""
-        require(into.first is not None, "the positions are not proven to be consecutive")
-        require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
+        require(
+            into.first is not None,
+            "positions: they are not proven to be consecutive; scatter_update requires a run of positions; "
+            "write start + torch.arange(S)",
+        )
+        require(
+            into.axis != 0,
+            "positions: they are along dim 0, the batch; scatter_update requires positions along another dim, "
+            "of every sequence",
+        )
         return torch.ops.npu.scatter_update(into.cache, _starts(into.rows, into.first), into.rows, into.axis)
 
     @lowering
     @variants(into=ONE)
     def inside_only(self, into: Cache):
-        """Emit scatter_update for one position of every sequence; outside of the cache, write back the old row."""
-        require(into.position is not None, "the positions are not chosen by a comparison")
-        require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
+        """Emit scatter_update for one position of every sequence; where it is outside of the cache, write back an old
+        row.
+        """
+        require(
+            into.position is not None,
+            "positions: they are not chosen by a comparison; this call of scatter_update requires "
+            "torch.where(torch.arange(T) == position, row, cache)",
+        )
+        require(
+            into.axis != 0,
+            "positions: they are along dim 0, the batch; scatter_update requires positions along another dim, "
+            "of every sequence",
+        )
         starts, size = _starts(into.rows, into.position), into.cache.shape[into.axis]
         places = starts.clamp(0, size - 1)
         wide = [-1] + [1] * (into.cache.dim() - 1)
@@ -218,7 +239,11 @@ class CacheWrite(Rule):
         """Emit npu_scatter_nd_update for any positions, by coordinates."""
         index, inner = into.index, into.inner
         if index is None:
-            require(into.first is not None and into.axis == 0, "the positions are given for every sequence")
+            require(
+                into.first is not None and into.axis == 0,
+                "positions: they are given for every sequence; npu_scatter_nd_update requires indices along "
+                "one dim here",
+            )
             index = _starts(into.rows, into.first)[:1] + torch.arange(into.rows.shape[0], device=into.cache.device)
         lead = into.cache.shape[: into.axis]
         return _scattered(into, coordinates(lead, index) if inner is None else torch.stack((index, inner), dim=-1))

@@ -21,7 +21,7 @@ BLOCKS = (4, 8, NZ, NZ_INT8, 64)
 
 
 def sequences(cache: Any, start: Any, axis: int) -> Any:
-    """Count the sequences that a write along `axis` of `cache` changes: those with a `start` [B], else all.
+    """Count the sequences of `cache` that a write along `axis` changes: one for each entry of `start` [B], else all.
 
     A cache whose positions are dim 0 has one sequence.
     """
@@ -35,10 +35,13 @@ def single_head(cache: Tensor, axis: int) -> Tensor:
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(
         all(each == 1 for each in others),
-        "the cache holds several heads: as pages they would alias each other; the operator requires one head",
+        "cache: it has several heads, which pages of it would alias; the operator requires [.., T, .., D] "
+        "of one head; allocate a cache for each head, or pages [Block, Size, N, D]",
     )
     require(
-        cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages; allocate it contiguous"
+        cache.is_contiguous(),
+        "cache: it is not contiguous, as a slice or a transposed tensor is not; the operator requires "
+        "contiguous memory to read it as pages; allocate it contiguous",
     )
     return cache
 
@@ -49,7 +52,10 @@ def cut(cache: Tensor, axis: int) -> Tensor:
     size: Any = cache.shape[axis]
     page = next((each for each in SIZES if isinstance(size, int) and size % each == 0), 0)
     require(
-        page, "the cache holds {size} positions, which no size of a page divides; allocate a multiple of 16", size=size
+        page,
+        "cache: it has {size} positions, which no page of 16, 32, 64 or 128 divides; the operator "
+        "requires whole pages; allocate a multiple of 16",
+        size=size,
     )
     return cache.reshape(-1, page, 1, cache.shape[-1])
 
@@ -62,7 +68,8 @@ def in_rows(pages: Tensor, block: Any) -> Tensor:
     """
     require(
         pages.is_contiguous(),
-        "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
+        "cache: its pages are not contiguous; the operator writes and reads them in place and requires "
+        "contiguous ones; allocate the cache contiguous",
     )
     return pages.reshape(pages.shape[0], pages.shape[1 if block is None else -2], 1, -1)
 
@@ -70,8 +77,9 @@ def in_rows(pages: Tensor, block: Any) -> Tensor:
 def refuse_others(block: Any, lanes: int = NZ) -> None:
     """Refuse lines of `block` lanes other than `lanes`; None stands for pages in rows."""
     reason = (
-        "the pages hold rows in lines of {line} numbers, not of {lanes}; in NZ a cache is "
-        "[Block, D / {lanes}, Size, {lanes}]; allocate it so"
+        "cache: its pages are [.., Size, {line}], read as lines of {line} lanes; the operator requires "
+        "lines of {lanes}; in NZ allocate [Block, D / {lanes}, Size, {lanes}], else rows [Block, Size, N, "
+        "D]"
     )
     require(block in (None, lanes), reason, line=block, lanes=lanes)
 
@@ -100,7 +108,10 @@ def page_operand(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1)
     [Block, Size, N · D] for the layout "BSND", [Block, N, Size, D] for "BNSD", [Block, N, D / L, Size, L] for "NZ".
     """
     what = "lines of the pages" if layout == "NZ" else "pages"
-    reason = "the {what} do not lie together, so that reading them in place would copy them all"
+    reason = (
+        "cache: the {what} are not contiguous; the operator reads them in place and requires contiguous ones, "
+        "as a copy would be of the whole cache; allocate them contiguous"
+    )
     require(pages.is_contiguous(), reason, what=what)
     dims = {"BSND": (size, -1), "BNSD": (heads, size, -1), "NZ": (heads, -1, size, pages.shape[-1])}
     return pages.reshape(pages.shape[0], *dims[layout])

@@ -90,7 +90,7 @@ def _readings(graph: Graph, wanted: Iterable[tuple[Value, Sizes]]) -> Iterator[A
 
 
 def _int8_latent_rows(graph: Graph, attention: Reading) -> list[Annotation]:
-    """Read an int8 latent and its rotated keys as rows of pages of one layout.
+    """Read the int8 latent and the rotated keys of `attention` as rows of pages of one layout.
 
     A part whose row fills one line of NZ reads as a plain row too: if the layouts differ, both are read as NZ.
     """
@@ -139,7 +139,11 @@ def rows_of_pages(graph: Graph, value: Value, sizes: Sizes, among: Container[str
 
 
 def _joined_rows(graph: Graph, value: Value, sizes: Sizes, among: Container[str]) -> Reading | None:
-    """Read `value` [B, ..] as rows of pages, where the rows of each sequence were gathered alone and joined."""
+    """Read `value` [B, ..] as rows of pages [B, N, T, D] = `sizes` in a layout of `among`, if those of each sequence
+    are such.
+
+    The model has gathered them sequence by sequence and joined them.
+    """
     batch, *others = sizes
     if not isinstance(batch, int) or batch < 2 or value.shape[:1] != (batch,):
         return None
@@ -185,7 +189,9 @@ def gathers(a: Algebra, folder: Folder, gathered: Value, batch: Any, keys: Any) 
 
 
 def _joined_gathers(a: Algebra, folder: Folder, joined: Value, keys: Any) -> Iterator[Gather]:
-    """Yield every reading of `joined`, the concatenation of one gather from the same pages for each sequence."""
+    """Yield every reading of `joined`, the concatenation of one gather of `keys` rows from the same pages for each
+    sequence.
+    """
     parts = [list(gathers(a, folder, each.below("reshape"), 1, keys)) for each in joined.args]
     for first in parts[0]:
         by_sequence = (
@@ -199,7 +205,10 @@ def _joined_gathers(a: Algebra, folder: Folder, joined: Value, keys: Any) -> Ite
 def _gathers_by_page(
     a: Algebra, gathered: Value, source: Value, index: Value, batch: Any, keys: int
 ) -> Iterator[Gather]:
-    """Yield `gathered` = source[index] as pages[table], for every size that a page may have."""
+    """Yield `gathered` = source[index] as pages[table] of `batch` sequences, for every size that a page may have.
+
+    These are the sizes of the first dims of a page, and the one by which the pages of a sequence have `keys` rows.
+    """
     table = _page_table(a, index, batch)
     if table is None or not isinstance(table.shape[1], int):
         return
@@ -210,7 +219,9 @@ def _gathers_by_page(
 
 
 def _page_table(a: Algebra, index: Value, batch: Any) -> Value | None:
-    """Return the page numbers `index` as a block table [B, M]; None if their count is no multiple of B."""
+    """Return the page numbers `index` as a block table [B, M] for B = `batch`; None if their count is no
+    multiple of B.
+    """
     for each in (index.below("reshape"), index):
         if each.rank == 2 and each.shape[0] == batch:
             return each
@@ -220,7 +231,8 @@ def _page_table(a: Algebra, index: Value, batch: Any) -> Value | None:
 
 
 def row_number_table(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, int] | None:
-    """Return the block table and the page size of row numbers `index` = table · Size + arange(Size), of any shape.
+    """Return the block table [`batch`, M] and the page size of row numbers `index` = table · Size + arange(Size), of
+    any shape.
 
     None for other numbers, and if int32 cannot count all `rows` of the pages: a product that overflows names no page.
     """
@@ -250,9 +262,11 @@ def _iota_length(x: Value, last: Any) -> int:
 def _looked_up_rows(
     a: Algebra, folder: Folder, index: Sequence[Value], batch: Any, lead: Sequence[Any]
 ) -> tuple[Value, int, int | None] | None:
-    """Return the block table, the page size and the rows of a sequence (None: all) that `index` gathers.
+    """Return the block table, the page size and the rows of a sequence (None: all) of what `index` gathers, for `batch`
+    sequences.
 
-    `lead` are the first two sizes of the source: pages and rows of a page, or rows alone.
+    `index` are the indices of a gather from a source whose first two sizes are `lead`: pages and rows of a page, or
+    rows alone. None if they follow no block table.
     """
     if len(lead) < 2:  # a source of one dim has no rows
         return None
@@ -263,7 +277,11 @@ def _looked_up_rows(
 
 
 def _by_block(a: Algebra, block: Value, place: Value, batch: Any, size: Any) -> tuple[Value, int] | None:
-    """Return the block table and the page size of an index (table[.., None], arange(Size))."""
+    """Return the block table and the page size for the indices `block` = table[.., None] and `place` = arange(Size),
+    `size`.
+
+    None for others. The table is [`batch`, M].
+    """
     if not isinstance(size, int) or block.shape[-1:] != (1,) or not _iota_length(place, size):
         return None
     table = _page_table(a, a.reshape(block, block.shape[:-1]), batch)
@@ -274,9 +292,11 @@ def _by_block(a: Algebra, block: Value, place: Value, batch: Any, size: Any) -> 
 def _row_by_row(
     a: Algebra, folder: Folder, index: Sequence[Value], batch: Any, lead: Sequence[Any]
 ) -> tuple[Value, int, int] | None:
-    """Read the table, the size of a page and the rows of a sequence of pages[table[:, t // Size], t % Size].
+    """Return table, page size and number of rows of a sequence, if `index` is (table[:, t // Size], t % Size) for t =
+    0, 1, ..
 
-    Page and place may be one number of a row, table[:, t // Size] · Size + t % Size, of as many rows as int32 counts.
+    `index` and `lead` are as in `_looked_up_rows`. Page and place may be one number of a row, table[:, t // Size] ·
+    Size + t % Size, of as many rows as int32 counts. None for other indices.
     """
     block, place, size = (*index, lead[1]) if len(index) == 2 else proven(_page_and_place(index[0], lead[0]))
     must(isinstance(size, int))
@@ -292,7 +312,10 @@ def _row_by_row(
 
 @proof
 def _page_and_place(index: Value, count: Any) -> tuple[Value, Value, int] | None:
-    """Read page, place and size of a page of row numbers page · Size + place among `count` rows."""
+    """Split `index` = page · Size + place, numbers of one of `count` rows, into page, place and Size.
+
+    None for other numbers, and if int32 could overflow.
+    """
     total = uncast(index, "reshape")
     must(total.op == "add" and total.rank)
     for first, place in (total.args, total.args[::-1]):
@@ -305,7 +328,11 @@ def _page_and_place(index: Value, count: Any) -> tuple[Value, Value, int] | None
 
 @proof
 def _looked_up(a: Algebra, folder: Folder, below: Value, batch: Any) -> tuple[Value, Value] | None:
-    """Read the table [B, P], and the columns that all sequences look up in it."""
+    """Read `below` as table[:, columns], the same columns for each of `batch` sequences; return the table [B, P] and
+    columns.
+
+    Unproven for other values.
+    """
     must(below.op == "index")
     table, columns = below.arg, below.args[-1]
     if below.attrs == (0,) and table.rank == 1 and batch == 1:
@@ -322,7 +349,7 @@ def _is_shared_along_first(x: Value, shape: Sequence[Any]) -> bool:
 
 
 def _is_batch_index(folder: Folder, x: Value, batch: Any) -> bool:
-    """Return True if `x` is arange(batch) along its first dim and 1 along the others."""
+    """Return True if `x` is 0, 1, .. `batch` - 1 along its first dim, and all its other dims have size 1."""
     return isinstance(batch, int) and x.shape[:1] == (batch,) and _constant(folder, x) == list(range(batch))
 
 
@@ -338,7 +365,7 @@ def _page_count(rows: Any, size: int) -> Any:
 
 
 def _forms(a: Algebra, gather: Gather, sizes: Sizes) -> Iterator[tuple[str, Value, Value]]:
-    """Yield layout, pages, and the rows [B, N, T, D] of `gather`, for each layout that `pages` may have."""
+    """Yield (layout, pages, rows [B, N, T, D] = `sizes`) of `gather`, for each layout that its pages may have."""
     batch, heads, keys, width = sizes
     many, size = gather.table.shape[1], gather.size
     blocks, room = gather.pages.shape[0], many * size if gather.rows is None else gather.rows

@@ -31,16 +31,16 @@ GATHERED_PAGES = word(
     layout='"BSND" or "NZ", the layout of a page',
 )  # fmt: skip
 _ALONE = (
-    "the pages of one cache are gathered by this table: the operator reads two caches at once, of pages of one size, "
-    "up to the same lengths"
+    "block table: it gathers the pages of one cache; npu_gather_pa_kv_cache requires two caches, of pages "
+    "of one size up to the same lengths; gather keys and values by the same table in one graph"
 )
 _FORMAT = (
-    "the pages hold lines of NZ, which the operator reads of an input in the storage format FRACTAL_NZ alone, as "
-    "torch_npu.npu_format_cast(x, 29) makes it: these are none, or nothing is known of their format"
+    "pages: they are lines of NZ, whose storage format is not FRACTAL_NZ, or not known; "
+    "npu_gather_pa_kv_cache requires FRACTAL_NZ; allocate the cache by torch_npu.npu_format_cast(x, 29)"
 )
 _LINES = (
-    "the pages, rows of 32 bytes, could be lines of NZ: the operator would read them so in the storage format "
-    "FRACTAL_NZ, in which they are supposed to lie where no NPU tells"
+    "pages: rows of 32 bytes could be lines of NZ, which is taken for their format where no NPU tells; "
+    "npu_gather_pa_kv_cache requires a known format; compile on an NPU"
 )
 _VIEWS = ("reshape", "permute", "slice", *WRITES)
 
@@ -82,7 +82,9 @@ def page_gathers(graph: Graph) -> Iterator[Annotation]:
 
 
 def _attention_lines(reading: Reading) -> _Rows | None:
-    """Return the paged rows [B, N, T, D] of an attention, if their pages are in NZ; None otherwise."""
+    """Return what `reading`, a paged_rows [B, N, T, D] of an attention, gathers, if its pages are in NZ; None
+    otherwise.
+    """
     captures = reading.captures
     value, pages = captures["rows"], captures["pages"]
     is_lines = (
@@ -115,11 +117,11 @@ def _is_read_as_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
     Otherwise it may be no gather from a cache at all, but one from a table of rotations.
     """
     users = (graph.value_of.get(user) for node in graph.places[value] for user in node.users)
-    seen = [value, *(each for each in users if isinstance(each, Value) and each.op == "reshape")]
+    forms = [value, *(each for each in users if isinstance(each, Value) and each.op == "reshape")]
     if rows.table.rank != 2:
         return False
     batch, pages = rows.table.shape
-    return any(rows.size * pages in each.shape or rows.size * pages * batch in each.shape for each in seen)
+    return any(rows.size * pages in each.shape or rows.size * pages * batch in each.shape for each in forms)
 
 
 def _reading(graph: Graph, value: Value, rows: _Rows) -> Reading:
@@ -155,7 +157,7 @@ def _by_page(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
 
 
 def _gathers_pages(gather: Gather) -> bool:
-    """Return True if each number of the table selects one page [Size, ..] of more than one row."""
+    """Return True if each number in the table of `gather` selects one page [Size, ..] of more than one row."""
     pages, table, size = gather.pages, gather.table, gather.size
     sizes = (*pages.shape[1:], table.shape[1])
     is_static = table.rank == 2 and pages.rank > 2 and all(isinstance(each, int) for each in sizes)

@@ -37,12 +37,27 @@ _VIEWS = ("slice", "reshape", "permute", "expand")
 
 Outcome = Reading | str | None
 
-_STEP = "the rows go to every position in {step}; the operator replaces neighbours"
-_MULTIPLIED = "what it replaces is multiplied by 0, which keeps infinities and NaN; select with torch.where"
-_ADDED = "its rows are added to what the cache holds, or chosen by a mask: the operator replaces numbered rows"
-_NO_FORM = "its rows are not proven to go, one by one, to places of their own along one axis or in pages"
-_ITS_OWN = "its rows are rows of the cache itself: an operator that writes in place may read what it has written"
-_SEVERAL = "it selects by something other than one position for every sequence: {why}"
+_STEP = "positions: every {step}th is written; scatter_update requires consecutive ones; write a run of positions"
+_MULTIPLIED = (
+    "cache: what is replaced is multiplied by 0, which keeps infinities and NaN; a write requires a choice; "
+    "write torch.where(mask, row, cache)"
+)
+_ADDED = (
+    "rows: they are added to the cache, or chosen by a boolean mask; scatter_update requires that rows replace "
+    "those at given positions; write cache.index_copy(dim, positions, rows)"
+)
+_NO_FORM = (
+    "positions: they are not proven to be distinct along one dim, or slots of pages; npu_scatter_nd_update "
+    "requires one index for each row; write index_copy, or cache[slot // Size, slot % Size] = rows"
+)
+_ITS_OWN = (
+    "rows: they are read from the cache that they are written to; an operator in place requires rows from "
+    "elsewhere; clone them first"
+)
+_SEVERAL = (
+    "mask of the write: it is {why}; scatter_update requires torch.arange(T) == position, one position for "
+    "every sequence; write that comparison, or index_copy"
+)
 
 _WRITE = {"cache": "before the write", "rows": "the new rows", "axis": "the dim of positions"}
 _PLACE = {
@@ -129,7 +144,9 @@ class Writes:
                 return ()
 
     def _is_back(self, value: Value) -> bool:
-        """Return True if `value` restores the shape of a cache that was reshaped before it was written."""
+        """Return True if `value` reshapes a written cache to the shape that the cache had before it was reshaped for
+        the write.
+        """
         viewed = value.arg.below(*WRITES)
         return viewed.op == "reshape" and viewed.arg.shape == value.shape
 
@@ -138,7 +155,10 @@ class Writes:
         return unviewed(value) in self._caches
 
     def _rows(self, cache: Value, rows: Value, index: Value, *inner: Value, axis: int) -> Sequence[Reading]:
-        """Read rows at positions along `axis`; with `inner` also as rows at slots of pages."""
+        """Read a write of `rows` into `cache` at positions `index` along `axis`.
+
+        With positions `inner` along the next dim, also read it as a write of rows at slots of pages.
+        """
         if not inner:
             return (_write(cache, rows, axis, index=index),)
         slots = _slots(self._algebra, cache.shape[:2], index, *inner)
@@ -200,7 +220,7 @@ class Writes:
         rows = rows.arg if rows.op == "expand" else rows
         one = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
         if broadcast(rows.shape, one) != one:
-            return _SEVERAL.format(why="there are rows for every position")
+            return _SEVERAL.format(why="of rows for every position")
         rows = self._algebra.expand(rows, one)
         if isinstance(position, int):
             inside = position >= 0 and isinstance(size, int) and position < size
@@ -210,7 +230,11 @@ class Writes:
         return _write(cache, rows, axis, **{"start" if inside else "position": position})
 
     def _position(self, value: Value, formula: Formula) -> tuple[Value | int, int] | str:
-        """Return a position and an axis if `formula` says that they are equal; else describe what it says."""
+        """Read `formula` as "the position along an axis equals a number": return the number, of a value or constant,
+        and the axis.
+
+        Return as text what else `formula` is. `value` is the mask, whose batch the number may depend on.
+        """
         if isinstance(formula, bool) or formula[0] != "eq":
             return "not an equality of positions"
         terms = formula[1].terms
@@ -226,7 +250,7 @@ class Writes:
             return "not the difference of a position and one number"
         position = self._as_batch(leaf, value)
         if position is None or (axis == 0 and position.rank):
-            return "the position differs along more than the batch"
+            return "a position that differs along more than the batch"
         offset = formula[1].constant * terms[axis]
         return self._algebra.shift(self._algebra.cast(position, torch.int64), -offset), axis
 
@@ -240,7 +264,7 @@ class Writes:
         return self._algebra.reshape(leaf.value, (count,)) if count == value.shape[0] and varying == [batch] else None
 
     def _blended(self, value: Value) -> str | None:
-        """Report a write as cache · (1 - onehot) + rows · onehot."""
+        """Return the reason if `value` is cache · (1 - onehot) + rows · onehot; None for others."""
         factors = [each for product in value.args if product.op == "mul" for each in product.args]
         if len(factors) != 4 or not any(self._is_cache(each) and each.shape == value.shape for each in factors):
             return None

@@ -37,26 +37,40 @@ class Store(Group):
 
     def guard_order(self, order: str) -> None:
         """Refuse an `order` of the rotated lanes in the cache other than halves, the order that the operators write."""
-        require(order == HALF, "the cache keeps rotated lanes in pairs, the operator writes halves")
+        require(
+            order == HALF,
+            "cache of rotated keys: its lanes are in pairs (interleaved order); the operator requires half "
+            "order (j, j + D/2); store the rotated lanes as halves, and rotate queries alike",
+        )
 
     def queries(self, p, rotated, absorbed):
         """Return the terms of the queries that the attention reads: rotated and absorbed."""
         return rotated, absorbed
 
     def restored_queries(self, queries: Any, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """Return the operator's queries in the shapes of the model; `scale` is that of int8 queries."""
+        """Return `query` and `rope`, as the operator gives them, in the shapes of the model; `scale` is that of int8
+        queries.
+        """
         return queries.restored(query, rope)
 
     def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """Return the quantisation arguments of `npu_mla_prolog_v3`; `widths`: lanes of latent and key."""
+        """Return the quantisation arguments of `npu_mla_prolog_v3`: none.
+
+        `widths` are the lanes of latent and key.
+        """
         return {}
 
     def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """Return the quantisation arguments of `npu_kv_rmsnorm_rope_cache_v2`; `widths`: lanes of latent and key."""
+        """Return the quantisation arguments of `npu_kv_rmsnorm_rope_cache_v2`: none.
+
+        `widths` are the lanes of latent and key.
+        """
         return {}
 
     def preprocess_arguments(self, like: Tensor) -> dict[str, Any]:
-        """Return the quantisation arguments of `npu_mla_preprocess`, in the dtype of `like`."""
+        """Return the quantisation arguments of `npu_mla_preprocess`: none; those of int8 pages have the dtype of
+        `like`.
+        """
         return {}
 
 
@@ -65,7 +79,7 @@ class Fresh(Store):
     """Rows in fresh memory, which the model itself joins, writes or attends to."""
 
     def written(self, p, latent, rope):
-        """Return the terms of the rows: nothing is written."""
+        """Return the terms `latent` and `rope`: nothing is written."""
         return latent, rope
 
     def guard(self, tokens: Any) -> None:
@@ -75,7 +89,9 @@ class Fresh(Store):
         """Accept any order: rows in fresh memory can be permuted."""
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
-        """Allocate memory [.., 1, D] for the latents and the rotated keys of `tokens` [.., H]."""
+        """Allocate memory [.., 1, D] for the latents and the rotated keys of `tokens` [.., H], D being `widths`, as
+        `like`.
+        """
         latent, rope = (like.new_empty((*tokens.shape[:-1], 1, width)) for width in widths)
         return latent, rope
 
@@ -88,13 +104,15 @@ class Fresh(Store):
         return None
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Return both rows as the operator gives them."""
+        """Return the rows `latent` and `rope` as the operator gives them."""
         return latent, rope
 
 
 @dataclass(frozen=True)
 class Rows(Store):
-    """Rows at consecutive positions of contiguous caches, which are viewed as consecutive pages."""
+    """Rows at consecutive positions, from `start` on along `axis`, of contiguous caches, viewed as consecutive
+    pages.
+    """
 
     kv_cache: Any = tensor("*C Hckv")
     kr_cache: Any = tensor("*C Dr")
@@ -102,15 +120,23 @@ class Rows(Store):
     axis: Any = attribute()
 
     def written(self, p, latent, rope):
-        """Build the terms of the writes into both caches."""
+        """Build the terms of the writes of `latent` and `rope` into both caches."""
         pairs = ((self.kv_cache, latent), (self.kr_cache, rope))
         return [p.write(cache=cache, rows=p.reshaped(row), start=self.start, axis=self.axis) for cache, row in pairs]
 
     def guard(self, tokens: Any) -> None:
         """Refuse packed tokens, and another number of sequences than the caches have."""
-        require(len(tokens.shape) == 3, "the tokens of all sequences are packed")
+        require(
+            len(tokens.shape) == 3,
+            "tokens: those of all sequences are packed [T, H]; the operator requires [B, S, H] for a "
+            "contiguous cache; keep the dim of sequences, or write to slots of pages",
+        )
         cached = pages.sequences(self.kv_cache, self.start, self.axis)
-        require(tokens.shape[0] == cached, "the caches hold other sequences than the hidden states")
+        require(
+            tokens.shape[0] == cached,
+            "caches: they have another number of sequences than the hidden states; the operator requires the "
+            "same; slice the caches to the sequences of the call",
+        )
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
         """View both caches as pages."""
@@ -126,7 +152,7 @@ class Rows(Store):
         return pages.slots(self.start, batch, rows, self.kv_cache.shape[self.axis], tokens.device)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Reshape both caches to the shapes of the model."""
+        """Reshape the caches of `latent` and `rope`, as the operator returns them, to the shapes of the model."""
         return latent.reshape(self.kv_cache.shape), rope.reshape(self.kr_cache.shape)
 
 
@@ -143,12 +169,16 @@ class Slots(Store):
         """Refuse slots that are not proven, pages of several heads, and lines other than those of NZ."""
         require(
             self.slots is not None,
-            "the place is not proven to lie in its page: slot % Size is; write page = slot // Size "
-            "and place = slot % Size",
+            "slots: a place in a page is not proven to be below its size; the operator requires slots; "
+            "write page = slot // Size and place = slot % Size",
         )
         pages.refuse_others(self.nz_block, self.lanes)
         is_one_head = self.nz_block is not None or all(size == 1 for size in self.kv_cache.shape[2:-1])
-        require(is_one_head, "the pages hold several heads")
+        require(
+            is_one_head,
+            "cache: its pages have several heads; the operator requires [Block, Size, 1, D]; store the latent "
+            "once for all heads",
+        )
 
     def layout(self, tokens: Tensor) -> str:
         """Return "PA_BSND" for pages in rows, "PA_NZ" for pages in NZ."""
@@ -161,7 +191,9 @@ class Slots(Store):
 
 @dataclass(frozen=True)
 class Pages(Slots):
-    """Rows at the same slots of the pages of two caches, in rows or in NZ."""
+    """Rows at the same slots of the pages of two caches, latents `kv_cache` and rotated keys `kr_cache`, in rows or in
+    NZ.
+    """
 
     kr_cache: Any = tensor("*Q")
     nz_block: Any = attribute()
@@ -172,7 +204,7 @@ class Pages(Slots):
         return self.nz_block, self.nz_block
 
     def written(self, p, latent, rope):
-        """Build the terms of the writes into both caches."""
+        """Build the terms of the writes of `latent` and `rope` into both caches."""
         writes = zip((self.kv_cache, self.kr_cache), (latent, rope), self.blocks, strict=True)
         return [
             p.write_pages(cache=to, rows=p.reshaped(row), slots=self.slots, nz_block=block) for to, row, block in writes
@@ -183,7 +215,7 @@ class Pages(Slots):
         return pages.in_rows(self.kv_cache, self.nz_block), pages.in_rows(self.kr_cache, self.nz_block)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Reshape both caches to the shapes of the model."""
+        """Reshape the caches of `latent` and `rope`, as the operator returns them, to the shapes of the model."""
         return latent.reshape(self.kv_cache.shape), rope.reshape(self.kr_cache.shape)
 
 
@@ -198,7 +230,7 @@ class Int8ChannelPages(Pages):
     lanes: ClassVar[int] = pages.NZ_INT8
 
     def written(self, p, latent, rope):
-        """Build the terms of the writes of quantised rows into both caches."""
+        """Build the terms of the writes of `latent` and `rope`, both quantised, into both caches."""
         rows = ((latent, self.kv_scale, self.kv_by), (rope, self.kr_scale, self.kr_by))
         return super().written(p, *(_quantised(p, *each) for each in rows))
 
@@ -237,7 +269,7 @@ class Int8LatentPages(Pages):
         return _quantised(p, latent, self.kv_scale, self.kv_by)
 
     def written(self, p, latent, rope):
-        """Build the terms of the writes into both caches, of the latents in int8."""
+        """Build the terms of the writes of `latent` in int8, and of `rope`, into both caches."""
         return super().written(p, self.quantised(p, latent), rope)
 
     def guard(self, tokens: Any) -> None:
@@ -245,7 +277,11 @@ class Int8LatentPages(Pages):
         super().guard(tokens)
         pages.refuse_others(self.kr_block)
         is_same_layout = (self.nz_block is None) == (self.kr_block is None)
-        require(is_same_layout, "one cache holds rows in lines, the other whole ones")
+        require(
+            is_same_layout,
+            "caches: one of both is in NZ, the other in rows; the operator requires one layout for both; "
+            "allocate both [Block, Size, 1, D], or both [Block, D / 16, Size, 16] (32 lanes in int8)",
+        )
 
     def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
         """Return the inverse scale of latents [C]."""
@@ -264,14 +300,17 @@ class PackedPages(Slots):
     tile: Any = attribute()
 
     def written(self, p, latent, rope):
-        """Build the term of the write of the packed row."""
+        """Build the term of the write of the packed row of `latent` and `rope`."""
         rope = p.reshaped(p.maybe_cast(p.reshaped(rope), to=torch.bfloat16))
         row = p.packed_kv_row(latent=p.reshaped(latent), rope=rope, tile=self.tile)
         return (p.write_pages(cache=self.kv_cache, rows=p.reshaped(row), slots=self.slots, nz_block=None),)
 
     def guard(self, tokens: Any) -> None:
         """Refuse tiles of other than 128 lanes, slots that are not proven, and pages of several heads."""
-        reason = "a line keeps a scale of every {tile} lanes, that of the operator of 128"
+        reason = (
+            "packed rows: each {tile} lanes of the latent share a scale; the operator requires a scale of each "
+            "128 lanes; quantise in tiles of 128"
+        )
         require(self.tile == TILE, reason, tile=self.tile)
         super().guard(tokens)
 
@@ -287,7 +326,7 @@ class PackedPages(Slots):
         return dict(kv_cache_quant_mode=3, k_nope_clip_alpha=alpha, **rows)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Reshape the packed cache to the shape of the model."""
+        """Reshape the packed cache `latent` that the operator returns to the shape of the model; `rope` is empty."""
         return (latent.reshape(self.kv_cache.shape),)
 
 

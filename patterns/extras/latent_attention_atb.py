@@ -57,7 +57,11 @@ class LatentAttentionAtb(SoftmaxAttention):
     def guard(self, encoding: Any, source: Any):
         """Refuse more than four queries of a sequence, and pages of an int8 latent in another layout than NZ."""
         queries: Any = encoding.queries()[0].shape[2]
-        require(isinstance(queries, int) and queries <= atb.ROWS, "a sequence has more than four queries")
+        require(
+            isinstance(queries, int) and queries <= atb.ROWS,
+            "queries: a sequence has more than four; npu_multi_head_latent_attention requires four at most, as "
+            "decoding and speculation have",
+        )
         if isinstance(encoding, Int8ByHead):
             encoding.refuse_blocks(source)
 
@@ -65,11 +69,17 @@ class LatentAttentionAtb(SoftmaxAttention):
     @variants(values=VALUES)
     def structured(self, encoding, source, result, seen, scale, values):
         """Emit npu_multi_head_latent_attention with the mask as lengths of the keys and a causal order."""
-        require(not result.lse, "the log-sum-exp of the scores is used")
+        require(
+            not result.lse, "log-sum-exp: something reads it; this call of npu_multi_head_latent_attention returns none"
+        )
         call, keys = _call(encoding, source, scale)
         counted = seen.count is not None and isinstance(encoding, Int8ByHead)  # `dense` takes floats
         proven = seen.window is None and (seen.mask_kind != "dense" or counted)
-        require(proven, "what the mask lets through is not proven to be causal or a length")
+        require(
+            proven,
+            "mask: it is not proven to be causal or a length of each sequence; npu_multi_head_latent_attention "
+            "requires one of both; write such a mask",
+        )
         q, seen = seen.posed(encoding.queries(), keys)
         y = atb.structured(q, call, keys, seen.spec())
         return viewed(encoding.expanded(seen.restored(y), values), result.view)
@@ -78,10 +88,17 @@ class LatentAttentionAtb(SoftmaxAttention):
     @variants(values=VALUES)
     def ring(self, encoding, source, result, seen, scale, values):
         """Emit npu_multi_head_latent_attention with calc_type_ring, for one query per sequence and the log-sum-exp."""
-        require(result.lse, "nothing uses the log-sum-exp of the scores")
+        require(
+            result.lse,
+            "log-sum-exp: nothing reads it; the ring call of npu_multi_head_latent_attention requires a reader",
+        )
         batch, _, queries = encoding.absorbed.shape[:3]
         one = queries == 1 and seen.window is None and seen.kv_lens is None
-        require(one, "with the log-sum-exp, each sequence has one query, and keys whose number is known before")
+        require(
+            one,
+            "log-sum-exp: a sequence has several queries, or keys whose number data decides; "
+            "npu_multi_head_latent_attention requires one query and a static number of keys beside it",
+        )
         call, keys = _call(encoding, source, scale)
         context = [keys if seen.kv_len is None else seen.kv_len] * batch
         options = dict(calc_type="calc_type_ring", return_lse=True)
@@ -92,10 +109,17 @@ class LatentAttentionAtb(SoftmaxAttention):
     @variants(values=VALUES)
     def dense(self, encoding, source, result, seen, scale, values):
         """Emit npu_multi_head_latent_attention with the mask of the model as an additive tensor."""
-        require(seen.mask is not None, "there is no mask")
+        require(seen.mask is not None, "mask: there is none; this call of npu_multi_head_latent_attention requires one")
         representable = seen.fully_masked_row in BLIND
-        require(representable, "a query without keys gives the mean of all, the operator gives another one")
-        require(isinstance(encoding, Floats), "the kernel reads no mask of int8 queries")
+        require(
+            representable,
+            "mask: a query without visible keys gives the mean of all values; npu_multi_head_latent_attention "
+            "gives another result and requires 0 or NaN; hide keys by -inf, or show each query a key",
+        )
+        require(
+            isinstance(encoding, Floats),
+            "mask: it is a tensor beside int8 queries; npu_multi_head_latent_attention requires floats beside one",
+        )
         y, blind = atb.dense(encoding.queries(), _call(encoding, source, scale)[0], seen.mask)
         y = y.masked_fill(blind[..., None, None], BLIND[seen.fully_masked_row])
         return viewed(encoding.expanded(y, values), result.view)

@@ -33,13 +33,21 @@ class AnyPages(PagesNZ):
 
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse pages in BSND, and NZ blocks of other than `widths` lanes."""
-        require(self.layout == "NZ", "the pages do not hold rows in lines of NZ")
+        require(
+            self.layout == "NZ",
+            "cache: its pages are rows [Block, Size, 1, D]; npu_multi_head_latent_attention requires lines of "
+            "NZ for int8; allocate [Block, D / 32, Size, 32] for the latent, [Block, Dr / 16, Size, 16] for "
+            "rotated keys",
+        )
         super().refuse_blocks(*widths)
 
 
 @dataclass(frozen=True)
 class PagesInOrder(Group):
-    """Pages in NZ without a block table, equally many for each sequence, one sequence after the other."""
+    """Pages of a latent, and of its rotated lanes, in NZ, for an operator without a block table.
+
+    There are equally many for each sequence, one sequence after the other.
+    """
 
     first: Any = tensor("Blocks A Size L")
     second: Any = tensor("Blocks R Size M")
@@ -54,15 +62,27 @@ class PagesInOrder(Group):
             pages.refuse_others(each.shape[-1], width)
 
     def read(self, batch: Any) -> list[Tensor]:
-        """Return the pages of the latent and of the rotated lanes; refuse unequal numbers of pages and strided ones."""
+        """Return the pages of the latent and of the rotated lanes; refuse strided ones, and other than a multiple of
+        `batch`.
+        """
         both, blocks = [self.first, self.second], self.first.shape[0]
-        require(all(each.is_contiguous() for each in both), "the lines of the pages do not lie together")
+        require(
+            all(each.is_contiguous() for each in both),
+            "cache: its pages are not contiguous; npu_multi_head_latent_attention reads them in place and "
+            "requires contiguous ones; allocate the cache contiguous",
+        )
         shared = isinstance(blocks, int) and isinstance(batch, int) and blocks % batch != 0
-        require(not shared, "{blocks} pages are not as many for each of {batch} sequences", blocks=blocks, batch=batch)
+        require(
+            not shared,
+            "cache: {blocks} pages are not the same number for each of {batch} sequences; "
+            "npu_multi_head_latent_attention requires the same number, or a block table",
+            blocks=blocks,
+            batch=batch,
+        )
         return both
 
     def keys(self, batch: Any) -> Any:
-        """Count the keys of each sequence."""
+        """Count the keys of each of `batch` sequences."""
         return self.first.shape[0] * self.first.shape[2] // batch
 
 
@@ -130,14 +150,18 @@ def _free(queries: int, size: int, like: Tensor) -> Tensor:
     """Build the additive mask of mask_type_free, [`size` - 3 + 2 · `queries`, `size`], in the dtype and on the device
     of `like`.
 
-    `size` is the number of rows of a page, `queries` that of the queries of a sequence.
+    `size` is the number of rows of a page, `queries` that of the queries of a sequence. Row r hides the positions of a
+    page from r + 2 - `queries` on: the operator reads it from the row of the last token of the context, see `_bias` of
+    the operator's decomposition.
     """
     shape = (size - 3 + 2 * queries, size)
     return torch.full(shape, HIDDEN, dtype=like.dtype, device=like.device).triu(2 - queries)
 
 
 def dense(q: Parts, call: Call, mask: Tensor) -> Parts:
-    """Compute attention [B, S, N, C] behind `mask` [B | 1, 1, S, T], true where a key is hidden.
+    """Compute attention [B, S, N, C] of `q` behind `mask` [B | 1, 1, S, T], true where a key is hidden.
+
+    `call` has the pages and scales.
 
     Returns:
         The result, and a bool tensor [B, S] that is true for queries without keys.

@@ -28,7 +28,9 @@ from patterns.sparse.indexer.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedL
 
 @dataclass(frozen=True)
 class TurnedLanes(RotatedLanes):
-    """Rotated lanes times a matrix [D, D], in int8 with a float16 scale of each token and head."""
+    """Rotated lanes times a matrix `rotation` [D, D] and a number `factor`, in int8 with a float16 scale of each token
+    and head.
+    """
 
     rotation: Any = tensor("Di Di")
     rotation_is_parameter_only: Any = attribute()
@@ -53,7 +55,10 @@ class TurnedLanes(RotatedLanes):
     def guard(self, what: str) -> None:
         """Refuse lane orders as `RotatedLanes.guard` does, and a `factor` other than 1."""
         super().guard(what)
-        reason = "{what} of the indexer are turned and multiplied by {factor}, in the operator by no number besides"
+        reason = (
+            "{what} of the indexer: they are multiplied by {factor} behind their rotation by the Hadamard "
+            "matrix; npu_lightning_indexer_prolog_pto requires none; fold it into the matrix"
+        )
         require(self.factor == 1, reason, what=what, factor=self.factor)
 
     def matrix(self) -> Tensor:
@@ -73,7 +78,10 @@ class Int8Queries(TurnedLanes):
     is_parameter_only: Any = attribute()
 
     def rows(self, p, lanes, tables):
-        """Return the term of the queries before they are quantised: projected, rotated and multiplied by the matrix."""
+        """Return the term of the queries before they are quantised: projected, rotated and multiplied by the matrix.
+
+        `lanes` and `tables` are those of the rotation, see `RotatedLanes.term`.
+        """
         how = dict(weight=self.weight, scale=self.scale, is_parameter_only=self.is_parameter_only)
         layer = p.int8_matmul(x=self.latent, tokens=self.tokens, dtype=self.layer_dtype, **how)
         return self.turned(p, p.reshaped(layer), lanes, tables, self.layer_dtype, False)
@@ -117,7 +125,10 @@ class HeadWeights(Group):
     def guard(self, lanes: int) -> None:
         """Refuse a `factor` other than 1 / √(N · `lanes`), where `lanes` is the number of lanes of a query."""
         own = (self.weight.shape[0] * lanes) ** -0.5
-        reason = "weights of heads are multiplied by {factor}, by the operator by {own}, which it has compiled in"
+        reason = (
+            "weights of heads: they are multiplied by {factor}; npu_lightning_indexer_prolog_pto requires "
+            "{own}, which it has compiled in"
+        )
         require(math.isclose(self.factor, own, rel_tol=1e-6), reason, factor=self.factor, own=own)
 
 
@@ -156,15 +167,18 @@ class LightningIndexerPrologPto(Rule):
         key, key_scale = keys.quantised(p, p.reshaped(keys.rows(p, x, lanes, tables, heads_first)))
         return query, query_scale, *storage.written(p, key, key_scale), heads.term(p, x)
 
-    @lookalike("queries of the indexer are rounded to float16 before they are quantised, by the operator they are not")
+    @lookalike(
+        "queries of the indexer: they are rounded to float16 before they are quantised; "
+        "npu_lightning_indexer_prolog_pto requires no rounding between; leave the cast out"
+    )
     def rounded(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
         """int8(float16(rope(c W_IQ) H_q))"""
         return queries.quantised(p, p.cast(queries.rows(p, lanes, tables), to=torch.float16))[0]
 
     @lookalike(
-        "int8 queries of an indexer whose scales are not kept in float16, or that stand beside no head weights in "
-        "float16, or beside no keys that are written to slots of pages with their scales in float16: the operator "
-        "gives all of it"
+        "int8 queries of the indexer: their scales are not float16, or no head weights in float16 and no "
+        "keys with float16 scales are written to pages beside them; npu_lightning_indexer_prolog_pto "
+        "requires all of it in one graph"
     )
     def alone(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
         """int8(rope(c W_IQ) H_q) without keys, head weights or writes"""
@@ -172,13 +186,23 @@ class LightningIndexerPrologPto(Rule):
 
     def guard(self, x: Any, queries: Int8Queries, keys: Int8Keys, heads: HeadWeights, lanes: Lanes, storage: Pages):
         """Refuse an epsilon, factor, dtype or lane order that the operator does not have, and NZ pages."""
-        reason = "eps={eps} of the norm of the indexer's keys is not the {own} that the operator has compiled in"
+        reason = (
+            "eps: that of the norm of the indexer's keys is {eps}; npu_lightning_indexer_prolog_pto requires "
+            "{own}, which it has compiled in"
+        )
         require(math.isclose(keys.eps, EPSILON_OF_KEYS, rel_tol=1e-6), reason, eps=keys.eps, own=EPSILON_OF_KEYS)
         queries.guard("queries")
         keys.guard("keys")
-        reason = "queries of the indexer are computed in {dtype}, by the operator in {own}"
+        reason = (
+            "queries of the indexer: their layer is computed in {dtype}; npu_lightning_indexer_prolog_pto "
+            "requires {own}, the dtype of the hidden states; cast its result there"
+        )
         require(queries.layer_dtype == x.dtype, reason, dtype=queries.layer_dtype, own=x.dtype)
-        require(storage.nz_block is None, "the operator keeps pages as rows of tokens, not in blocks of NZ")
+        require(
+            storage.nz_block is None,
+            "cache: its pages are lines of NZ; npu_lightning_indexer_prolog_pto requires rows [Block, Size, 1, "
+            "D]; allocate the cache so",
+        )
         storage.guard(x)
         heads.guard(lanes.end)
 

@@ -35,7 +35,7 @@ EPSILON = 1e-6  # compiled into the kernel
 
 @dataclass(frozen=True)
 class Norm(Group):
-    """Norm of the hidden states."""
+    """The RMS norm of the hidden states before W_DQ and W_DKV: gain `gamma` [He] and `eps`."""
 
     gamma: Any = tensor("He")
     eps: Any = scalar()
@@ -43,10 +43,13 @@ class Norm(Group):
 
 @dataclass(frozen=True)
 class Queries(LatentQueries):
-    """Queries of W8A8 layers."""
+    """Queries of attention over a latent, computed by W8A8 layers: norm of their latent, and lanes of each head."""
 
     def terms(self, p, low, projection, tables):
-        """Build the terms of rotated and absorbed queries; `low` is the layer W_DQ of the hidden states."""
+        """Build the terms of rotated and of absorbed queries, by `tables` and the layers of `projection`.
+
+        `low` is the layer W_DQ of the hidden states.
+        """
         heads = projection.heads(p, self.norm(p, low))
         lanes = p.layer_lanes(layer=heads, width=self.width, start=self.first, heads_first=self.heads_first)
         rotated = rotated_lanes(p, lanes, tables, self, self.gamma, self.heads_first)
@@ -62,7 +65,9 @@ class Int8Pages(Int8LatentPages):
     query_scale: Any = tensor("N")
 
     def queries(self, p, rotated, absorbed):
-        """Build the terms of rotated queries and of absorbed ones, quantised by the scale of each head."""
+        """Return the term `rotated` unchanged, and build that of the queries `absorbed` in int8 by the scale of each
+        head.
+        """
         return rotated, p.quantise(x=absorbed, scale=self.query_scale, scheme="head")
 
     def quantised(self, p, latent):
@@ -72,9 +77,17 @@ class Int8Pages(Int8LatentPages):
 
     def guard(self, tokens: Any) -> None:
         """Refuse pages in BSND, and a zero point of the latent."""
-        require(None not in self.blocks, "the pages hold whole rows, not lines of NZ")
+        require(
+            None not in self.blocks,
+            "cache: its pages are rows [Block, Size, 1, D]; npu_mla_preprocess requires lines of NZ for an "
+            "int8 latent; allocate [Block, D / 32, Size, 32]",
+        )
         super().guard(tokens)
-        require(self.kv_shift == 0, "the latent is stored with a zero point")
+        require(
+            self.kv_shift == 0,
+            "latent: it is stored with a zero point; npu_mla_preprocess requires round(latent / scale); "
+            "quantise symmetrically",
+        )
 
     def preprocess_arguments(self, like: Tensor) -> dict[str, Any]:
         """Return ctkv_scale, by which the latent is divided, and q_nope_scale, by which the queries are multiplied."""
@@ -116,11 +129,19 @@ class MlaPreprocess(Rule):
         return *storage.queries(p, rotated, absorbed), *storage.written(p, *rows)
 
     def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
-        """Refuse layouts and layers that the operator does not take, and norms with another epsilon than 1e-6."""
+        """Refuse norms with another epsilon than 1e-6, heads and rows with other lanes, rotated lanes that the cache
+        has in pairs.
+
+        And what `projection` (biases) and `storage` (slots, NZ blocks) refuse.
+        """
         queries.guard(row)
         row.guard(projection.dkv)
         for eps in (norm.eps, queries.eps, row.eps):
-            require(eps == EPSILON, "a norm adds {eps}, the kernel of npu_mla_preprocess 1e-6", eps=eps)
+            require(
+                eps == EPSILON,
+                "eps: a norm adds {eps}; npu_mla_preprocess requires 1e-6, which its kernel has compiled in",
+                eps=eps,
+            )
         projection.guard()
         storage.guard_order(row.result)
         storage.guard(x)
@@ -223,6 +244,10 @@ def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
 
 def _nz(weight: Tensor) -> Tensor:
     """Arrange `weight` [out, in] as [1, in / 32, out, 32] in FRACTAL_NZ."""
-    require(weight.shape[1] % NZ_INT8 == 0, "the weights do not fill lines of 32 numbers")
+    require(
+        weight.shape[1] % NZ_INT8 == 0,
+        "weights: their rows or columns are no multiple of 32; npu_mla_preprocess requires that for NZ in "
+        "int8; pad them",
+    )
     blocks = weight.unflatten(1, (-1, NZ_INT8)).transpose(0, 1)
     return torch.ops.npu.npu_format_cast(blocks.contiguous()[None], NZ)

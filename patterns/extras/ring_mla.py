@@ -37,11 +37,11 @@ class Alone(Group):
         return attended(output_view=self.view), lse
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of npu_ring_mla that depend on the results of other keys."""
+        """Return the arguments of npu_ring_mla that depend on the results of other keys: only that there are none."""
         return dict(calc_type="calc_type_first_ring")
 
     def restored(self, y: Tensor) -> Tensor:
-        """Return the output of the rule, given output `y` [B, N, S, E] of the operator."""
+        """Return the output in the view of the model, given output `y` [B, N, S, E] of the operator."""
         return viewed(y, self.view)
 
 
@@ -59,7 +59,11 @@ class Merged(Group):
     view: Any = attribute()
 
     def terms(self, p, attended, lse, like):
-        """Return the terms of out' in the dtype of `like`, with out built by `attended`, and of lse'."""
+        """Return the terms of the merged output, in the dtype of `like`, and of its log-sum-exp: out' and lse' of this
+        module.
+
+        `attended` builds the output of these keys; `lse` is the term of its log-sum-exp.
+        """
         out = p.reshaped(attended(output_view=self.view))
         top = p.op("aten.maximum.default", self.lse, lse)
         old, new = p.op("exp", self.lse - top), p.op("exp", lse - top)
@@ -108,11 +112,29 @@ class RingMla(SoftmaxAttention):
         rows, keys = q.shape[2], k.shape[2]
         numbers = all(isinstance(each, int) for each in (q.shape[0], rows, keys))
         every = seen.window is None and seen.kv_len is None and seen.kv_lens is None
-        require(every, "only a part of the keys is seen")
-        require(seen.mask_kind != "dense", "what the mask lets through is not proven to be causal")
-        require(seen.mask_kind == "none" or rows == keys, "the causal order is not that of a square")
-        require(numbers and rows <= keys, "there are fewer keys than queries, or their numbers are not known before")
-        require(q.shape[3] > v.shape[3], "queries have no lanes beside as many as values have")
+        require(
+            every,
+            "keys: a window or a length leaves some out; npu_ring_mla requires all keys of a part; slice the keys",
+        )
+        require(
+            seen.mask_kind != "dense",
+            "mask: it is not proven to be causal; npu_ring_mla requires no mask or a causal one",
+        )
+        require(
+            seen.mask_kind == "none" or rows == keys,
+            "mask: it is causal with other numbers of queries and keys; npu_ring_mla requires as many queries "
+            "as keys under a causal mask; merge the part without a mask and the causal part apart",
+        )
+        require(
+            numbers and rows <= keys,
+            "keys: there are fewer than queries, or the numbers of both are symbolic; npu_ring_mla requires at "
+            "least as many keys as queries, in static numbers",
+        )
+        require(
+            q.shape[3] > v.shape[3],
+            "queries: they have no more lanes than values; npu_ring_mla requires rotated lanes behind as many "
+            "as values have",
+        )
 
     @lowering
     def run(self, q, k, v, others, seen, scale):
@@ -124,7 +146,8 @@ class RingMla(SoftmaxAttention):
 def _ring_mla(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **options: Any) -> Parts:
     """Call npu_ring_mla on `q` [B, N, S, D], `k` [B, M, T, D] and `v` [B, M, T, E]; return output and log-sum-exp.
 
-    `options` are the arguments that depend on the results of other keys. The results are [B, N, S, E] and [B, N, S, 1].
+    `scale` multiplies the scores; `causal` hides later keys, of as many as queries. `options` are the arguments that
+    depend on the results of other keys. The results are [B, N, S, E] and [B, N, S, 1].
     """
     batch, heads, rows = q.shape[:3]
     width: Any = v.shape[3]

@@ -43,7 +43,7 @@ LISTED, EPSILON = 2048, 1e-5
 
 @dataclass(frozen=True)
 class IndexKeys(RotatedLanes):
-    """Keys of an indexer, a layer norm of a linear layer of x, and the pages that they are written to."""
+    """Keys of an indexer, a layer norm of a linear layer of x, and the pages `cache` that they are written to."""
 
     weight: Any = tensor("Di He")
     gamma: Any = tensor("Di")
@@ -118,7 +118,9 @@ class OneTable(Group):
 
 @dataclass(frozen=True)
 class Heads(Group):
-    """Queries of heads, W_UK and W_UV, where the model projects by them in the graph, see `Plain`."""
+    """Queries [B, N, S, D] with W_UK, and W_UV, where the graph has the products with these; see `Floats` of latent
+    attention.
+    """
 
     nope: Any = tensor("B N S D", optional=True, needed=False)
     up_key: Any = tensor("N D C", optional=True, needed=False)
@@ -127,7 +129,9 @@ class Heads(Group):
 
 @dataclass(frozen=True)
 class Prolog(Group):
-    """Projections, rotations and writes of the latent before attention, see `MlaProlog`."""
+    """The prolog before attention as in `MlaProlog`: layers, queries, row of a token, rotation tables, and pages to
+    write.
+    """
 
     projection: Any = FloatLayers
     queries: Any = Queries
@@ -138,7 +142,9 @@ class Prolog(Group):
 
 @dataclass(frozen=True)
 class Index(Group):
-    """The indexer, which lists `count` keys for each query."""
+    """The indexer: its queries, its keys, the lanes of both that are rotated, and `count`, the number of keys that it
+    lists.
+    """
 
     queries: Any = IndexQueries
     keys: Any = IndexKeys
@@ -148,7 +154,7 @@ class Index(Group):
 
 @dataclass(frozen=True)
 class Attended(Group):
-    """Attention over the listed keys."""
+    """Attention over the listed keys: block table, queries, list, mask, result, and scale of the scores."""
 
     table: Any = OneTable
     heads: Any = Heads
@@ -193,15 +199,19 @@ class SparseAttentionPto(Rule):
         return encoding.terms(p, table.terms(p, kv, kr), attended.result, captures), kv, kr, written
 
     def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):
-        """Refuse what the operator has compiled in otherwise, and masks without a length of each sequence.
+        """Refuse what the operator has compiled in otherwise, masks without a length of each sequence, and queries
+        without keys.
 
-        Compiled in are epsilons, factors, lane orders, layouts of pages, and `LISTED`, the length of a list.
+        Compiled in are scale, epsilons, factors of 1, lane orders, layouts of pages, and `LISTED`, the length of a
+        list.
         """
         projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
         refuse_nz(attended.table.layout, attended.table.index_layout)
         latent, rope = row.widths
         own = (latent + rope) ** -0.5
-        reason = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"
+        reason = (
+            "scale: scores are multiplied by {scale}; npu_sparse_attention_pto requires {own}, which it has compiled in"
+        )
         require(math.isclose(attended.scale, own, rel_tol=1e-6), reason, scale=attended.scale, own=own)
         norms = (
             ("the queries' norm", queries.eps, EPSILON),
@@ -209,21 +219,37 @@ class SparseAttentionPto(Rule):
             ("the norm of the indexer's keys", index.keys.eps, EPSILON_OF_KEYS),
         )
         for what, eps, compiled in norms:
-            reason = "eps={eps} of {what} is not the {compiled} that the operator has compiled in"
+            reason = (
+                "eps: that of {what} is {eps}; npu_sparse_attention_pto requires {compiled}, which it has compiled in"
+            )
             require(math.isclose(eps, compiled, rel_tol=1e-6), reason, eps=eps, what=what, compiled=compiled)
-        reason = "{count} keys are listed, by the operator {listed}, which it has compiled in"
+        reason = (
+            "index_topk: {count} keys are listed; npu_sparse_attention_pto requires {listed}, which it has compiled in"
+        )
         require(index.count == LISTED, reason, count=index.count, listed=LISTED)
         ones = projection.factor(queries.factor) == row.factor == 1
-        require(ones, "a latent is multiplied by a number, by the operator by none")
+        require(
+            ones,
+            "latent: it is multiplied by a number behind its norm; npu_sparse_attention_pto requires none; "
+            "fold it into the weight of the norm",
+        )
         listing = attended.listing
         own_lens = (
-            "each query sees keys up to a place of its own, and the last of its sequence is not proven to stand within "
-            "the pages that are gathered: the operator counts from the last one, and reads as many keys"
+            "mask: the last visible key of a sequence is not proven to be within the gathered pages; "
+            "npu_sparse_attention_pto counts keys from the last one and requires that; clamp lengths to "
+            "the pages"
         )
         require(listing.row_lens is None, own_lens)
         has_length = listing.kv_lens is not None or listing.kv_len is not None
-        require(has_length, "nothing says how many keys the sequences have, which the operator reads from a tensor")
-        left = "a query that may see no key is left as it was by the operator, which writes nothing there"
+        require(
+            has_length,
+            "lengths: none of the sequences has one in a tensor; npu_sparse_attention_pto requires the number "
+            "of keys of each sequence [B]; mask keys by such lengths",
+        )
+        left = (
+            "mask: a query may see no key, which npu_sparse_attention_pto leaves unwritten; it requires a "
+            "visible key for each query; clamp lengths at 1"
+        )
         require(listing.every_row_nonempty, left)
         queries.guard(row)
         projection.guard_row(row)
@@ -246,7 +272,11 @@ class SparseAttentionPto(Rule):
         x = x.reshape(table.block_table.shape[0], -1, x.shape[-1])  # of tokens that the model may have packed
         x, dq, uq, up, dkv, gain_q, gain, sin, cos = read(x, projection, queries, row, prolog.tables)
         mode, lengths = attended.listing.lengths(x, table.block_table.shape[1] * table.size, None)
-        require(mode == 3 or x.shape[1] == 1, "each query sees the keys of those behind it too")
+        require(
+            mode == 3 or x.shape[1] == 1,
+            "mask: each query sees keys behind it; npu_sparse_attention_pto requires a causal order; mask keys "
+            "behind the query",
+        )
         kv_cache, kr_cache = storage.caches(x, row.widths, up)
         weights = (prepared(each) for each in (index.queries.weight, keys.weight, index.queries.head_weight))
         y, kv, kr, written = torch.ops.custom_pypto.npu_sparse_attention_pto.functional(

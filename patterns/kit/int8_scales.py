@@ -36,8 +36,18 @@ def exact_scale(scale: Tensor | None, by: float, like: Tensor) -> Tensor:
     """
     if scale is None:
         ulps = math.frexp(by)[0] * 2 / torch.finfo(like.dtype).eps
-        require(abs(ulps - round(ulps)) < 1e-9, "the dtype of x does not hold the scale {by} as it is", by=by)
+        require(
+            abs(ulps - round(ulps)) < 1e-9,
+            "scale: it is {by}, which the dtype of x rounds; the operator requires a scale that is exact in "
+            "the dtype of x; choose such a number (a power of two), or pass a tensor in the dtype of x",
+            by=by,
+        )
         return torch.full((1,), by, dtype=like.dtype, device=like.device)
     same = scale.dtype == like.dtype and by == 1
-    require(same, "a scale of {dtype} is not one in the dtype of x, as the operator takes it", dtype=scale.dtype)
+    require(
+        same,
+        "scale: it is {dtype}, or multiplied by a number; the operator requires it in the dtype of x, as it "
+        "is; store it in the dtype of x",
+        dtype=scale.dtype,
+    )
     return scale

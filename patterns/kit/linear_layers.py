@@ -15,7 +15,11 @@ Parts = tuple[Value, Value, "Value | None"]
 
 
 def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
-    """Read `value` as a floating-point linear layer; returns x, weight and bias or None."""
+    """Read `value` as a floating-point linear layer, also below reshapes of rows and a factor: x, weight, and bias or
+    None.
+
+    None for other values, and for a scaled layer whose scaled weight no node in `places` computes.
+    """
     if value.op == "matmul" and is_float(value):
         x, y = value.args
         plain = all(size == 1 for size in y.shape[:-2]) and value.rank == x.rank

@@ -68,7 +68,10 @@ class Scores(Group):
         return head_projection.expanded(self.nope.transpose(1, 2), self.up, projected)
 
     def computed(self, latent_rows: Rows, projected: str) -> Tensor:
-        """Compute the scores [B, N, S, T] as products of N · S queries with the latent and with the rotated key."""
+        """Compute the scores [B, N, S, T] as products of N · S queries with the latent and with the rotated key.
+
+        `latent_rows` has the latent, `projected` chooses the operator for W_UK, see `queries`.
+        """
         absorbed, latent, dtype = self.queries(projected), latent_rows.latent, latent_rows.dtype
         batch, heads = absorbed.shape[:2]
         pairs = [(absorbed, latent)] if self.rope is None else [(self.rope, self.k_rope), (absorbed, latent)]
@@ -92,7 +95,10 @@ class Context(Group):
         return p.latent_context(weights=self.weights, up=self.up, **latent_rows.captures())
 
     def computed(self, latent_rows: Rows, projected: str) -> Tensor:
-        """Compute (weights · latent) · W_UV [B, N, S, E]."""
+        """Compute (weights · latent) · W_UV [B, N, S, E].
+
+        `latent_rows` has the latent, `projected` chooses the operator for W_UV, see `head_projection.expanded`.
+        """
         (batch, heads), dtype = self.weights.shape[:2], latent_rows.dtype
         weights = self.weights.to(dtype).flatten(1, 2)
         y = torch.bmm(weights, latent_rows.read(latent_rows.latent, batch)).unflatten(1, (heads, -1))
@@ -120,7 +126,10 @@ class Sdpa(Scores):
         return p.latent_sdpa(**vars(self), **latent_rows.captures())
 
     def computed(self, latent_rows: Rows, projected: str) -> Tensor:
-        """Compute the call with the latent as the single head of keys and values, and N · S queries: [B, N, S, E]."""
+        """Compute the call with the latent as the single head of keys and values, and N · S queries: [B, N, S, E].
+
+        `latent_rows` has the latent, `projected` chooses the operator for W_UK and W_UV.
+        """
         q = self.queries(projected)
         batch, heads, queries, width = q.shape
         k = latent_rows.read(latent_rows.latent, batch)

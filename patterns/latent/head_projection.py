@@ -39,7 +39,7 @@ class HeadProjection(Rule):
     @lowering
     def first(self, x, weight, output_view):
         """Emit npu_transpose_batchmatmul on x of one sequence as [N, S, K], a view if heads are first in memory."""
-        require(x.shape[0] == 1, "the heads of each sequence stand apart")
+        require(x.shape[0] == 1, "x: there are several sequences; a view [N, S, K] requires one")
         return viewed(project_heads(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), output_view)
 
 
@@ -66,6 +66,6 @@ def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
         if up is None:
             return y.transpose(1, 2)
         return torch.bmm(y.flatten(0, 1).transpose(0, 1), up.contiguous()).unflatten(1, y.shape[:2]).transpose(0, 1)
-    require(up is not None, "the model itself expands the result")
+    require(up is not None, "result: the model multiplies it by W_UV itself; this call requires W_UV in the same match")
     assert up is not None
     return project_heads(y, up, values == "heads first").transpose(1, 2)

@@ -74,16 +74,16 @@ class Activation(Rule):
 
     @variants(bounds=BOUNDS)
     @lookalike(
-        "gate and up are in the wrong order; the operator requires the gate in the first half, "
-        "or lanes; exchange both in the weight of their projection"
+        "gate, up: the first half, or lane, is up; npu_swiglu requires the gate there; exchange both in "
+        "the weight of their projection"
     )
     def swapped(self, p, bounds, source: Any = Merged):
         """y = a · silu(b), with the gate in the second half or in odd lanes"""
         return activated(p, bounds, source.terms(p, gate_first=False), source.like)
 
     @lookalike(
-        "the gate is multiplied by {factor} before silu; npu_swiglu requires silu of the gate "
-        "as it is; multiply the weight of its projection by {factor} instead"
+        "gate: it is multiplied by {factor} before silu; npu_swiglu requires silu of the gate as it is; "
+        "multiply the weight of its projection by {factor} instead"
     )
     def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
         """silu(factor · a) · b"""
@@ -92,8 +92,9 @@ class Activation(Rule):
 
     @variants(source=SOURCES)
     @lookalike(
-        "the gate is multiplied by a tensor before silu; the operator multiplies neither half of its input; where that "
-        "tensor has one number for each channel, multiply the weight of the projection of the gate by it instead"
+        "gate: it is multiplied by a tensor before silu; npu_swiglu requires it as it is; where that "
+        "tensor has one number for each channel, multiply the weight of the projection of the gate by it "
+        "instead"
     )
     def factor_of_gate(self, p, source, factor=tensor("*F")):
         """silu(a · tensor) · b"""
@@ -103,8 +104,8 @@ class Activation(Rule):
 
     @variants(source=SOURCES)
     @lookalike(
-        "silu of the gate, or up, is multiplied by another tensor before both are multiplied with each other; the "
-        "operator multiplies them alone; write (silu(gate) * up) * factor"
+        "gate, up: one of silu(gate) and up is multiplied by another tensor before their product; "
+        "npu_swiglu requires them alone; write (silu(gate) * up) * factor"
     )
     def factor_between(self, p, source, factor=tensor("*F")):
         """(silu(a) · tensor) · b"""
@@ -112,9 +113,8 @@ class Activation(Rule):
         return p.maybe_cast(p.silu(gate), to=source.like) * up * factor
 
     @lookalike(
-        "gate and up are other slices of one tensor than the first and second halves of its "
-        "last dim; npu_swiglu requires these; order the rows of the weight of their projection "
-        "so"
+        "gate, up: they are other slices of one tensor than the halves of its last dim; npu_swiglu "
+        "requires these; order the rows of the weight of their projection so"
     )
     def slices(self, p, x=tensor("*B D")):
         """silu(a) · b of any two slices of one tensor"""
@@ -122,8 +122,8 @@ class Activation(Rule):
         return p.maybe_cast(p.silu(gate), to=x) * up
 
     @lookalike(
-        "gate and up are projections of different inputs; npu_swiglu requires both in one "
-        "tensor, as one matmul gives them of one input",
+        "gate, up: they are projections of different inputs; npu_swiglu requires both in one tensor, as "
+        "one matmul gives them of one input; project both from one input",
         apart=("source.x", "z"),
     )
     def two_inputs(self, p, z=tensor("*B J"), source: Any = Projected):
@@ -133,27 +133,34 @@ class Activation(Rule):
 
     @variants(bounds=BOUNDS)
     @lookalike(
-        "gate and up are neither the halves, or lanes, of one tensor nor two linear layers of one input; the operator "
-        "reads both from one tensor",
+        "gate, up: they are neither halves, or lanes, of one tensor nor two linear layers of one input; "
+        "npu_swiglu requires them in one tensor; write one linear layer for both, and chunk(2, -1)",
         apart=("gate", "up"),
     )
     def two_tensors(self, p, bounds, gate=tensor("*B D"), up=tensor("*B D")):
         """silu(a) · b of any two tensors"""
         return activated(p, bounds, (p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)), gate)
 
-    @lookalike("the gate is clamped behind silu; npu_clipped_swiglu requires the bound before silu")
+    @lookalike(
+        "gate: it is clamped behind silu; npu_clipped_swiglu requires the bound before silu; clamp the gate before silu"
+    )
     def behind_silu(self, p, gate=tensor("*B D"), up=tensor("*B D"), bounds: Any = Clipped):
         """clamp(silu(a)) · clamp(b)"""
         activated = p.maybe_cast(p.silu(p.maybe_cast(gate, to=f32)), to=gate)
         return p.clip(activated, bounds.floor, bounds.limit) * bounds.linear(p, p.maybe_cast(up, to=f32))
 
-    @lookalike("the gate is gelu, not silu; npu_swiglu computes silu alone")
+    @lookalike(
+        "gate: it goes through gelu; npu_swiglu requires silu, and no operator here computes gelu(gate) * up; "
+        "nothing to change"
+    )
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
         """gelu(a) · b"""
         return p.op("gelu", gate) * up
 
     def guard(self, source: Any, bounds: Any):
-        """Refuse bounds, lanes and weights that the operator or a concatenation cannot take."""
+        """Refuse bounds that the operator does not compute, alternate lanes that it does not read, and weights joined
+        per call.
+        """
         bounds.refuse(source.interleaved)
         source.refuse()
 

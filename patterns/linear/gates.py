@@ -79,7 +79,7 @@ class MergedWide(Merged):
 
 @dataclass(frozen=True)
 class Projected(Group):
-    """Gate and up as linear layers of one input."""
+    """Gate and up as linear layers of one input `x`, with weights `gate` [H, K] and `up` [H, K]."""
 
     x: Any = tensor("*B K")
     gate: Any = tensor("H K")
@@ -121,8 +121,8 @@ class Projected(Group):
         require(fixed, NOT_PARAMETERS)
         require(
             (self.gate_bias is None) == (self.up_bias is None),
-            "only one of gate and up has a bias; one matmul of both requires a bias of each; give "
-            "the other projection a bias of zeros",
+            "bias: one of gate and up alone has one; one matmul of both requires a bias of each; give the "
+            "other projection a bias of zeros",
         )
 
     def bias(self) -> Tensor | None:
@@ -158,7 +158,7 @@ class Int8Projected(Projected):
 
     @property
     def like(self) -> Any:
-        """The dtype of the result."""
+        """The dtype of the result, where other sources give a tensor in it."""
         return self.dtype
 
     def refuse(self) -> None:
@@ -186,15 +186,17 @@ class Unbounded(Group):
         return up
 
     def refuse(self, interleaved: bool) -> None:
-        """Refuse alternate lanes."""
+        """Refuse gate and up that alternate lane by lane, if `interleaved`: npu_swiglu reads halves."""
         require(
             not interleaved,
-            "gate and up are every second lane of one tensor; npu_swiglu requires its halves; "
-            "order the rows of the weight of their projection so",
+            "gate, up: they are every second lane of one tensor; npu_swiglu requires its halves; order the "
+            "rows of the weight of their projection so",
         )
 
     def run(self, merged: Tensor, interleaved: bool) -> Tensor:
-        """Emit npu_swiglu on gate and up `merged` [*B, 2 · H]."""
+        """Emit npu_swiglu on gate and up `merged` [*B, 2 · H], which are halves: `refuse` excludes
+        `interleaved` ones.
+        """
         return torch.ops.npu.npu_swiglu(merged, -1)
 
 
@@ -227,19 +229,22 @@ class Clipped(Group):
         return p.clip(up, self.low, self.high)
 
     def refuse(self, interleaved: bool) -> None:
-        """Refuse bounds that npu_clipped_swiglu does not have."""
+        """Refuse bounds that npu_clipped_swiglu does not have; it takes `interleaved` lanes and halves."""
         require(
             self.floor == -math.inf,
-            "the gate is clamped from below as well, at {floor}; npu_clipped_swiglu requires an "
-            "upper bound alone; leave the lower one out",
+            "gate: it is clamped from below as well, at {floor}; npu_clipped_swiglu requires an upper "
+            "bound alone; leave the lower one out",
             floor=self.floor,
         )
         symmetric = (self.low, self.high) == (-self.limit, self.limit)
-        between = "up is clamped between {low} and {high}, where the operator has one limit for gate and up: {limit}"
+        between = (
+            "up: it is clamped between {low} and {high}; npu_clipped_swiglu requires ±{limit}, the limit of "
+            "the gate; clamp up by that"
+        )
         require(symmetric, between, low=self.low, high=self.high, limit=self.limit)
 
     def run(self, merged: Tensor, interleaved: bool) -> Tensor:
-        """Emit npu_clipped_swiglu on gate and up `merged` [*B, 2 · H]."""
+        """Emit npu_clipped_swiglu on gate and up `merged` [*B, 2 · H], halves or `interleaved` lane by lane."""
         return torch.ops.npu.npu_clipped_swiglu(
             merged, dim=-1, alpha=self.alpha, limit=self.limit, bias=self.shift, interleaved=interleaved
         )
@@ -262,6 +267,9 @@ BOUNDS: tuple[Any, ...] = (Unbounded, Clipped, Shifted)
 
 
 def activated(p: Any, bounds: Any, terms: tuple[Any, Any], like: Any) -> Any:
-    """Match the activated gate, in the dtype of `like` or not, times the other factor."""
+    """Match the activated gate times the other factor, the pair `terms`, by the functions of `bounds`.
+
+    The activated gate may be cast to the dtype of `like` before the product.
+    """
     gate, up = terms
     return p.maybe_cast(bounds.gated(p, gate), to=like) * bounds.linear(p, up)

@@ -31,5 +31,5 @@ class Gelu(Rule):
 
     @lowering
     def gelu(self, x: Tensor, approximate: str):
-        """Emit gelu of torch for tanh, npu_gelu for erf."""
+        """Emit torch's gelu if `approximate` is "tanh", else npu_gelu, which computes erf."""
         return F.gelu(x, approximate="tanh") if approximate == "tanh" else torch.ops.npu.npu_gelu(x)

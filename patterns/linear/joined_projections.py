@@ -16,8 +16,8 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, lowering, pattern, require, tensor
 
 NOT_PARAMETERS = (
-    "the weights do not come from Parameters alone: joining them would cost a copy at every call; pass them as "
-    "Parameters of the module"
+    "weights: they are no Parameters of the module, or computed from inputs; one matmul of all requires "
+    "Parameters, as joining others costs a copy at every call; register them as Parameters"
 )
 
 

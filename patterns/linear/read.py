@@ -52,7 +52,11 @@ def linears(graph: Graph) -> Iterator[Annotation]:
 
 
 def _distinct(layers: Mapping[Value, Parts], places: Places) -> list[Value]:
-    """List each of `layers` once: not its reshaped results, and with its bias unless used without."""
+    """List the results of `layers` that stand for different layers of the model.
+
+    A reshape of a result stands for the same layer, as does a result with the bias: it is listed instead, unless the
+    one without is used as well. `places` has the nodes of each value.
+    """
     layer_of = {node: value for value in layers for node in places[value]}
     chosen: dict[Value, None] = {}
     canonical: dict[Value, Value] = {}

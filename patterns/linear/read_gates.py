@@ -94,16 +94,27 @@ def _gates(sigmoid: Value, factors: set[Value]) -> bool:
 
 
 def _why_no_silu(gate: Value, factors: set[Value]) -> str:
-    """Return the reason why a sigmoid of `gate`, multiplied by `factors`, is no silu; "" if it is, or no gate."""
+    """Return the reason why the product of `factors`, with a sigmoid of `gate` among them, is no silu; "" if there is
+    none.
+
+    The gate is no factor, so that its sigmoid stands alone, or it is scaled in the sigmoid only.
+    """
     if _factors(gate) <= factors:  # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
         return ""
     if gate.op != "scale" or not _factors(gate.arg) <= factors:
         return (
-            "the gate is a plain sigmoid; npu_swiglu requires silu, gate · sigmoid(gate), and this "
-            "package emits no operator for sigmoid(gate) · up"
+            "gate: it is a sigmoid alone; npu_swiglu requires silu, gate * sigmoid(gate), and no operator "
+            "here computes sigmoid(gate) * up; nothing to change"
         )
     is_gate = len(factors) > 2 and gate.arg.op != "clip"  # else another rule reports it, or there is no other factor
-    return f"the gate is multiplied by {gate.attrs[0]} in the sigmoid, not in silu" if is_gate else ""
+    return (
+        (
+            f"gate: it is multiplied by {gate.attrs[0]} in the sigmoid alone; npu_swiglu requires silu, gate * "
+            "sigmoid(gate); multiply the weight of its projection, or leave the factor out"
+        )
+        if is_gate
+        else ""
+    )
 
 
 def _factors(value: Value) -> set[Value]:

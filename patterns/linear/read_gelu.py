@@ -19,7 +19,7 @@ _K = math.sqrt(2 / math.pi)
 _POLYNOMIALS: Mapping[str, Mapping[int, float]] = {"tanh": {1: _K, 3: _K * 0.044715}, "none": {1: math.sqrt(0.5)}}
 """The coefficients of the operand of the function, by power of x."""
 _NEAR = 1e-6
-_OTHER = "the tanh or erf is of {said}, where gelu has it of {meant}"
+_OTHER = "gelu: the argument of its tanh or erf is {said}; torch's gelu requires {meant}; write F.gelu if that is meant"
 
 Terms = dict[int, float]
 
@@ -38,7 +38,7 @@ def written_gelus(graph: Graph) -> Iterator[Annotation]:
 
 
 def _inside(behind: Value) -> Value | None:
-    """Return the tanh or erf to which 1 is added; None for others."""
+    """Return the tanh or erf f of `behind` = 1 + f; None for others."""
     return behind.arg if (behind.op, behind.attrs) == ("shift", (1.0,)) and behind.arg.op in _APPROXIMATE else None
 
 

@@ -36,7 +36,7 @@ class RmsNorm(Gain):
     """x / sqrt(mean(x²) + eps), times a gain."""
 
     def term(self, p, x, eps):
-        """Match the RMS norm of `x`."""
+        """Match the RMS norm of `x` with `eps` and this gain."""
         return p.rms_norm(x=x, **vars(self), eps=eps)
 
 
@@ -48,7 +48,7 @@ class LayerNorm(Group):
     beta: Any = GAIN
 
     def term(self, p, x, eps):
-        """Match the layer norm of `x`."""
+        """Match the layer norm of `x` with `eps`, this gain and bias."""
         return p.layer_norm(x=x, **vars(self), eps=eps)
 
     def remark(self, x: Any, operator: str) -> str:
@@ -107,8 +107,8 @@ class AddNorm(Rule):
 
     @variants(norm=(RmsNorm, LayerNorm))
     @lookalike(
-        "one addend is broadcast or scaled; the operator requires two tensors of the same "
-        "shape and adds them as they are"
+        "addends: one of them is broadcast or multiplied; the operator requires two tensors of the same "
+        "shape, added as they are; expand or multiply it before the sum, or leave both norms as they are"
     )
     def other_sum(self, p, norm, a=tensor("*A"), b=tensor("*C"), eps=scalar()):
         """norm(a + b) of addends that are broadcast or scaled"""
@@ -124,7 +124,7 @@ class AddNorm(Rule):
         """Emit npu_add_rms_norm, with the gain in the dtype of the addends."""
         require(
             a.dtype == b.dtype,
-            "the addends have different dtypes; the operator requires one; cast one of them to that of the other",
+            "addends: their dtypes differ; the operator requires one; cast one of them to that of the other",
         )
         gain = norm.like(a)
         with rounding("the sum of the addends", total, a.dtype):
@@ -137,8 +137,7 @@ class AddNorm(Rule):
         """Emit npu_add_layer_norm, with weight and bias both in the dtype of the addends or both in float32."""
         require(
             a.dtype == b.dtype,
-            "the addends of the norm have different dtypes; the operator requires one; cast one of "
-            "them to that of the other",
+            "addends: their dtypes differ; the operator requires one; cast one of them to that of the other",
         )
         gamma = unit_gain(a) if norm.gamma is None else norm.gamma
         lines = gamma, torch.zeros_like(unit_gain(a)) if norm.beta is None else norm.beta

@@ -34,18 +34,15 @@ class Alone(Group):
     x: Any = tensor("*B D")
 
     def terms(self, p, gain, eps):
-        """Match the norm, without other results."""
+        """Match the RMS norm of x with `gain` and `eps`; there are no other results."""
         return p.rms_norm(x=self.x, **vars(gain), eps=eps), ()
 
 
 @dataclass(frozen=True)
 class RoundedSum(Group):
-    """A norm of the sum a + b, rounded as the next layer uses it.
+    """A norm of the sum a + b in the dtype that the next layer reads.
 
-    Attributes:
-        a: the first addend.
-        b: the second addend.
-        total: the dtype in which the model has the sum.
+    Attributes: a: the first addend. b: the second addend. total: the dtype in which the model has the sum.
     """
 
     a: Any = tensor("*B D")
@@ -53,28 +50,28 @@ class RoundedSum(Group):
     total: Any = attribute()
 
     def terms(self, p, gain, eps):
-        """Match the norm, and the sum."""
+        """Match the RMS norm of a + b with `gain` and `eps`, and the sum as another result."""
         s = p.typed(self.a + self.b, self.total)
         return p.rms_norm(x=s, **vars(gain), eps=eps), (s,)
 
 
 @dataclass(frozen=True)
 class Float32Sum(RoundedSum):
-    """A norm of the sum a + b in float32, which is rounded for the next layer afterwards."""
+    """A norm of the sum a + b in float32; both are rounded to the dtype of the addends afterwards."""
 
     def terms(self, p, gain, eps):
-        """Match the norm, rounded, and the sum, rounded."""
+        """Match `norm` of the sum in float32, rounded, and the sum, rounded, as another result."""
         s = p.typed(float32_sum(p, self.a, self.b), self.total)
         return p.as_dtype(self.norm(p, s, gain, eps), like=self.a), (p.as_dtype(s, like=self.a),)
 
     def norm(self, p, s, gain, eps):
-        """Match the norm of the sum `s` in float32."""
+        """Match the RMS norm of the sum `s` in float32 with `gain` and `eps`."""
         return p.rms_norm(x=s, **vars(gain), eps=eps)
 
 
 @dataclass(frozen=True)
 class RoundedNorm(Float32Sum):
-    """A norm of the sum a + b in float32, rounded before its gain."""
+    """A norm of the sum a + b in float32, rounded to the dtype of a before it is multiplied by its gain."""
 
     def norm(self, p, s, gain, eps):
         """Match the norm of the sum `s`, rounded to the dtype of the addends before its gain."""
@@ -201,18 +198,21 @@ class EncodedNorm(Rule):
 def _addends(source: RoundedSum) -> tuple[Tensor, Tensor]:
     require(
         source.a.dtype == source.b.dtype,
-        "the addends of the norm have different dtypes; the operator requires one; cast one of "
-        "them to that of the other",
+        "addends: their dtypes differ; the operator requires one; cast one of them to that of the other",
     )
     return source.a, source.b
 
 
 def _rounded(source: RoundedSum) -> AbstractContextManager[None]:
-    """Declare the dtype in which the model has the sum, which the operators round to that of the addends."""
+    """State for the calls inside that they round the sum, which the model has in `total`, to the dtype of the
+    addends.
+    """
     return rounding("the sum of the addends", source.total, source.a.dtype)
 
 
 def _exact_bias(bias: Tensor, x: Tensor) -> Tensor:
-    reason = "the norm adds a bias of {dtype}, the operator one in the dtype of x"
+    reason = (
+        "bias of the norm: it is {dtype}; npu_rms_norm_quant requires it in the dtype of x; store it in the dtype of x"
+    )
     require(bias.dtype == x.dtype, reason, dtype=bias.dtype)
     return bias

@@ -51,31 +51,47 @@ class LayerNorm(Rule):
 
     def guard(self, eps: float):
         """Refuse an eps that is not positive."""
-        require(eps > 0, "eps={eps} is not positive, as the operator requires", eps=eps)
+        require(eps > 0, "eps: it is {eps}; native_layer_norm requires a positive number; pass one", eps=eps)
 
-    @lookalike("the variance has a factor {factor}: it is unbiased (correction 1), the operator's is not")
+    @lookalike(
+        "variance: it has a factor {factor}, as it is unbiased; native_layer_norm requires the biased one; "
+        "write x.var(-1, correction=0)"
+    )
     def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """(x - mean) · rsqrt(var(correction=1) + eps)"""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(self._centred(p, x))), factor), eps))
 
-    @lookalike("eps={eps} is added to the standard deviation, outside the root")
+    @lookalike(
+        "eps: {eps} is added to the standard deviation; native_layer_norm requires it under the root; write (x "
+        "- mean) * rsqrt(var + eps)"
+    )
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
         """(x - mean) / (std + eps)"""
         deviation = p.power(p.mean(p.square(self._centred(p, x))), 0.5)
         return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
-    @lookalike("eps={eps} is added outside the root, to an unbiased standard deviation")
+    @lookalike(
+        "eps: {eps} is added to an unbiased standard deviation; native_layer_norm requires it under the root "
+        "of the biased variance; write (x - mean) * rsqrt(x.var(-1, correction=0) + eps)"
+    )
     def eps_outside_unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """(x - mean) / (std(correction=1) + eps)"""
         deviation = p.scale(p.power(p.mean(p.square(self._centred(p, x))), 0.5), factor)
         return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
-    @lookalike("what is divided by the root of the variance is not the centred tensor, or has a weight of other dims")
+    @lookalike(
+        "x: what is divided by the root of the variance is another tensor than the centred one, or the weight "
+        "has other dims than the last; native_layer_norm requires (x - mean) * rsqrt(var + eps) * weight [D]; "
+        "write it so"
+    )
     def not_centred(self, p, x=tensor("*B D"), eps=scalar()):
         """x · rsqrt(var + eps), or a centred tensor with a weight of other dims"""
         return p.rsqrt(p.mean(p.square(self._centred(p, x))) + eps)
 
-    @lookalike("the tensor is centred, but divided by the root of its second moment, not of its variance")
+    @lookalike(
+        "x: it is centred, and divided by the root of its second moment, mean(x²); native_layer_norm requires "
+        "the root of its variance; write rsqrt(x.var(-1, correction=0) + eps)"
+    )
     def second_moment(self, p, x=tensor("*B D"), eps=scalar()):
         """(x - mean) · rsqrt(mean(x²) + eps)"""
         h = p.maybe_cast(x, to=f32)
@@ -84,7 +100,7 @@ class LayerNorm(Rule):
     @lowering
     def native(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float):
         """Emit native_layer_norm, with weight and bias both in the dtype of x or both in float32."""
-        require(x.is_floating_point(), "x is {dtype}, and the operator takes floats", dtype=x.dtype)
+        require(x.is_floating_point(), "x: it is {dtype}; native_layer_norm requires floats; cast it", dtype=x.dtype)
         given = [each for each in (gamma, beta) if each is not None]
         same = {each.dtype for each in given} <= {x.dtype}
         gamma, beta = (each if same or each is None else each.to(f32) for each in (gamma, beta))

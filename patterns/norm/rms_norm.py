@@ -89,78 +89,99 @@ class RMSNorm(Rule):
 
     def guard(self, eps: float, factor: float | None):
         """Refuse an eps that is not positive, or too large to guard a division, and a negative factor of the mean."""
-        require(eps > 0, "eps={eps} is not positive, as the operator requires", eps=eps)
+        require(eps > 0, "eps: it is {eps}; npu_rms_norm requires a positive number; pass one", eps=eps)
         eps /= factor or 1
-        require(eps <= 0.02, "eps={eps} is no guard against division by zero but a damping term", eps=eps)
-        require(factor is None or factor > 0, "the mean square under the root is multiplied by {factor}", factor=factor)
+        require(
+            eps <= 0.02,
+            "eps: it is {eps}, above 0.02, so that it damps rather than guards a division by zero; "
+            "npu_rms_norm requires a small one; pass 1e-6 if that is meant",
+            eps=eps,
+        )
+        require(
+            factor is None or factor > 0,
+            "mean square: it is multiplied by {factor} under the root; npu_rms_norm requires a positive factor",
+            factor=factor,
+        )
 
     @lookalike(
-        "what is scaled is not the tensor whose mean square is under the root (another tensor, or one that was not "
-        "centred or cast alike), or the weight has other dims than the last one"
+        "x: the tensor that is multiplied by rsqrt(mean(x²) + eps) is not x as it is squared (another "
+        "tensor, centred, or cast otherwise), or the weight has other dims than the last; npu_rms_norm "
+        "requires x * rsqrt(mean(x²) + eps) * weight [D]; write it so of one x"
     )
     def other_tensor(self, p, x=tensor("*B D"), eps=scalar()):
         """y · rsqrt(mean(x²) + eps)"""
         return p.rsqrt(p.mean(p.square(x)) + eps)
 
     @lookalike(
-        "the mean square has a factor {factor} under the root, and what is scaled is not the tensor that it is of, "
-        "or a weight stands between"
+        "mean square: it has a factor {factor} under the root, as a sum of squares has, and multiplies "
+        "another tensor than x, or a weight stands between; npu_rms_norm requires x * rsqrt(mean(x²) + "
+        "eps); write x.pow(2).mean(-1, keepdim=True) of the same x"
     )
     def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """rsqrt(sum(x²) + eps), where the sum is mean(x²) · factor"""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
 
     @lookalike(
-        "a norm takes (mean of x² over the last dim + eps) to the power -0.5; "
-        "here the mean of x to the power {exponent} over dims {dims} is taken to the power {root}"
+        "power: the mean of x to the power {exponent} over dims {dims} is taken to the power {root}; "
+        "npu_rms_norm requires (mean of x² over the last dim + eps) to the power -0.5; write "
+        "x.pow(2).mean(-1, keepdim=True) if that is meant"
     )
     def other_root(self, p, x=tensor("*B D"), eps=scalar(), dims=attribute(), exponent=attribute(), root=attribute()):
         """(mean(xᵃ) + eps)ᵇ."""
         return p.power(p.mean(p.power(x, exponent), dims) + eps, root)
 
-    @lookalike("the variance beside the squared mean has a factor {factor}: it is unbiased, so both are no mean square")
+    @lookalike(
+        "variance: it has a factor {factor}, as it is unbiased, beside the squared mean; npu_rms_norm requires "
+        "the mean square; write x.pow(2).mean(-1, keepdim=True)"
+    )
     def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """rsqrt(var(correction=1) + mean² + eps)"""
         average = p.mean(x)
         moment = p.scale(p.mean(p.square(x - average)), factor) + p.square(average)
         return p.rsqrt(p.shift(moment, eps))
 
-    @lookalike("eps={eps} is added to each square, not to their mean; write rsqrt(mean + eps)")
+    @lookalike(
+        "eps: {eps} is added to each square; npu_rms_norm adds it to their mean and requires that; write "
+        "rsqrt(mean + eps)"
+    )
     def eps_inside(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
         """(mean(x² + eps))ᵃ."""
         return p.power(p.mean(p.square(x) + eps), root)
 
-    @lookalike("eps={eps} is added outside the root; the operator adds it to the mean square; write rsqrt(mean + eps)")
+    @lookalike("eps: {eps} is added outside the root; npu_rms_norm requires it under the root; write rsqrt(mean + eps)")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
         """x / (sqrt(mean(x²)) + eps)"""
         return p.power(p.power(p.mean(p.square(x)), 0.5) + eps, -1.0)
 
-    @lookalike("the root holds no eps; the operator requires one; write rsqrt(mean + eps)")
+    @lookalike("eps: there is none under the root; npu_rms_norm requires one; write rsqrt(mean + eps)")
     def no_eps(self, p, x=tensor("*B D"), root=attribute()):
         """x · rsqrt(mean(x²))"""
         return p.power(p.mean(p.square(x)), root)
 
-    @lookalike(
-        "eps is a tensor, not a constant number in the graph; the operator requires a number; "
-        "pass eps as a Python float"
-    )
+    @lookalike("eps: it is a tensor; npu_rms_norm requires a number; pass eps as a Python float")
     def tensor_eps(self, p, x=tensor("*B D"), eps=tensor("*E")):
         """rsqrt(mean(x²) + eps), eps a tensor"""
         return p.rsqrt(p.mean(p.square(x)) + eps)
 
     @lookalike(
-        "the mean is of absolute values, not of squares under a root; the operator requires the root of the mean square"
+        "mean: it is of absolute values; npu_rms_norm requires the mean of squares under a root; write "
+        "x.pow(2).mean(-1, keepdim=True) if that is meant"
     )
     def absolute(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
         """x / (mean(|x|) + eps)"""
         return p.power(p.mean(p.op("abs", x)) + eps, root)
 
-    @lookalike("the length is clamped from below, instead of having eps added under the root; write rsqrt(mean + eps)")
+    @lookalike(
+        "length: it is clamped from below, as F.normalize does; npu_rms_norm requires eps under the root; "
+        "write rsqrt(mean + eps)"
+    )
     def clamped(self, p, x=tensor("*B D"), root=attribute(), factor=scalar()):
         """x / max(‖x‖, eps), as F.normalize"""
         return p.power(p.op("clip", p.maybe_scaled(p.power(p.mean(p.square(x)), 0.5), factor)), root)
 
-    @lookalike("the mean square is clamped from below, instead of having eps added to it; write rsqrt(mean + eps)")
+    @lookalike(
+        "mean square: it is clamped from below; npu_rms_norm requires eps to be added to it; write rsqrt(mean + eps)"
+    )
     def clamped_square(self, p, x=tensor("*B D"), root=attribute()):
         """x / sqrt(max(mean(x²), eps))"""
         return p.power(p.op("clip", p.mean(p.square(x))), root)
@@ -168,8 +189,8 @@ class RMSNorm(Rule):
     @lowering
     def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float, factor: float | None):
         """Emit npu_rms_norm, with gamma in the dtype of x or in float32."""
-        require(weight is None, "the gain is 1 + weight, not a tensor of its own")
-        require(factor is None, "the squares are summed, not averaged")
+        require(weight is None, "gain: it is 1 + weight; this call requires a tensor")
+        require(factor is None, "squares: they are summed; this call requires their mean")
         gain = unit_gain(x) if gamma is None else gamma
         gain = gain if gain.dtype in (x.dtype, f32) else gain.to(f32)
         return torch.ops.npu.npu_rms_norm(x, gain, eps)[0]
@@ -177,18 +198,18 @@ class RMSNorm(Rule):
     @lowering
     def scaled(self, x: Tensor, eps: float, factor: Any):
         """Emit npu_rms_norm for a sum of squares, with the constant gain 1 / sqrt(factor)."""
-        require(factor is not None, "the squares are averaged, not summed")
+        require(factor is not None, "squares: they are averaged; this call requires their sum")
         gain = torch.full(x.shape[-1:], factor**-0.5, dtype=torch.promote_types(x.dtype, f32), device=x.device)
         return torch.ops.npu.npu_rms_norm(x, gain, eps / factor)[0]
 
     @lowering
     def gemma(self, x: Tensor, weight: Tensor | None, eps: float):
         """Emit npu_gemma_rms_norm, which adds 1 to the weight."""
-        require(weight is not None, "the gain is not 1 + weight")
+        require(weight is not None, "gain: it is no 1 + weight; npu_gemma_rms_norm requires that")
         return torch.ops.npu.npu_gemma_rms_norm(x, weight, eps)[0]
 
     @lowering
     def shifted(self, x: Tensor, weight: Tensor | None, eps: float):
         """Emit npu_rms_norm with the gain 1 + weight computed in float32, where npu_gemma_rms_norm cannot be used."""
-        require(weight is not None, "the gain is not 1 + weight")
+        require(weight is not None, "gain: it is no 1 + weight; npu_gemma_rms_norm requires that")
         return torch.ops.npu.npu_rms_norm(x, 1.0 + weight.to(f32), eps)[0]

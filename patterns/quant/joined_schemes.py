@@ -14,7 +14,9 @@ from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer, int8
 
 @dataclass(frozen=True)
 class Joined(Group):
-    """W_D, and the lanes low_begin:low_end of its product that are the latent of the queries."""
+    """Base of schemes with one layer W_D, `joined`: lanes low_begin:low_end of its product are the latent of the
+    queries.
+    """
 
     joined: Any = tensor("Nj He")
     low_begin: Any = attribute()
@@ -25,9 +27,9 @@ class Joined(Group):
         return p.lanes(p.reshaped(joined), self.low_begin, self.low_end), joined
 
     def guard_row(self, row: Any) -> None:
-        """Accept a row at any lanes of the joined product."""
+        """Accept a `row` at any lanes of the joined product: each scheme here reads it from there."""
 
-    def apart(self, row: Any) -> Self:
+    def as_two_layers(self, row: Any) -> Self:
         """Return the scheme with slices of W_D as W_DQ and W_DKV; `row` are the lanes of a token's row."""
         return replace(self, dq=self.joined[self.low_begin : self.low_end], dkv=self.joined[row.begin : row.end])
 
@@ -57,12 +59,14 @@ class JoinedInt8Layers(Joined, Int8Layers):
         """Build the terms of the queries' latent and of the joined product of `x`."""
         return self.latent_and_joined(p, int8_layer(p, x, self, "joined", tokens=p.reshaped(self.tokens)))
 
-    def apart(self, row: Any) -> Self:
-        """Return the scheme with slices of W_D and of its scales as W_DQ and W_DKV."""
+    def as_two_layers(self, row: Any) -> Self:
+        """Return the scheme with slices of W_D and of its scales as W_DQ and W_DKV; `row` are the lanes of a token's
+        row.
+        """
         low_scale, row_scale = (
             self.joined_scale[begin:end] for begin, end in ((self.low_begin, self.low_end), (row.begin, row.end))
         )
-        return replace(super().apart(row), dq_scale=low_scale, dkv_scale=row_scale)
+        return replace(super().as_two_layers(row), dq_scale=low_scale, dkv_scale=row_scale)
 
 
 JOINED = (JoinedFloatLayers, JoinedInt8QueryLayer, JoinedInt8Layers)

@@ -26,7 +26,7 @@ INT8 = 1
 
 
 def quantised_rows(p, x, dtype, scheme="dynamic", **more):
-    """Return the terms of `x` in int8, and of its dynamic scales in `dtype`.
+    """Return the terms of `x` in int8 by `scheme`, and of its dynamic scales in `dtype`.
 
     `more` are captures of both words: `times`, a factor of the scales, and `axes`, the dims that share one.
     """
@@ -35,7 +35,7 @@ def quantised_rows(p, x, dtype, scheme="dynamic", **more):
 
 
 class OneDim:
-    """Rows of the last dim alone."""
+    """Mixin of rows that are the last dim of x alone."""
 
     def dims(self) -> dict[str, Any]:
         """Return no captures: the last dim is the default."""
@@ -43,7 +43,7 @@ class OneDim:
 
 
 class Unrotated:
-    """Rows that the model does not rotate before."""
+    """Mixin of rows `x` that the model does not rotate before it quantises them."""
 
     x: Any
 
@@ -103,7 +103,9 @@ class RotatedRows(OneDim, Group):
 
     def refuse(self) -> None:
         """Refuse a `factor` that is not positive; a positive one multiplies the scale alone."""
-        reason = "the turned rows are multiplied by {factor}, which is not positive"
+        reason = (
+            "rows: they are multiplied by {factor} behind the rotation; npu_rotate_quant requires a positive factor"
+        )
         require(self.factor > 0, reason, factor=self.factor)
 
 
@@ -134,7 +136,7 @@ class Quantisation(Rule):
     @pattern
     @variants(rows=(Rows, RowsOfSeveralDims, RotatedRows))
     def largest(self, p, rows, dtype=attribute(), times=scalar()):
-        """int8(round(x / s)), and a multiple of s = max|x| / 127 of each row, such as max|x| itself"""
+        """int8(round(x / s)), s = max|x| / 127 of each row, and `times` · s, such as max|x| itself"""
         return quantised_rows(p, rows.terms(p), dtype, times=times, **rows.dims())
 
     @pattern
@@ -180,7 +182,10 @@ class Quantisation(Rule):
     def static_in_float32(self, rows: ConstantScales):
         """Emit npu_quantize on rows and scales cast to float32, for dtypes that it does not take."""
         dtypes = (rows.x.dtype, rows.scale.dtype)
-        require(torch.float64 not in dtypes, "x or its scale is in float64; npu_quantize computes in float32")
+        require(
+            torch.float64 not in dtypes,
+            "x: it or its scale is float64; npu_quantize requires less, float32 at most; cast both to float32",
+        )
         return rows.quantised(torch.float32)
 
 
@@ -197,7 +202,7 @@ def rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     require(
         dtype != torch.float16,
-        "the scales of tokens: the model divides by them in float16, which thins out below 6e-5; the operator requires "
-        "float32; compute them in float32",
+        "scales of tokens: the model divides by them in float16, which rounds below 6e-5; "
+        "npu_dynamic_quant requires float32; compute them in float32",
     )
     return scale.to(dtype)

@@ -23,12 +23,18 @@ from fusion.graph.signs import is_nonnegative
 LARGEST = 127
 _NARROW = (torch.float16, torch.bfloat16)
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
-FLOATS = "rows are rounded by a scale of their own and stay floats, where the operator gives int8"
-UNSCALED = (
-    "numbers are rounded to int8 without a scale that is the largest of their row; "
-    "npu_dynamic_quant requires amax(|row|) / 127"
+FLOATS = (
+    "rows: they are rounded by a scale of each and stay floats; npu_dynamic_quant gives int8 and requires a "
+    "cast; write .to(torch.int8) behind torch.round"
 )
-_JOINED = "scales are joined, or repeated, before they divide rows, and not proven to be those of the same rows"
+UNSCALED = (
+    "scale: it is not the largest of each row; npu_dynamic_quant requires amax(|row|) / 127; write "
+    "x.abs().amax(-1, keepdim=True) / 127"
+)
+_JOINED = (
+    "scales: they are joined, or repeated, before they divide rows, and not proven to be of the same rows; "
+    "npu_dynamic_quant requires the scale of each row; divide each tensor by its scale before both are joined"
+)
 FAINT = 1e-5
 """A scale up to which a row counts as zeros: the usual lower bound of scales in quantisation code."""
 FAINTEST = 2.0**-24
@@ -60,8 +66,8 @@ class _Scale:
 
 
 _SHARED = (
-    "one scale is shared by several tokens: the operator gives each token its own; take the largest over the last dim "
-    "alone"
+    "scale: several tokens share one; npu_dynamic_quant requires a scale of each token; take the largest "
+    "over the last dim alone"
 )
 
 
@@ -87,12 +93,20 @@ def _scale(value: Value) -> _Scale | None:
         case "clip" if math.isinf(value.attrs[1]) and scale.factor > 0:
             return replace(scale, least=max(scale.least, value.attrs[0]))
         case "clip":
-            return replace(scale, reason="the scale has an upper bound, which the operator does not keep")
+            return replace(
+                scale,
+                reason=(
+                    "scale: it is clamped from above; npu_dynamic_quant requires it without an upper bound; clamp "
+                    "it from below alone"
+                ),
+            )
         case "shift":
             return replace(
                 scale,
-                reason="a number is added to the scale, where the operator divides by the scale itself; clamp "
-                "the scale from below instead",
+                reason=(
+                    "scale: a number is added to it; npu_dynamic_quant requires it as it is; clamp the scale "
+                    "from below instead"
+                ),
             )
         case _:
             return scale
@@ -106,7 +120,7 @@ def _without_zero(value: Value) -> _Scale | None:
 
 
 def _nonzero_side(choice: Value) -> tuple[_Scale | None, Value]:
-    """Split where(scale != 0, x, constant), in any spelling, into the tested scale, or None, and x."""
+    """Split `choice`, where(scale != 0, x, constant) in any spelling, into the tested scale, or None, and x."""
     condition, *sides = choice.args
     order = {("eq",): -1, ("ne",): 1, ("lt",): 1}.get(condition.attrs, 0) if condition.op == "compare" else 0
     nonzero, other = sides[:: order or 1]
@@ -157,7 +171,10 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
     not that of the operator; None where no scale is near. `largest` are the maxima of the graph.
     """
     if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
-        return "a zero point is added to whole numbers, where those of the operator are symmetric"
+        return (
+            "zero point: one is added to the int8; npu_dynamic_quant requires symmetric int8, round(x / "
+            "scale); leave the zero point out"
+        )
     quotient, outside = unscaled(below.quotient)
     if quotient.op != "mul" or (not below.rounded and not _has_scale(quotient)):
         return None
@@ -169,7 +186,7 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         x, more = unscaled(dividend)
         times = outside * number * more
         if not times or not scale.factor:
-            return "the rows are multiplied by 0, or divided by 0"
+            return "rows: they are multiplied or divided by 0; npu_dynamic_quant requires another factor"
         scale, x = scale.times(1 / times), exact(x)
         scale, x = _broadcast_alike(graph, scale, x)
         base, number = unscaled(scale.x)
@@ -194,9 +211,10 @@ def _scale_shape(x: Value, axes: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _broadcast_alike(graph: Graph, scale: _Scale, x: Value) -> tuple[_Scale, Value]:
-    """Expand `x` to the shape of the rows of `scale`, where those are `x` expanded before their maximum.
+    """Return `scale` and `x` as divided by broadcasting: `x` expanded to the rows of `scale`, if these are its expand.
 
-    The model then divides by broadcasting. Other arguments are returned as they are.
+    A model may expand x before it takes the maximum, and divide the x from before. Other arguments are returned as they
+    are.
     """
     a, rows = graph.algebra, scale.x
     if rows.op != "expand" or rows.shape == x.shape:
@@ -289,10 +307,12 @@ def is_rounded_by_row(value: Value) -> bool:
 
 
 def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
-    """Return why `x` / `scale`, a divisor of shape `divisor`, is not what npu_dynamic_quant computes; "" if it is."""
+    """Return why rounding `x` / `scale`, a divisor of shape `divisor`, as in `below` is not npu_dynamic_quant; "" if it
+    is.
+    """
     others = (
-        "rows are divided by the scale of others; npu_dynamic_quant requires that of each row itself; write "
-        "x / (x.abs().amax(-1, keepdim=True) / 127)"
+        "scale: rows are divided by that of others; npu_dynamic_quant requires that of each row itself; "
+        "write x / (x.abs().amax(-1, keepdim=True) / 127)"
     )
     if scale.reason == _JOINED:
         return _JOINED
@@ -305,20 +325,33 @@ def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -
     if (1,) * (x.rank - len(divisor)) + tuple(divisor) != _scale_shape(x, scale.axes):
         return others
     if not math.isclose(scale.factor * LARGEST, 1, rel_tol=1e-6):
-        return f"the largest number of a row becomes {1 / scale.factor:g}, by the operator {LARGEST}"
+        return (
+            f"scale: by it the largest number of a row becomes {1 / scale.factor:g}; npu_dynamic_quant requires "
+            f"{LARGEST}; write x.abs().amax(-1, keepdim=True) / {LARGEST}"
+        )
     if not below.rounded:
         return (
-            "numbers are cut off toward zero, where the operator rounds to the nearest; write "
-            "torch.round(x) before the cast"
+            "int8: numbers are cut off toward zero; npu_dynamic_quant requires rounding to the nearest; "
+            "write torch.round(x) before the cast"
         )
     if below.low > -LARGEST or below.high < LARGEST:
-        return f"whole numbers are bounded by {below.low:g} and {below.high:g}, those of the operator by {LARGEST}"
+        return (
+            f"int8: numbers are clamped to {below.low:g} and {below.high:g}; npu_dynamic_quant requires bounds "
+            f"of -{LARGEST} and {LARGEST}, or wider ones; clamp to these"
+        )
     if scale.narrow and below.high > LARGEST:
-        return "a scale of 16 bits is rounded, so that without a bound a row may leave int8"
+        return (
+            "scale: it is in 16 bits and may be rounded down, so that a row leaves int8; npu_dynamic_quant "
+            "requires a clamp or float32; write .clamp(-127, 127), or scales in float32"
+        )
     if scale.least > FAINT * (1 + 1e-6):
-        return f"scales are at least {scale.least:g}: more rows than those that are as good as zeros would change"
+        return (
+            f"scale: it is clamped from below at {scale.least:g}, which changes rows that are no zeros; "
+            "npu_dynamic_quant requires no bound, or one of 1e-5 at most; clamp at 1e-5"
+        )
     if x.dtype == torch.float16 and scale.least * LARGEST > FAINTEST:
         return (
-            f"the bound {scale.least:g} of scales: rows of float16 may lie below; npu_dynamic_quant requires no bound"
+            f"scale: it is clamped from below at {scale.least:g}, and rows of float16 may be smaller; "
+            "npu_dynamic_quant requires no bound; leave it out"
         )
     return ""

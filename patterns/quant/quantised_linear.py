@@ -32,7 +32,12 @@ def prepared(weight: Tensor) -> Tensor:
 
 def refuse(dtype: torch.dtype) -> None:
     """Refuse results in another `dtype` than float16 and bfloat16, those of npu_quant_matmul."""
-    require(dtype in CODES, "the result is of {dtype}, the operator gives float16 and bfloat16", dtype=dtype)
+    require(
+        dtype in CODES,
+        "result: it is {dtype}; npu_quant_matmul requires float16 or bfloat16; cast the product to the dtype "
+        "of the model before it is used",
+        dtype=dtype,
+    )
 
 
 def multiplied(
@@ -122,7 +127,7 @@ class QuantisedLinear(Rule):
         return layer.term(p)
 
     def guard(self, layer: W8A8 | WeightOnly):
-        """Refuse results that the operator does not return."""
+        """Refuse a W8A8 `layer` whose result is not float16 or bfloat16, which npu_quant_matmul returns."""
         layer.refuse()
 
     @lowering

@@ -29,7 +29,9 @@ INT8_BY_NUMBER = word(
     "int8_by_number", "int8(clamp(round(x · by + shift)))",
     x="[*B, D]", by="a number other than 1", shift="a number",
 )  # fmt: skip
-_BOUNDS = "whole numbers are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
+_BOUNDS = (
+    "int8: numbers are clamped to {low:g} and {high:g}; the operator requires bounds of -128 and 127; clamp to these"
+)
 _VIEWS = ("reshape", "permute", "expand", "slice", "cast")
 
 

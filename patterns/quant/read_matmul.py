@@ -23,8 +23,8 @@ from fusion.graph.proof import proof
 from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_one, times_ones
 
 _SEVERAL = (
-    "rows are multiplied by {number} int8 weights in one product; npu_quant_matmul requires one weight [N, K]; write a "
-    "linear layer for each"
+    "weight: rows are multiplied by {number} int8 weights in one product; npu_quant_matmul requires one "
+    "weight [N, K]; write a linear layer for each"
 )
 
 INT8_MATMUL = word(
@@ -86,7 +86,7 @@ def _reading(graph: Graph, product: Product, value: Value) -> Reading | str | No
     if product.reason:
         return product.reason
     if product.channels is None:
-        return "there is no scale for each output channel"
+        return "scale: the int8 product has none of each output channel; npu_quant_matmul requires one, [N] or [1]"
     a, tokens, ones = graph.algebra, product.tokens, [] if product.one is None else [product.one]
     if tokens is not None and math.prod(tokens.shape) == 1 and graph.is_fixed(tokens):
         tokens, ones = None, [*ones, a.reshape(tokens, (1,))]

@@ -11,9 +11,18 @@ from fusion import reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 
-_ORDER = "a line of bytes holds {what}; that of the operator int8, bfloat16, and float32 for the scales"
-_UNPROVEN = "whole numbers in a line of bytes are not those of runs of lanes by a scale that is the largest of each"
-_SCALES = "the scales in a line of bytes are not those that its whole numbers were divided by"
+_ORDER = (
+    "packed row: its bytes are {what}; the operator requires int8 of the latent, bfloat16 of the rotated key, "
+    "then float32 scales; store the parts in these dtypes and this order"
+)
+_UNPROVEN = (
+    "packed row: its int8 are not tiles of lanes that are divided by the largest of each tile / 127; the "
+    "operator requires that; write x.unflatten(-1, (-1, 128)), and divide by abs().amax(-1, keepdim=True) / 127"
+)
+_SCALES = (
+    "packed row: the scales in it are not those that its int8 were divided by; the operator requires these; "
+    "store the same tensor"
+)
 
 PACKED_KV_ROW = word(
     "packed_kv_row",
@@ -41,12 +50,12 @@ def _packed_row(graph: Graph, value: Value) -> Reading | str | None:
         return _ORDER.format(what=", ".join(what))
     int8, rope, scales = parts
     rows = graph.readings.all("quantise")
-    quantised = next((e for value, e in rows if e.captures["scheme"] == "dynamic" and _is(a, int8, value)), None)
+    quantised = next((e for value, e in rows if e.captures["scheme"] == "dynamic" and _is_view(a, int8, value)), None)
     if quantised is None:
         misses = graph.readings.missed("quantisation")
-        return next((each.reason for value, each in misses if _is(a, int8, value)), _UNPROVEN)
+        return next((each.reason for value, each in misses if _is_view(a, int8, value)), _UNPROVEN)
     latent, scale = (quantised.captures[name] for name in ("x", "scale"))
-    if "times" in quantised.captures or not _is(a, scales, scale):
+    if "times" in quantised.captures or not _is_view(a, scales, scale):
         return _SCALES
     latent, rope = (
         _with_lanes(a, graph.places, each, width)
@@ -61,13 +70,13 @@ def _source(piece: Value) -> Value:
     return below.arg if below.op == "bits" else piece
 
 
-def _is(a: Algebra, value: Value, other: Value) -> bool:
-    """Return True if `value` and `other` differ by a reshape alone."""
+def _is_view(a: Algebra, value: Value, other: Value) -> bool:
+    """Return True if `value` is `other` up to a reshape."""
     same_size = value.dtype == other.dtype and prod(value.shape) == prod(other.shape)
     return same_size and a.reshape(value, other.shape) is other
 
 
 def _with_lanes(a: Algebra, places: Iterable[Value], value: Value, lanes: Dim) -> Value:
     """Return the reshape of `value` among `places` whose last dim has size `lanes`; `value` if there is none."""
-    reshapes = (each for each in places if each.shape[-1:] == (lanes,) and _is(a, each, value))
+    reshapes = (each for each in places if each.shape[-1:] == (lanes,) and _is_view(a, each, value))
     return next(reshapes, value)

@@ -24,17 +24,35 @@ from patterns.quant.quantise_dynamic import FLOATS, UNSCALED, dynamic, is_rounde
 
 _LEAST, _MOST = -128, 127
 _PASSED = ("cast", "clip", "clamp", "trunc", "reshape")
-_BEHIND = "the zero point is added to rounded numbers, where the operator rounds the sum"
-_CUT = "numbers are cut off toward zero, where the operator rounds to the nearest; write torch.round(x) before the cast"
-_FLOAT = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
-_PART = (
-    "the zero point {zero:g} is no whole number of 8 bits; npu_quantize requires an integer from -128 to 127; round it"
+_BEHIND = (
+    "zero point: it is added to rounded numbers; npu_quantize requires that the sum is rounded; write "
+    "torch.round(x / scale + zero_point)"
 )
-_BOUNDS = "whole {what} are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
-UNBOUNDED = "numbers become int32 before they are bounded by -128 and 127: what int32 does not hold is not defined"
-_SEVERAL = "rows with a zero point are not divided by one scale of the whole tensor"
-_TIMES = "rows with a zero point are multiplied by a scale, where the operator divides"
-_DIVIDED = "queries are divided by a scale of each head, where the operator multiplies by one"
+_CUT = (
+    "int8: numbers are cut off toward zero; the operator requires rounding to the nearest; write "
+    "torch.round(x) before the cast"
+)
+_FLOAT = "zero point: it is {dtype} and may be a fraction; npu_quantize requires int8; store it as torch.int8"
+_PART = "zero point: it is {zero:g}; npu_quantize requires an integer from -128 to 127; round it"
+_BOUNDS = (
+    "int8 {what}: they are clamped to {low:g} and {high:g}; the operator requires bounds of -128 and 127; "
+    "clamp to these"
+)
+UNBOUNDED = (
+    "int8: numbers are cast to int32 before they are clamped, and may overflow there; the operator requires "
+    "the clamp first; write .round().clamp(-128, 127) before the cast"
+)
+_SEVERAL = (
+    "scale: rows with a zero point are not divided by one scale of the whole tensor; npu_quantize requires "
+    "that; use one scale beside a zero point"
+)
+_TIMES = (
+    "scale: rows with a zero point are multiplied by it; npu_quantize requires that they are divided; write x / scale"
+)
+_DIVIDED = (
+    "scale of queries: they are divided by it; the operator multiplies by one of each head and requires that; "
+    "store the inverse"
+)
 
 QUANTISE = word(
     "quantise",
@@ -88,7 +106,10 @@ def _outcome(rule: str, outcome: Reading | str) -> Reading | Miss:
 
 
 def _unbounded(below: Rounded, what: str) -> str:
-    """Return the reason if the bounds of `below` are not those of int8, "" if they are; `what` names the values."""
+    """Return the reason if `below` is not clipped to -128 … 127 before its cast to int8; "" if it is.
+
+    `what` names the values.
+    """
     if below.unbounded:
         return UNBOUNDED
     alike = (below.low, below.high) == (_LEAST, _MOST)
@@ -96,7 +117,11 @@ def _unbounded(below: Rounded, what: str) -> str:
 
 
 def _by_head(a: Algebra, below: Rounded) -> Reading | str | None:
-    """Read a product with a factor of each head; the reason if the operator differs; None for other values."""
+    """Read the rounded quotient `below`, x · s with a factor s [1, N, 1, 1], as a quantisation by one scale of each
+    head.
+
+    The reason if it is rounded or clipped otherwise than by the operator; None for other values.
+    """
     product = below.quotient
     for x, factor in (product.args, product.args[::-1]) if product.op == "mul" else ():
         heads = x.shape[1] if x.rank == 4 else 1
@@ -109,9 +134,11 @@ def _by_head(a: Algebra, below: Rounded) -> Reading | str | None:
 
 
 def _static(a: Algebra, outer: Rounded, dynamic: bool) -> Reading | str | None:
-    """Read a quotient by a constant scale; the reason if the operator differs; None for other values.
+    """Read the rounded quotient `outer`, x / s (+ zero point) with a constant s, as a static quantisation.
 
-    `dynamic` is True if the value is reported as nearly dynamic: bounds are then no further reason.
+    The reason if it is rounded or clipped otherwise than by npu_quantize; None for other values. `dynamic` is True if
+    the value is reported already, as no dynamic quantisation: wrong bounds of a quotient without zero point then give
+    None.
     """
     rest, zero = _split_zero_point(outer.quotient)
     inner = outer if zero is None else rounded(rest)
@@ -130,7 +157,11 @@ def _static(a: Algebra, outer: Rounded, dynamic: bool) -> Reading | str | None:
 
 
 def _unproven(zero: Value | float, outer: Rounded, inner: Rounded) -> str:
-    """Return why the zero point `zero`, added between `inner` and `outer`, differs from the operator's; "" if not."""
+    """Return the reason why the zero point `zero`, added between `inner` and `outer`, differs from the operator's; ""
+    if not.
+
+    The quotient is rounded before the sum, or the sum is not; `zero` is no int8; or the sum is not clipped to int8.
+    """
     if inner.rounded:
         return _BEHIND
     if not outer.rounded:

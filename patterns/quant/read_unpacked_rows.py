@@ -17,7 +17,10 @@ from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
 
 _ATTENDING = ("latent_keys", "latent_values", "listed_attention")
-_ORDER = "packed rows hold their parts in another order: the operator reads int8 numbers, rotated keys, then scales"
+_ORDER = (
+    "packed row: its parts are in another order; the operator requires int8 of the latent, the rotated key, "
+    "then scales; store them so"
+)
 
 UNPACKED_LATENT = word(
     "unpacked_latent",

@@ -33,17 +33,32 @@ INT8_WEIGHT_LINEAR = word(
 _STORED = (torch.int8, torch.uint8)
 """Dtypes in which weights of 8 bits are stored."""
 _ALONG = (
-    "the int8 weight has a scale or an offset that is neither one of each output channel nor of each group of inputs"
+    "scale: the int8 weight has a scale or an offset that is neither one of each output channel nor of "
+    "each group of inputs; npu_weight_quant_batchmatmul requires [1], [N] or [G, N]; store it so"
 )
-_LISTED = "scales of the int8 weight are looked up by a list, which is not proven to name the group of each input"
+_LISTED = (
+    "scale: groups of inputs look theirs up by a list (g_idx), which is not proven to be sorted; "
+    "npu_weight_quant_batchmatmul requires consecutive inputs in a group; permute the inputs once, and store "
+    "the weight in that order"
+)
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 _UNSIGNED = (
-    "the weight is kept in uint8, and the operator takes int8; subtract 128 from the "
-    "weight and from its zero point once"
+    "weight: it is uint8; npu_weight_quant_batchmatmul requires int8; subtract 128 from the weight and "
+    "from its zero point once"
 )
-_NUMBER = "a number is added to the int8 weight, where the operator adds a tensor of channels or groups"
-_WIDE = "what is added to the int8 weight in whole numbers is not proven to be int8: floats may not hold the sum"
-_BEHIND = "an offset is added to the int8 weight behind its scale, where the operator adds it before"
+_NUMBER = (
+    "zero point: it is a number; npu_weight_quant_batchmatmul requires a tensor of each channel or group; "
+    "register it as a tensor [N] or [G, N]"
+)
+_WIDE = (
+    "zero point: it is added in an integer dtype, and the sum is not proven to be int8; "
+    "npu_weight_quant_batchmatmul requires (weight + zero point) in floats; cast both to the dtype of the "
+    "model before the sum"
+)
+_BEHIND = (
+    "zero point: it is added to the int8 weight behind its scale; npu_weight_quant_batchmatmul requires "
+    "(weight + offset) * scale; divide the zero point by the scale once"
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,10 @@ def _added(a: Algebra, value: Value, inner: Value, offset: Value) -> _Weight | N
 
 
 def _scale_reason(factor: Value) -> str:
-    """Return the reason for a scale or an offset that is not one of each channel or group."""
+    """Return the reason to refuse a scale or an offset `factor` that is not one of each channel or group.
+
+    It is gathered by an index, or varies along other dims.
+    """
     return _LISTED if factor.below("cast", "scale", "shift", "permute", "reshape").op == "index" else _ALONG
 
 
@@ -299,7 +317,14 @@ def _reading(a: Algebra, layer: _Layer) -> Reading | str | None:
     if layer.behind is not None:
         scale = layer.behind if scale is None else a.mul(scale, layer.behind)
     if scale is None or (offset is not None and scale.shape != offset.shape):
-        return "the int8 weight has a scale and an offset of other groups" if scale is not None else None
+        return (
+            (
+                "zero point: its groups differ from those of the scale; npu_weight_quant_batchmatmul requires the "
+                "same groups; store both as [G, N]"
+            )
+            if scale is not None
+            else None
+        )
     dtype = layer.dequantised.dtype if layer.behind is None else torch.float32
     named = {"scale": a.scale(scale, weight.number), "offset": offset, "bias": layer.bias, "heads": layer.heads}
     given = {name: each for name, each in named.items() if each is not None}

@@ -22,11 +22,23 @@ SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of int8 products are computed; float16 overflows at 65504."""
 _HOLD_INT8 = SUMS | {torch.int16, torch.int64, torch.float16, torch.float64}
 _RESULTS = frozenset({torch.float16, torch.bfloat16})
-_EARLY = "a bias of {dtype} is added before all scales are in the product, where the operator adds one of int32"
-_NO_BIAS = "something else than one bias is added before all scales are in the product"
-_NARROW = "sums are cast to float16, which ends at 65504, before their scales are in them"
+_EARLY = (
+    "bias: it is {dtype} and added before all scales are multiplied; npu_quant_matmul requires int32 there; "
+    "add the bias behind the scales, or store it as int32"
+)
+_NO_BIAS = (
+    "bias: more than one vector [N] is added before all scales are multiplied; npu_quant_matmul requires one "
+    "bias; add it behind the scales"
+)
+_NARROW = (
+    "sums: they are cast to float16, which ends at 65504, before they are scaled; npu_quant_matmul requires "
+    "int32 or float32; multiply by the scales before the cast"
+)
 _ENDS = frozenset({"mul", "cast", "add", "scale", "reshape"})
-NARROW_SUMS = "sums of products are computed in float16, which ends at 65504"
+NARROW_SUMS = (
+    "sums: they are computed in float16, which ends at 65504; npu_quant_matmul requires int32 sums; multiply "
+    "the int8 operands in int32 or float32"
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,14 @@ class Products(ABC):
 
     def _scaled(self, product: Product, factor: Value, value: Value) -> Read:
         if product.bias is not None and is_float(product.bias):
-            return None if product.complete else "a bias is added before all scales are in the product"
+            return (
+                None
+                if product.complete
+                else (
+                    "bias: it is added before all scales are multiplied; npu_quant_matmul requires it behind them, "
+                    "or in int32; add it behind the scales"
+                )
+            )
         outcome: Product | str = product
         for each in factor.args if factor.op == "mul" else (factor,):
             outcome = outcome if isinstance(outcome, str) else self._times_factor(outcome, each, value)
@@ -144,7 +163,10 @@ class Products(ABC):
         if math.prod(factor.shape) == 1:
             one = a.reshape(factor, (1,))
             return replace(product, one=one if product.one is None else a.mul(product.one, one))
-        return "a scale is neither one for each token nor one for each output channel"
+        return (
+            "scale: one of the product is neither of each token nor of each output channel; npu_quant_matmul "
+            "requires [T, 1] and [N]; quantise by token and by channel"
+        )
 
     def _biased(self, product: Product, bias: Value, value: Value) -> Read:
         line = self.a.reshape(bias, bias.shape[-1:]) if bias.rank and math.prod(bias.shape[:-1]) == 1 else bias

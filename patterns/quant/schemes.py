@@ -48,7 +48,9 @@ class FloatLayers(Group):
     factor_of_lanes: Any = scalar()
 
     def like(self, x, gamma):
-        """Return the value that has the dtype of the model: the hidden states."""
+        """Return the term that has the dtype of the model: the hidden states `x`; in a scheme of int8 `x`, the gain
+        `gamma`.
+        """
         return x
 
     def down(self, p, x):
@@ -56,7 +58,9 @@ class FloatLayers(Group):
         return [p.linear(x=x, weight=each, is_parameter_only=self.is_parameter_only) for each in (self.dq, self.dkv)]
 
     def queries(self, p, norm, queries):
-        """Build the terms of the lanes to rotate and of the absorbed queries, and of their latent."""
+        """Build the terms of the lanes to rotate and of the absorbed queries, both of W_UQ on `norm`, and of the latent
+        `norm`.
+        """
         turning, latent = p.maybe_scaled(p.reshaped(norm), self.factor_of_lanes), p.maybe_scaled(norm, queries.factor)
         how = dict(weight=self.uq, width=queries.width)
         lanes = p.head_lanes(x=turning, start=queries.first, heads_first=queries.heads_first, **how)
@@ -74,7 +78,7 @@ class FloatLayers(Group):
         """Refuse a layer W_DKV that gives other lanes than those of the row of a token."""
         row.guard(self.dkv)
 
-    def apart(self, row: Any) -> Self:
+    def as_two_layers(self, row: Any) -> Self:
         """Return the scheme itself: W_DQ and W_DKV are two layers already."""
         return self
 
@@ -113,7 +117,9 @@ class Int8QueryLayer(FloatLayers):
         return gamma
 
     def queries(self, p, norm, queries):
-        """Build the terms of the lanes to rotate and of the absorbed queries, and of the int8 latent and its scale."""
+        """Build the terms of the lanes to rotate and of the absorbed queries, of W_UQ on `norm` in int8, and of int8
+        and scale.
+        """
         latent = p.maybe_scaled(norm, queries.factor)
         int8, scale = quantised_rows(p, p.reshaped(latent), self.scale_dtype)
         heads = int8_layer(p, int8, self, "uq", tokens=p.reshaped(scale))
@@ -147,7 +153,7 @@ class Int8QueryLayer(FloatLayers):
 
 @dataclass(frozen=True)
 class Int8Layers(Int8QueryLayer):
-    """The three layers in W8A8, of int8 hidden states with scales `tokens`."""
+    """W_DQ, W_UQ and W_DKV in W8A8; the hidden states are int8 with the scales `tokens`."""
 
     tokens: Any = tensor("*B 1")
     dq_scale: Any = tensor("Hcq")
@@ -170,7 +176,11 @@ class Int8Layers(Int8QueryLayer):
 
 @dataclass(frozen=True)
 class TokenInt8Layers(Group):
-    """The three layers in W8A8 with a dynamic scale of each token, of floats that a norm gives."""
+    """The three layers in W8A8 with a dynamic scale of each token, of floats that a norm gives.
+
+    For layers dq, uq and dkv, there is the int8 weight, the scale of its channels, and `layer_dtype`, the dtype of
+    results.
+    """
 
     dq: Any = tensor("Hcq He")
     dq_scale: Any = tensor("Hcq")
@@ -236,12 +246,22 @@ class StaticInt8Layers(TokenInt8Layers):
         """Refuse biases of other dtypes than int32, the dtype of the sums that they are added to."""
         for each in (self.dq_bias, self.uq_bias, self.dkv_bias):
             dtype = torch.int32 if each is None else each.dtype
-            require(dtype == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=dtype)
+            require(
+                dtype == torch.int32,
+                "bias: a layer adds one of {dtype}; npu_mla_preprocess requires int32; store the bias divided "
+                "by the scales, as int32",
+                dtype=dtype,
+            )
 
 
 def _guard_factors(rotated: float, absorbed: float) -> None:
     is_same, factors = math.isclose(rotated, absorbed, rel_tol=1e-6), dict(rotated=rotated, absorbed=absorbed)
-    require(is_same, "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}", **factors)
+    require(
+        is_same,
+        "queries: the rotated lanes are multiplied by {rotated}, the absorbed ones by {absorbed}; "
+        "npu_mla_prolog requires one factor; multiply both by the same",
+        **factors,
+    )
 
 
 def _row(scale: Tensor) -> Tensor:

@@ -53,10 +53,10 @@ def pairs_of(order: str, size: int) -> Index:
 
 
 def align(left: Side, right: Side, source: str, result: str) -> tuple[Side, Side] | None:
-    """Sort two products into those of each lane itself (cos) and of its partner (sin), in the given orders of pairs.
+    """Sort the products `left` and `right` into that of each lane itself (cos) and that of its partner (sin).
 
-    The factors of sin are multiplied by the signs of a rotation, so that one factor is left. None where lanes have
-    another order.
+    `source` and `result` are the orders of pairs before and after the rotation. The factors of sin are multiplied by
+    the signs of a rotation, so that one factor is left. None where lanes have another order.
     """
     size, base = len(left.lane), min(left.lane.min(), right.lane.min())
     lanes, to = pairs_of(source, size), pairs_of(result, size)
@@ -78,33 +78,48 @@ def refusal(cos: Side, sin: Side, pairs: Index) -> str | None:
 
     `pairs` [D / 2, 2] are the lanes of each pair of the result.
     """
-    apart = any((each.table[pairs[:, 0]] != each.table[pairs[:, 1]]).any() for each in (cos, sin))
-    if apart or any(stop - start < 2 for each in (cos, sin) for start, stop in runs(each.table)):
+    differ = any((each.table[pairs[:, 0]] != each.table[pairs[:, 1]]).any() for each in (cos, sin))
+    if differ or any(stop - start < 2 for each in (cos, sin) for start, stop in runs(each.table)):
         return (
-            "the lanes take their cosines (or sines) from different tensors; npu_rotary_mul "
-            "requires one table of cosines and one of sines; join them along the lanes"
+            "cos, sin: lanes take them from different tensors; npu_rotary_mul requires one table of "
+            "cosines and one of sines; join them along the lanes"
         )
     gain = cos.factor[0]
     if gain <= 0 or not (cos.factor == gain).all():
         return (
-            "the terms with the cosine do not all have the same positive factor; npu_rotary_mul "
-            "requires x · cos with one factor, which its table holds"
+            "cos: its terms have different factors, or negative ones; npu_rotary_mul requires x · cos with "
+            "one positive factor, which its table holds; multiply the table by the factors"
         )
     if not (sin.factor == sin.factor[0]).all():
         if (cos.table == sin.table).all() and len({*cos.entry, *sin.entry}) == 2 * len(cos.lane):
-            return "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
-        return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
+            return (
+                "matrices: each pair is multiplied by its own, which is not proven to be [[cos, -sin], [sin, "
+                "cos]]; npu_rotary_mul requires that; write it of one table of cosines and one of sines"
+            )
+        return (
+            "sin: its terms do not have one plus and one minus in each pair; npu_rotary_mul requires x1 * cos "
+            "- x2 * sin and x2 * cos + x1 * sin"
+        )
     return None
 
 
 def unpaired(left: Side, right: Side) -> str | None:
-    """Return the reason why two products of lanes of one tensor are no rotation; None if the result has no pairs."""
+    """Return the reason why `left` and `right`, two products of lanes of one tensor, are no rotation.
+
+    Each lane is its own partner, or pairs have another order. None if the result has no pairs of lanes.
+    """
     if (left.lane == right.lane).all():
-        return "each lane is combined with itself, not with a partner; a rotation combines it with the lane of its pair"
+        return (
+            "lanes: each is combined with itself; npu_rotary_mul requires the partner of its pair, j and j + "
+            "D/2, or 2j and 2j + 1"
+        )
     _, uses = np.unique(np.concatenate((left.lane, right.lane)), return_counts=True)
     if len(uses) != len(left.lane) or (uses != 2).any():
         return None  # as of one half of a rotation, or of weighted sums: the result holds no pairs of lanes
-    return "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
+    return (
+        "lanes: their partners are in other places than half order (j, j + D/2) or interleaved order (2j, 2j + "
+        "1); npu_rotary_mul requires one of both; permute the rows of the projection so"
+    )
 
 
 def runs(numbers: Index) -> list[tuple[int, int]]:

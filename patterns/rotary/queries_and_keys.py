@@ -13,8 +13,9 @@ from fusion.graph import dim_of
 from patterns.rotary.rotated import Rotated, Widened, dims_of, four_dims
 
 _PAIRS = (
-    "the lanes are interleaved; the operator rotates halves: on A2 and A3 its rotary_mode is 'half', and no other one "
-    "takes queries and keys at once, so that each has a call of its own"
+    "lanes: they are in interleaved order (2j, 2j + 1); npu_apply_rotary_pos_emb requires half order on A2 "
+    "and A3, so that queries and keys have a call each; permute the rows of both projections to half order "
+    "for one call"
 )
 
 
@@ -50,12 +51,17 @@ class Pair(Group):
         require(self.order == "half", _PAIRS)
         require(
             q == k,
-            "queries and keys have {q} and {k} dims: their axes differ; the operator requires the "
-            "same for both; reshape one of them",
+            "queries, keys: they have {q} and {k} dims; npu_apply_rotary_pos_emb requires the same number; "
+            "reshape one of them",
             q=q,
             k=k,
         )
-        require(q in (3, 4), "queries and keys have {q} dims, not three or four", q=q)
+        require(
+            q in (3, 4),
+            "queries, keys: they have {q} dims; npu_apply_rotary_pos_emb requires three or four; flatten the "
+            "leading dims before the rotation",
+            q=q,
+        )
 
     def read(self, by_batch: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys, cosines and sines with four dims; `by_batch` expands the tables to every sequence."""
@@ -80,7 +86,10 @@ class WidenedPair(Pair):
     def guard(self) -> None:
         """Refuse what `Pair` refuses, and float16."""
         super().guard()
-        reason = "the model rotates float16 in float32, the operator in float16"
+        reason = (
+            "queries, keys: the model rotates float16 in float32; npu_apply_rotary_pos_emb requires float16 "
+            "throughout; run the model in bfloat16"
+        )
         require(self.q.dtype != torch.float16, reason)
 
 
@@ -89,7 +98,7 @@ class SameTables(Group):
     """Marker of rotations of queries and keys by the same tables."""
 
     def term(self, p, rotated: Pair):
-        """Match the rotations of queries and of keys."""
+        """Match the two rotations of `rotated`, of queries and of keys."""
         return tuple(each.term(p, "rotation") for each in rotated.each())
 
     def guard(self, rotated: Pair) -> None:
@@ -98,23 +107,26 @@ class SameTables(Group):
 
 
 def positions_first(pair: Pair, by_batch: bool = False) -> tuple[Tensor, ...]:
-    """Emit npu_apply_rotary_pos_emb on q [B, S, N, D], k [B, S, K, D] and tables [B|1, S, 1, D].
+    """Emit npu_apply_rotary_pos_emb on q [B, S, N, D], k [B, S, K, D] and tables [B|1, S, 1, D] of `pair`.
 
-    Packed tokens are [T, N, D], with tables [T, 1, D].
+    Packed tokens are [T, N, D], with tables [T, 1, D]. `by_batch` expands the tables to every sequence.
     """
     given = pair.read(by_batch)
     _refuse_other_axes(1, *given)
-    return pair.results(*_turned(*given))
+    return pair.results(*_rotated_pair(*given))
 
 
 def heads_first(pair: Pair, by_batch: bool = False) -> tuple[Tensor, ...]:
-    """Emit npu_apply_rotary_pos_emb on transposed q [B, N, S, D], k [B, K, S, D] and tables [B|1, 1, S, D]."""
+    """Emit npu_apply_rotary_pos_emb on transposed q [B, N, S, D], k [B, K, S, D] and tables [B|1, 1, S, D] of `pair`.
+
+    `by_batch` expands the tables to every sequence.
+    """
     given = pair.read(by_batch)
     _refuse_other_axes(2, *given)
-    return pair.results(*(each.transpose(1, 2) for each in _turned(*(each.transpose(1, 2) for each in given))))
+    return pair.results(*(each.transpose(1, 2) for each in _rotated_pair(*(each.transpose(1, 2) for each in given))))
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _rotated_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Emit npu_apply_rotary_pos_emb on q [B, S, N, D] and k [B, S, K, D] with tables [B|1, S, 1, D]."""
     with bounded():  # float16 is rotated in float16 by the model, too: `WidenedPair` refuses float32
         return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
@@ -127,5 +139,8 @@ def _refuse_other_axes(axis: int, q: Tensor, k: Tensor, *tables: Tensor) -> None
     """
     sizes = {dim_of(each.shape[axis]) for each in (q, k, *tables)}
     alike = len(sizes) == 1 and {dim_of(each.shape[3 - axis]) for each in tables} == {1}
-    reason = "queries {q}, keys {k} and tables {table} do not have their positions along one axis"
+    reason = (
+        "positions: queries {q}, keys {k} and tables {table} do not have them along one axis; "
+        "npu_apply_rotary_pos_emb requires that; transpose queries and keys alike before the rotation"
+    )
     require(alike, reason, q=list(q.shape), k=list(k.shape), table=list(tables[0].shape))

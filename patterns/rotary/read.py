@@ -51,37 +51,44 @@ class _Sum(NamedTuple):
     where: Index
 
 
-_TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
+_LAST_OPS = ("add", "cat", "reshape", "slice_scatter", "cast")
 """Ops of values that may be rotations."""
 
 
 @reader(gives=(ROTATION, PARTIAL_ROTATION))
 def rotations(graph: Graph) -> Iterator[Annotation]:
     """Read every rotation of lanes as `rotation` or `partial_rotation`, but not nodes that pass on another rotation."""
-    turned: set[Value] = set()
+    rotated: set[Value] = set()
     known = KnownTables(graph.algebra, graph.places)
     for value in list(graph.places):
-        if not _may_turn(value) or (value.op == "cast" and value.arg in graph.places):
+        if not _may_be_rotation(value) or (value.op == "cast" and value.arg in graph.places):
             continue
-        outcome = rotation(known, value, full=_stands_on_one(graph, value, turned))
+        outcome = rotation(known, value, full=_is_above_rotation(graph, value, rotated))
         if isinstance(outcome, str):
             yield value, Miss("rotation", outcome)
         elif outcome is not None:
-            turned.add(value)
+            rotated.add(value)
             yield value, outcome
 
 
-def _may_turn(value: Value) -> bool:
-    """Return True if the op of `value` may end a rotation; a scaled mean over two products is their sum."""
-    return value.op in _TURNING or (value.op == "scale" and value.below("scale", "reshape").op == "mean")
+def _may_be_rotation(value: Value) -> bool:
+    """Return True if the op of `value` may be the last one of a rotation.
+
+    It is a sum, a concatenation or write of lanes, a view or a cast; or a scaled mean, as a mean over two products is
+    their sum.
+    """
+    return value.op in _LAST_OPS or (value.op == "scale" and value.below("scale", "reshape").op == "mean")
 
 
-def _stands_on_one(graph: Graph, value: Value, turned: Collection[Value], depth: int = 3) -> bool:
-    """Return True if `value` depends on a rotation in `turned` within `depth` nodes, so that it may only pass it on."""
+def _is_above_rotation(graph: Graph, value: Value, rotated: Collection[Value], depth: int = 3) -> bool:
+    """Return True if `value` is computed from a rotation in `rotated` by at most `depth` nodes.
+
+    It is then more likely to pass that rotation on than to be another one.
+    """
     nodes = graph.places[value][:1]
     for _ in range(depth):
         nodes = tuple(source for node in nodes for source in node.all_input_nodes)
-        if any(graph.value_of.get(node) in turned for node in nodes):
+        if any(graph.value_of.get(node) in rotated for node in nodes):
             return True
     return False
 
@@ -100,7 +107,7 @@ def rotation(known: KnownTables, root: Value, full: bool = False) -> Reading | s
     at = rows(root)
     if at is None or not _multiplies(root) or root.dtype is None or not root.dtype.is_floating_point:
         return None
-    if full and not _may_turn_all(root):
+    if full and not _may_be_full(root):
         return None
     leaves = Leaves()
     outcome = _summed(known, root, at, leaves, full)
@@ -110,29 +117,38 @@ def rotation(known: KnownTables, root: Value, full: bool = False) -> Reading | s
 
 
 def _summed(known: KnownTables, root: Value, at: Rows, leaves: Leaves, full: bool) -> Reading | str | None:
-    """Read `root` as a sum of two products; return the reason if a third term is added to a rotation."""
+    """Read the lanes `at` of `root`, a sum of two products, as a rotation; the reason if a third term is added to one.
+
+    `leaves` collects the tensors that the lanes come from; with `full`, all lanes must be rotated. None for others.
+    """
     products = terms(at, leaves)
-    if products is None or (full and not _turns_all(products)):
+    if products is None or (full and not _is_full(products)):
         return None
     if len(products) == 3:
         pairs = ([products[0], products[1]], [products[0], products[2]], [products[1], products[2]])
-        turned = any(isinstance(_turned(known, root, pair, leaves), Reading) for pair in pairs)
+        turned = any(isinstance(_as_rotation(known, root, pair, leaves), Reading) for pair in pairs)
         return (
-            "a third term is added to the rotation; npu_rotary_mul requires x · cos + partner(x) · "
-            "sin alone; add it behind"
+            (
+                "rotation: a third term is added to it; npu_rotary_mul requires x · cos + partner(x) · sin "
+                "alone; add the term behind, in a sum of its own"
+            )
             if turned
             else None
         )
-    return _turned(known, root, products, leaves) if len(products) == 2 else None
+    return _as_rotation(known, root, products, leaves) if len(products) == 2 else None
 
 
-def _turns_all(products: Sequence[Term]) -> bool:
+def _is_full(products: Sequence[Term]) -> bool:
     """Return True if every lane is a sum of two products."""
     return len(products) == 2 and all((each.second.leaf != NONE).all() for each in products)
 
 
-def _turned(known: KnownTables, root: Value, products: list[Term], leaves: Leaves) -> Reading | str | None:
-    """Read the two products of `root` as a rotation of a leaf that both have; a reason or None for others."""
+def _as_rotation(known: KnownTables, root: Value, products: list[Term], leaves: Leaves) -> Reading | str | None:
+    """Read `products`, the two of each lane of `root`, as a rotation of a leaf that both have; a reason or None for
+    others.
+
+    `leaves` has the tensors that the products are of.
+    """
     turned = (products[0].second.leaf != NONE) & (products[1].second.leaf != NONE)
     where = np.nonzero(turned)[0]
     if len(where) < 2 or len(where) % 2 or where[-1] - where[0] + 1 != len(where):
@@ -146,21 +162,31 @@ def _turned(known: KnownTables, root: Value, products: list[Term], leaves: Leave
         if isinstance(outcome, Reading):
             return outcome
         reason = reason or outcome
-    return reason or _apart(both)
+    return reason or _why_unrelated(both)
 
 
-def _apart(sums: _Sum) -> str | None:
-    """Return the reason why two products resemble a rotation but have no tensor in common; None if they do not."""
+def _why_unrelated(sums: _Sum) -> str | None:
+    """Return the reason why the two products of `sums`, which have no tensor in common, are no rotation; or None.
+
+    The lanes are halves of another dim, or the products differ in sign as a rotation of two tensors would.
+    """
     factors = [side for term in sums.terms for side in (term.first, term.second)]
     numbers = {int(number) for side in factors for number in side.leaf[sums.where]}
     values = [sums.leaves.leaves[number][0] for number in sorted(numbers)]
     for value in values:
         pieces = [each.arg if each.op == "scale" else each for each in value.args]
         if value.op == "cat" and any(each.op == "slice" and each.arg in values for each in pieces):
-            return f"the rotation is along dim {value.attrs[0] - value.rank}, not along the last dim"
+            return (
+                f"rotation: it pairs entries of dim {value.attrs[0] - value.rank}; npu_rotary_mul requires "
+                "pairs of the last dim; transpose before the rotation"
+            )
     signs = [np.sign(term.coefficient[sums.where]) for term in sums.terms]
     both = any((each > 0).any() and (each < 0).any() for each in signs)
-    return "the term with the sine rotates another tensor than the one with the cosine" if both else None
+    return (
+        "sin: its term reads another tensor than that of the cosine; npu_rotary_mul requires both of one x"
+        if both
+        else None
+    )
 
 
 def _multiplies(value: Value, depth: int = 8) -> bool:
@@ -171,7 +197,7 @@ def _multiplies(value: Value, depth: int = 8) -> bool:
     return depth > 0 and value.op in moving and any(_multiplies(each, depth - 1) for each in value.args)
 
 
-def _may_turn_all(value: Value) -> bool:
+def _may_be_full(value: Value) -> bool:
     """Return True if all lanes of `value` may be sums of two products: a cheap test.
 
     It excludes rotated lanes that are concatenated with others.
@@ -184,9 +210,9 @@ def _may_turn_all(value: Value) -> bool:
         case "mean" | "mul":
             return True
         case "cat" | "slice_scatter":
-            return all(map(_may_turn_all, value.args))
+            return all(map(_may_be_full, value.args))
         case "scale" | "cast" | "reshape" | "permute" | "expand" | "slice" | "flip":
-            return _may_turn_all(value.arg)
+            return _may_be_full(value.arg)
         case _:
             return False
 
@@ -212,7 +238,7 @@ def _classify(known: KnownTables, sums: _Sum, leaf: int) -> Reading | str | None
 def _reading(
     known: KnownTables, sums: _Sum, leaf: int, sides: Sequence[Side], orders: Mapping[str, str]
 ) -> Reading | str:
-    """Build the reading of a rotation of leaf number `leaf`; or return a reason.
+    """Build the reading of the sum `sums` as a rotation of leaf number `leaf`; or return a reason.
 
     `sides` are the products with cosines and with sines, `orders` those of pairs of input and result.
     """
@@ -222,24 +248,33 @@ def _reading(
     flat, factor = known.factored(_flat(a, *leaves.leaves[leaf]), float(sides[0].factor[0]))
     x = a.slice(flat, -1, first, first + size)
     if x is None or x.shape != (*root.shape[:-1], size):
-        return "the rotated tensor is broadcast along the tables"
+        return (
+            "x: it is broadcast along the tables; npu_rotary_mul requires x of the shape of the result; expand it first"
+        )
     cos, sin = (_table(known, leaves, each, factor) for each in sides)
     if cos is None or sin is None:
-        return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
+        return (
+            "cos, sin: lanes read the tables in an order that is neither full, repeated by halves nor by "
+            "pairs; npu_rotary_mul requires one of these; write torch.cat((freqs, freqs), -1), or "
+            "repeat_interleave(2, -1)"
+        )
     tables = {"cos": a.cast(cos, compute), "sin": a.cast(sin, compute)}
     captures = {"x": a.cast(x, compute), **tables, "dtype": root.dtype, **orders}
     if size == root.shape[-1]:
         return Reading("rotation", captures)
     rest = _passing(a, sums)
     if rest is None:
-        return "the lanes that are not rotated do not pass through unchanged"
+        return (
+            "lanes: those that are not rotated are changed; a partial rotation requires that they pass "
+            "through; change them behind the concatenation"
+        )
     return Reading("partial_rotation", captures | {"rest": rest, "rest_first": bool(where[0] != 0)})
 
 
 def _table(known: KnownTables, leaves: Leaves, side: Side, without: float) -> Value | None:
     """Return the table [.., D] of the product `side`, divided by the factor `without`; None in another order.
 
-    Tables of several runs of lanes are concatenated.
+    `leaves` has the tensors that the table is of; those of several runs of lanes are concatenated.
     """
     pieces: list[Value] = []
     for start, stop in runs(side.table):
@@ -264,7 +299,10 @@ def _flat(a: Algebra, leaf: Value, depth: int) -> Value:
 
 
 def _passing(a: Algebra, sums: _Sum) -> Value | None:
-    """Return the lanes that are not rotated as one value [.., E]; None if not contiguous or not passed unchanged."""
+    """Return the lanes of `sums.value` that are not rotated as one value [.., E].
+
+    None if they are not contiguous, or not passed through unchanged.
+    """
     root, both, leaves, where = sums
     first, second = both  # lanes of one term have no second product
     others = np.setdiff1d(np.arange(len(first.coefficient)), where)
@@ -289,7 +327,10 @@ def _concatenated_rest(a: Algebra, root: Value, start: int, stop: int) -> Value 
 
 
 def _rest_of_write(a: Algebra, written: Value, shape: tuple[Any, ...], start: int, stop: int) -> Value | None:
-    """Return the lanes `start` to `stop` of the tensor into which rotated lanes are `written`; None for caches."""
+    """Return the lanes `start` to `stop` of the tensor into which rotated lanes are `written`, viewed as `shape`.
+
+    None for caches, and if these lanes are overwritten.
+    """
     axis, first, last, step = written.attrs
     x = written.arg
     if (axis, step) != (x.rank - 1, 1) or x.shape[-1] != shape[-1] or (start < last and first < stop):

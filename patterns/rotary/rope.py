@@ -66,32 +66,47 @@ class Rope(Rule):
         return others.term(p, rotated)
 
     def guard(self, rotated: Any, others: Any):
-        """Refuse lanes that are not rotated in other places, and queries and keys that one call cannot rotate."""
+        """Refuse what `others` refuses of `rotated`.
+
+        These are lanes beside the rotated ones that are on both sides or begin within a pair; and queries and keys that
+        one call cannot rotate.
+        """
         others.guard(rotated)
 
     def within(self, others: Any) -> frozenset[str]:
-        """Name the form that explains why queries and keys get no joint call."""
+        """Name the form `together`, whose refusals tell why queries and keys get no joint call, for forms of one of
+        both.
+        """
         return frozenset() if isinstance(others, SameTables) else frozenset({"rope.together"})
 
     @lowering
     @variants(others=CONCATENATED)
     def half(self, rotated: Rotated, others: Alone):
         """Emit npu_rotary_mul for half order of input and output."""
-        require(rotated.source == rotated.result == "half", "the lanes are not in half order")
+        require(
+            rotated.source == rotated.result == "half",
+            "lanes: they are in interleaved order; this call of npu_rotary_mul requires half order",
+        )
         return others.joined(rotated.by("half"))
 
     @lowering
     @variants(others=CONCATENATED)
     def pairs(self, rotated: Rotated, others: Alone):
         """Emit npu_rotary_mul for interleaved order of input and output."""
-        require(rotated.source == rotated.result == "interleaved", "the lanes are not in interleaved order")
+        require(
+            rotated.source == rotated.result == "interleaved",
+            "lanes: they are in half order; this call of npu_rotary_mul requires interleaved order",
+        )
         return others.joined(rotated.by("interleave"))
 
     @lowering
     @variants(others=CONCATENATED)
     def pairs_by_matrix(self, rotated: Rotated, others: Alone):
         """Emit npu_rotary_mul in interleaved order with a constant matrix [D, D], for compilers without that mode."""
-        require(rotated.source == rotated.result == "interleaved", "the lanes are not in interleaved order")
+        require(
+            rotated.source == rotated.result == "interleaved",
+            "lanes: they are in half order; this call of npu_rotary_mul requires interleaved order",
+        )
         return others.joined(rotated.by("interleave", rotate_matrix(rotated.x)))
 
     @lowering
@@ -117,7 +132,9 @@ class Rope(Rule):
         _refuse_other_orders(rotated)
         x, tables = rotated.x, rotated.tables()
         one = x.dim() in (3, 4) and all(each.dim() == x.dim() and each.shape[-2] == 1 for each in tables)
-        require(one, "the tables depend on the heads")
+        require(
+            one, "cos, sin: they differ among the heads; npu_interleave_rope requires the same for all heads of a token"
+        )
         *positions, heads, width = x.shape
         cos, sin = (each.expand(*positions, 1, width).reshape(-1, 1, 1, width) for each in tables)
         rows = x.reshape(-1, heads, 1, width)
@@ -127,7 +144,10 @@ class Rope(Rule):
     @variants(others=CONCATENATED)
     def through_half(self, rotated: Rotated, others: Alone):
         """Emit npu_rotary_mul in half order for any orders, permuting lanes around it."""
-        require("interleaved" in (rotated.source, rotated.result), "the lanes are in half order already")
+        require(
+            "interleaved" in (rotated.source, rotated.result),
+            "lanes: they are in half order; this call requires interleaved order",
+        )
         x = to_halves(rotated.x) if rotated.source == "interleaved" else rotated.x
         if rotated.result == "half":
             return others.joined(replace(rotated, x=x).by("half"))
@@ -177,7 +197,10 @@ class Rope(Rule):
 def _refuse_other_orders(rotated: Rotated) -> None:
     """Refuse other orders than interleaved input and half output, before anything is computed."""
     orders = rotated.source, rotated.result
-    require(orders == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
+    require(
+        orders == ("interleaved", "half"),
+        "lanes: they do not go from interleaved to half order; npu_interleave_rope requires that",
+    )
 
 
 def _pairs_to_half(rotated: Rotated) -> Tensor:

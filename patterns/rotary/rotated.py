@@ -13,7 +13,11 @@ from fusion import Group, attribute, bounded, require, tensor
 
 def four_dims(x: Tensor) -> Tensor:
     """Reshape `x` [.., D] to the four dims that the kernels read, with leading dims of size 1; refuse more."""
-    require(x.dim() <= 4, "{rank} dims are more than the four that the operator reads", rank=x.dim())
+    require(
+        x.dim() <= 4,
+        "x: it has {rank} dims; the operator requires four at most; flatten the leading dims before the rotation",
+        rank=x.dim(),
+    )
     for _ in range(4 - x.dim()):
         x = x.unsqueeze(0)
     return x
@@ -144,5 +148,8 @@ class Widened(Rotated):
 
 
 def _for_batch(table: Tensor, batch: int) -> Tensor:
-    require(table.shape[0] != batch, "the tables are there for every sequence")
+    require(
+        table.shape[0] != batch,
+        "cos, sin: they have a row of each sequence already; this call requires tables that all sequences share",
+    )
     return table.expand(batch, -1, -1, -1)

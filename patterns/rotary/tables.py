@@ -32,7 +32,9 @@ class KnownTables:
         return table and self.algebra.scale(table, factor)
 
     def factored(self, x: Value, factor: float) -> tuple[Value, float]:
-        """Return the product of `x` and `factor`, and `factor`, if the model computes it; else `x` and 1."""
+        """Return (`x` · `factor`, `factor`) if the model computes this product, else (`x`, 1): a value, and its part of
+        `factor`.
+        """
         made = self.algebra.scale(x, factor)
         return (made, factor) if factor != 1 and made in self._computed else (x, 1.0)
 
@@ -70,7 +72,7 @@ def _readings_of(index: Index) -> Iterator[tuple[Index, str]]:
 
 
 def _repeated(a: Algebra, part: Value, how: str) -> Value:
-    """Repeat `part` [.., D / 2] to [.., D], by "halves" or by "pairs"."""
+    """Repeat `part` [.., D / 2] to [.., D]: as [part, part] if `how` is "halves", else each entry twice."""
     if how == "halves":
         return a.cat([part, part], -1)
     opened = a.expand(a.reshape(part, (*part.shape, 1)), (*part.shape, 2))
@@ -78,7 +80,7 @@ def _repeated(a: Algebra, part: Value, how: str) -> Value:
 
 
 def _repeated_part(a: Algebra, part: Value, how: str) -> Value:
-    """Repeat the real or imaginary `part` [.., D / 2] to [.., D].
+    """Repeat `part` [.., D / 2], the real or imaginary part of a value, to [.., D] by `how`, as `_repeated` does.
 
     One value repeats both parts, so that the tables of cosines and sines share it.
     """

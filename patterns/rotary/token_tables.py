@@ -20,7 +20,7 @@ class TokenTables(Group):
     sin: Any = tensor("Bt St Angles")
 
     def terms(self, p):
-        """Match the tables, expanded from pairs to lanes or not, in any dtype."""
+        """Match cosines and sines, expanded from pairs to lanes or not, and cast to float32 or not."""
         return [p.maybe_cast(p.maybe_repeated(each, 2), to=torch.float32) for each in (self.cos, self.sin)]
 
     def rows(self, x: Tensor) -> list[Tensor]:

@@ -67,18 +67,29 @@ class BehindRotated(Group):
         return p.joined(rotated.term(p, "rotation", x=self.first(p, rotated)), self.last(p, rotated))
 
     def first(self, p, rotated: Rotated):
-        """Match the lanes before `split`."""
+        """Match the lanes of `rotated` before `split`."""
         return p.lanes(rotated.x, 0, self.split)
 
     def last(self, p, rotated: Rotated):
-        """Match the lanes from `split` on."""
+        """Match the lanes of `rotated` from `split` on."""
         return p.lanes(rotated.x, self.split, self.end)
 
     def guard(self, rotated: Rotated) -> None:
         """Refuse a tensor with more lanes, and a `split` in the middle of a pair."""
         width = rotated.x.shape[-1]
-        require(self.end == width, "{end} of {whole} lanes are left, rotated or not", end=self.end, whole=width)
-        require(self.split % 2 == 0, "{split} lanes stand before the others: pairs would be broken", split=self.split)
+        require(
+            self.end == width,
+            "lanes: {end} of {whole} are rotated or passed on; npu_rotary_mul requires all of them here; "
+            "rotate a slice of the tensor, or pass on all its lanes",
+            end=self.end,
+            whole=width,
+        )
+        require(
+            self.split % 2 == 0,
+            "lanes: {split} of them come before the rotated ones; npu_rotary_mul in pairs requires an even "
+            "number; move the unrotated lanes to the end",
+            split=self.split,
+        )
 
     def margins(self, width: Any) -> tuple[Any, Any]:
         """Return the number of lanes before the rotated ones and behind them, of `width` lanes."""
@@ -99,7 +110,7 @@ class BeforeRotated(BehindRotated):
         return p.joined(self.first(p, rotated), rotated.term(p, "rotation", x=self.last(p, rotated)))
 
     def margins(self, width: Any) -> tuple[Any, Any]:
-        """Return the number of lanes before the rotated ones and behind them."""
+        """Return the number of lanes before the rotated ones and behind them, of `width` lanes."""
         return self.split, 0
 
 

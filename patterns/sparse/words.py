@@ -3,8 +3,8 @@
 from fusion import word
 
 SUNK = (
-    "a sink stands beside the scores of rows that a list names: this package passes none to "
-    "npu_sparse_flash_attention, whose argument sinks it does not compute"
+    "sink: it stands beside scores of listed rows; npu_sparse_flash_attention requires scores without one, "
+    "as its argument sinks is not computed by this package"
 )
 """Reason for attention over listed keys with a sink."""
 

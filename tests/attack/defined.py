@@ -20,7 +20,7 @@ class Defined(TorchFunctionMode):
         no group as they lie in memory; its int8 product reads on behind a matrix that is broadcast.
         """
         if func is F.scaled_dot_product_attention and args[1].shape[-2] != args[2].shape[-2]:
-            raise ValueError("there are not as many values as keys")
+            raise ValueError("there are not as many as keys, so that")
         if func in (torch._grouped_mm, F.grouped_mm) and not _are_groups(args[0], (kwargs or {}).get("offs")):
             raise ValueError("the groups are not all rows in order")
         if func is torch._int_mm and any(0 in each.stride() and each.numel() for each in args):

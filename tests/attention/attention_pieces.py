@@ -235,8 +235,8 @@ def replaced_by_numbers(q, k, v):
 
 
 LOOKALIKES = (
-    Entry(rounded_in_the_last, "", "the scores go through slice_scatter", keys=T),
-    Entry(others_in_the_last, "", "the scores go through slice_scatter", keys=T),
-    Entry(replaced_by_zero, "", "something else than a number"),
-    Entry(replaced_by_numbers, "", "the scores go through index_put"),
+    Entry(rounded_in_the_last, "", "they go through slice_scatter", keys=T),
+    Entry(others_in_the_last, "", "they go through slice_scatter", keys=T),
+    Entry(replaced_by_zero, "", "hidden scores are replaced by a number"),
+    Entry(replaced_by_numbers, "", "they go through index_put between"),
 )

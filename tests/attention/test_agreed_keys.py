@@ -54,7 +54,7 @@ def test_another_number_of_values_is_another_graph_that_is_left_alone():
     given = numbers(2, N, 5, D), *marked((2,), numbers(2, N, 6, D), numbers(2, N, 7, D))
     outcome = trial_of(capture(lambda q, k, v: sdpa(q, k, v), given, dynamic=None)).outcome
     assert not outcome.chosen
-    assert "there are not as many values as keys" in outcome.refusals[0].reason
+    assert "there are not as many as keys, so that" in outcome.refusals[0].reason
 
 
 def test_a_mask_of_one_row_for_all_sequences_is_broadcast():

@@ -138,7 +138,7 @@ def test_without_an_assumption_an_added_mask_is_any_bias():
     graph = testing.capture(attend, (*(torch.randn(1, 2, 8, 64) for _ in range(3)), mask), "composite").graph
     outcome = fuse_graph(graph.graph, installed(), HOST)
     assert not outcome.chosen
-    assert any("not proven to be a mask" in each.reason for each in outcome.refusals)
+    assert any("what is added to the scores is not proven" in each.reason for each in outcome.refusals)
 
 
 @pytest.mark.parametrize("added", [lambda mask: mask, lambda mask: (1.0 - mask) * -1e4], ids=["as it is", "turned"])

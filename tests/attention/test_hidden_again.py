@@ -153,7 +153,7 @@ def of_whole_weights(q, k, v, seen):
 def test_other_choices_of_weights_are_refused(form: Form):
     found = tried(form, torch.float32)
     assert not fuses(found)
-    assert any("the weights go through a" in each.reason for each in found.outcome.refusals), found.outcome.refusals
+    assert any("they go through a" in each.reason for each in found.outcome.refusals), found.outcome.refusals
     testing.means_what_it_says(found)
 
 
@@ -289,11 +289,11 @@ def lowered_by_little_where_it_is_0(q, k, v, seen):
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        (multiplied_by_another, "a tensor that is not the same for all keys"),
-        (multiplied_by_what_is_given, "a tensor that is not the same for all keys"),
-        (hidden_before, "a tensor that is not the same for all keys"),
-        (multiplied_by_halves, "a tensor that is not the same for all keys"),
-        (lowered_by_little_where_it_is_0, "something else than a number of at most"),
+        (multiplied_by_another, "they are multiplied by a tensor that"),
+        (multiplied_by_what_is_given, "they are multiplied by a tensor that"),
+        (hidden_before, "they are multiplied by a tensor that"),
+        (multiplied_by_halves, "they are multiplied by a tensor that"),
+        (lowered_by_little_where_it_is_0, "hidden scores are replaced by a number"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

@@ -13,7 +13,7 @@ import fusion
 
 B, N, S, D, E = 2, 4, 6, 32, 3
 OPTIONS = {"target": "ascend910_93", "plan_cache": "off"}
-WHY = "stands {} in place of a softmax over the keys"
+WHY = "they are {} of the scores, without a softmax"
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": lambda scores: torch.sigmoid(scores - 3.0),
     "relu": lambda scores: F.relu(scores).square() / S,

@@ -161,12 +161,20 @@ def test_a_merge_is_one_operator(function: Callable[..., Tensor], shapes: tuple[
 @pytest.mark.parametrize(
     ("function", "shapes", "reason"),
     [
-        (gathered, ((9, S, D), (9, S)), "more than 8 parts"),
-        (of_another, ((3, S, D), (3, S)), "not shares of one"),
-        (running, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not divided by their own sums"),
-        (raised_parts, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not shares of one"),
-        (of_two_sums, ((2, S, D), (3, S)), "more than the exponential of one number"),
-        (cancelled, ((3, S, D), (2, S)), "not shares of one"),
+        (gathered, ((9, S, D), (9, S)), "more than 8 are merged"),
+        (of_another, ((3, S, D), (3, S)), "they are not exp(lseᵢ - lse) with lse ="),
+        (
+            running,
+            ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)),
+            "they are divided by the sum of all at the",
+        ),
+        (
+            raised_parts,
+            ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)),
+            "they are not exp(lseᵢ - lse) with lse =",
+        ),
+        (of_two_sums, ((2, S, D), (3, S)), "one has factors beside exp(lseᵢ - lse)"),
+        (cancelled, ((3, S, D), (2, S)), "they are not exp(lseᵢ - lse) with lse ="),
     ],
 )
 def test_what_is_no_merge_stays(function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], reason: str):
@@ -196,5 +204,5 @@ def test_what_is_not_like_a_merge_tells_nothing(function: Callable[..., Tensor],
 def test_a_merge_that_is_multiplied_is_one_inside():
     t = tried(raised, (2, S, D), (2, S))
     assert [each.match.rule.name for each in t.outcome.chosen] == ["attention_update"]
-    assert any("not shares of one" in each.reason for each in t.outcome.refusals)
+    assert any("they are not exp(lseᵢ - lse) with lse =" in each.reason for each in t.outcome.refusals)
     testing.means_what_it_says(t)

@@ -195,7 +195,7 @@ def test_of_a_format_that_nobody_checks_nothing_is_gathered():
     outcome = fuse_graph(captured.graph.graph, installed(), Options(**OPTIONS), Facts())
     called = {str(node.target) for node in captured.graph.graph.nodes}
     assert not any("gather_pa" in each for each in called)
-    assert "in the storage format FRACTAL_NZ alone" in " ".join(str(each.reason) for each in outcome.refusals)
+    assert "they are lines of NZ, whose storage format" in " ".join(str(each.reason) for each in outcome.refusals)
 
 
 @pytest.mark.filterwarnings("error")

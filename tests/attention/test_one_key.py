@@ -64,7 +64,7 @@ def test_a_softmax_over_heads_stays():
     t = trial_of(capture(over_heads, rows(8, torch.bfloat16)), NPU)
     assert not t.outcome.chosen
     [reason] = [each.reason for each in t.outcome.refusals]
-    assert reason.startswith("the softmax is taken over the queries, not over the keys")
+    assert "it is taken over the queries" in reason
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -46,5 +46,5 @@ def test_without_a_key_the_mean_of_all_values_is_not_that_of_those_lowered_least
     mask = torch.ones(2, 1, 3, 5, dtype=torch.bool)
     said = dict.fromkeys(("count", "kv_lens", "window", "kv_len"))
     seen = Dense(mask=mask, levels=mask * -1e30, mask_kind="dense", fully_masked_row="lowest", **said)
-    with pytest.raises(AssertionError, match="are posed so before"):
+    with pytest.raises(AssertionError, match="queries without visible keys see those that"):
         seen.restored(torch.zeros(2, 4, 3, 8), values=torch.zeros(2, 4, 5, 8))

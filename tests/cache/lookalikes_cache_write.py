@@ -101,16 +101,16 @@ def _not_write(
 
 
 LOOKALIKES = (
-    _not_write(added, "added to what the cache holds"),
+    _not_write(added, "they are added to the cache, or chosen by a"),
     _not_write(index_added, "not proven to go|added to what"),
     _not_write(masked, "chosen by a mask|not proven to go"),
     _not_write(every_second, "neighbours", token, None, note="one row at every second position is one row"),
-    _not_write(from_there_on, "something other than one position", token),
-    _not_write(all_but_there, "something other than one position", token),
+    _not_write(from_there_on, "scatter_update requires torch.arange(T) ==", token),
+    _not_write(all_but_there, "scatter_update requires torch.arange(T) ==", token),
     _not_write(whole_rows, "rows for every position", token),
     _not_write(blended, "multiplied by 0", token, None, note="as long as all numbers are finite"),
-    _not_write(a_place_per_head, "not proven to go"),
-    _not_write(a_part_of_each_row, "not proven to go"),
+    _not_write(a_place_per_head, "they are not proven to be distinct along"),
+    _not_write(a_part_of_each_row, "they are not proven to be distinct along"),
     _not_write(
         old_value_needed_after,
         "",

@@ -100,7 +100,7 @@ def test_places_of_unlike_sizes_are_refused_with_a_reason():
     args = (numbers(2, 3, 9, 8), numbers(2, 4, 3, 8, seed=1), torch.tensor([2, 3]))
     outcome = fuse(capture(form, args, dynamic=True).graph)
     assert not outcome.chosen
-    assert any("not proven to go" in each.reason for each in outcome.refusals)
+    assert any("they are not proven to be distinct along" in each.reason for each in outcome.refusals)
 
 
 # cost --------------------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_short_lines_are_not_those_of_the_operator():
     assert not reads_pages(t)
     example = Example("short lines", attended(s, lines(s)[2]), paged(s, lines(s)[0]))
     t = trial(RULES["attention"], example, torch.float32, options=replace(HOST, fuel=0))
-    assert any("in lines of 8 numbers" in each.reason for each in t.outcome.refusals)
+    assert any("read as lines of 8 lanes" in each.reason for each in t.outcome.refusals)
 
 
 def places_by_row(at: Tensor, table: Tensor, s: Sizes) -> tuple[Tensor, Tensor]:
@@ -326,7 +326,8 @@ def test_pages_of_a_latent(by_atb: bool, lies: str, name: str):
     s = OF_LATENTS[name]
     page, read = LATENT_PAGES[lies]
     options = ATB if by_atb else replace(HOST, disable=frozenset({"npu_multi_head_latent_attention"}))
-    t = tried("latent_attention", absorbed(s, read), latent_inputs(s, (page(RANK, s), page(TURNED, s))), options)
+    rule = "latent_attention_atb" if by_atb else "latent_attention"
+    t = tried(rule, absorbed(s, read), latent_inputs(s, (page(RANK, s), page(TURNED, s))), options)
     assert applied(t)
     if by_atb:
         (call,) = calls(t, "atb.npu_multi_head_latent_attention")
@@ -350,7 +351,7 @@ def test_pages_in_their_own_order(blocks: int, size: int, whole: bool):
         return scores.softmax(-1) @ latent
 
     page = LATENT_PAGES["lines"][0]
-    t = tried("latent_attention", forward, latent_inputs(s, (page(RANK, s), page(TURNED, s))), ATB)
+    t = tried("latent_attention_atb", forward, latent_inputs(s, (page(RANK, s), page(TURNED, s))), ATB)
     modes = [call.kwargs["cache_mode"] for call in calls(t, "atb.npu_multi_head_latent_attention")]
     assert (modes == ["nzcache"]) == whole
 
@@ -367,6 +368,6 @@ def test_the_result_lies_as_the_operator_says():
         return torch.einsum("bnst,btc->bnsc", (scores / 8).softmax(-1), latent).transpose(1, 2).flatten(2)
 
     example = Example("decomposed", forward, latent_inputs(s, (page(RANK, s), page(TURNED, s))))
-    t = trial(RULES["latent_attention"], example, torch.float32, "decomposed", ATB)
+    t = trial(RULES["latent_attention_atb"], example, torch.float32, "decomposed", ATB)
     assert applied(t)
     means_what_it_says(t)

@@ -51,7 +51,7 @@ EXAMPLES = (
     Example("no bias", before, tensors((2, 3, 64), (2, 3, 64), (64,))),
     Example("neither", before, tensors((2, 3, 64), (2, 3, 64))),
     Example("addends of two dtypes, summed in float32", wide, mixed(TWO_AND_LINES)),
-    Example("bias", before, tensors((2, 3, 64), (64,), (64,), (64,)), "one addend is broadcast"),
+    Example("bias", before, tensors((2, 3, 64), (64,), (64,), (64,)), "one of them is broadcast or multiplied"),
 )
 
 TRIED = {"add_norm": under("layer norm", EXAMPLES)}

@@ -64,7 +64,7 @@ EXAMPLES = (
     Example("the same, rounded before the weight", serving, TWO_AND_WEIGHT),
     Example("the sum is not read again", norm_alone, TWO_AND_WEIGHT),
     Example("addends of two dtypes, summed in float32", norm_alone, mixed(TWO_AND_WEIGHT)),
-    Example("bias", decoder, tensors((2, 3, 64), (64,), (64,)), "one addend is broadcast"),
+    Example("bias", decoder, tensors((2, 3, 64), (64,), (64,)), "one of them is broadcast or multiplied"),
 )
 
 
@@ -93,8 +93,10 @@ WIDENED = (
     Example("the router of all tokens, widened", partial(decoder, layer=of_tokens), narrow(TWO_AND_WEIGHT)),
     Example("norm of the unrounded sum, widened", partial(wide, layer=in_both), narrow(TWO_AND_WEIGHT)),
     Example("rounded before the weight, widened", partial(serving, layer=in_both), narrow(TWO_AND_WEIGHT)),
-    Example("addends of two dtypes, widened", partial(wide, layer=in_both), mixed(TWO_AND_WEIGHT), "different dtypes"),
-    Example("heads, widened", partial(decoder, layer=by_head), narrow(TWO_AND_WEIGHT), "where the model has"),
+    Example(
+        "addends of two dtypes, widened", partial(wide, layer=in_both), mixed(TWO_AND_WEIGHT), "their dtypes differ"
+    ),
+    Example("heads, widened", partial(decoder, layer=by_head), narrow(TWO_AND_WEIGHT), "the rewrite gives"),
 )
 
 

@@ -223,13 +223,13 @@ EXAMPLES = (
     Example("a temperature of each query", BARE(torch.mul), qkv(S, S, N, (1, 1, S, 1))),
     Example("any bias", written(torch.add, in_float), qkv(S, S, N, (S, S))),
     Example("a bias of each head", written(torch.add, in_float), qkv(S, T, M, (1, N, S, T))),
-    Example("a bias of whole numbers", BARE(counted), qkv(S, S, N), "of whole numbers"),
-    Example("a bias, a mask of every head", written(later_of_heads), qkv(S, S, N, (S, S)), "may hold -inf"),
+    Example("a bias of whole numbers", BARE(counted), qkv(S, S, N), "as a bias it is in integers"),
+    Example("a bias, a mask of every head", written(later_of_heads), qkv(S, S, N, (S, S)), "it may be -inf"),
     Example("a sink and a bias", written(sunk, but_last), qkv(S, S, N, SINKS, (S, S)), "without a bias"),
     Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),
-    Example("soft capping", BARE(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),
+    Example("soft capping", BARE(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "soft capping"),
     Example("a temperature of each pair", BARE(torch.mul), qkv(S, S, N, (1, 1, S, S)), "by a tensor"),
-    Example("lowered, not hidden", LOWERED, EQUAL, "something else than a number"),
+    Example("lowered, not hidden", LOWERED, EQUAL, "hidden scores are replaced by a number"),
 )
 
 TRIED = {"attention": EXAMPLES}

@@ -253,11 +253,23 @@ REJECTS = (
     Example(
         "int8 rows, tokens and zero points", tokens_and_zeros, inputs(ROWS, B, M, ROOM, 1, more=ZEROS), "and an offset"
     ),
-    Example("int8 keys", only_keys, inputs(ROWS, *CHANNELS), "of keys and values only the keys lie in int8"),
-    Example("int8 rows, a zero point between numbers", between, inputs(ROWS, *HEADS), "-0.5 is no whole number"),
-    Example("int8 rows, zero points doubled", doubled, inputs(ROWS, *CHANNELS, more=ZEROS), "does not hold the offset"),
-    Example("int8 rows, wider values", narrow_keys, inputs(ROWS, *CHANNELS, queries=3), "wider than keys"),
-    Example("int8 rows, narrower values", narrow_values, inputs(ROWS, *CHANNELS), "values are narrower than keys"),
+    Example("int8 keys", only_keys, inputs(ROWS, *CHANNELS), "alone are int8"),
+    Example("int8 rows, a zero point between numbers", between, inputs(ROWS, *HEADS), "the offset is -0.5"),
+    Example(
+        "int8 rows, zero points doubled",
+        doubled,
+        inputs(ROWS, *CHANNELS, more=ZEROS),
+        "the dtype of the queries rounds their offset",
+    ),
+    Example(
+        "int8 rows, wider values", narrow_keys, inputs(ROWS, *CHANNELS, queries=3), "they have more lanes than keys"
+    ),
+    Example(
+        "int8 rows, narrower values",
+        narrow_values,
+        inputs(ROWS, *CHANNELS),
+        "they have fewer channels than keys, and a",
+    ),
     Example("int8 rows, a sink beside zero points", with_sink, inputs(ROWS, *CHANNELS, more=ZEROS), "does not cancel"),
 )
 """What is read as floats, after the model has made such of it."""

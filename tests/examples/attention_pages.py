@@ -147,13 +147,18 @@ def some_lanes(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> Tensor
 
 
 GATHERED = (
-    (Example("some lanes of pages", some_lanes, inputs(1, LENGTHS)), "do not lie together"),
-    (Example("short lines", over(of_lengths(), of_nz), inputs(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
+    (Example("some lanes of pages", some_lanes, inputs(1, LENGTHS)), "are not contiguous"),
+    (Example("short lines", over(of_lengths(), of_nz), inputs(1, LENGTHS, lanes=8)), "read as lines of 8 lanes"),
 )
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 REJECTS = (
-    Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),
-    Example("a slope, a sequence without keys", over(near_or_all), inputs(1, EMPTY), "of all values, beside a bias"),
+    Example("a bias", learned, inputs(1, LENGTHS), "what is added to the scores is not proven"),
+    Example(
+        "a slope, a sequence without keys",
+        over(near_or_all),
+        inputs(1, EMPTY),
+        "beside it, a query without visible keys",
+    ),
 )
 
 TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}

@@ -86,7 +86,7 @@ AT = part(hidden=lambda at: torch.arange(T) > at)
 LOWERED = part(lambda scores, seen: scores + lowest(~seen, torch.float32))
 """Keys that are lowered by the least number, so that a query that sees none sees all."""
 SINK = part(with_sink, weigh=lambda both: (both.softmax(-1)[..., :-1], both.logsumexp(-1)))
-FINITE = "has a finite log-sum-exp"
+FINITE = "of a query without visible keys it is finite"
 ATTENTION = (
     Example("named", lambda q, k, v: part()(q, repeated(k), repeated(v)), qkv(S, T)),
     Example("below the sum", part(weigh=below_the_sum), PLAIN),
@@ -98,9 +98,7 @@ ATTENTION = (
     Example("lengths", LENGTHS, qkv(S, T, N, torch.tensor([T - 3, 7]))),
     Example("at a position", AT, qkv(S, T, N, torch.tensor(4))),
     Example("a log-sum-exp of lowered keys", LOWERED, MASKED, FINITE),
-    Example(
-        "a bias beside the log-sum-exp", part(torch.add), qkv(S, T, N, (S, T)), "counts the bias is not documented"
-    ),
+    Example("a bias beside the log-sum-exp", part(torch.add), qkv(S, T, N, (S, T)), "it stands beside a bias"),
     Example("a sink beside the log-sum-exp", SINK, qkv(S, T, N, SINKS), "does not count the sink"),
 )
 LATENT = (

@@ -86,8 +86,13 @@ EXAMPLES = (
     Example("heads before tokens", heads_first, parts(2, turned=True)),
     Example("rounded weights", rounded, parts(2)),
     Example("one product", PRODUCT, parts(3)),
-    Example("undivided", lambda x, *of: pair(x, *of, total=torch.maximum).to(x.dtype), parts(2), "not shares of one"),
-    Example("a gate", gated, parts(2), "log-sum-exps of the parts are not in the graph"),
+    Example(
+        "undivided",
+        lambda x, *of: pair(x, *of, total=torch.maximum).to(x.dtype),
+        parts(2),
+        "they are not exp(lseᵢ - lse) with lse =",
+    ),
+    Example("a gate", gated, parts(2), "the weights of the parts are computed from"),
 )
 
 TRIED = {"attention_update": EXAMPLES}

@@ -132,13 +132,16 @@ EXAMPLES = (
     Example("pages and places", put(lambda slots: (slots // 2, slots % 2)), PAGES),
     Example("slots of one part of a cache", of_caches(_into_values), one((3, 2, 8), (2, 5, 4, 2, 8), [7, 0, 19])),
     Example("a layer of a cache of all", of_caches(_into_a_layer), one((2, 4, 3, 8), (3, 2, 2, 4, 9, 8), [7, 0, 2])),
-    Example("accumulated", _accumulated, PLACES, "added to what the cache holds"),
+    Example("accumulated", _accumulated, PLACES, "they are added to the cache, or chosen by a"),
     Example(
-        "a mask", lambda cache, rows, at: cache.index_put((cache > 0,), rows[0, 0, 0, 0]), PLACES, "chosen by a mask"
+        "a mask",
+        lambda cache, rows, at: cache.index_put((cache > 0,), rows[0, 0, 0, 0]),
+        PLACES,
+        "they are added to the cache, or chosen by a",
     ),
-    Example("every second position", put(lambda at: (ALL, ALL, slice(0, 5, 2))), PLACES, "replaces neighbours"),
+    Example("every second position", put(lambda at: (ALL, ALL, slice(0, 5, 2))), PLACES, "requires consecutive ones"),
     Example("blended", _blended, STEP, "multiplied by 0"),
-    Example("from a position on", FROM_ON, STEP, "something other than one position"),
+    Example("from a position on", FROM_ON, STEP, "scatter_update requires torch.arange(T) =="),
 )
 SLIDING_EXAMPLES = (
     Example("a token", _rolled_constant, tensors((2, 4, 9, 8), (2, 4, 1, 8))),
@@ -168,10 +171,12 @@ PAGED = (
     Example("slot // Size, slot % Size", BY_BLOCK, two(SLOTS)),
     Example("slot // Size, slot % Size, counted from the end", BY_BLOCK, FROM_THE_END),
     Example("a block table", BY_TABLE, two(TABLE, torch.tensor([5, 0, 7]))),
-    Example("pages that lie otherwise", BY_BLOCK, _turned, "the pages are not contiguous", "written[Cache]"),
+    Example("pages that lie otherwise", BY_BLOCK, _turned, "its pages are not contiguous", "written[Cache]"),
     Example("lines of NZ", IN_NZ, NZ),
-    Example("shorter lines", IN_NZ, SHORT, "in lines of 8 numbers, not of 16"),
-    Example("places of unknown range", ANYWHERE, UNKNOWN, "not proven to lie in its page", "written[Cache]"),
+    Example("shorter lines", IN_NZ, SHORT, "lines of 8 lanes; the operator requires lines of 16"),
+    Example(
+        "places of unknown range", ANYWHERE, UNKNOWN, "a place in a page is not proven to be below", "written[Cache]"
+    ),
 )
 
 TRIED = {"cache_write": (*EXAMPLES, *under("sliding", SLIDING_EXAMPLES), *under("pages", PAGED))}

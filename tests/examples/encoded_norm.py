@@ -36,7 +36,7 @@ TOKENS = (
     Example("the next layer", partial(decoder, layer=layer), layers(5)),
     Example("two layers", partial(decoder, layer=two_layers), layers(2, 3)),
     Example("norm of the unrounded sum", rounded_late, layers(5)),
-    Example("addends of two dtypes", rounded_late, mixed(layers(5)), "the addends of the norm have different"),
+    Example("addends of two dtypes", rounded_late, mixed(layers(5)), "their dtypes differ"),
 )
 
 Constants = Callable[[torch.dtype], torch.dtype]
@@ -116,10 +116,10 @@ STATIC = (
     Example("alone, a bias", partial(alone, layer=biased), held(1)),
     Example("alone, numbers", partial(alone, layer=numbers), held(1)),
     Example("alone, no gain", no_gain, held(1)),
-    Example("alone, a scale of another dtype", alone, held(1, of=other), "is not one in the dtype of x"),
-    Example("alone, a long number", partial(alone, layer=long_number), held(1), "does not hold the scale"),
-    Example("alone, a scale of each channel", partial(alone, layer=no_zero_point), held(K), "needs scale as [1]"),
-    Example("alone, a bias of another dtype", partial(alone, layer=biased), held(1, bias=other), "adds a bias of"),
+    Example("alone, a scale of another dtype", alone, held(1, of=other), "or multiplied by a number"),
+    Example("alone, a long number", partial(alone, layer=long_number), held(1), "which the dtype of x rounds"),
+    Example("alone, a scale of each channel", partial(alone, layer=no_zero_point), held(K), "requires scale as [1]"),
+    Example("alone, a bias of another dtype", partial(alone, layer=biased), held(1, bias=other), "in the dtype of x"),
 )  # fmt: skip
 
 TRIED = {"encoded_norm": (*TOKENS, *under("static", STATIC))}

@@ -85,13 +85,13 @@ EXAMPLES = (
     Example("divided by their sum, scaled", partial(grouped, finish=_plainly), FLAT),
     Example("as they are, in batches", partial(grouped, finish=lambda weights: weights), _inputs(2, 3)),
     Example("shares of a softmax with a bias", of_softmax, FLAT),
-    Example("filled with 0", partial(grouped, fill=0.0), FLAT, "chosen before a negative score"),
+    Example("filled with 0", partial(grouped, fill=0.0), FLAT, "scores of those outside of the top-k are"),
     Example("scores divided by twice their sum", TWICE, FLAT, "something else than their sum", "undivided"),
     Example("divided by less than their sum", LESS, FLAT, "makes the sum smaller", "undivided"),
     Example("divided by no less than a half", CLAMPED, FLAT, "clamped between 0.5 and inf", "undivided"),
-    Example("shares of a softmax, divided", _divided, FLAT, "divides scores of sigmoids alone", "undivided"),
-    Example("chosen by logits", _chosen_by_logits, lambda dtype: FLAT(dtype)[:1], "experts are chosen by logits"),
-    Example("scores by softplus", _by_softplus, FLAT, "is not sigmoid or softmax of logits, plus a bias"),
+    Example("shares of a softmax, divided", _divided, FLAT, "the chosen scores of a softmax are divided", "undivided"),
+    Example("chosen by logits", _chosen_by_logits, lambda dtype: FLAT(dtype)[:1], "they are chosen by logits"),
+    Example("scores by softplus", _by_softplus, FLAT, "the top-k is of something else than sigmoid"),
 )
 
 TRIED = {"expert_routing": EXAMPLES}

@@ -34,7 +34,7 @@ EXAMPLES = (
     Example("tanh of products", fast, X),
     Example("widened", lambda x: new(x.float()).to(x.dtype), X),
     Example("erf", with_erf, X),
-    Example("another factor of the cube", partial(new, factor=0.04), X, "where gelu has it of"),
+    Example("another factor of the cube", partial(new, factor=0.04), X, "the argument of its tanh or erf is"),
 )
 
 TRIED = {"gelu": EXAMPLES}

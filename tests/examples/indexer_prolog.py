@@ -128,7 +128,7 @@ class Model:
         return quantised(self.before(x))
 
 
-PART = "stand beside no head weights in float16"
+PART = "their scales are not float16"
 
 
 def example(name: str, refusal: str = "", setting: Setting = SETTING, **parts: Any) -> Example:
@@ -141,17 +141,17 @@ EXAMPLES = (
     example("two tokens of two sequences", setting=Setting(sequences=2)),
     example("keys of one head", rotate_keys=of_one_head),
     example("weights in float32", of_heads=lambda x, w, by: (linear(x, w).float() * by).to(torch.float16)),
-    example("another epsilon", "is not the 1e-06 that the operator has compiled in", eps=1e-5),
-    example("weights as they are", "weights of heads are multiplied by 1", factor=1.0),
-    Example("the root of the heads alone", Model(factor=0.5), of_bfloat16, "by the operator by 0.125"),
-    example("turned and divided", "queries of the indexer are turned and multiplied by 0.5", turned=0.5),
-    example("keys turned and divided", "keys of the indexer are turned and multiplied by 0.5", turned_keys=0.5),
-    example("halves", "queries of the indexer go from half to half order", rotate=in_halves, rotate_keys=in_halves),
-    example("keys in halves", "keys of the indexer go from half to half order", rotate_keys=in_halves),
+    example("another epsilon", "requires 1e-06, which it has compiled in", eps=1e-5),
+    example("weights as they are", "weights of heads: they are multiplied by 1", factor=1.0),
+    Example("the root of the heads alone", Model(factor=0.5), of_bfloat16, "requires 0.125"),
+    example("turned and divided", "queries of the indexer: they are multiplied by 0.5", turned=0.5),
+    example("keys turned and divided", "keys of the indexer: they are multiplied by 0.5", turned_keys=0.5),
+    example("halves", "they are rotated from half to half", rotate=in_halves, rotate_keys=in_halves),
+    example("keys in halves", "they are rotated from half to half", rotate_keys=in_halves),
     example("scales in float32", PART, kept=as_they_are),
     Example("weights in the dtype of the model", Model(of_heads=in_their_own), of_bfloat16, PART),
-    example("keys of another place", "the place is not proven to lie in its page", write=anywhere),
-    Example("pages in lines", Model(write=in_nz), in_lines, "not in blocks of NZ"),
+    example("keys of another place", "a place in a page is not proven to be below", write=anywhere),
+    Example("pages in lines", Model(write=in_nz), in_lines, "its pages are lines of NZ"),
     Example("in float16 before", Model(before=Tensor.half), of_bfloat16, "rounded to float16 before"),
 )  # fmt: skip
 TRIED = {"lightning_indexer_prolog_pto": EXAMPLES}

@@ -133,9 +133,9 @@ WEIGHTS = (
     Example("joined heads", joined_heads, narrow_layer(5)),
     Example("one scale behind", one_behind, narrow_layer(5)),
     Example("scales of float32 behind", float32_behind, narrow_layer(5)),
-    Example("in uint8", unsigned, narrow_layer(5), "kept in uint8"),
-    Example("a number as zero point", shifted_by_number, narrow_layer(5), "a number is added to the int8 weight"),
-    Example("groups in a list", listed, narrow_layer(5, groups=3), "are looked up by a list"),
+    Example("in uint8", unsigned, narrow_layer(5), "it is uint8"),
+    Example("a number as zero point", shifted_by_number, narrow_layer(5), "it is a number"),
+    Example("groups in a list", listed, narrow_layer(5, groups=3), "groups of inputs look theirs up by a list"),
     Example("scales of inputs", of_inputs, narrow_layer(5), "neither one of each output channel"),
     Example(
         "zero points behind", zeros_behind, narrow_layer(5, zeros=True), "added to the int8 weight behind its scale"

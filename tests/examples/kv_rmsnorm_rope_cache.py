@@ -106,9 +106,19 @@ EXAMPLES = (
     written("slots counted from the end", replace(PAGED, queries=1, at=(-1, 5)), viewed),
     written("packed tokens", cut(0, lambda cache: cache[:1]), caches.of_one_sequence, "are packed"),
     written("caches of two halves", replace(FOUR, shapes=rows(B, 2, T)), caches.two_halves, "several heads"),
-    written("halves as sequences", replace(FOUR, shapes=rows(2 * B, T)), caches.half_sequences, "other sequences than"),
-    written("a place beyond its page", replace(PAGED, at=(3, 4, 0, 7, 9, 2)), anywhere, "not proven to lie in"),
-    written("short lines", replace(NZ, shapes=pages(32, 16, 8)), in_nz, "in lines of 8 numbers"),
+    written(
+        "halves as sequences",
+        replace(FOUR, shapes=rows(2 * B, T)),
+        caches.half_sequences,
+        "they have another number of sequences than",
+    ),
+    written(
+        "a place beyond its page",
+        replace(PAGED, at=(3, 4, 0, 7, 9, 2)),
+        anywhere,
+        "a place in a page is not proven to be below",
+    ),
+    written("short lines", replace(NZ, shapes=pages(32, 16, 8)), in_nz, "read as lines of 8 lanes"),
     written("caches that lie otherwise", changed(CACHES, caches.turned), copied, "is not contiguous"),
 )
 TURNED = changed(NZ, partial(caches.turned, dims=(1, 2)))
@@ -117,7 +127,7 @@ WITH_ROWS = (
     written("a prompt", PAGED, viewed, kept=True),
     written("a token", replace(PAGED, queries=1, at=(7, 33)), viewed, kept=True),
     written("pages in lines", NZ, in_nz, kept=True),
-    written("lines that lie otherwise", TURNED, in_nz, "the pages are not contiguous", kept=True),
+    written("lines that lie otherwise", TURNED, in_nz, "its pages are not contiguous", kept=True),
 )
 
 
@@ -144,9 +154,9 @@ INT8 = (
     written("both, and the rows", BOTH, viewed, change=int8(), kept=True),
     written("the latent alone, and the rows", LATENT, viewed, change=LATENT_ALONE, kept=True),
     written("the latent alone in lines", LATENT_NZ, in_nz, change=LATENT_ALONE),
-    written("other bounds", BOTH, viewed, "bounded by -127 and 127", int8(narrow)),
-    written("short lines", SHORT, in_nz, "in lines of 16 numbers, not of 32", int8()),
-    written("lines beside whole rows", MIXED, whole_keys, "the other whole ones", LATENT_ALONE),
+    written("other bounds", BOTH, viewed, "clamped to -127 and 127", int8(narrow)),
+    written("short lines", SHORT, in_nz, "lines of 16 lanes; the operator requires lines of 32", int8()),
+    written("lines beside whole rows", MIXED, whole_keys, "one of both is in NZ, the other in rows", LATENT_ALONE),
 )
 
 TRIED = {"kv_rmsnorm_rope_cache": (*EXAMPLES, *under("with its rows", WITH_ROWS), *under("int8", INT8))}

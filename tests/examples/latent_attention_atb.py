@@ -92,10 +92,10 @@ EXAMPLES = (
 )
 LOWERED = lowered(lambda there: there)
 LEFT = (
-    (Example("pages of thirds", in_thirds, THIRDS), "3 pages are not as many for each of 2 sequences"),
-    (Example("queries with their sums", with_sums, given(FEW, T)), "the log-sum-exp of the scores is used"),
-    (Example("a prompt", prompt, given()), "more than four queries"),
-    (Example("a chunk", chunk, given(S, T)), "more than four queries"),
+    (Example("pages of thirds", in_thirds, THIRDS), "pages are not the same number for each of"),
+    (Example("queries with their sums", with_sums, given(FEW, T)), "something reads it"),
+    (Example("a prompt", prompt, given()), "a sequence has more than four"),
+    (Example("a chunk", chunk, given(S, T)), "a sequence has more than four"),
     (Example("a mask that leaves nothing", LOWERED, given(FEW, T, TREE)), "is not proven to be causal or a length"),
 )
 """What is left to the other operator, and why."""

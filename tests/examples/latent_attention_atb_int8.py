@@ -113,14 +113,16 @@ EXAMPLES = (
     Example("pages in their own order", everything, inputs(1, blocks=OWN)),
     Example("own order, a sequence without keys", in_order(written_out), inputs(1, blocks=OWN, lengths=EMPTY)),
     Example("the last queries, own order", in_order(in_floats, seen=in_line), inputs(2, blocks=OWN)),
-    Example("whole rows", by_rows(written_out), ONE, "do not hold rows in lines of NZ"),
-    Example("scales of sequences", by_table(of_sequences), ONE, "else than one scale of each head"),
+    Example("whole rows", by_rows(written_out), ONE, "its pages are rows [Block, Size, 1, D]"),
+    Example("scales of sequences", by_table(of_sequences), ONE, "the int8 product is multiplied by more than"),
     Example("other steps", by_table(other_steps), ONE, "to steps of 1 / 255"),
     Example("cut off", by_table(cut), ONE, "cut off toward zero"),
-    Example("rounded shares", by_table(rounded_shares), ONE, "shares of 1 are rounded"),
-    Example("divided by the rounded sum", by_table(rounded_total), ONE, "as they were before they were rounded"),
-    Example("other lines", by_table(written_out), inputs(1, 16), "in lines of 16 numbers, not of 32"),
-    Example("many queries", by_table(written_out, seen=in_line), inputs(5), "more than four queries"),
+    Example("rounded shares", by_table(rounded_shares), ONE, "shares of the softmax are rounded"),
+    Example("divided by the rounded sum", by_table(rounded_total), ONE, "it is divided by another sum than that of"),
+    Example(
+        "other lines", by_table(written_out), inputs(1, 16), "lines of 16 lanes; the operator requires lines of 32"
+    ),
+    Example("many queries", by_table(written_out, seen=in_line), inputs(5), "a sequence has more than four"),
 )
 
 TRIED = {"latent_attention_atb": under("int8", EXAMPLES)}

@@ -153,17 +153,23 @@ REJECTS = (
         "queries in floats",
         in_pages(floats_alone),
         inputs(1, PAGES, LENGTHS),
-        "no operator multiplies both",
+        "they are floats over an int8 latent",
         "written[",
     ),
-    Example("a scale of each key", in_pages(by_token), inputs(1, PAGES, LENGTHS), "one for all", "written["),
     Example(
-        "one scale of all queries", in_pages(shared), inputs(1, PAGES, LENGTHS), "for each token and head", "written["
+        "a scale of each key", in_pages(by_token), inputs(1, PAGES, LENGTHS), "there is one of each token", "written["
+    ),
+    Example(
+        "one scale of all queries",
+        in_pages(shared),
+        inputs(1, PAGES, LENGTHS),
+        "it is not one of each token and head",
+        "written[",
     ),
     Example("any mask", in_rows(explicit, strange), inputs(1, ROWS, LENGTHS), "not proven to be causal", "written["),
 )
 """What the operator does not take in int8; the latent is dequantised instead."""
-GATHERED = ((Example("pages that lie otherwise", in_pages(explicit), apart), "the pages do not lie together"),)
+GATHERED = ((Example("pages that lie otherwise", in_pages(explicit), apart), "the pages are not contiguous"),)
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 
 TRIED = {"latent_attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}

@@ -107,11 +107,11 @@ EXAMPLES = (
     Example("pages in lines, expanded", by_table(below, of_nz), inputs(1, EMPTY, lanes=16)),
 )
 GATHERED = (
-    (Example("one cache for both", together, inputs(1, LENGTHS)), "do not lie together"),
-    (Example("short lines", by_table(by_two_products, of_nz), inputs(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
+    (Example("one cache for both", together, inputs(1, LENGTHS)), "are not contiguous"),
+    (Example("short lines", by_table(by_two_products, of_nz), inputs(1, LENGTHS, lanes=8)), "read as lines of 8 lanes"),
     (
         Example("lines of whole rows", by_table(by_two_products, apart), rows_first),
-        "the lines of the pages do not lie together",
+        "the lines of the pages are not contiguous",
     ),
 )
 """Pages that cannot be read in place, whose rows are gathered before, and why."""

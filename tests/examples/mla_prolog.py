@@ -29,7 +29,7 @@ from tests.examples.latent_model import (
 )
 
 S, T, C, DR, D = 3, 32, 32, 16, 16
-ORDER = "do not follow those that are not"
+ORDER = "the rotated lanes of a head do not follow"
 Parts = tuple[Tensor, Tensor]
 CACHES = (B, T, C), (B, T, DR)
 PROMPT = Setting(S, CACHES, fixed=(), at=5, listed=T)
@@ -126,24 +126,28 @@ ROWS = (
         "rotated lanes early", replace(PROMPT, head=-DR // 2), copied, lanes(slice(D), slice(-DR, None)), refusal=ORDER
     ),
     in_row(
-        "more lanes", replace(PROMPT, head=8), copied, lanes(slice(D), slice(D, D + DR)), refusal="more lanes than both"
+        "more lanes",
+        replace(PROMPT, head=8),
+        copied,
+        lanes(slice(D), slice(D, D + DR)),
+        refusal="a head has more lanes than [nope, rope]",
     ),
-    in_row("a third part", replace(PROMPT, line=8), refusal="do not make up one projection"),
+    in_row("a third part", replace(PROMPT, line=8), refusal="they are not all the lanes of one projection"),
     Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), listed), ONE_SEQUENCE, "are packed"),
 )
 TURNED_ROWS = changed(PROMPT, caches.turned)
 HALVES = replace(PROMPT, queries=4)
 LEFT = (
-    in_row("a negative factor", PROMPT, copied, rope_multiplied, -1.0, "which is not positive"),
+    in_row("a negative factor", PROMPT, copied, rope_multiplied, -1.0, "it is multiplied by"),
     in_row("caches of two halves", held(HALVES, (B, 2, T), keys=2 * T), caches.two_halves, refusal="several heads"),
     in_row(
         "halves as sequences",
         held(HALVES, (2 * B, T), keys=2 * T),
         caches.half_sequences,
-        refusal="other sequences than",
+        refusal="they have another number of sequences than",
     ),
     in_row("caches that lie otherwise", TURNED_ROWS, lambda *of: copied(*of).contiguous(), refusal="is not contiguous"),
-    in_row("an odd length", held(PROMPT, (B, 20), keys=20), refusal="no size of a page divides"),
+    in_row("an odd length", held(PROMPT, (B, 20), keys=20), refusal="positions, which no page"),
 )
 """Rejects of which the model keeps the rows itself."""
 
@@ -161,14 +165,16 @@ PAGED = (
     in_pages("packed tokens over expanded keys", packed(PAGES), by_block),
     in_pages("a token in lines", NZ, in_nz),
     in_pages("two tokens in lines of a head", replace(TWO, shapes=shapes(C, DR, 16, heads=(1,))), in_nz),
-    in_pages("places of unknown range", PAGES, caches.anywhere, refusal="not proven to lie in its page"),
-    in_pages("two tokens at a slot", PAIRS, caches.two_in_a_row, refusal="hold several heads"),
-    in_pages("short lines", replace(PAGES, shapes=shapes(C, DR, 8)), in_nz, refusal="in lines of 8 numbers"),
-    in_pages("pages that lie otherwise", TURNED, by_block, refusal="the pages are not contiguous"),
+    in_pages("places of unknown range", PAGES, caches.anywhere, refusal="a place in a page is not proven to be below"),
+    in_pages("two tokens at a slot", PAIRS, caches.two_in_a_row, refusal="its pages have several heads"),
+    in_pages("short lines", replace(PAGES, shapes=shapes(C, DR, 8)), in_nz, refusal="read as lines of 8 lanes"),
+    in_pages("pages that lie otherwise", TURNED, by_block, refusal="its pages are not contiguous"),
 )
 
 
-ORDERS = in_pages("halves of keys, pairs of queries", PAGES, rotate=by_pairs, turn=in_two, refusal="keys in half order")
+ORDERS = in_pages(
+    "halves of keys, pairs of queries", PAGES, rotate=by_pairs, turn=in_two, refusal="rotated keys in half order"
+)
 
 
 def w8a8(setting: Setting, *layers: str) -> Setting:
@@ -190,9 +196,11 @@ W8A8_PAGED = (
     turned_first("lines of NZ", w8a8(NZ, *LAYERS), in_nz),
     turned_first("packed tokens, the heads quantised", packed(w8a8(PAGES, "uq"))),
     turned_first("packed tokens, all quantised", packed(w8a8(PAGES, *LAYERS))),
-    turned_first("two at a slot", w8a8(PAIRS, *LAYERS), caches.two_in_a_row, refusal="hold several"),
+    turned_first("two at a slot", w8a8(PAIRS, *LAYERS), caches.two_in_a_row, refusal="have several"),
     turned_first("one layer of both, the heads quantised", w8a8(PAGES, "uq"), joint=True),
-    turned_first("unknown places", w8a8(PAGES, "uq"), caches.anywhere, refusal="not proven to lie in"),
+    turned_first(
+        "unknown places", w8a8(PAGES, "uq"), caches.anywhere, refusal="a place in a page is not proven to be below"
+    ),
 )
 
 TRIED = {

@@ -171,15 +171,15 @@ PACKED = (
     in_pages("times the inverse of the scale", TWO, viewed, by_tile(packed_by_inverse)),
     in_pages("by a block and a place", replace(ALL, made=ONE_HEAD), by_block, TILES),
     in_pages("pages of one head", replace(HEADS, queries=2, made=ONE_HEAD), viewed, TILES),
-    in_pages("shorter tiles", replace(ALL, made=rows_of_bytes(256, 16, 64)), viewed, SHORT_TILES, "of every 64 lanes"),
-    in_pages("another dtype", ALL, viewed, FLOAT16, "holds int8, float16, float32"),
-    in_pages("the scales first", ALL, viewed, SCALES_FIRST, "holds int8, float32, bfloat16"),
-    in_pages("a key in whole numbers", ALL, viewed, by_tile(arrange=int8_key), "holds int8, int8, int8, float32"),
-    in_pages("scales of others", ALL, viewed, OTHER_SCALES, "that its whole numbers were divided by"),
+    in_pages("shorter tiles", replace(ALL, made=rows_of_bytes(256, 16, 64)), viewed, SHORT_TILES, "each 64 lanes"),
+    in_pages("another dtype", ALL, viewed, FLOAT16, "bytes are int8, float16, float32"),
+    in_pages("the scales first", ALL, viewed, SCALES_FIRST, "bytes are int8, float32, bfloat16"),
+    in_pages("a key in whole numbers", ALL, viewed, by_tile(arrange=int8_key), "bytes are int8, int8, int8, float32"),
+    in_pages("scales of others", ALL, viewed, OTHER_SCALES, "the scales in it are not those that its"),
     in_pages("cut off", ALL, viewed, by_tile(quantise=torch.div), "cut off toward zero"),
-    in_pages("one scale for all", ALL, viewed, by_tile(one_scale), "a scale that is the largest of"),
-    in_pages("pages that lie otherwise", changed(ALL, caches.turned), by_block, TILES, "the pages are not contiguous"),
-    in_pages("two lines at a slot", PAIRS, caches.two_in_a_row, TILES, "hold several heads"),
+    in_pages("one scale for all", ALL, viewed, by_tile(one_scale), "its int8 are not tiles of lanes"),
+    in_pages("pages that lie otherwise", changed(ALL, caches.turned), by_block, TILES, "its pages are not contiguous"),
+    in_pages("two lines at a slot", PAIRS, caches.two_in_a_row, TILES, "its pages have several heads"),
 )
 
 CHANNEL = Setting(1, shapes(64, 32), ("uq",), (True, True), c=64, dr=32)
@@ -195,9 +195,9 @@ BY_CHANNEL = (
     in_pages("lines", replace(TWO_TOKENS, shapes=shapes(64, 32, 32)), in_nz, CHANNELS),
     in_pages("a scale that is a number", CHANNEL, by_block, by_channel(by_number)),
     in_pages("read by other scales", CHANNEL, viewed, by_channel(divided, 2)),
-    in_pages("short lines", replace(CHANNEL, shapes=shapes(64, 32, 16)), in_nz, CHANNELS, "in lines of 16 numbers"),
-    in_pages("other bounds", CHANNEL, viewed, by_channel(narrow), "bounded by -127 and 127"),
-    in_pages("two tokens at a slot", TWO_HEADS, caches.two_in_a_row, CHANNELS, "hold several heads"),
+    in_pages("short lines", replace(CHANNEL, shapes=shapes(64, 32, 16)), in_nz, CHANNELS, "read as lines of 16 lanes"),
+    in_pages("other bounds", CHANNEL, viewed, by_channel(narrow), "clamped to -127 and 127"),
+    in_pages("two tokens at a slot", TWO_HEADS, caches.two_in_a_row, CHANNELS, "its pages have several heads"),
 )
 
 
@@ -223,9 +223,9 @@ BY_TENSOR = (
     by_tensor_in("lines", TENSOR_NZ, attend=restored),
     by_tensor_in("lines of a head", NZ_OF_A_HEAD, in_nz, by_inverse),
     by_tensor_in("a scale that is a number", TENSOR_NZ, in_nz, by_number, numbered),
-    by_tensor_in("another scale", TENSOR_NZ, attend=doubled, refusal="with another scale"),
-    by_tensor_in("shorter lines", SHORT, refusal="lines of 8 numbers, not of 32"),
-    by_tensor_in("other bounds", TENSOR_NZ, in_nz, narrow, refusal="bounded by -127 and 127"),
+    by_tensor_in("another scale", TENSOR_NZ, attend=doubled, refusal="it is read with another than it is written"),
+    by_tensor_in("shorter lines", SHORT, refusal="lines of 8 lanes; the operator requires lines of 32"),
+    by_tensor_in("other bounds", TENSOR_NZ, in_nz, narrow, refusal="clamped to -127 and 127"),
 )
 
 TRIED = {

@@ -51,8 +51,8 @@ def narrow_squares(x: Tensor, gain: Tensor) -> Tensor:
     return (x * rsqrt(x.pow(2).mean(-1, keepdim=True, dtype=torch.float32) + EPS)).to(x.dtype) * gain
 
 
-OTHER = "is not the tensor whose mean square is under the root"
-SUMMED = "and what is scaled is not the tensor that it is of"
+OTHER = "the tensor that is multiplied by"
+SUMMED = "under the root, as a sum of squares has"
 RMS = (
     Example("weight after the cast", lambda x, gain: gain * cast_twice(x), X_WEIGHT),
     Example("gain 1 + weight", lambda x, gain: (unit(x.float()) * (1.0 + gain.float())).type_as(x), X_WEIGHT),
@@ -60,8 +60,8 @@ RMS = (
     Example("squares in the narrow dtype", narrow_squares, X_WEIGHT),
     Example("no weight", cast_twice, X),
     Example("no weight, product in the narrow dtype", narrow, X),
-    Example("negative eps", lambda x: cast_twice(x, -EPS), X, "is not positive"),
-    Example("damping", lambda x: cast_twice(x, 0.1), X, "is no guard against division by zero"),
+    Example("negative eps", lambda x: cast_twice(x, -EPS), X, "requires a positive number"),
+    Example("damping", lambda x: cast_twice(x, 0.1), X, "so that it damps rather"),
     Example("statistics of another", lambda x, other: x * rsqrt(mean(other.pow(2)) + EPS), X_OTHER, OTHER),
     Example("mean over tokens", lambda x: x * rsqrt(mean(x.pow(2), -2) + EPS), X, "of x² over the last dim"),
     Example("sum of squares", lambda x: x * rsqrt(total(x.pow(2)) + EPS), X),
@@ -69,20 +69,20 @@ RMS = (
     Example("sum of squares, product in the narrow dtype", lambda x: x * rsqrt(total(x.float() ** 2) + EPS).to(x), X),
     Example("unbiased variance of what is centred", lambda x: _centred(x) / sqrt(_variance(x, True) + LAYER_EPS), X),
     Example("sum of squares of another", lambda x, other: x * rsqrt(total(other.pow(2)) + EPS), X_OTHER, SUMMED),
-    Example("damped sum", lambda x: x * rsqrt(total(x.pow(2)) + 64 * 0.1), X, "is no guard against division by zero"),
+    Example("damped sum", lambda x: x * rsqrt(total(x.pow(2)) + 64 * 0.1), X, "so that it damps rather"),
     Example("sum less", lambda x: x * rsqrt(EPS - total(x.pow(2))), X, "is multiplied by -64"),
     Example(
         "eps on each square", lambda x: x * rsqrt((x.pow(2) + EPS).sum(-1, keepdim=True)), X, "is added to each square"
     ),
     Example("eps outside", lambda x: x / (mean(x.pow(2)).sqrt() + EPS), X, "is added outside the root"),
-    Example("no eps", lambda x: x * rsqrt(mean(x.pow(2))), X, "the root holds no eps"),
+    Example("no eps", lambda x: x * rsqrt(mean(x.pow(2))), X, "there is none under the root"),
     Example(
         "eps as a tensor", lambda x, eps: x * rsqrt(mean(x.pow(2)) + eps.abs()), tensors((5, 64), (1,)),
-        "eps is a tensor",
+        "it is a tensor",
     ),
-    Example("clamped square", lambda x: x * rsqrt(mean(x.pow(2)).clamp(min=EPS)), X, "square is clamped from below"),
+    Example("clamped square", lambda x: x * rsqrt(mean(x.pow(2)).clamp(min=EPS)), X, "it is clamped from below"),
     Example("unbiased", lambda x: x * rsqrt(x.var(-1, keepdim=True) + mean(x).square() + EPS), X, "it is unbiased"),
-    Example("absolute values", lambda x: x / (mean(x.abs()) + EPS), X, "the mean is of absolute values"),
+    Example("absolute values", lambda x: x / (mean(x.abs()) + EPS), X, "it is of absolute values"),
     Example("clamped length", lambda x: F.normalize(x, dim=-1, eps=EPS), X, "clamped from below"),
 )  # fmt: skip
 
@@ -129,7 +129,7 @@ LAYER = (
     Example("neither, mean of squares minus square of mean", _plain, X),
     Example("a gain 1 + weight, in float32", _one_more, X_WEIGHT_BIAS),
     Example("whole numbers", _whole, tensors((torch.arange(384) * 7 % 19).view(2, 3, 64), (64,), (64,))),
-    Example("negative eps", lambda x: _centred(x) / sqrt(_variance(x) - LAYER_EPS), X, "is not positive"),
+    Example("negative eps", lambda x: _centred(x) / sqrt(_variance(x) - LAYER_EPS), X, "requires a positive number"),
     Example(
         "unbiased variance, a weight between",
         lambda x, w: w * _centred(x) / sqrt(_variance(x, True) + LAYER_EPS),
@@ -138,7 +138,12 @@ LAYER = (
     ),
     Example("eps outside", lambda x: _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + LAYER_EPS), X, OUTSIDE),
     Example("eps outside, unbiased", lambda x: _centred(x) / (x.std(-1, keepdim=True) + LAYER_EPS), X, UNBIASED),
-    Example("not centred", lambda x: x * rsqrt(_variance(x) + LAYER_EPS), X, "is not the centred tensor"),
+    Example(
+        "not centred",
+        lambda x: x * rsqrt(_variance(x) + LAYER_EPS),
+        X,
+        "what is divided by the root of the variance",
+    ),
     Example("second moment", lambda x: _centred(x) * rsqrt(mean(x.pow(2)) + LAYER_EPS), X, SECOND),
 )
 

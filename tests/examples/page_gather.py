@@ -86,7 +86,7 @@ def by_two_tables(keys: Tensor, values: Tensor, table: Tensor, other: Tensor) ->
     return keys[table].flatten(1, 2), values[other].flatten(1, 2)
 
 
-ALONE = "the pages of one cache are gathered"
+ALONE = "it gathers the pages of one cache"
 EXAMPLES = (
     Example("whole pages", whole, inputs()),
     Example("the first rows", first_rows, inputs()),
@@ -102,7 +102,7 @@ EXAMPLES = (
     Example("two tables", by_two_tables, inputs(TABLE, WHOLE), ALONE),
     Example("pages of two sizes", whole, inputs(sizes=(SIZE, 2 * SIZE)), ALONE),
     Example("lengths that differ", other_lengths, inputs(), ALONE),
-    Example("some lanes", of_both(lambda pages, table: pages[..., :8][table]), inputs(), "do not lie together"),
+    Example("some lanes", of_both(lambda pages, table: pages[..., :8][table]), inputs(), "are not contiguous"),
 )
 
 TRIED = {"page_gather": EXAMPLES}

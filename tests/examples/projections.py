@@ -61,7 +61,7 @@ def _gated_biased(x: Tensor, gate: Tensor, gate_bias: Tensor, up: Tensor, up_bia
     return u * (g * torch.sigmoid(g))
 
 
-NOT_PARAMETERS = "the weights do not come from Parameters alone"
+NOT_PARAMETERS = "they are no Parameters of the module"
 JOINED = (
     Example("queries, keys and values", apart, QKV),
     Example("with biases", biased, QKV_BIASED),
@@ -75,7 +75,7 @@ JOINED = (
     Example("weights cut from Parameters", lambda x, a, b: apart(x, a[0], b[:32]), PARTS),
     Example("weights that are inputs", apart, tensors(X, (128, 64), (32, 64), (32, 64)), NOT_PARAMETERS),
 )
-ONE_BIAS = "only one of gate and up has a bias"
+ONE_BIAS = "one of gate and up alone has one"
 GATED = (
     Example("two projections", _gated, PAIR),
     Example("two projections in float32, up first", _gated_in_float, PAIR),

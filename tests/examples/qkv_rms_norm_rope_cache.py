@@ -184,11 +184,16 @@ EXAMPLES = (
     written("beside a gate", replace(FLAT, widths=(*WIDTHS, 32))),
     written("lines of each head", replace(FLAT, pages=OF_HEADS), write=lines_of_heads),
     written("tables in float32", replace(BATCH, wide_tables=True), heads_first="norm"),
-    written("pairs", FLAT, turn=interleaved, refusal="not in half order"),
-    written("two epsilons", FLAT, eps=1e-5, refusal="the operator takes one"),
-    written("whole rows", replace(FLAT, pages=(BLOCKS, SIZE, NK, D)), write=whole, refusal="hold whole rows"),
-    written("short lines", replace(FLAT, pages=(BLOCKS, NK * D // 8, SIZE, 8)), refusal="in lines of 8 numbers"),
-    written("any number of tokens", FLAT, given=symbolic(FLAT, range(4), (0,)), refusal="the number of tokens, which"),
+    written("pairs", FLAT, turn=interleaved, refusal="the lanes are rotated in interleaved order"),
+    written("two epsilons", FLAT, eps=1e-5, refusal="queries are normalised with"),
+    written(
+        "whole rows",
+        replace(FLAT, pages=(BLOCKS, SIZE, NK, D)),
+        write=whole,
+        refusal="pages are [Block, Size, N, D], whole rows",
+    ),
+    written("short lines", replace(FLAT, pages=(BLOCKS, NK * D // 8, SIZE, 8)), refusal="read as lines of 8 lanes"),
+    written("any number of tokens", FLAT, given=symbolic(FLAT, range(4), (0,)), refusal="their number is symbolic"),
 )
 INT8 = replace(FLAT, pages=(BLOCKS, NK * D // 32, SIZE, 32), scale=(NK, D))
 BY_HEAD, BY_LANE, BY_ONE = (replace(INT8, scale=each) for each in ((NK, 1), (D,), (1,)))
@@ -201,8 +206,14 @@ OF_INT8 = (
     written("by one scale", BY_ONE),
     written("with zero points", replace(INT8, zero=True)),
     written("times a scale", INT8, quantise=multiplied),
-    written("scales of lines", replace(INT8, scale=(32,), row=(NK * D // 32, 32)), refusal="are those of lines"),
-    written("short lines", replace(INT8, pages=FLAT.pages), refusal="in lines of 16 numbers, not of 32"),
+    written(
+        "scales of lines",
+        replace(INT8, scale=(32,), row=(NK * D // 32, 32)),
+        refusal="they differ among the lines of a page",
+    ),
+    written(
+        "short lines", replace(INT8, pages=FLAT.pages), refusal="lines of 16 lanes; the operator requires lines of 32"
+    ),
 )
 
 TRIED = {"qkv_rms_norm_rope_cache": (*EXAMPLES, *under("int8", OF_INT8))}

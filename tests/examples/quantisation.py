@@ -134,13 +134,13 @@ ROWS = (
     Example("divided by its scale", by(quantised), layer(5)),
     Example("a bound, and the inverse", by(bounded), layer(2, 3)),
     Example("in the model's dtype", by(narrow), layer(5)),
-    Example("a shifted scale", by(shifted), layer(5), "a number is added to the scale"),
+    Example("a shifted scale", by(shifted), layer(5), "a number is added to it"),
     Example("a scale without the last dim", without_last_dim, ROW),
     Example("the largest magnitudes", of_largest, ROW),
     Example("rounded in floats", in_floats, ROW, "stay floats"),
-    Example("joined scales", joined, ROW, "scales are joined, or repeated"),
-    Example("the scale of others", OF_OTHERS, layer(5), "divided by the scale of others"),
-    Example("four bits", FOUR_BITS, layer(5), "becomes 7, by the operator 127"),
+    Example("joined scales", joined, ROW, "they are joined, or repeated, before they"),
+    Example("the scale of others", OF_OTHERS, layer(5), "rows are divided by that of others"),
+    Example("four bits", FOUR_BITS, layer(5), "becomes 7; npu_dynamic_quant requires 127"),
 )
 
 
@@ -224,10 +224,15 @@ PRODUCTS = (
     Example("channels alone, and a number", lambda *given: CHANNELS(*given).float() * 0.3, layer(5)),
     Example("a scale of the whole tensor", static, whole(0)),
     Example("a scale of the whole tensor, through int32", through_int32, whole(0)),
-    Example("a bias before the scales", scaled(biased_before), layer(5, bias=True), "where the operator adds one of"),
+    Example(
+        "a bias before the scales",
+        scaled(biased_before),
+        layer(5, bias=True),
+        "and added before all scales are multiplied",
+    ),
     Example("two weights", scaled(experts), layer(5), "by 2 int8 weights in one product"),
-    Example("a wide result", by(quantised), layer(5), "the result is of torch.float32"),
-    Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "neither one for each token"),
+    Example("a wide result", by(quantised), layer(5), "result: it is torch.float32"),
+    Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "one of the product is neither of each token"),
     Example("sums in float16", scaled(short), layer(5), "computed in float16"),
 )
 
@@ -252,7 +257,7 @@ ROTATED = (
         "turned, negative",
         lambda x, matrix: quantised((x @ matrix) * -0.5),
         turned(5, 128),
-        "multiplied by -0.5, which is not",
+        "multiplied by -0.5",
         instead="[Rows]",
     ),
 )

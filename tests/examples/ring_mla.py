@@ -75,10 +75,10 @@ EXAMPLES = (
     Example("the diagonal", diagonal, parts(LONG, LONG, PROJECTION)),
     Example("shared keys", without_last_dim, parts(heads=2)),
     Example("any mask", summed(hidden=lambda seen: ~seen), parts(S, S, SEEN), "not proven to be causal"),
-    Example("the last tokens", LAST, parts(), "not that of a square"),
-    Example("a window", WINDOW, parts(S, S), "only a part of the keys"),
-    Example("fewer keys", attended, parts(S, 4), "fewer keys than queries"),
-    Example("no more lanes", attended, parts(lanes=E), "no lanes beside"),
+    Example("the last tokens", LAST, parts(), "it is causal with other numbers of queries"),
+    Example("a window", WINDOW, parts(S, S), "a window or a length leaves some out"),
+    Example("fewer keys", attended, parts(S, 4), "fewer than queries"),
+    Example("no more lanes", attended, parts(lanes=E), "they have no more lanes than values"),
 )
 
 TRIED = {"ring_mla": EXAMPLES}

@@ -96,9 +96,14 @@ EXAMPLES = (
     Example("interleaved to half order, in float32", _wide(_joined), HEADS),
     Example("half to interleaved order, in float32", _wide(_halves_to_pairs), HEADS),
     Example("by the negative angle", lambda x, cos, sin: x * cos - _swapped(x) * sin, HEADS),
-    Example("a reflection", lambda x, cos, sin: x * cos + _swapped(x, 1) * sin, HEADS, "are not those of a rotation"),
+    Example(
+        "a reflection",
+        lambda x, cos, sin: x * cos + _swapped(x, 1) * sin,
+        HEADS,
+        "its terms do not have one plus and one",
+    ),
     Example("with a residual", lambda x, cos, sin: x * cos + x + _swapped(x) * sin, HEADS, THIRD),
-    Example("five dims", half, DEEP, "are more than the four that the operator reads"),
+    Example("five dims", half, DEEP, "requires four at most"),
 )
 PARTIAL = (
     Example("first lanes, half order", _first_lanes, PART),
@@ -109,8 +114,20 @@ PARTIAL = (
     Example("last lanes of a tensor, in float32", _among(128, 192, _wide(interleaved)), PART),
     Example("first lanes of queries and keys", _both(_among(0, 64, interleaved)), PAIR_PART),
     Example("last lanes of queries and keys", _both(_among(128, 192, interleaved)), PAIR_PART),
-    Example("some lanes left out", _among(0, 64, interleaved, 128), PART, "128 of 192 lanes are left", instead="Alone"),
-    Example("behind lanes of odd number", _among(129, 193, interleaved), ODD, "pairs would be broken", instead="Alone"),
+    Example(
+        "some lanes left out",
+        _among(0, 64, interleaved, 128),
+        PART,
+        "128 of 192 are rotated or passed on",
+        instead="Alone",
+    ),
+    Example(
+        "behind lanes of odd number",
+        _among(129, 193, interleaved),
+        ODD,
+        "of them come before the rotated ones",
+        instead="Alone",
+    ),
 )
 RANKS = rotated((2, 4, 3, 64), (4, 3, 64), table=(3, 64))
 PAIRS = (
@@ -118,9 +135,13 @@ PAIRS = (
     Example("in float32", _both(_wide(half)), PAIR),
     Example("packed tokens", _both(half), rotated((6, 4, 64), (6, 2, 64), table=(6, 1, 64))),
     Example("a batch at the same positions", _both(half), SAME),
-    Example("interleaved order", _both(interleaved), PAIR, "the lanes are interleaved", instead="Alone"),
-    Example("two ranks", _both(half), RANKS, "their axes differ", instead="Alone"),
-    Example("two dims", _both(half), rotated(*2 * ((3, 64),), table=(3, 64)), "not three or four", instead="Alone"),
+    Example(
+        "interleaved order", _both(interleaved), PAIR, "they are in interleaved order (2j, 2j + 1)", instead="Alone"
+    ),
+    Example("two ranks", _both(half), RANKS, "requires the same number", instead="Alone"),
+    Example(
+        "two dims", _both(half), rotated(*2 * ((3, 64),), table=(3, 64)), "requires three or four", instead="Alone"
+    ),
 )
 
 TRIED = {"rope": (*EXAMPLES, *PARTIAL, *PAIRS)}

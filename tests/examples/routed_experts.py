@@ -175,15 +175,15 @@ EXAMPLES = (
     Example("products by einsum", by_einsum, TWO),
     Example("a loop over all experts", added, TWO),
     Example("biases of gate and up", biased_halves, BIASED),
-    Example("a bias of the gate alone", gate_alone, BIASED, "only one of gate and up has biases"),
+    Example("a bias of the gate alone", gate_alone, BIASED, "one of gate and up alone has them"),
     Example(
         "gelu between the products", partial(gathered, activation=lambda both: F.gelu(both)[:, :INNER]), MERGED,
-        "is not a gated silu",
+        "between their two products stands something",
     ),
-    Example("sorted rows that are not put back", not_put_back, MERGED, "put back by the order in which"),
-    Example("matrices that are computed", by_einsum, _inputs(*_TWO, parameters=False), "would cost a copy"),
+    Example("sorted rows that are not put back", not_put_back, MERGED, "it is not proven to be summed for each"),
+    Example("matrices that are computed", by_einsum, _inputs(*_TWO, parameters=False), "they are no Parameters"),
     Example("any number of sequences", of_sequences, symbolic(_sequences, (0, 1), (0, 1)), "several symbolic sizes"),
-    Example("experts that come from elsewhere", _given, _listed, "not proven to lie among"),
+    Example("experts that come from elsewhere", _given, _listed, "nothing in this graph chooses them, so that"),
 )  # fmt: skip
 
 TRIED = {"routed_experts": EXAMPLES}

@@ -108,7 +108,12 @@ EXAMPLES = (
     Example("tokens in int8, no gate", partial(passed, activation=F.relu), PLAIN_IN_INT8),
     Example("tokens that become int8, biases", gathered, biased),
     Example("int8 matrices that are passed in", gathered, PASSED),
-    Example("in int8, a sum in float32", partial(gathered, result=lambda x, _: x), FIXED, "gives float16 and bfloat16"),
+    Example(
+        "in int8, a sum in float32",
+        partial(gathered, result=lambda x, _: x),
+        FIXED,
+        "npu_quant_matmul requires float16 or",
+    ),
     Example("four bits between the products", partial(gathered, between=_by_7), FIXED, "whose rows are quantised"),
 )
 

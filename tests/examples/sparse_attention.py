@@ -180,7 +180,7 @@ ANY = torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) > 0.5
 ITSELF = ANY | torch.eye(S, dtype=torch.bool)
 """Any mask that shows a query at least itself."""
 NOT_A_SUM = "not the sum over heads"
-NO_KEY = "no key is left"
+NO_KEY = "list has no visible key"
 EXAMPLES = (
     Example("a prompt, as transformers writes it", transformers, indexed()),
     Example("a prompt, as DeepSeek writes it", deepseek, indexed()),
@@ -213,7 +213,7 @@ EXAMPLES = (
     Example("chosen without the mask", over(lambda *of: chosen(by_einsum(*of)) & causal(S, S)), indexed(), NO_KEY),
     Example(
         "fewer keys than queries", over(found(by_einsum, lambda: causal(S, FEW))), indexed(S, FEW),
-        "fewer keys than queries",
+        "fewer of them than queries",
     ),
 )  # fmt: skip
 

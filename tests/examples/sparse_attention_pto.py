@@ -212,7 +212,7 @@ def one_more(keys: Tensor, at: Tensor) -> Tensor:
 def in_blocks(name: str, *nz: int) -> Example:
     """Some of the caches in blocks of NZ."""
     setting = replace(SETTING, c=32, dr=32, di=64, nz=nz)
-    return Example(name, Model(setting), setting, "not in blocks of NZ")
+    return Example(name, Model(setting), setting, "its pages are lines of NZ")
 
 
 EXAMPLES = (
@@ -220,23 +220,23 @@ EXAMPLES = (
     example("absorbed", absorbs=True, of_heads=scaled),
     example("packed tokens", model=Packed),
     example("packed tokens, absorbed", model=Packed, absorbs=True, of_heads=scaled),
-    example("packed tokens, the scale of a head", "by the operator by 0.204", model=Packed, scale=16**-0.5),
-    example("the scale of a head", "by the operator by 0.204", scale=16**-0.5),
-    example("another epsilon of the queries", "of the queries' norm is not the 1e-05", eps=1e-6),
-    example("another epsilon of the latent", "of the latent's norm is not the 1e-05", eps_of_latent=1e-6),
-    example("another epsilon of the keys", "of the norm of the indexer's keys is not the 1e-06", eps_of_keys=1e-5),
-    example("fewer keys", "1024 keys are listed, by the operator 2048", count=1024),
-    example("a latent times a number", "a latent is multiplied by a number", factor=0.5),
-    example("halves, as the model has them", "queries of the indexer go from half to half order", rotate=in_halves),
-    example("every key", "nothing says how many keys the sequences have", seen=lambda keys, at: keys >= 0),
-    example("a query without keys", "a query that may see no key", seen=lambda keys, at: keys < at),
+    example("packed tokens, the scale of a head", "requires 0.204", model=Packed, scale=16**-0.5),
+    example("the scale of a head", "requires 0.204", scale=16**-0.5),
+    example("another epsilon of the queries", "requires 1e-05", eps=1e-6),
+    example("another epsilon of the latent", "requires 1e-05", eps_of_latent=1e-6),
+    example("another epsilon of the keys", "requires 1e-06", eps_of_keys=1e-5),
+    example("fewer keys", "1024 keys are listed", count=1024),
+    example("a latent times a number", "it is multiplied by a number behind its norm", factor=0.5),
+    example("halves, as the model has them", "they are rotated from half to half", rotate=in_halves),
+    example("every key", "none of the sequences has one in a tensor", seen=lambda keys, at: keys >= 0),
+    example("a query without keys", "a query may see no key, which", seen=lambda keys, at: keys < at),
     Example(
         "two queries that see the same", Model(replace(SETTING, queries=2), seen=two), replace(SETTING, queries=2),
-        "each query sees the keys of those behind it too",
+        "each query sees keys behind it",
     ),
     Example(
         "two queries of which the second sees one key more", Model(replace(SETTING, queries=2), seen=one_more),
-        replace(SETTING, queries=2), "is not proven to stand within the pages",
+        replace(SETTING, queries=2), "the last visible key of a sequence is not",
     ),
     in_blocks("pages of a latent in NZ", 0, 1),
     in_blocks("pages of the indexer's keys in NZ", 2),

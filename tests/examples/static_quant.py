@@ -74,9 +74,9 @@ EXAMPLES = (
 )
 BOUNDED: Callable[[Tensor, Tensor], Tensor] = lambda x, scale: int8(x / scale, -127)  # noqa: E731
 REJECTS = (
-    Example("other bounds", BOUNDED, inputs(*CHANNELS), "whole numbers are bounded by -127 and 127"),
+    Example("other bounds", BOUNDED, inputs(*CHANNELS), "they are clamped to -127 and 127"),
     Example(
-        "a number, other bounds", lambda x: int8(x * 16.0, -127), tensors(grid(0, B, S, D)), "bounded by -127 and 127"
+        "a number, other bounds", lambda x: int8(x * 16.0, -127), tensors(grid(0, B, S, D)), "clamped to -127 and 127"
     ),
 )
 

@@ -50,10 +50,10 @@ EXAMPLES = (
     Example("cast as a whole, silu written out", lambda x: written_out(x.float()).to(x.dtype), X),
     Example("viewed as two rows", viewed, X),
     Example("behind other lanes", lambda x: gated(x[..., 32:]), X),
-    Example("second half first", partial(gated, gate_first=False), X, "in the wrong order"),
+    Example("second half first", partial(gated, gate_first=False), X, "the first half, or lane, is up"),
     Example(
         "two tensors", lambda gate, up: F.silu(gate) * up, tensors((2, 3, 64), (2, 3, 64)),
-        "neither the halves",
+        "they are neither halves, or lanes, of one",
     ),
     Example("before other lanes", lambda x: F.silu(x[..., :48]) * x[..., 48:96], X),
     Example("slices that do not meet", lambda x: F.silu(x[..., :48]) * x[..., 64:112], X, "other slices of one tensor"),
@@ -66,8 +66,8 @@ EXAMPLES = (
     Example("weighted in float32", in_float32, tensors((2, 3, 128), (2, 3, 1))),
     Example("gate times a tensor", with_factors, WITH_CHANNELS, "multiplied by a tensor before silu"),
     Example("weighted between", lambda x, row: with_factors(x, between=row), WITH_CHANNELS, "write (silu(gate) * up)"),
-    Example("sigmoid gate", partial(gated, activation=torch.sigmoid), X, "the gate is a plain sigmoid"),
-    Example("gelu gate", partial(gated, activation=F.gelu), X, "the gate is gelu"),
+    Example("sigmoid gate", partial(gated, activation=torch.sigmoid), X, "it is a sigmoid alone"),
+    Example("gelu gate", partial(gated, activation=F.gelu), X, "it goes through gelu"),
 )  # fmt: skip
 
 TRIED = {"activation": EXAMPLES}

@@ -46,14 +46,21 @@ def _then(form: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 SWIGLU = (
     Example("two layers in int8", two_layers, _layers()),
-    Example("two layers in int8 that are passed in", two_layers, _layers(False), "would cost a copy"),
+    Example(
+        "two layers in int8 that are passed in", two_layers, _layers(False), "they are no Parameters of the module"
+    ),
 )
 EXAMPLES = (
     Example("two chunks, quantised", _then(gated), X),
     Example("two projections, quantised", _then(in_floats), tensors((2, 3, K), weight(1, H, K), weight(2, H, K))),
     Example("two layers in int8, quantised", _then(two_layers), _layers()),
     Example("of lanes, quantised", _then(lambda x: F.silu(x[..., ::2]) * x[..., 1::2]), X, "every second lane"),
-    Example("two layers in int8 that are passed in, quantised", _then(two_layers), _layers(False), "would cost a copy"),
+    Example(
+        "two layers in int8 that are passed in, quantised",
+        _then(two_layers),
+        _layers(False),
+        "they are no Parameters of the module",
+    ),
 )
 
 TRIED = {"activation": (*SWIGLU, *EXAMPLES)}

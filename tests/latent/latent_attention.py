@@ -326,7 +326,7 @@ def absorbed_values_of_another_latent(q, latent, rope, up, seen):
 LOOKALIKES: tuple[tuple[Callable[..., Tensor], str], ...] = (
     (values_of_another_latent, "different latents"),
     (up_of_each_position, "different latents"),
-    (scale_of_each_key, "not the same for all keys"),
+    (scale_of_each_key, "they are multiplied by a tensor that"),
     (softmax_over_queries, "taken over the queries"),
     (values_of_other_sequences, ""),
     (values_of_another_latent_beside_absorbed_keys, ""),

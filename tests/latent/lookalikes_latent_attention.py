@@ -239,7 +239,7 @@ LOOKALIKES = (
     entry("rope_of_heads", join=rope_of_heads, **UNFUSED),
     entry("one_rope_for_two", join=one_rope_for_two),
     entry("strange_softmax", attend=strange_softmax, **UNFUSED),
-    entry("capped", attend=capped, **UNFUSED, reason="capped softly"),
+    entry("capped", attend=capped, **UNFUSED, reason="soft capping"),
     entry("renormalised", attend=renormalised, **UNFUSED),
     entry("filled_with_lowest", attend=filled_with_lowest),
     entry("pairs_stay_pairs", rope=pairs_stay_pairs, prolog=0),

@@ -76,7 +76,7 @@ def cell(
 
 ORDERS = tuple(product(("half", "interleaved"), repeat=2))
 """How pairs lie, in the lanes that are rotated and in the result."""
-IN_PAIRS = "keeps rotated lanes in pairs"
+IN_PAIRS = "its lanes are in pairs (interleaved order)"
 JOINTLY = (("float", "rows"), ("int8 heads", "pages"), ("int8", "fresh"), ("int8", "packed"))
 """Cells of which both layers of x are one."""
 
@@ -110,7 +110,7 @@ EXAMPLES = (
     cell("float", "rows", orders=("half", "interleaved"), refusal=IN_PAIRS, instead="Fresh"),
     cell("float", "rows", joint=True),
     cell("int8", "fresh", joint=True),
-    *(cell(layers, "rows", Factors(nope=2.0), "rotated queries are multiplied by") for layers in INT8),
+    *(cell(layers, "rows", Factors(nope=2.0), "the rotated lanes are multiplied by") for layers in INT8),
 )
 
 TRIED = {"mla_prolog": EXAMPLES}

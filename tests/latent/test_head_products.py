@@ -61,7 +61,9 @@ def test_other_products_are_none(case: tuple[Callable[..., Tensor], tuple[int, .
 
 
 def test_a_matrix_for_each_sequence_is_told_of_parameters_alone():
-    assert told(turned, (B, S, N, K), B, N, K, M) == (0, {"each sequence has matrices of its own"})
+    count, (reason,) = told(turned, (B, S, N, K), B, N, K, M)
+    assert count == 0
+    assert "each sequence has matrices of its own" in reason
     found = understood(turned, (torch.randn(B, S, N, K), torch.randn(B, N, K, M)))[0].readings
     assert not found.missed("head_product")
 

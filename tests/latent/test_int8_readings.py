@@ -153,7 +153,7 @@ def test_what_is_attention_over_whole_numbers(form: Callable[..., Tensor], dtype
     is_claimed(WHOLE, form, inputs(dtypes=dtypes))
 
 
-ROWS, DTYPES = "the latent has a scale for each token", "rotated queries and keys have different dtypes, or heads have"
+ROWS, DTYPES = "there is one of each token", "their dtypes differ, or heads have rotated"
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,6 @@ def biased(numbers, tokens, rope, latent, k_rope, scale):
     return (scores - torch.arange(T) / 8).softmax(-1) @ keys
 
 
-def test_it_takes_no_bias():
-    is_told("softmax_attention", biased, inputs(), "as a bias it is none of int8 attention")
-
-
 def lowered(numbers, tokens, rope, latent, k_rope, scale):
     """By numbers that hide no key alone, and are exact as a bias of floats."""
     keys = latent.float() * scale
@@ -189,8 +185,12 @@ def lowered(numbers, tokens, rope, latent, k_rope, scale):
     return (scores + torch.full((S, T), -1e4).triu()).softmax(-1) @ keys
 
 
-def test_nor_a_mask_as_one():
-    is_told("softmax_attention", lowered, inputs(), "a query that sees no key would see those that are lowered least")
+@pytest.mark.parametrize("form", [biased, lowered])
+def test_it_takes_no_bias_and_is_read_in_floats_with_one(form: Callable[..., Tensor]):
+    found = understood(form, inputs())[0].readings
+    assert not found.all("int8_latent_attention")
+    [(_, attention)] = found.all("softmax_attention")
+    assert "bias" in attention.captures
 
 
 def scored_by(more: Callable[[Tensor], Tensor | float]) -> Callable[..., Tensor]:
@@ -248,9 +248,9 @@ def test_what_is_attention_with_rounded_weights(rounded: Callable[[Tensor], Tens
     is_claimed(ROUNDED, weighed(rounded=rounded, by=by), inputs())
 
 
-OF_SCORES = "scores are multiplied by something else than one scale of each head"
-LOST, SHARES = "what is rounded is not exp(s - max s) of a row", "shares of 1 are rounded"
-OF_HEADS = "the result is multiplied by something else than scales of heads"
+OF_SCORES = "the int8 product is multiplied by more than"
+LOST, SHARES = "what is rounded is not exp(s - max s) of a row", "shares of the softmax are rounded"
+OF_HEADS = "it is multiplied by something else than"
 
 
 @pytest.mark.parametrize(
@@ -283,4 +283,4 @@ def test_what_is_one_step_away_from_rounded_weights(form: Callable[..., Tensor],
 
 
 def test_keys_whose_number_is_not_known():
-    is_told(ROUNDED, weighed(), inputs(), "the number of keys is not known before", dynamic=True)
+    is_told(ROUNDED, weighed(), inputs(), "their number is not a static size", dynamic=True)

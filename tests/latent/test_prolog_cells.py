@@ -57,8 +57,10 @@ def test_what_the_operator_takes_is_one_call_in_its_modes(layers: str, store: st
 @pytest.mark.parametrize(("layers", "store"), illegal())
 def test_what_the_operator_does_not_take_is_refused_in_its_words(layers: str, store: str):
     mode = STORES[store].mode
-    modes = f"weight_quant_mode={LAYERS.index(layers)}, kv_cache_quant_mode={mode}, query_quant_mode={int(mode == 1)}"
-    testing.check(MlaProlog(), cell(layers, store, refusal=f"({modes})", instead="Fresh"), DTYPE)
+    modes = (
+        f"weight_quant_mode: {LAYERS.index(layers)}; kv_cache_quant_mode: {mode}; query_quant_mode: {int(mode == 1)}"
+    )
+    testing.check(MlaProlog(), cell(layers, store, refusal=f"{modes}; npu_mla_prolog_v3", instead="Fresh"), DTYPE)
 
 
 def multiplied() -> Iterator[Any]:

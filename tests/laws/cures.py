@@ -11,6 +11,7 @@ CURES: dict[str, dict[str, str]] = {
         "bias": "the next layer's norm",
     },
     "encoded_norm": {
+        "addends of two dtypes": "norm of the unrounded sum",
         "addends of two dtypes, widened": "norm of the unrounded sum, widened",
         "heads, widened": "the router, widened",
         "static, alone, a scale of another dtype": "static, alone",
@@ -19,6 +20,12 @@ CURES: dict[str, dict[str, str]] = {
         "static, alone, a bias of another dtype": "static, alone, a bias",
     },
     "attention": {
+        "int8 rows, zero points doubled": "int8 pages, zero points",
+        "int8 rows, a sink beside zero points": "int8 rows",
+        "int8 rows, a zero point between numbers": "int8 rows, scales of heads",
+        "a sink beside the log-sum-exp": "named",
+        "a log-sum-exp of lowered keys": "by a mask",
+        "a bias beside the log-sum-exp": "named",
         "a bias of whole numbers": "ALiBi, causal",
         "a bias, a mask of every head": "any bias",
         "a sink and a bias": "ALiBi, causal",
@@ -35,6 +42,9 @@ CURES: dict[str, dict[str, str]] = {
     },
     "gelu": {"another factor of the cube": "tanh of products"},
     "latent_attention": {
+        "queries in floats": "int8, a query",
+        "one scale of all queries": "int8, a query",
+        "a scale of each key": "int8, a query",
         "lowered": "a step with its log-sum-exp",
         "another latent": "the last tokens",
         "rotated lanes of each head": "the last tokens",
@@ -60,6 +70,7 @@ CURES: dict[str, dict[str, str]] = {
         "a gate": "below a maximum",
     },
     "cache_write": {
+        "pages, pages that lie otherwise": "pages, slot // Size, slot % Size",
         "accumulated": "chosen inside",
         "a mask": "chosen inside",
         "every second position": "counted from the end",
@@ -141,6 +152,8 @@ CURES: dict[str, dict[str, str]] = {
         "sums in float16": "sums in int32",
     },
     "kv_rmsnorm_rope_cache": {
+        "with its rows, lines that lie otherwise": "with its rows, a prompt",
+        "caches that lie otherwise": "a prompt",
         "packed tokens": "one sequence without a dim for it",
         "caches of two halves": "caches of one head",
         "halves as sequences": "a prompt",
@@ -151,6 +164,10 @@ CURES: dict[str, dict[str, str]] = {
         "int8, lines beside whole rows": "int8, the latent alone in lines",
     },
     "sparse_attention": {
+        "nothing left": "rows of an own list",
+        "any mask": "a prompt, with booleans",
+        "fewer keys than queries": "a prompt, with booleans",
+        "chosen without the mask": "a prompt, with booleans",
         "rows and a bias": "rows of an own list",
         "rows without a latent": "rows of an own list",
         "scores that are not rectified": "a prompt, with booleans",
@@ -162,6 +179,8 @@ CURES: dict[str, dict[str, str]] = {
         "another key is left out": "a prompt whose list is returned",
     },
     "mla_preprocess": {
+        "static, a zero point in floats": "static, a token",
+        "pages that lie otherwise": "a token by block",
         "another epsilon": "a token through a view",
         "places of unknown range": "a token through a view",
         "two tokens at a slot": "pages of one head",
@@ -185,6 +204,15 @@ CURES: dict[str, dict[str, str]] = {
         "static, both caches in int8": "static, a token",
     },
     "mla_prolog": {
+        "pages: pages that lie otherwise": "pages: a token by block",
+        "packed: two lines at a slot": "packed: several tokens, all quantised",
+        "packed: pages that lie otherwise": "packed: several tokens, all quantised",
+        "halves of keys, pairs of queries": "a prompt by index_copy",
+        "rotated lanes early": "a prompt by index_copy",
+        "rotated lanes first": "a prompt by index_copy",
+        "lanes of both": "a prompt by index_copy",
+        "more lanes": "a prompt by index_copy",
+        "caches that lie otherwise": "a prompt by index_copy",
         "a third part": "a prompt by index_copy",
         "packed tokens": "pages: packed tokens that absorb",
         "a negative factor": "queries and latents times a number",
@@ -258,6 +286,7 @@ CURES: dict[str, dict[str, str]] = {
         "int8, short lines": "int8, by channel",
     },
     "quantisation": {
+        "turned, negative": "turned heads, half as large",
         "a shifted scale": "divided by its scale",
         "rounded in floats": "a scale without the last dim",
         "joined scales": "a scale without the last dim",

@@ -131,11 +131,11 @@ SPELLINGS = (
     _spelling(silu_in_float, "the same in float32", interleaved=False, alpha=1.0, bias=0.0),
 )
 LOOKALIKES = (
-    _other(exchanged, "wrong order"),
+    _other(exchanged, "the first half, or lane, is up"),
     _other(bounded_below, "from below as well"),
-    _other(other_limits, "one limit for gate and up"),
+    _other(other_limits, "it is clamped between"),
     _other(bounded_behind, "behind silu"),
-    _other(without_the_gate, "plain sigmoid"),
-    _other(every_third, "neither the halves, or lanes, of one tensor"),
+    _other(without_the_gate, "it is a sigmoid alone"),
+    _other(every_third, "they are neither halves, or lanes, of one"),
     _other(unbounded, "multiplied by 1.702 in the sigmoid"),
 )

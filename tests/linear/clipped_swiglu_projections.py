@@ -83,5 +83,5 @@ LOOKALIKES = (
     _other(bounded_below, "from below as well|do not come from Parameters"),
     _other(other_limits, "one limit for gate and up|do not come from Parameters"),
     _other(bounded_behind, "behind silu"),
-    _other(weights_that_are_inputs, "do not come from Parameters"),
+    _other(weights_that_are_inputs, "they are no Parameters of the module"),
 )

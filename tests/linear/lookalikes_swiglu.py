@@ -87,5 +87,11 @@ LOOKALIKES = (
     _not_swiglu(clamped_gate, "half|halves|slice|clamp", note="GPT-OSS clamps the gate"),
     _not_swiglu(overlapping_slices, "other slices of one tensor"),
     _not_swiglu(scaled_gate, "multiplied by 0.5 before silu", note="Falcon-H1 has a multiplier of the gate"),
-    _not_swiglu(two_tensors, "neither the halves", _gate_and_up, None, "the operator needs both in one tensor"),
+    _not_swiglu(
+        two_tensors,
+        "they are neither halves, or lanes, of one",
+        _gate_and_up,
+        None,
+        "the operator needs both in one tensor",
+    ),
 )

@@ -119,5 +119,5 @@ SPELLINGS = (
 LOOKALIKES = (
     _other(gelu_gate, "gelu"),
     _other(two_inputs, "different inputs"),
-    _other(weights_that_are_inputs, "not come from Parameters"),
+    _other(weights_that_are_inputs, "they are no Parameters of the module"),
 )

@@ -108,4 +108,8 @@ def test_adapters_that_are_merged_are_layers():
 def test_a_gate_with_an_adapter_is_joined_with_none():
     report = told(Block("gu"))
     assert "npu::npu_swiglu" not in report.ops
-    assert any("neither the halves" in each.reason for each in report.refusals if each.rule == "activation")
+    assert any(
+        "they are neither halves, or lanes, of one" in each.reason
+        for each in report.refusals
+        if each.rule == "activation"
+    )

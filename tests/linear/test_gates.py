@@ -54,8 +54,8 @@ def test_other_lanes_are_no_half(function: Callable[[Tensor], Tensor], lanes: in
     assert not read(lambda x: function(x).exp(), lanes).readings.all("gate_lanes")
 
 
-PLAIN = "the gate is a plain sigmoid; npu_swiglu requires silu"
-INSIDE = "the gate is multiplied by 1.702 in the sigmoid, not in silu"
+PLAIN = "it is a sigmoid alone"
+INSIDE = "in the sigmoid alone"
 GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "silu": (lambda gate, up: F.silu(gate) * up, ""),
     "a sigmoid": (lambda gate, up: gate.sigmoid() * up, PLAIN),
@@ -78,7 +78,7 @@ def test_a_gate_that_is_no_silu_is_told(function: Callable[[Tensor, Tensor], Ten
     graph = read(lambda x: function(x[..., :H], x[..., H:]))
     found = {(value.op, each.reason) for value, each in graph.readings.missed("activation")}
     assert {op for op, _ in found} == ({"mul"} if reason else set())
-    assert all(each.startswith(reason) for _, each in found)
+    assert all(reason in each for _, each in found)
 
 
 def halves(form: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[bool, bool]]:
@@ -111,7 +111,7 @@ def reasons(function: Callable[[Tensor], Tensor], *shape: int) -> list[tuple[str
 def test_one_reason_is_told_of_one_gate():
     ((rule, reason),) = reasons(lambda x: x[..., :H] * F.silu(x[..., H:]), 2, 3, 2 * H)
     assert rule == "activation"
-    assert "in the wrong order" in reason
+    assert "the first half, or lane, is up" in reason
 
 
 def test_a_gate_that_fused_is_not_told_of_with_what_it_is_multiplied_by():
@@ -137,4 +137,4 @@ def test_a_product_that_a_guard_refuses_has_no_second_reason_where_it_is_weighte
         numbers(2, 3, 64), numbers(2, 3, 1), numbers(H, 64, seed=1), numbers(H, 64, seed=2),
     )  # fmt: skip
     [reason] = [each.reason for each in outcome.refusals if each.rule == "activation"]
-    assert "do not come from Parameters alone" in reason
+    assert "they are no Parameters of the module" in reason

@@ -31,14 +31,14 @@ ERF: dict[str, Form] = {
 }
 OTHERS: dict[str, tuple[Form, str]] = {
     "another cube": (lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.0447 * x**3))), "0.0356654 · x^3"),
-    "no cube": (lambda x: 0.5 * x * (1 + torch.tanh(ROOT * x)), "the tanh or erf is of 0.797885 · x^1, where"),
+    "no cube": (lambda x: 0.5 * x * (1 + torch.tanh(ROOT * x)), "of its tanh or erf is 0.797885 · x^1; torch"),
     "a fifth power": (lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.044715 * x**5))), ""),
     "a square": (lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.044715 * x**2))), "x^2"),
     "something added": (lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.044715 * x**3) + 0.1)), "0.1 · x^0"),
     "not halved": (lambda x: x * (1 + torch.tanh(ROOT * (x + 0.044715 * x**3))), ""),
     "of another tensor": (lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x.flip(0) + 0.044715 * x.flip(0) ** 3))), ""),
     "one less": (lambda x: 0.5 * x * (torch.tanh(ROOT * (x + 0.044715 * x**3)) - 1), ""),
-    "erf of x": (lambda x: 0.5 * x * (1 + torch.erf(x)), "the tanh or erf is of 1 · x^1"),
+    "erf of x": (lambda x: 0.5 * x * (1 + torch.erf(x)), "the argument of its tanh or erf is 1 · x^1"),
     "kept in float32": (
         lambda x: 0.5 * x.float() * (1 + torch.tanh(ROOT * (x.float() + 0.044715 * x.float() ** 3))),
         "",

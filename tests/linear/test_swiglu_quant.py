@@ -153,4 +153,4 @@ def test_gates_that_change_places_are_told():
 
     _, _, operators, outcome = run(swapped, inputs(BF16))
     assert BOTH not in operators
-    assert any("wrong order" in str(each.cause) for each in outcome.refusals)
+    assert any("the first half, or lane, is up" in str(each.cause) for each in outcome.refusals)

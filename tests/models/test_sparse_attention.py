@@ -198,8 +198,8 @@ OWN, LISTED = "by_indexer[Indexer, LatentRows]", "by_places[LatentRows]"
 MASKS = [
     ("bool", None, 0, LISTED), ("bool", None, 5, LISTED), ("bool", "causal", 0, OWN),
     ("bool", "padding", 5, LISTED),
-    ("float", "causal", 0, OWN), ("float", None, 0, "the option assume says it"),
-    ("float", "padding", 5, "the mask of what is chosen from is not proven"),
+    ("float", "causal", 0, OWN), ("float", None, 0, "(name a mask that is passed in by the"),
+    ("float", "padding", 5, "it is not proven to be a causal order or a"),
 ]  # fmt: skip
 
 
@@ -224,7 +224,7 @@ VARIANTS = {
     "AXK2": (LAYERS, LAYERS, None),
     "MistralLarge4": (LAYERS, LAYERS, None),
     "Dots3Note": (0, LAYERS, "needs query in bfloat16, float16 (query is float32)"),
-    "HYV4": (0, 0, "a sink stands beside the scores"),
+    "HYV4": (0, 0, "it stands beside scores of listed rows"),
 }
 """How often indexer and sparse attention are called, and why not."""
 
@@ -245,7 +245,7 @@ SELECTIONS = {
     "DeepseekV4": ({"npu::npu_lightning_indexer": 1, ATTENTION: LAYERS}, None),
     "MiniMaxM3VL": ({ATTENTION: LAYERS}, None),
     "Doge": ({ATTENTION: LAYERS}, None),
-    "Glm5Next": ({ATTENTION: 1}, "are not the largest of a row of scores"),  # of one graph, in which both layers attend
+    "Glm5Next": ({ATTENTION: 1}, "not the topk of one row of scores"),  # of one graph, in which both layers attend
     "Qwen4Exp": ({ATTENTION: 1}, None),
 }
 """What the attention of a prompt becomes, of several graphs each once, and why it is refused."""

@@ -62,7 +62,7 @@ FORMS: dict[str, Form] = {
 }  # fmt: skip
 
 
-_ADD = "experts add to what they give"
+_ADD = "what experts add is not proven to be the"
 OTHERS: dict[str, tuple[Form, str]] = {
     "lines of rows that are not sorted": (_sorted(lambda bias, experts, order, listed: bias[experts]), _ADD),
     "lines by the order": (_sorted(lambda bias, experts, order, listed: bias[order % EXPERTS]), _ADD),

@@ -419,17 +419,17 @@ SPELLINGS = (
     _spelling(biased_softmax_divided, "transformers: ERNIE 4.5", softmax=True, kept=GROUPS, factor=1.0),
 )
 LOOKALIKES = (
-    _other(filled_with_0, "filled with 0, which is chosen before a negative score", _lower),
+    _other(filled_with_0, "scores of those outside of the top-k are", _lower),
     _other(filled_with_a_low_number, "filled with -1.0, not with -inf", _lower),
-    _other(best_three, "the largest, or the two largest, of what experts are chosen by"),
-    _other(groups_without_bias, "the largest, or the two largest, of what experts are chosen by"),
+    _other(best_three, "they are not chosen by the largest, or the"),
+    _other(groups_without_bias, "they are not chosen by the largest, or the"),
     _other(alternate_groups, "side by side|of what experts are chosen by"),
-    _other(other_groups, "what is filled is not the groups that were not chosen"),
-    _other(weights_with_bias, "to which the bias was added"),
+    _other(other_groups, "the entries that are filled are not those"),
+    _other(weights_with_bias, "they are the scores with the bias"),
     _other(bias_of_tokens, "plus a bias"),
     _other(raised_groups, "other numbers than 0 and -inf are added"),
-    _other(one_group_of_each_pair, "side by side"),
-    _other(groups_beside_those_chosen, "side by side"),
+    _other(one_group_of_each_pair, "neighbouring experts"),
+    _other(groups_beside_those_chosen, "neighbouring experts"),
     _other(scores_of_softplus, "plus a bias"),
     look_alike(
         "expert_gating", sigmoids_of_chosen_logits, "chosen by logits", (GATING,), lambda B, S: inputs(B, S), None

@@ -365,7 +365,7 @@ OTHERS: dict[str, tuple[Form, str]] = {
         _other(lambda experts, order, **parts: {"owner": order % experts.shape[0]}), _ROWS
     ),
     "choices and tokens change places": (turned_choices, _SUM),
-    "tokens added to what experts give": (beside_tokens, "experts add to what they give"),
-    "a sum in float32": (kept_in_float, "kept in float32"),
+    "tokens added to what experts give": (beside_tokens, "what experts add is not proven to be the"),
+    "a sum in float32": (kept_in_float, "it stays float32"),
     "sorted rows by matrices of pairs": (sorted_rows_by_matrices_of_pairs, "for one of two products alone"),
 }  # fmt: skip

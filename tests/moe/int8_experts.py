@@ -366,7 +366,10 @@ def kept_in_float(tokens, logits, gate_up, of_gates, down, of_down):
     return torch.einsum("tkd,tk->td", given, weights)
 
 
-_BETWEEN, _LINES = "stands something else|between its two int8 products", "neither one for each token nor"
+_BETWEEN, _LINES = (
+    "stands something else|between its two int8 products|between their two int8 products",
+    "one of the product is neither of each token",
+)
 OTHERS: dict[str, tuple[Form, str]] = {
     "scales of other experts": (_other(channels=lambda _, all, listed: all[(listed + 1) % EXPERTS]), _LINES),
     "scales of the other pairs": (_other(channels=lambda _, all, listed: all[listed.flip(0)]), _LINES),
@@ -379,5 +382,5 @@ OTHERS: dict[str, tuple[Form, str]] = {
         _other(hidden=lambda _, x: ((x.float() / quantised(x)[1]).to(torch.int8), quantised(x)[1])), _BETWEEN
     ),
     "a bias of the model": (_other(given=lambda y: y + 1.0), "not proven to be summed"),
-    "a sum in float32": (kept_in_float, "gives float16 and bfloat16"),
+    "a sum in float32": (kept_in_float, "requires float16 or bfloat16 behind int8"),
 }  # fmt: skip

@@ -215,6 +215,6 @@ OTHERS: dict[str, tuple[Form, str | None]] = {
     "weights of the next": (next_to_them, None),
     "an expert that mixes tokens": (_loop(expert=over_tokens), _NOT_ONE),
     "a sigmoid alone": (
-        _loop(expert=lambda x, gate, up, down: F.linear(torch.sigmoid(F.linear(x, gate)), down)), "not a gated silu"
+        _loop(expert=lambda x, gate, up, down: F.linear(torch.sigmoid(F.linear(x, gate)), down)), "something else"
     ),
 }  # fmt: skip

@@ -95,7 +95,7 @@ def test_a_product_that_the_model_rounds_with_its_bias_alone_is_not_held_in_floa
 
 def test_biases_of_other_experts_are_left_alone():
     said = left_alone(biases_of_others, (*inputs(BF16), *biases(BF16)))
-    assert any("not proven to be the line of biases" in each for each in said), said
+    assert any("what experts add is not proven to be the" in each for each in said), said
 
 
 def test_tokens_that_others_read_in_int8_are_quantised_once():
@@ -148,8 +148,8 @@ def test_what_only_looks_like_it_is_left_alone(name: str):
 def test_one_scale_for_all_rows_is_told_of_each_product(form: Form):
     scales = [nn.Parameter(torch.tensor([each]), requires_grad=False) for each in (0.03, 0.05)]
     said = left_alone(form, (*inputs(BF16), *scales))
-    reason = "experts multiply rows in int8 of one static scale: only rows with a scale of each are read"
-    assert said.count(reason) == 2
+    reason = "experts multiply int8 of one static scale"
+    assert sum(reason in each for each in said) == 2
 
 
 @requires_torch_npu

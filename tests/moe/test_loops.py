@@ -31,7 +31,7 @@ def test_every_loop_is_the_vendors_sequence(form: Form, level: str, dynamic: boo
 def test_matrices_that_are_passed_in_are_not_joined_at_every_call():
     _, _, gm, outcome = run(added, inputs(BF16, parameters=False))
     assert ROUTE not in operators(gm)
-    assert any("from Parameters" in str(each.cause) for each in outcome.refusals)
+    assert any("Parameters" in str(each.cause) for each in outcome.refusals)
 
 
 @pytest.mark.parametrize("name", OTHERS)

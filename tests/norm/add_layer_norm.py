@@ -162,8 +162,17 @@ def centred_by_residual(x, residual, weight, bias):
 
 _look = partial(look_alike, "add_layer_norm", forbid=(ADD_LAYER_NORM,), inputs=_inputs)
 LOOKALIKES: tuple[LookAlike, ...] = (
-    _look(embeddings, "one addend is broadcast", meaning=None, note="embeddings of BERT: a row for all tokens"),
+    _look(
+        embeddings,
+        "one of them is broadcast or multiplied",
+        meaning=None,
+        note="embeddings of BERT: a row for all tokens",
+    ),
     _look(branch_alone, "", meaning=lambda x, r, w, b: _both(x + r, w, b), note="the norm of one addend"),
     _look(unbiased, "unbiased", meaning=lambda x, r, w, b: _both(x + r, w, b)),
-    _look(centred_by_residual, "not the centred tensor", meaning=lambda x, r, w, b: _both(x + r, w, b)),
+    _look(
+        centred_by_residual,
+        "what is divided by the root of the variance",
+        meaning=lambda x, r, w, b: _both(x + r, w, b),
+    ),
 )

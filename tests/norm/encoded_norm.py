@@ -236,7 +236,7 @@ def _fused(x, residual, gain, bias, weight, scale, zero):
 
 _look = partial(look_alike, "encoded_norm", forbid=(ADD_RMS_NORM_QUANT, RMS_NORM_QUANT), inputs=_inputs)
 LOOKALIKES: tuple[LookAlike, ...] = (
-    _look(_form(added_behind), "the zero point is added to rounded numbers", meaning=None),
+    _look(_form(added_behind), "it is added to rounded numbers", meaning=None),
     _look(_form(cut_off), "numbers are cut off toward zero", meaning=_fused),
     _look(_form(seven_bits), "bounded by -64 and 63", meaning=_fused),
     _look(_form(other_norm), "", meaning=_fused, note="what is quantised is centred behind the norm"),

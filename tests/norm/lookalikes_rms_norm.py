@@ -242,7 +242,7 @@ LOOKALIKES = (
     _not_rms(third_power_of_magnitudes, "power"),
     _not_rms(mean_over_tokens, "last dim|dim(ension)? -?\\d"),
     _not_rms(mean_over_two_dimensions, "last dim|dim(ension)?s?"),
-    _not_rms(sum_of_squares_of_another, "not the tensor that it is of", _x_other_weight, _rms_last_weight),
+    _not_rms(sum_of_squares_of_another, "under the root, as a sum of squares has", _x_other_weight, _rms_last_weight),
     _not_rms(fourth_power, "square|power"),
     _not_rms(fourth_power_square_root, "square|power"),
     _not_rms(mean_absolute, "square|root"),

@@ -41,7 +41,7 @@ def test_a_block_becomes_two_operators(dtype: torch.dtype, scale: torch.dtype):
 def test_a_scale_that_bfloat16_may_not_hold_is_refused():
     report = explained(BF16, F32)
     assert dict(report.ops) == {"npu::npu_add_rms_norm": 1, "npu::npu_quant_matmul": 1}
-    assert "needs dtype(scales) == dtype(input)" in reasons(report)  # nor is it, of the rows alone
+    assert "requires dtype(scales) == dtype(input)" in reasons(report)  # nor is it, of the rows alone
 
 
 def test_torchair_takes_it_by_the_operator_of_ge():

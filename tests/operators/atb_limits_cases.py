@@ -55,8 +55,8 @@ _SHARED = [
     (ALL, attending(), attending(kv_headnum=2), "kv_headnum == 1"),
     (ALL, attending(), attending(context_lens=[7]), "length(context_lens) == B"),
     (ALL, NZ, NZ | {"ctkv": t(9, 16, 128, 16)}, "A * L == C and R * M == Dr"),
-    (ALL, attending(), attending(cache_mode=None), "needs cache_mode='krope_ctkv' or"),
-    (ALL, attending(), attending(k_rope=t(9, 64, 1, 64)), "needs k_rope as [Blocks Size 1 Dr]"),
+    (ALL, attending(), attending(cache_mode=None), "requires cache_mode='krope_ctkv' or"),
+    (ALL, attending(), attending(k_rope=t(9, 64, 1, 64)), "requires k_rope as [Blocks Size 1 Dr]"),
     (KERNEL, attending(n=128), attending(n=4), "N in (8, 16, 32, 64, 128)"),
     (KERNEL, attending(), attending(c=256), "C == 512"),
     (KERNEL, attending(), attending(dr=32), "Dr == 64"),
@@ -65,7 +65,7 @@ _SHARED = [
     (KERNEL, attending(qk_scale=1.0), attending(qk_scale=1.5), "qk_scale > 0 and qk_scale <= 1"),
     (KERNEL, attending(), attending() | {"q_rope": t(3, 8, 64, dtype=F16)}, "dtype(q_nope) == dtype(q_rope)"),
     (KERNEL, attending(), attending() | {"k_rope": t(9, 128, 1, 64, dtype=F16)}, "dtype(k_rope) == dtype(q_rope)"),
-    (KERNEL, attending(), attending(dtype=F32), "needs q_nope in"),
+    (KERNEL, attending(), attending(dtype=F32), "requires q_nope in"),
 ]
 _MODES = [
     (ALL, INT8, INT8 | {"qk_descale": None}, "given(qk_descale) and given(pv_descale)"),
@@ -210,7 +210,7 @@ _BEFORE = [
     (KERNEL, preparing(), preparing(dr=63), "Dr % 2 == 0"),
     (ALL, _LINES, _LINES | caches(9, 31, 128, 16), "C * Lc == Hckv"),
     ((HOST,), preparing(), preparing() | {"wuq": t(1, 48, 6144, 32)}, "dtype(wdqkv) == 'int8' and dtype(wuq) == "),
-    (KERNEL, preparing(), preparing() | {"wuq": t(1, 48, 6144, 32)}, "needs wuq in int8"),
+    (KERNEL, preparing(), preparing() | {"wuq": t(1, 48, 6144, 32)}, "requires wuq in int8"),
     (ALL, _I8, _I8 | {"q_out0": t(5, 32, 512)}, "dtype(kv_cache) == 'int8' and dtype(q_out0) == 'int8'"),
     (ALL, preparing(), preparing() | {"q_out0": t(5, 32, 512, dtype=I8)}, "dtype(kv_cache) == dtype(input) and"),
     (ALL, preparing(), preparing(kv_cache_out0=t(9, 128, 1, 512, dtype=I8)), "dtype(kv_cache_out0) =="),

@@ -137,8 +137,8 @@ _LIMITS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, call(), call(qkv_size=[2, 5, 12, 128]), "item(qkv_size, 0) * item(qkv_size, 1) == T and"),
     (EVERY, call(), call(qkv_size=[1, 5, 12, 64]), "item(qkv_size, 3) == D"),
     (EVERY, call(int8=BOTH), call(int8=BOTH) | _THREE, "Nk * D == KLines * KLine"),
-    (EVERY, call(), call(cos=t(4, 128)), "needs cos as [T D]"),
-    (EVERY, call(), call(index=t(4, dtype=torch.int64)), "needs index as [T]"),
+    (EVERY, call(), call(cos=t(4, 128)), "requires cos as [T D]"),
+    (EVERY, call(), call(index=t(4, dtype=torch.int64)), "requires index as [T]"),
     (EVERY, call(), call(is_output_qkv=True), "is_output_qkv == False"),
     (EVERY, call(), call(cache_mode="PA_BNSD"), "cache_mode == 'PA_NZ'"),
     ((HOST,), call(width=32), call(width=33, shared=16), "D % 2 == 0"),
@@ -146,7 +146,7 @@ _LIMITS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *((EVERY, _with(n), call(**{f"{n}_scale": t(2, 128, dtype=F32)}), f"dtype({n}_cache) == 'int8'") for n in BOTH),
     *((EVERY, _with(n), _with(n, scale=None), f"dtype({n}_cache) != 'int8'") for n in BOTH),
     *((EVERY, _with(n), call(**{f"{n}_offset": t(2, 128, dtype=F32)}), f"not given({n}_offset)") for n in BOTH),
-    *((OLDER, _with(n), _with(n, scale=t(2, 128)), f"needs {n}_scale in float32") for n in BOTH),
+    *((OLDER, _with(n), _with(n, scale=t(2, 128)), f"requires {n}_scale in float32") for n in BOTH),
     (OLDER, call(), call(width=64), "D == 128"),
     *(
         (OLDER, call(dtype=F16), call(**{name: call()[name].half()}), f"dtype({name}) == dtype(qkv)")
@@ -157,7 +157,7 @@ _LIMITS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (OLDER, call(queries=6), call(queries=7), "Q % (KLines * KLine) == 0"),
     (OLDER, call(size=64), call(size=48), "Size % 32 == 0"),
     (OLDER, call(96), call(97), "Blocks * Size >= T"),
-    (OLDER, call(), call(dtype=F32), "needs qkv in bfloat16, float16"),
-    (OLDER, call(), call(index=t(5, dtype=torch.int32)), "needs index in int64"),
+    (OLDER, call(), call(dtype=F32), "requires qkv in bfloat16, float16"),
+    (OLDER, call(), call(index=t(5, dtype=torch.int32)), "requires index in int64"),
 ]
 EDGES = [(name, *edge) for name in NAMES for edge in _LIMITS]

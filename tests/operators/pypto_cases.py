@@ -225,8 +225,8 @@ def edges() -> list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any], 
         ((A3,), fine, sized(m=32), "M == 64"),
         ((A3,), fine, sized(di=64), "Di == 128"),
         ((A3,), fine, sized(size=64), "Size == 128"),
-        ((A3,), fine, sized(dtype=torch.float16), "needs x in bfloat16"),
-        ((A3,), fine, sized(index=torch.int64), "needs cache_index in int32"),
+        ((A3,), fine, sized(dtype=torch.float16), "requires x in bfloat16"),
+        ((A3,), fine, sized(index=torch.int64), "requires cache_index in int32"),
     ]
     good, narrow = sized_before(), {"wq_b": torch.int8, "wq_b_scale": torch.float32}
     shapes = ((1536, 128), (128, 1))
@@ -243,7 +243,7 @@ def edges() -> list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any], 
         ((A3,), good, sized_before(d=192), "D == 128"),
         ((A3,), good, sized_before(dr=32), "Dr == 64"),
         ((A3,), good, sized_before(size=64), "Size == 128"),
-        ((A3,), good, good | {"idx_k_cache_index": nothing(3, dtype=torch.int32)}, "needs idx_k_cache_index in int64"),
+        ((A3,), good, good | {"idx_k_cache_index": nothing(3, dtype=torch.int32)}, "requires idx_k_cache_index in"),
     ]  # fmt: skip
     return [(name, *each) for names, edges in ((LAYER, found), (BEFORE, other)) for name in names for each in edges]
 

@@ -26,7 +26,7 @@ def quant(*shape: int, **more: Any) -> dict[str, Any]:
 
 _OF_GROUPS = {"smooth_scales": t(2, 48), "group_index": t(2, dtype=INT)}
 QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (EVERY, quant(1, 48), quant(48), "needs input as [*B S D]"),
+    (EVERY, quant(1, 48), quant(48), "requires input as [*B S D]"),
     (EVERY, quant(), quant(quant_mode="static"), "quant_mode in ('pertoken', 'perchannel', 'pertensor')"),
     (EVERY, quant(**_OF_GROUPS), quant(group_index=t(2, dtype=INT)), "given(smooth_scales)"),
     (EVERY, quant(**_OF_GROUPS), quant(**_OF_GROUPS, quant_mode="perchannel"), "quant_mode == 'pertoken'"),
@@ -50,7 +50,7 @@ QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, quant(), quant(dst_type_max=15.0), "dst_type_max == 0"),
     (EVERY, quant(smooth_scales=t(48)), quant(smooth_scales=t(47)), "F == D"),
     (CHIPS, quant(smooth_scales=t(48)), quant(smooth_scales=t(48, dtype=F16)), "dtype(smooth_scales) == dtype(input)"),
-    (CHIPS, quant(), quant() | {"input": t(7, 48, dtype=F32)}, "needs input in bfloat16, float16"),
+    (CHIPS, quant(), quant() | {"input": t(7, 48, dtype=F32)}, "requires input in bfloat16, float16"),
 ]
 
 
@@ -72,7 +72,7 @@ GATED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, smoothed(1, quant_mode=0), gated(quant_mode=0), "given(smooth_scales)"),
     (EVERY, smoothed(2, **_GROUPS_OF_2), gated(**_GROUPS_OF_2), "given(smooth_scales)"),
     (EVERY, smoothed(1, **_STATIC), smoothed(1, **_STATIC) | {"quant_mode": 1}, "not given(offsets)"),
-    (EVERY, smoothed(1, **_STATIC), smoothed(2, **_STATIC), "needs offsets as [G]"),
+    (EVERY, smoothed(1, **_STATIC), smoothed(2, **_STATIC), "requires offsets as [G]"),
     (EVERY, smoothed(1, 24), smoothed(1, 48), "F == D // 2"),
     (EVERY, smoothed(2, 24, **_GROUPS_OF_2), smoothed(3, 24, **_GROUPS_OF_2), "G == Gi"),
     (EVERY, smoothed(1, 24), smoothed(2, 24), "G == 1"),
@@ -147,10 +147,10 @@ PRODUCTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
         "rank(bias) == 1 or rank(x1) == 3 or rank(x2) == 3",
     ),
     ((A2, A3), product(), product(x2=t(2, 48, 24, dtype=torch.int8)), "rank(x2) == 2"),
-    (ON_ALL, product(), product(x2=t(47, 24, dtype=torch.int8)), "needs x1 as [*B M K]"),
-    (ON_ALL, product(scale=t(1, dtype=F32)), product(scale=t(2, dtype=F32)), "needs scale as [1|N]"),
-    (ON_ALL, product(), product(pertoken_scale=t(4, dtype=F32)), "needs pertoken_scale as [M]"),
-    (ON_ALL, product(bias=t(24, dtype=INT)), product(bias=t(23, dtype=INT)), "needs bias as [N]"),
+    (ON_ALL, product(), product(x2=t(47, 24, dtype=torch.int8)), "requires x1 as [*B M K]"),
+    (ON_ALL, product(scale=t(1, dtype=F32)), product(scale=t(2, dtype=F32)), "requires scale as [1|N]"),
+    (ON_ALL, product(), product(pertoken_scale=t(4, dtype=F32)), "requires pertoken_scale as [M]"),
+    (ON_ALL, product(bias=t(24, dtype=INT)), product(bias=t(23, dtype=INT)), "requires bias as [N]"),
     ((A2, A3), product(k=65535), product(k=65536), "K <= 65535 and N <= 65535"),
     ((A2, A3), product(n=65535), product(n=65536), "K <= 65535 and N <= 65535"),
     (
@@ -161,9 +161,9 @@ PRODUCTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     ),
     ((A2, A3), product(scale=t(24)), product(scale=t(24), output_dtype=5), "dtype(scale) == 'float32'"),
     ((A2, A3), product(bias=t(24)), product(bias=t(24), output_dtype=5), "dtype(bias) != 'bfloat16'"),
-    ((A2, A3), product(), product(x1=t(5, 48)), "needs x1 in int8"),
-    ((A2, A3), product(), product(scale=t(24, dtype=F16)), "needs scale in bfloat16, float32"),
-    ((A2, A3), product(), product(pertoken_scale=t(5)), "needs pertoken_scale in float32"),
+    ((A2, A3), product(), product(x1=t(5, 48)), "requires x1 in int8"),
+    ((A2, A3), product(), product(scale=t(24, dtype=F16)), "requires scale in bfloat16, float32"),
+    ((A2, A3), product(), product(pertoken_scale=t(5)), "requires pertoken_scale in float32"),
 ]
 
 
@@ -204,7 +204,7 @@ NORMS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
             ("smooth_scale2", (48,), _ONE),
         )
     ),
-    (CHIPS, norm(), {"x1": t(7, 48, dtype=F32), "x2": t(7, 48), "gamma": t(48)}, "needs x1 in bfloat16, float16"),
+    (CHIPS, norm(), {"x1": t(7, 48, dtype=F32), "x2": t(7, 48), "gamma": t(48)}, "requires x1 in bfloat16, float16"),
 ]
 
 
@@ -221,8 +221,8 @@ ADDED_STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] 
     (ON_ALL, added_static(scales2=t(48)), added_static(zero_points2=t(48)), "given(scales2)"),
     (ON_ALL, added_static(), added_static(axis=0), "axis == -1"),
     (ON_ALL, added_static(dst_type=1), added_static(dst_type=0), "dst_type in (None, 1)"),
-    (ON_ALL, added_static(), added_static(scales1=t(1)), "needs scales1 as [D]"),
-    (ON_ALL, added_static(), added_static(zero_points1=t(1)), "needs zero_points1 as [D]"),
+    (ON_ALL, added_static(), added_static(scales1=t(1)), "requires scales1 as [D]"),
+    (ON_ALL, added_static(), added_static(zero_points1=t(1)), "requires zero_points1 as [D]"),
     (ON_ALL, added_static(), added_static(x2=t(1, 48)), "B is [1], not [7] in [1, 48]"),
     ((A2, A3), added_static(*(1,) * 7, 48), added_static(*(1,) * 8, 48), "rank(x1) <= 8"),
     ((A2, A3), added_static(epsilon=0.0), added_static(epsilon=-1e-6), "epsilon >= 0"),
@@ -252,7 +252,7 @@ ADDED_STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] 
             (F16, _SECOND_F16, "zero_points2", BF16, "dtype(zero_points2) == 'int32'"),
         )
     ),
-    ((A2, A3), added_static(), added_static(dtype=F32), "needs x1 in bfloat16, float16"),
+    ((A2, A3), added_static(), added_static(dtype=F32), "requires x1 in bfloat16, float16"),
 ]
 
 
@@ -264,8 +264,8 @@ def static(*shape: int, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any
 
 STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, static(dst_dtype=1), static(dst_dtype=0), "dst_dtype in (None, 1)"),
-    (EVERY, static(), static(scale=t(48)), "needs scale as [1]"),
-    (EVERY, static(), static(offset=t(48, dtype=torch.int8)), "needs offset as [1]"),
+    (EVERY, static(), static(scale=t(48)), "requires scale as [1]"),
+    (EVERY, static(), static(offset=t(48, dtype=torch.int8)), "requires offset as [1]"),
     (EVERY, static(), static(gamma=t(47)), "D"),
     (CHIPS, static(*(1,) * 7, 48), static(*(1,) * 8, 48), "rank(x) <= 8"),
     (CHIPS, static(epsilon=0.0), static(epsilon=-1e-6), "epsilon >= 0"),
@@ -273,8 +273,8 @@ STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
         (CHIPS, static(), static(**{name: t(*shape, dtype=F16)}), f"dtype({name}) == dtype(x)")
         for name, shape in (("gamma", (48,)), ("beta", (48,)), ("scale", (1,)))
     ),
-    (CHIPS, static(), static(offset=t(1, dtype=INT)), "needs offset in int8"),
-    (CHIPS, static(dtype=F16), static(dtype=F32), "needs x in bfloat16, float16"),
+    (CHIPS, static(), static(offset=t(1, dtype=INT)), "requires offset in int8"),
+    (CHIPS, static(dtype=F16), static(dtype=F32), "requires x in bfloat16, float16"),
 ]
 
 
@@ -292,8 +292,8 @@ _PACKED = {"quant_scale": t(24, dtype=F32), "quant_offset": t(24, dtype=F32), "w
 WEIGHTED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *((ON_ALL, weighted(), weighted(**{name: value}), f"not given({name})") for name, value in _PACKED.items()),
     (ON_ALL, weighted(), weighted(inner_precise=1), "inner_precise == 0"),
-    (ON_ALL, weighted(), weighted(weight=t(95, 24, dtype=torch.int8)), "needs x as [M K]"),
-    (ON_ALL, weighted(antiquant_scale=t(1)), weighted(antiquant_scale=t(2)), "needs antiquant_scale as"),
+    (ON_ALL, weighted(), weighted(weight=t(95, 24, dtype=torch.int8)), "requires x as [M K]"),
+    (ON_ALL, weighted(antiquant_scale=t(1)), weighted(antiquant_scale=t(2)), "requires antiquant_scale as"),
     (ON_ALL, grouped(32), grouped(32) | {"antiquant_group_size": 0}, "rank(antiquant_scale) == 1"),
     (ON_ALL, grouped(32), weighted(antiquant_group_size=32), "rank(antiquant_scale) == 2"),
     (ON_ALL, grouped(32), grouped(32, count=2), "K <= length(antiquant_scale) * antiquant_group_size"),
@@ -309,7 +309,7 @@ WEIGHTED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
         weighted(antiquant_offset=t(1)),
         "shape(antiquant_offset) == shape(antiquant_scale)",
     ),
-    (ON_ALL, weighted(bias=t(24, dtype=F32)), weighted(bias=t(23, dtype=F32)), "needs bias as [N]"),
+    (ON_ALL, weighted(bias=t(24, dtype=F32)), weighted(bias=t(23, dtype=F32)), "requires bias as [N]"),
     ((A2, A3), weighted(k=65535), weighted(k=65536), "K <= 65535 and N <= 65535"),
     ((A2, A3), weighted(n=65535), weighted(n=65536), "K <= 65535 and N <= 65535"),
     ((A2, A3), weighted(), weighted(antiquant_scale=t(24, dtype=F16)), "dtype(antiquant_scale) == dtype(x)"),
@@ -329,8 +329,8 @@ WEIGHTED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     ((A2, A3), grouped(32), grouped(16), "antiquant_group_size >= 32 and antiquant_group_size < K"),
     ((A2, A3), grouped(64), grouped(96), "antiquant_group_size >= 32 and antiquant_group_size < K"),
     ((A2, A3), grouped(32), grouped(48), "antiquant_group_size % 32 == 0"),
-    ((A2, A3), weighted(), weighted(dtype=F32), "needs x in bfloat16, float16"),
-    ((A2, A3), weighted(), weighted(weight=t(96, 24)), "needs weight in int8"),
+    ((A2, A3), weighted(), weighted(dtype=F32), "requires x in bfloat16, float16"),
+    ((A2, A3), weighted(), weighted(weight=t(96, 24)), "requires weight in int8"),
 ]
 
 
@@ -348,15 +348,15 @@ TURNED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (ON_ALL, turned(), turned(dst_type_max=6.0), "dst_type_max == 0"),
     (ON_ALL, turned(), turned(transpose_y=True), "transpose_y == False"),
     (ON_ALL, turned(), turned(alpha=t(1, dtype=F32)), "not given(alpha)"),
-    (ON_ALL, turned(), turned(x=t(5, 1, 128)), "needs x as [M D]"),
-    (ON_ALL, turned(), turned(rotation=t(128, 64)), "needs rotation as [K K]"),
+    (ON_ALL, turned(), turned(x=t(5, 1, 128)), "requires x as [M D]"),
+    (ON_ALL, turned(), turned(rotation=t(128, 64)), "requires rotation as [K K]"),
     ((A2, A3), turned(), turned(rotation=t(128, 128, dtype=F16)), "dtype(rotation) == dtype(x)"),
     ((A2, A3), turned(k=16), turned(k=8), "K >= 16 and K <= 1024"),
     ((A2, A3), turned(d=1024, k=1024), turned(d=1032, k=1032), "K >= 16 and K <= 1024"),
     ((A2, A3), turned(), turned(d=112, k=16), "D >= 128 and D <= 16000"),
     ((A2, A3), turned(d=16000, k=16), turned(d=16016, k=16), "D >= 128 and D <= 16000"),
     ((A2, A3), turned(d=136, k=17 * 8), turned(d=132, k=132), "D % 8 == 0"),
-    ((A2, A3), turned(), turned(dtype=F32), "needs x in bfloat16, float16"),
+    ((A2, A3), turned(), turned(dtype=F32), "requires x in bfloat16, float16"),
 ]
 EDGES: list[Edge] = [
     *(("npu_dynamic_quant", *edge) for edge in QUANT),

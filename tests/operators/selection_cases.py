@@ -198,8 +198,8 @@ def edges() -> list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any], 
             ((A3,), fine, fine | ropes, "dtype(full_kv_cache) != 'int8'"),
             ((A3,), quantised, fine | rowless, "dtype(full_kv_cache) == 'int8'"),
             ((A3,), sized(k=3, block=64), sized(k=3, block=128, size=128), "<= 196608"),
-            ((A3,), fine, sized(index=torch.int64), "needs selection_kv_block_table in int32"),
-            ((A3,), fine, sized(dtype=torch.float32), "needs selection_kv_cache in bfloat16"),
+            ((A3,), fine, sized(index=torch.int64), "requires selection_kv_block_table in int32"),
+            ((A3,), fine, sized(dtype=torch.float32), "requires selection_kv_cache in bfloat16"),
             (both, fine, three | {"selection_topk_indices": three["selection_topk_indices"].mT}, "as [B S 1 K]"),
         )
     ]  # fmt: skip

@@ -85,7 +85,7 @@ def quantised() -> list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], s
     return [
         (EVERY, full, whole((2, 1, 0)), "query_quant_mode) in ((0, 0, 0)"),
         (EVERY, bytes_, whole((0, 3, 0)), "query_quant_mode) in ((0, 0, 0)"),
-        *((EVERY, call, call | {name: None}, f"needs given({name})") for call, name in missing),
+        *((EVERY, call, call | {name: None}, f"requires given({name})") for call, name in missing),
         *((EVERY, prolog(), prolog(**{name: line}), f"not given({name})") for _, name in missing),
         (EVERY, prolog(), prolog(smooth_scales_cq=t(1, 1536, dtype=F32)), "not given(smooth_scales_cq)"),
         *(
@@ -122,7 +122,7 @@ def quantised() -> list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], s
         (CHIPS, prolog(), prolog(weight_uq_qr=t(1536, 8 * 192, dtype=eight)), "dtype(weight_uq_qr) == 'bfloat16'"),
         (CHIPS, one, one | {"kv_cache": t(9, 128, 1, 512, dtype=eight)}, "dtype(kv_cache) == 'bfloat16'"),
         (CHIPS, full, full | {"kr_cache": t(9, 128, 1, 64, dtype=eight)}, "dtype(kr_cache) == 'bfloat16'"),
-        (CHIPS, one, one | {"dequant_scale_w_uq_qr": t(1, 8 * 192, dtype=floats)}, "needs dequant_scale_w_uq_qr in"),
+        (CHIPS, one, one | {"dequant_scale_w_uq_qr": t(1, 8 * 192, dtype=floats)}, "requires dequant_scale_w_uq_qr in"),
     ]  # fmt: skip
 
 
@@ -130,14 +130,19 @@ _PROLOG: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *quantised(),
     (EVERY, prolog(), prolog(mode="PA_BLK_BSND"), "cache_mode in"),
     (EVERY, prolog(2, 3), prolog(2, 3, mode="PA_BLK_NZ"), "indices of whole blocks are not decomposed"),
-    (EVERY, prolog(), prolog(mode="Norm"), "needs cache_mode='BSND' or"),
+    (EVERY, prolog(), prolog(mode="Norm"), "requires cache_mode='BSND' or"),
     (EVERY, prolog(), prolog(actual_seq_len=t(1, dtype=INT)), "not given(actual_seq_len)"),
     (EVERY, prolog(), prolog(cache_index=None), "given(cache_index)"),
-    (EVERY, prolog(2, 3), prolog(2, 3, cache_index=t(2, 4, dtype=LONG)), "needs cache_index as [B S]"),
+    (EVERY, prolog(2, 3), prolog(2, 3, cache_index=t(2, 4, dtype=LONG)), "requires cache_index as [B S]"),
     (EVERY, prolog(mode="TND"), prolog(mode="TND", cache_index=t(5, dtype=LONG)), "not given(cache_index)"),
-    (EVERY, prolog(2, 3, mode="BSND"), prolog(2, 3, mode="BSND", kv_cache=t(2, 4, 1, 512)), "needs kv_cache as [B S"),
-    (EVERY, prolog(mode="PA_NZ"), prolog(kv_cache=t(9, 128, 2, 512)), "needs kv_cache as [Blocks Size 1 Line]"),
-    (EVERY, prolog(), prolog(rope_sin=t(4, 64)), "needs rope_sin as [T Dr]"),
+    (
+        EVERY,
+        prolog(2, 3, mode="BSND"),
+        prolog(2, 3, mode="BSND", kv_cache=t(2, 4, 1, 512)),
+        "requires kv_cache as [B S",
+    ),
+    (EVERY, prolog(mode="PA_NZ"), prolog(kv_cache=t(9, 128, 2, 512)), "requires kv_cache as [Blocks Size 1 Line]"),
+    (EVERY, prolog(), prolog(rope_sin=t(4, 64)), "requires rope_sin as [T Dr]"),
     (EVERY, prolog(), prolog(weight_uq_qr=t(1536, 8 * 128)), "Huq == N * (D + Dr)"),
     (EVERY, prolog(), prolog(weight_dkv_kr=t(7168, 512)), "Hkv == Hckv + Dr"),
     ((HOST,), prolog(dr=2), prolog(dr=3), "Dr % 2 == 0"),
@@ -153,8 +158,8 @@ _PROLOG: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (CHIPS, prolog(size=1024), prolog(size=1040), "Size % 16 == 0 and Size <= 1024"),
     (CHIPS, prolog(size=16, mode="PA_NZ"), prolog(size=24, mode="PA_NZ"), "Size % 16 == 0 and Size <= 1024"),
     (CHIPS, prolog(65536, 1), prolog(65537, 1), "B <= 65536"),
-    (CHIPS, prolog(), prolog(dtype=F16), "needs token_x in bfloat16"),
-    (CHIPS, prolog(), prolog(cache_index=t(5, dtype=INT)), "needs cache_index in int64"),
+    (CHIPS, prolog(), prolog(dtype=F16), "requires token_x in bfloat16"),
+    (CHIPS, prolog(), prolog(cache_index=t(5, dtype=INT)), "requires cache_index in int64"),
 ]
 
 
@@ -183,7 +188,7 @@ _OLDER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     ((A2, A3), older(), older(dr=32), "Dr == 64"),
     ((A2, A3), older(size=16), older(size=64), "Size in (16, 128)"),
     ((A2, A3), older(65536, 1), older(65537, 1), "B <= 65536"),
-    ((A2, A3), older(), older(dtype=F16), "needs token_x in bfloat16"),
+    ((A2, A3), older(), older(dtype=F16), "requires token_x in bfloat16"),
 ]  # fmt: skip
 _OLDEST = [
     *_OLDER,
@@ -315,13 +320,13 @@ def both(
         ),
         (every, plain | {told: None}, make(**{told: None}), f"given({told})"),
         (every, make("TND", "TND"), make("TND", "TND", **{told: None}), f"given({told})"),
-        (every, make("BSND"), make("BSND") | {f"layout_{name}": "TND"}, "needs layout_query='BSND' or"),
-        (every, make(), make() | {"layout_query": "BNSD"}, "needs layout_query='BSND' or"),
-        (every, make(), make(key=t(9, 128, 2, make()["key"].shape[-1])), "needs key as [Blocks Size 1 "),
-        (every, make(), make(**{told: t(3, dtype=INT)}), f"needs {told} as [B]"),
+        (every, make("BSND"), make("BSND") | {f"layout_{name}": "TND"}, "requires layout_query='BSND' or"),
+        (every, make(), make() | {"layout_query": "BNSD"}, "requires layout_query='BSND' or"),
+        (every, make(), make(key=t(9, 128, 2, make()["key"].shape[-1])), "requires key as [Blocks Size 1 "),
+        (every, make(), make(**{told: t(3, dtype=INT)}), f"requires {told} as [B]"),
         (chips, make(size=1024), make(size=1040), "Size % 16 == 0 and Size <= 1024"),
-        (chips, make(), make(block_table=t(2, 3, dtype=LONG)), "needs block_table in int32"),
-        (chips, make(), make(**{told: t(2, dtype=LONG)}), f"needs {told} in int32"),
+        (chips, make(), make(block_table=t(2, 3, dtype=LONG)), "requires block_table in int32"),
+        (chips, make(), make(**{told: t(2, dtype=LONG)}), f"requires {told} in int32"),
     ]
 
 
@@ -351,7 +356,7 @@ _ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = 
         attention(return_softmax_lse=True),
         "return_softmax_lse == False",
     ),
-    (EVERY, attention(), attention(sparse_indices=t(9, 2, 16, dtype=INT)), "needs sparse_indices as [T 1 K]"),
+    (EVERY, attention(), attention(sparse_indices=t(9, 2, 16, dtype=INT)), "requires sparse_indices as [T 1 K]"),
     (CHIPS, attention(), attention(value=None), "given(value)"),
     (CHIPS, attention(), attention(value=attention()["value"].half()), "dtype(value) == dtype(query)"),
     (CHIPS, attention(), attention(**_BARE), "given(query_rope) and given(key_rope)"),
@@ -386,7 +391,12 @@ _QUANT_INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]
     ),
     (EVERY[:3], quant_indexer(), quant_indexer(key_dequant_scale=t(9, 128, 1, 1, dtype=F16)), "[Blocks Size 1]"),
     *(
-        ((A2, A3), quant_indexer(), quant_indexer(**{name: quant_indexer()[name].float()}), f"needs {name} in float16")
+        (
+            (A2, A3),
+            quant_indexer(),
+            quant_indexer(**{name: quant_indexer()[name].float()}),
+            f"requires {name} in float16",
+        )
         for name in ("weights", "query_dequant_scale", "key_dequant_scale")
     ),
     *(
@@ -421,13 +431,13 @@ _QUANT_ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], st
         (A2, A3),
         quant_attention(),
         quant_attention() | {"query": t(9, 8, 576, dtype=F32)},
-        "needs query in bfloat16, float16",
+        "requires query in bfloat16, float16",
     ),
     (
         (A2, A3),
         quant_attention(),
         quant_attention(sparse_indices=t(9, 1, 16, dtype=LONG)),
-        "needs sparse_indices in int32",
+        "requires sparse_indices in int32",
     ),
     *(
         (EVERY[:3], quant_attention(), quant_attention(**{name: cache("PA_BSND", 656)}), f"{name}")

@@ -69,7 +69,7 @@ ARGUMENTS = [(name, each) for name, op in OPERATORS.items() for each in op.dtype
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids="-".join)
 def test_an_argument_is_taken_in_its_dtypes_alone(name: str, argument: str):
     op, call = OPERATORS[name], with_tensors(name, argument)
-    needs = f"needs {argument} in "
+    needs = f"requires {argument} in "
     given = call[argument]
     other = given.to(NEVER) if isinstance(given, Tensor) else [each.to(NEVER) for each in given]
     for chip in (chip for chip in CHIPS if chip in op.limits):

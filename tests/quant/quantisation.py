@@ -293,10 +293,10 @@ def _inputs(B: int, S: int) -> tuple[Tensor, ...]:
 
 
 LOOKALIKES: tuple[LookAlike, ...] = (
-    look_alike(_ROWS, asymmetric, "a zero point is added", (DYNAMIC_QUANT,), _inputs, None),
-    look_alike(_ROWS, signed_maximum, "without a scale", (DYNAMIC_QUANT,), _inputs, None),
-    look_alike(_ROWS, along_tokens, "shared by several tokens", (DYNAMIC_QUANT,), _inputs, None),
-    look_alike(_ROWS, divided_by_128, "becomes 128, by the operator 127", (DYNAMIC_QUANT,), _inputs, _layer),
+    look_alike(_ROWS, asymmetric, "one is added to the int8", (DYNAMIC_QUANT,), _inputs, None),
+    look_alike(_ROWS, signed_maximum, "it is not the largest of each row", (DYNAMIC_QUANT,), _inputs, None),
+    look_alike(_ROWS, along_tokens, "several tokens share one", (DYNAMIC_QUANT,), _inputs, None),
+    look_alike(_ROWS, divided_by_128, "becomes 128; npu_dynamic_quant requires 127", (DYNAMIC_QUANT,), _inputs, _layer),
     look_alike(
         _ROWS,
         divided_by_half_of_255,
@@ -310,7 +310,7 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     look_alike(
         _PRODUCT,
         with_two_biases,
-        "the result is of torch.float32",
+        "result: it is torch.float32",
         (QUANT_MATMUL,),
         _inputs,
         _layer,

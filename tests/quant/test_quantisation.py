@@ -97,27 +97,27 @@ def cut_between(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) ->
 
 
 ROWS: tuple[tuple[Callable[..., Any], str], ...] = (
-    (whole_tensor, "one scale is shared by several tokens"),
-    (bounded_above, "the scale has an upper bound"),
+    (whole_tensor, "several tokens share one"),
+    (bounded_above, "it is clamped from above"),
     (cut, "numbers are cut off toward zero"),
-    (tight, "bounded by -100 and 100"),
-    (open_narrow, "without a bound a row may leave int8"),
-    (faint, "scales are at least 0.01"),
-    (static, "without a scale that is the largest of their row"),
+    (tight, "clamped to -100 and 100"),
+    (open_narrow, "it is in 16 bits and may be rounded down"),
+    (faint, "clamped from below at 0.01"),
+    (static, "it is not the largest of each row"),
 )
 PRODUCTS: tuple[tuple[Callable[..., Any], bool, str], ...] = (
-    (no_channels, False, "no scale for each output channel"),
-    (early_bias, True, "before all scales are in the product"),
-    (unscaled_bias, True, "a bias of torch.float32 is added before all scales"),
-    (residual, False, "something else than one bias"),
+    (no_channels, False, "the int8 product has none of each output"),
+    (early_bias, True, "before all scales are multiplied"),
+    (unscaled_bias, True, "it is torch.float32 and added before all scales"),
+    (residual, False, "more than one vector [N] is added before"),
     (experts, False, "by 2 int8 weights in one product"),
     (cast_early, False, "cast to float16, which ends at 65504"),
-    (cut_between, False, "no scale for each output channel"),
+    (cut_between, False, "the int8 product has none of each output"),
 )
 
 
-OTHERS = "divided by the scale of others"
-ZERO = "multiplied by 0, or divided by 0"
+OTHERS = "rows are divided by that of others"
+ZERO = "they are multiplied or divided by 0"
 QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a scale cut to a whole number": (lambda x: x / by_row(x).int(), UNSCALED),
     "multiplied by the largest but 1": (lambda x: x * 127 * (by_row(x, 1) - 1), UNSCALED),
@@ -129,7 +129,7 @@ QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: x / torch.where(by_row(x[:, :8]) == 0, 1.0, by_row(x)), UNSCALED,
     ),
     "another scale where a difference is 0": (lambda x: x / torch.where(by_row(x) - 1 == 0, 1.0, by_row(x)), UNSCALED),
-    "an upper bound of the negative scale": (lambda x: x / -(-by_row(x)).clamp(min=-0.02), "has an upper bound"),
+    "an upper bound of the negative scale": (lambda x: x / -(-by_row(x)).clamp(min=-0.02), "it is clamped from above"),
     "divided by the root of the scale": (lambda x: x / by_row(x).sqrt(), UNSCALED),
     "by the smallest of each row": (lambda x: x / (x.amin(-1, keepdim=True) / -127), UNSCALED),
     "by the larger of the smallest and the largest": (
@@ -153,8 +153,8 @@ QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "divided by 0": (lambda x: x / (by_row(x) * 0.0), ZERO),
     "the scale of zeros": (lambda x: x / by_row(x * 0.0), OTHERS),
     "one scale of two rows": (lambda x: x / by_row(x.view(-1, 96)).expand(-1, 2).reshape(-1, 1), OTHERS),
-    "a lower bound": (lambda x: (x / by_row(x)).clamp(min=-100), "bounded by -100 and 127"),
-    "an upper bound": (lambda x: (x / by_row(x)).clamp(max=100), "bounded by -127 and 100"),
+    "a lower bound": (lambda x: (x / by_row(x)).clamp(min=-100), "clamped to -100 and 127"),
+    "an upper bound": (lambda x: (x / by_row(x)).clamp(max=100), "clamped to -127 and 100"),
 }  # fmt: skip
 
 
@@ -226,7 +226,8 @@ def test_what_is_added_to_a_whole_product_or_gates_it_leaves_it_one(bias: bool, 
 
 def test_a_product_that_goes_on_says_once_why_it_is_none():
     assert [why for name, why in misses(scaled(unscaled_bias), bias=True) if name == "quantised_linear"] == [
-        "a bias of torch.float32 is added before all scales are in the product, where the operator adds one of int32"
+        "bias: it is torch.float32 and added before all scales are multiplied; npu_quant_matmul requires int32 there; "
+        "add the bias behind the scales, or store it as int32"
     ]
 
 
@@ -377,7 +378,7 @@ def test_numbers_by_a_constant_are_bounded_before_they_become_whole(bounded: Cal
     graph = read_graph(capture(rows, (X, ONE)).graph.graph)
     assert bool(graph.readings.all("quantise")) == found
     reasons = [each.reason for _, each in graph.readings.missed("quantise")]
-    assert found == (not any("become int32 before they are bounded" in each for each in reasons))
+    assert found == (not any("numbers are cast to int32 before they are" in each for each in reasons))
 
 
 def static_rows(quotient: Callable[..., Tensor], *inputs: Tensor) -> list[dict[str, Any]]:

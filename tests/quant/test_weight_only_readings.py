@@ -15,7 +15,7 @@ from tests.engine.graphs import numbers, read_graph, traced
 N, K, G, SIZE = 6, 16, 4, 4  # as many groups of inputs as inputs of a group
 WEIGHT = torch.randint(-99, 100, (N, K), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
 GIVEN = numbers(3, K), WEIGHT, numbers(N, seed=2), numbers(N, G, seed=3), numbers(N, seed=4)
-OTHER_GROUPS, ALONG = "a scale and an offset of other groups", "neither one of each output channel nor"
+OTHER_GROUPS, ALONG = "its groups differ from those of the scale", "neither one of each output channel nor"
 Form = Callable[..., Tensor]
 
 
@@ -84,9 +84,9 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "columns by numbers of their own": (
         lambda x, w, s, g, b, c: x @ (w.view(K, N).float() * c.t()), ALONG, numbers(N, K),
     ),
-    "a weight in uint8": (lambda x, w, s, g, b: F.linear(x, w.to(torch.uint8).float() * s[:, None]), "kept in uint8"),
+    "a weight in uint8": (lambda x, w, s, g, b: F.linear(x, w.to(torch.uint8).float() * s[:, None]), "it is uint8"),
     "a weight in int16": (lambda x, w, s, g, b, i: F.linear(x, i.float() * s[:, None]), "", WEIGHT.to(torch.int16)),
-    "a number that is added": (lambda x, w, s, g, b: F.linear(x, (w.float() + 3) * s[:, None]), "a number is added"),
+    "a number that is added": (lambda x, w, s, g, b: F.linear(x, (w.float() + 3) * s[:, None]), "it is a number"),
     "scales in a list": (
         lambda x, w, s, g, b, i: F.linear(x, w.float() * g[:, i]), "by a list", torch.arange(K) // SIZE,
     ),

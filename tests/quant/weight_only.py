@@ -258,7 +258,7 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     _not(scale_of_tokens, "", None, note="the weight has no scale"),
     _not(interleaved_groups, "neither one of each output channel nor of each group", _layer, grouped=True),
     _not(tinygemm, "behind its scale", _with_zeros, grouped=True, note="torchao, int4 for tinygemm"),
-    _not(unsigned, "kept in uint8", _with_zeros, grouped=True, note="torchao, int4 in uint8"),
+    _not(unsigned, "it is uint8", _with_zeros, grouped=True, note="torchao, int4 in uint8"),
     _not(wide_zeros, "not proven to be int8", None, grouped=True, note="a zero point may be any whole number"),
     _not(gated, "", None, note="activations are no scale of the weight, not even those of one token"),
 )

@@ -47,7 +47,7 @@ def test_they_take_two_calls_and_the_report_says_why(rotate):
     assert dict(report.ops) == {SINGLE: 2}
     told = [each.reason for each in report.refusals if each.rule == "rope"]
     assert told
-    assert all("the lanes are interleaved; the operator rotates halves" in each for each in told)
+    assert all("they are in interleaved order (2j, 2j + 1)" in each for each in told)
 
 
 def test_halves_take_one_and_nothing_is_said():

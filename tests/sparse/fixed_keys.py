@@ -166,10 +166,8 @@ SPELLINGS = (
     entry("unseen", ("chunk", "step"), block=Unseen, **LISTED),
 )
 LOOKALIKES = (
-    entry("between", ("chunk",), block=Between, **UNFUSED, reason="not proven to be the first or the last ones"),
-    entry(
-        "all_but_last", ("chunk",), block=AllButLast, **UNFUSED, reason="not proven to be the first or the last ones"
-    ),
+    entry("between", ("chunk",), block=Between, **UNFUSED, reason="it shows keys that the list has not, and"),
+    entry("all_but_last", ("chunk",), block=AllButLast, **UNFUSED, reason="it shows keys that the list has not, and"),
     entry("of_each_query", ("chunk",), block=OfEachQuery, **UNFUSED, reason="not proven to be the first or the last"),
     entry("or_another", ("chunk",), block=OrAnother, **UNFUSED),
 )

@@ -391,7 +391,7 @@ def of_two_lengths(q, k, w):
     return torch.where(places <= torch.tensor([3, 9])[:, None, None, None], places, -1)
 
 
-_FEW, _OTHERS = "fewer keys than are listed", "-1 is not written over the places"
+_FEW, _OTHERS = "a query may see fewer keys than topk lists", "-1 is written over other entries than those"
 LOOKALIKES: dict[Form, str] = {
     raw: _FEW, of_a_length: _FEW, last_of_too_few: _FEW, itself_too: _OTHERS, some_of_them: _OTHERS, zeros: _OTHERS,
     the_others: _OTHERS, never: _OTHERS, by_places: _OTHERS, of_a_length_and_more: _FEW, by_other_scores: _OTHERS,

@@ -319,7 +319,7 @@ REFUSED: dict[Form, tuple[str, Callable[[], Inputs]]] = {
     by_one_scale: (_ROW, tokens),
     in_bytes: ("wrap round", tokens),
     in_float32: ("held in torch.float32", tokens),
-    behind_the_mask: ("behind a mask", tokens),
+    behind_the_mask: ("they are multiplied by scales of keys", tokens),
     times_a_negative_number: ("not positive", tokens),
     queries_by_a_negative_number: ("not positive", tokens),
 }

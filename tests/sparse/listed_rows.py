@@ -465,13 +465,13 @@ def in_five_dims(q, kv, places):
 
 
 LOOKALIKES: dict[Form, str] = {
-    two_lists: "each query has keys and a mask of its own",
+    two_lists: "its dim of heads is one of queries",
     other_lanes: "are no latent with rotated lanes",
     hidden_from_heads: "differs from head to head",
-    lowered: "not proven to be a mask",
-    scaled: "each query has keys and a mask of its own",
-    wide_result: "different dtypes",
-    sunk: "a sink stands beside",
-    scaled_by_queries: "are multiplied by tensors",
+    lowered: "what is added to the scores is not proven",
+    scaled: "its dim of heads is one of queries",
+    wide_result: "their dtypes differ",
+    sunk: "it stands beside scores of listed rows",
+    scaled_by_queries: "those of listed rows are multiplied by a",
     in_five_dims: "more than five dims",
 }

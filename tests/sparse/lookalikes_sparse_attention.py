@@ -12,8 +12,8 @@ from .sparse_attention_blocks import PagedApart, in_pages
 from .sparse_attention_lists import lowered_twice
 
 SEVERAL = ("prefill", "chunk")
-SUM = "what is chosen from is not the sum over heads"
-SIGN = "scores are multiplied by a number that is not positive"
+SUM = "they are not the sum over heads of weight *"
+SIGN = "they are multiplied by a number that is not"
 
 
 # scores of the indexer -----------------------------------------------------------------------------------------------
@@ -364,22 +364,22 @@ LOOKALIKES = (
     entry("for_other_sequences", hide=for_other_sequences, indexer=0),
     entry("chosen_of_all", ("chunk",), choose=of_all, hide=lowered_twice, sparse=0),
     entry("chosen_of_lowered", ("chunk",), choose=of_lowered, hide=lowered_twice, **UNFUSED, reason="see fewer keys"),
-    entry("chosen_of_others", ("chunk",), choose=of_others, hide=lowered_twice, **UNFUSED, reason="is chosen from"),
+    entry("chosen_of_others", ("chunk",), choose=of_others, hide=lowered_twice, **UNFUSED, reason="topk of that sum"),
     entry("keys_of_queries", ("chunk",), score=keys_of_queries, tokens=2, indexer=0, reason=SUM),
     entry("keys_of_queries_turned", ("chunk",), score=keys_of_queries_turned, tokens=2, indexer=0, reason=SUM),
-    entry("paged_apart", ("step",), block=PagedApart, cache=in_pages, reason="have block tables of their own"),
+    entry("paged_apart", ("step",), block=PagedApart, cache=in_pages, reason="have one each"),
     entry("one_weight", score=one_weight),
     entry("one_weight_with_matmul", score=one_weight_with_matmul),
     entry("weights_of_keys", score=weights_of_keys, indexer=0, reason=SUM),
     entry("whole_products", score=whole_products, indexer=0, reason=SUM),
     entry("whole_scores", choose=whole_scores, indexer=0),
     entry("listed_twice", choose=listed_twice, indexer=0),
-    entry("masked_in_two_shapes", choose=masked_in_two_shapes, indexer=0, reason="arranged otherwise"),
-    entry("masked_in_two_other_shapes", choose=masked_in_two_other_shapes, indexer=0, reason="arranged otherwise"),
+    entry("masked_in_two_shapes", choose=masked_in_two_shapes, indexer=0, reason="permuted or reshaped"),
+    entry("masked_in_two_other_shapes", choose=masked_in_two_other_shapes, indexer=0, reason="permuted or reshaped"),
     entry("list_of_one_sequence", hide=list_of_one_sequence, indexer=0),
     entry("list_of_the_first", hide=list_of_the_first, **UNFUSED),
     entry("list_of_the_last", hide=list_of_the_last, **UNFUSED),
-    entry("lists_of_more", hide=lists_of_more, **UNFUSED, reason="are those of another sequence"),
+    entry("lists_of_more", hide=lists_of_more, **UNFUSED, reason="there is not one for each query"),
     entry("masked_in_halves", ("chunk",), choose=masked_in_halves, indexer=0, reason=SUM),
     entry("chosen_in_halves", ("chunk",), choose=chosen_in_halves, indexer=0, reason=SUM),
     entry("of_the_first", ("chunk",), score=of_the_first, choose=masked_for_each, indexer=0, reason=SUM),

@@ -215,7 +215,7 @@ def beside_a_sink(q, k, v, *given):
 
 
 LOOKALIKES: dict[Form, str] = {
-    beside_a_window: "the mask shows other keys than those that are listed",
-    blocks: "blocks of them",
-    beside_a_sink: "a sink stands beside the scores",
+    beside_a_window: "it shows keys that the list has not, and",
+    blocks: "its entries are blocks of keys, or numbers",
+    beside_a_sink: "it stands beside scores of listed rows",
 }

@@ -276,5 +276,5 @@ OWN_LIST = inputs(
 )
 
 LOOKALIKES: dict[Form, tuple[tuple[Any, ...], str]] = {
-    of_the_next: (of_tokens(MIXED), "a query may see fewer keys than are listed"),
+    of_the_next: (of_tokens(MIXED), "a query may see fewer keys than topk lists"),
 }

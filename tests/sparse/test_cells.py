@@ -17,8 +17,8 @@ from . import cells as sparse_cells
 from .cells import LARGE, SMALL
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
-TABLES = "the pages of a latent and of its rotated lanes have block tables of their own"
-NZ = "not in blocks of NZ"
+TABLES = "the latent and its rotated lanes have one"
+NZ = "its pages are lines of NZ"
 READ = {"rows": "LatentRows", "pages": "LatentPages"}
 REASONS = {"NZ pages": NZ, "two tables": TABLES, "two sizes": TABLES, "NZ indexer": NZ}
 

@@ -185,7 +185,7 @@ def of_the_queries(places, count, last):
     return (places.unsqueeze(-1) == keys()).any(-3).any(-2, keepdim=True).expand(-1, Z.s, -1)
 
 
-MORE = "not proven to be the first or the last ones"
+MORE = "it shows keys that the list has not, and"
 OTHERS = (once, all_equal, of_the_queries)
 """Of which nothing is known, as of any mask."""
 LOOKALIKES = {twice_at_least: MORE, seen_or_some: MORE, seen_or_last: MORE, seen_or_middle: MORE, two_lists: MORE}

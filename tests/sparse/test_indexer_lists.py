@@ -107,7 +107,7 @@ def test_a_chip_that_lists_in_no_order_is_refused():
 
 
 def test_a_list_of_an_indexer_is_not_that_of_the_model():
-    with pytest.raises(Refused, match="is that of an indexer"):
+    with pytest.raises(Refused, match="an indexer gives it"):
         IndexedRows().own(None)
 
 

@@ -41,9 +41,9 @@ def test_all_of_it_is_one_call_that_writes_in_place(sequences: int):
 @pytest.mark.parametrize(
     ("setting", "options", "reason"),
     [
-        (replace(LARGE, size=64), {}, "needs Size == 128"),
-        (replace(LARGE, n=32), {}, "needs N == 64"),
-        (replace(LARGE, he=1024), {}, "needs He == 7168"),
+        (replace(LARGE, size=64), {}, "requires Size == 128"),
+        (replace(LARGE, n=32), {}, "requires N == 64"),
+        (replace(LARGE, he=1024), {}, "requires He == 7168"),
         (LARGE, {"lower": "npugraph_ex", "plan_lower": "npugraph_ex"}, "cannot be lowered by npugraph_ex"),
         (LARGE, {"target": "ascend910b"}, "does not exist on ascend910b"),
     ],

@@ -14,7 +14,7 @@ from fusion.testing import capture, trial_of
 from tests.corpus.base import activations
 
 B, G, N, S, T, K, D = 2, 2, 4, 6, 32, 4, 16
-KEYS, BLOCKS = "have a list of keys each", "have a list of blocks of keys each"
+KEYS, BLOCKS = "has its own list of keys", "has its own list of blocks of keys"
 
 
 def marked(places: Tensor, size: int = T) -> Tensor:

@@ -19,7 +19,7 @@ from tests.engine.graphs import numbers, traced
 from tests.examples.sparse_attention import by_einsum
 
 S, T, H, D, K = 4, 8, 2, 4, 2
-FEW, OTHERS = "fewer keys than are listed", "-1 is not written over the places"
+FEW, OTHERS = "a query may see fewer keys than topk lists", "-1 is written over other entries than those"
 Scores = tuple[Tensor, Tensor, Tensor]
 
 
@@ -326,7 +326,7 @@ LOOKALIKES: dict[Callable[..., Tensor], tuple[int, str | None]] = {
     within_a_window: (1, FEW), in_bytes: (1, None), best_of_each: (2, None),
     one_behind_the_other: (2, None), one_query_by_weights_of_many: (1, None), weights_without_a_dim: (1, None),
     shares_that_are_finite: (1, OTHERS), shares_above_zero: (1, OTHERS), shares_of_halves: (1, None),
-    scaled_above_a_number: (1, None), saturated: (1, "the same number"), keys_of_no_sequence: (D, None),
+    scaled_above_a_number: (1, None), saturated: (1, "before topk"), keys_of_no_sequence: (D, None),
     worst_of_a_router: (1, None),
 }  # fmt: skip
 

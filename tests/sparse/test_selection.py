@@ -272,10 +272,10 @@ def test_a_step_is_one_call_that_writes_in_place(setting: Setting):
             "cannot be lowered by torchair",
         ),
         (CHIP, {"target": "ascend910b"}, "does not exist on ascend910b"),
-        (replace(CHIP, c=672), {}, "needs C <= 656"),
-        (replace(CHIP, dr=72), {}, "needs Dr <= 64"),
-        (replace(CHIP, index=torch.int64), {}, "needs selection_kv_block_status in int32"),
-        (replace(CHIP, keys=2304, listed=2304, held=0), {}, "needs K <= 2048"),
+        (replace(CHIP, c=672), {}, "requires C <= 656"),
+        (replace(CHIP, dr=72), {}, "requires Dr <= 64"),
+        (replace(CHIP, index=torch.int64), {}, "requires selection_kv_block_status in int32"),
+        (replace(CHIP, keys=2304, listed=2304, held=0), {}, "requires K <= 2048"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -371,21 +371,21 @@ def other_page(table: Tensor, numbers: Tensor, size: int) -> Tables:
     return table.gather(1, numbers // size), (numbers + 1) % size
 
 
-STATUS = "nothing tells which of them the buffer holds already"
-SLOTS = "go elsewhere than, one by one"
-TOLD = "does not become the list by its slots"
+STATUS = "no list of the step before is compared with"
+SLOTS = "rows that it misses are not written, one by"
+TOLD = "it does not become the list in the order of"
 LOOKALIKES: dict[str, tuple[str, dict[str, Any]]] = {
     **{each.__name__: (STATUS, {"compared": each}) for each in (by_another_list, nearly_equal, in_half)},
     "last_slot": (SLOTS, {"compared": last_slot}),
     **{each.__name__: (SLOTS, {"slots": each}) for each in (used_first, every_slot)},
     **{each.__name__: (SLOTS, {"placed": each}) for each in (by_hits, one_behind, cut_off)},
     "swapped": ("", {"write": swapped}),
-    "moved": ("are not left where they are", {"write": moved}),
+    "moved": ("rows that are in it already are moved", {"write": moved}),
     "halved": ("", {"write": halved}),
     **{each.__name__: (TOLD, {"tell": each}) for each in (other_length, by_entries, nothing)},
     "some_missing": ("may be no key", {"listed": some_missing}),
-    "by_the_first": ("no block table of its own", {"page": by_the_first}),
-    "other_page": ("no block table of its own", {"page": other_page}),
+    "by_the_first": ("the buffer has none of each list", {"page": by_the_first}),
+    "other_page": ("the buffer has none of each list", {"page": other_page}),
 }
 
 
@@ -422,18 +422,18 @@ def test_a_buffer_without_a_table_and_a_status_without_a_length_are_told():
     scores, status, table, full_table, _, rows, _, cache = SETTING(torch.float32)
     buffer = rows[table].flatten(1, 2)[:, :10].clone()
     assert any(
-        "no block table of its own" in each
+        "the buffer has none of each list" in each
         for each in told_of(without_table, scores, status, buffer, full_table, cache)
     )
     narrow = (scores, status[:, :-1].clone(), rows, full_table, cache, table)
-    assert any("the status has no last column" in each for each in told_of(without_length, *narrow))
+    assert any("it is [.., K] for a list of K" in each for each in told_of(without_length, *narrow))
 
 
 def test_rows_that_are_gathered_anew_are_told():
     form = listed_rows.gathered
     inputs = listed_rows.batched(listed_rows.SMALL)
     given = tuple(each.float() if each.is_floating_point() else each for each in inputs)
-    assert any("the model keeps no buffer for them" in each for each in told_of(form, *given))
+    assert any("listed rows are gathered into fresh memory" in each for each in told_of(form, *given))
     assert not told_of(form, *given, on=False)
 
 
@@ -448,7 +448,7 @@ def test_an_order_of_free_slots_that_is_read_is_told():
         return Model(slots=slots)(*inputs), free[0]
 
     said = told_of(step, *SETTING(torch.float32))
-    assert any("something else reads which slots" in each for each in said)
+    assert any("something else than the buffers and the" in each for each in said)
 
 
 def test_nothing_is_said_of_it_unless_it_is_named():

@@ -208,5 +208,5 @@ def test_an_indexer_lists_as_many_keys_as_are_known_before():
     for count, known in ((4, True), (KEYS, False)):
         places = a.make("largest_index", (total,), (count,), (2, 3, count), torch.int64)
         found = read.lightning_indexer(Assumed(a), places)
-        assert found == "how many keys are listed is not known" or known
+        assert known or "its length is symbolic" in str(found)
         assert isinstance(found, Reading) == known

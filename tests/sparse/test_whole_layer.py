@@ -66,16 +66,16 @@ def test_the_scale_of_the_model_is_refused_with_that_reason():
     gm, outcome, _ = fused(example, target="ascend910_93", lower="torchair", opt_in={NAME})
     assert "custom_pypto" not in str(gm.graph)
     assert operators(gm)["npu.npu_sparse_flash_attention.default"] == 1
-    reason = "scores are multiplied by 0.07216878364870322, by the operator by 0.0416666"
+    reason = "scores are multiplied by 0.07216878364870322; npu_sparse_attention_pto requires 0.0416666"
     assert any(each.rule == NAME and reason in each.reason for each in outcome.refusals)
 
 
 @pytest.mark.parametrize(
     ("setting", "options", "reason"),
     [
-        (replace(LARGE, positions=(2099, 6)), {}, "needs B == 4"),
-        (replace(LARGE, size=64, pages=34), {}, "needs Size == 128"),
-        (replace(LARGE, n=64), {}, "needs N == 128"),
+        (replace(LARGE, positions=(2099, 6)), {}, "requires B == 4"),
+        (replace(LARGE, size=64, pages=34), {}, "requires Size == 128"),
+        (replace(LARGE, n=64), {}, "requires N == 128"),
         (LARGE, {"lower": "npugraph_ex", "plan_lower": "npugraph_ex"}, "cannot be lowered by npugraph_ex"),
         (LARGE, {"target": "ascend910b"}, "does not exist on ascend910b"),
     ],

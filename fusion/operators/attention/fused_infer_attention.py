@@ -151,8 +151,11 @@ def _result_dtype(call: Attention) -> torch.dtype:
 def _attended(
     call: Attention, pairs: list[tuple[Tensor, Tensor]], value: Tensor, seen: Visible
 ) -> tuple[Tensor, Tensor]:
-    """Compute output and log-sum-exp ([0] unless `call.lse`), by torch's fused kernel if it takes the call, else in
-    primitive ops."""
+    """Compute output and log-sum-exp ([0] unless `call.lse`) of the queries and keys in `pairs`, with `seen` as the
+    mask.
+
+    By torch's fused kernel if it takes the call, else in primitive ops.
+    """
     (query, key), *more = pairs
     plain = not more and call.sink is None and call.bias is None and not call.lse
     if plain and key.shape[-1] == value.shape[-1]:

@@ -296,6 +296,7 @@ All kernels multiply scores by the scale before they add the bias, though the de
 """
 
 _PLAIN = "not given(query_rope)"
+_HEAD = "D is the width of a head"
 _WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))
 """Pairs of a condition on calls, and of the head dim in such calls for {0} heads."""
 
@@ -308,7 +309,10 @@ def _kernel(names: Names) -> tuple[Limit | str, ...]:
         f"{heads} <= 256",
         Limit(f"{heads} <= 64 * num_key_value_heads", when=f"num_key_value_heads > 0 and {_PLAIN}"),
         Limit("B <= 65536", when=_BATCHED),
-        *(Limit(f"({width}) % 16 == 0 and {width} <= 512".format(heads), when=when) for when, width in _WIDTHS),
+        *(
+            Limit(f"{width} % 16 == 0 and {width} <= 512".format(heads), when=when, because=_HEAD)
+            for when, width in _WIDTHS
+        ),
         Limit("shape(key) == shape(value)", when=_BATCHED),
         Limit("given(atten_mask)", when="sparse_mode in (2, 3, 4)"),
         Limit(
@@ -337,19 +341,29 @@ _ONE_QUERY = (
 """Limits by the number of queries: calls with one query per sequence run another kernel than those with more."""
 
 _PAGED = "given(block_table)"
+_PAGE = "block_size is the number of positions of a page; allocate the cache in pages of such a size"
 _NZ = "fractal NZ caches are for latents and for int8 keys"
 _PAGES = (
-    Limit("block_size % 16 == 0 and block_size <= 512", when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S == 1"),
+    Limit(
+        "block_size % 16 == 0 and block_size <= 512",
+        when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S == 1",
+        because=_PAGE,
+    ),
     Limit(
         "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
         when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S > 1",
+        because=f"several queries of a sequence; {_PAGE}",
     ),
     Limit(
         "block_size % 16 == 0 and block_size <= 1024",
         when=f"{_PAGED} and ({_PACKED} or given(query_rope))",
-        because="a cache without a block table is read as one page for each sequence, of all its positions",
+        because=f"{_PAGE}; a cache without a block table is one page for each sequence, of all its positions",
     ),
-    Limit("rank(key) == 3 or rank(key) == 5", when=f"{_PAGED} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
+    Limit(
+        "rank(key) == 3 or rank(key) == 5",
+        when=f"{_PAGED} and not {_BNSD} and not {_PACKED} and {_PLAIN}",
+        because="pages are [blocks, block_size, key heads · D], or in NZ [blocks, key heads, D / 16, block_size, 16]",
+    ),
     Limit("rank(key) < 5", when=f"{_PAGED} and {_PLAIN} and not ({CACHE})", because=_NZ),
     Limit("K <= 65535", when=f"{_PAGED} and rank(key) == 3"),
 )
@@ -360,7 +374,7 @@ def _packed(names: Names) -> tuple[Limit | str, ...]:
     """Return the limits of the kernels on packed sequences."""
     plain = f"{_PACKED} and {_PLAIN}"
     alike = f"num_key_value_heads == 0 or num_key_value_heads == {names.heads}"
-    sink = "given(learnable_sink)" if names.sink else "num_key_value_heads < 0"
+    sink, narrow = "given(learnable_sink)", f"{alike} or given(learnable_sink)" if names.sink else alike
     sinks = () if names.sink is None else (
         Limit("input_layout in ('TND', 'NTD_TND') and D <= 128", when=sink),
         Limit(_PLAIN, when=sink),
@@ -369,18 +383,23 @@ def _packed(names: Names) -> tuple[Limit | str, ...]:
         Limit(f"length({names.query_lengths}) <= 4096", when=_PACKED),
         Limit("sparse_mode in (0, 3, 4)", when=_PACKED),
         Limit("input_layout in ('TND', 'NTD_TND')", when=plain),
-        Limit(f"D in (128, 192) or D == 64 and ({alike} or {sink})", when=plain),
+        Limit(f"D in (128, 192) or D == 64 and ({narrow})", when=plain, because="head dims of packed sequences"),
         Limit("K == D and V == D", when=f"{plain} and not given(block_table) and D != 192"),
         Limit("K == D and V in (128, 192)", when=f"{plain} and not given(block_table) and D == 192"),
         Limit(f"V == 128 or {alike}", when=f"{plain} and not given(block_table) and D == 192"),
         Limit("V == 128", when=f"{plain} and not given(block_table) and D == 192 and {_NTD}"),
-        Limit("rank(key) == 3", when=f"{plain} and given(block_table) and ({alike})"),
+        Limit(
+            "rank(key) == 3",
+            when=f"{plain} and given(block_table) and ({alike})",
+            because="beside packed queries with as many key heads, pages are [blocks, block_size, key heads · D]",
+        ),
         Limit("inner_precise in (0, 1)", when=f"{plain} and dtype(query) == 'float16'"),
         Limit("inner_precise == 0", when=f"{plain} and dtype(query) == 'bfloat16'"),
         *sinks,
     )
 
 
+_LATENT = "beside rotated lanes, a latent has 512 lanes, and a head that is expanded from it 128"
 _SUMS = "serving code takes log-sum-exps over a latent in these layouts alone"
 
 
@@ -391,7 +410,7 @@ def _latent(names: Names) -> tuple[Limit | str, ...]:
     by_width: list[Limit | str] = []
     for when, text in _WIDTHS:
         width = text.format(heads)
-        by_width.append(Limit(f"{width} in (128, 512)", when=f"{rope} and {when}"))
+        by_width.append(Limit(f"{width} in (128, 512)", when=f"{rope} and {when}", because=_LATENT))
         absorbed = f"{rope} and {when} and {width} == 512"
         by_width.append(Limit(f"num_key_value_heads == 1 and {heads} in (1, 2, 4, 8, 16, 32, 64, 128)", when=absorbed))
         by_width.append(Limit("sparse_mode in (0, 3, 4)", when=absorbed))

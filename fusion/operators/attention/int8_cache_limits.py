@@ -48,13 +48,13 @@ class Antiquant:
         """
         (scale, value_scale), (offset, value_offset), (mode, value_mode) = self.scales, self.offsets, self.modes
         shapes = f"{_CHANNELS}, {_HEADS}, {_ROWS}, {_ONE}"
-        apart = CACHE if self.joint is None else f"{CACHE} and not given({self.joint[0]})"
+        separate = CACHE if self.joint is None else f"{CACHE} and not given({self.joint[0]})"
         return (
             Limit("dtype(value) == 'int8'", when=CACHE),
             Limit("dtype(value) != 'int8'", when="dtype(key) != 'int8'"),
             Limit("shape(value) == shape(key)", when=CACHE, because=_ALIKE),
             *self._jointly(),
-            *(Limit(f"given({name})", when=apart) for name in self.scales),
+            *(Limit(f"given({name})", when=separate) for name in self.scales),
             *(Limit(CACHE, when=f"given({name}){and_when}") for name in self.scales),
             *(Limit(CACHE, when=f"given({name})") for name in self.offsets),
             Limit(f"given({value_offset})", when=f"given({offset})"),
@@ -62,13 +62,13 @@ class Antiquant:
             Limit(f"{mode} in (0, 1, 2, 3)", because="scales in pages are not decomposed"),
             Limit(f"{mode} == 0", when=f"not ({CACHE})"),
             Limit(f"{value_mode} == {mode}", because=_ALIKE),
-            Limit("num_key_value_heads > 0", when=CACHE, because="scales are told of so many heads"),
+            Limit("num_key_value_heads > 0", when=CACHE, because="scales are given for so many heads"),
             Limit("not given(query_rope)", when=CACHE),
             Limit(f"{_BSND} or {_BNSD}", when=CACHE, because="int8 keys in other layouts are not decomposed"),
-            Limit(f"shape({scale}) in ({shapes})", when=f"{apart} and {mode} == 0"),
-            Limit(f"shape({scale}) == {_PER_HEAD}", when=f"{apart} and {mode} == 2"),
+            Limit(f"shape({scale}) in ({shapes})", when=f"{separate} and {mode} == 0"),
+            Limit(f"shape({scale}) == {_PER_HEAD}", when=f"{separate} and {mode} == 2"),
             *self._token_limits(scale, mode),
-            Limit(f"shape({value_scale}) == shape({scale})", when=apart, because=_ALIKE),
+            Limit(f"shape({value_scale}) == shape({scale})", when=separate, because=_ALIKE),
             *(
                 Limit(f"given({name})", when=f"given({other})", because=_ALIKE)
                 for name, other in zip(self.scales, self.offsets, strict=True)

@@ -41,7 +41,7 @@ def in_layouts(*layouts: str) -> str:
 
 
 def is_packed(layout: str) -> bool:
-    """Return True if the sequences of a batch are concatenated along one dim of tokens."""
+    """Return True if the sequences of a batch in `layout` are concatenated along one dim of tokens."""
     return LAYOUTS[layout][0] in ("TND", "NTD")
 
 

@@ -103,7 +103,7 @@ def _outputs(q_nope: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flops(given: Given) -> float:
-    """Estimate the operations of all rows over the keys of an average sequence, half of them if causal."""
+    """Estimate the operations of every row over the keys of an average sequence, half of them if causal."""
     query, sequences = given["q_nope"], hint(given["seqlen"].shape[-1])
     keys = hint(given["k_nope"].shape[0]) / sequences / (2 if given["mask_type"] == "mask_type_triu" else 1)
     width = query.shape[-1] + given["q_rope"].shape[-1] + given["value"].shape[-1]
@@ -111,7 +111,7 @@ def _flops(given: Given) -> float:
 
 
 _KERNEL = (
-    "D == 128",
+    Limit("D == 128", because="D is the width of a head without its rotated lanes"),
     "Dr == 64",
     "E == 128",
     *(Limit(f"dtype({name}) == dtype(q_nope)") for name in ("q_rope", "k_nope", "k_rope", "value", "mask")),

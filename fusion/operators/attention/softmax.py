@@ -104,7 +104,10 @@ def rounded_softmax(
 def softmax_statistics(
     pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest score and the sum of exp(score - largest) of each row, [B, N, S, 1] each, sink included."""
+    """Return the largest score and the sum of exp(score - largest) of each row, [B, N, S, 1] each, sink included.
+
+    Arguments are those of `written_softmax`.
+    """
     top, _, total = _weighted(_scores(pairs, visible, scale), sink, _blind(visible))
     return top, total
 

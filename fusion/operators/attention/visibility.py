@@ -187,10 +187,11 @@ def _combined(rows: _Tokens, columns: _Tokens, band: Band, query: Tensor, key: T
 
 
 def _offsets(rows: _Tokens, columns: _Tokens, band: Band) -> tuple[Length | None, Length | None, bool]:
-    """Return for a query at position p the bounds a and b of the positions p + a … p + b of its visible keys, by
+    """Return bounds (a, b): the query at position p sees the keys at positions p + a … p + b of its sequence, by
     `band`.
 
-    A bound is None if there is none. The third result is True for an upper-left causal mask.
+    `rows` are the tokens of queries, `columns` those of keys. A bound is None if there is none. The third result is
+    True for an upper-left causal mask.
     """
     if band.mode == 2:
         return None, 0, True

@@ -101,9 +101,13 @@ _KERNEL = (
     Limit(
         "Size % 32 == 0",
         when="cache_mode != 'Norm' and (given(k_rope_scale) or given(c_kv_scale))",
-        because="a column of whole numbers fills 32 bytes",
+        because="a column of a page in int8 fills 32 bytes; allocate pages of a multiple of 32 positions",
     ),
-    Limit("Blocks >= B * ((S + Size - 1) // Size)", when="cache_mode != 'Norm'"),
+    Limit(
+        "Blocks >= B * ((S + Size - 1) // Size)",
+        when="cache_mode != 'Norm'",
+        because="the cache has pages for the new tokens of all B sequences, which share none; allocate more pages",
+    ),
 )
 _A2 = (*_KERNEL, "Hckv == 512", "Dr == 64")
 _SUMMARY = (

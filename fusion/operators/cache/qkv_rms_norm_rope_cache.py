@@ -70,7 +70,7 @@ _SHAPES = (
     *(Limit(f"not given({name}_offset)", when=f"not given({name}_scale)") for name in _CACHES),
 )
 _KERNEL = (
-    "D == 128",
+    Limit("D == 128", because="D is the width of a head"),
     *(f"dtype({name}) == dtype(qkv)" for name in ("q_gamma", "k_gamma", "cos", "sin", "q_out")),
     *(Limit(f"dtype({name}_cache) == dtype(qkv)", when=f"not given({name}_scale)") for name in _CACHES),
     *(

@@ -232,6 +232,7 @@ def _gather(
     return filled(key_cache, key), filled(value_cache, value)
 
 
+_ONE_DTYPE = "one call copies keys and values; store both in one dtype"
 _HOST = (
     Limit("L == B", when="not is_seq_lens_cumsum", because="each sequence has a length"),
     Limit("L == B + 1", when="is_seq_lens_cumsum", because="each sequence has a start and an end"),
@@ -244,7 +245,7 @@ _HOST = (
     ),
 )
 _KERNEL = (
-    *(f"dtype({name}) == dtype(key_cache)" for name in ("value_cache", "key", "value")),
+    *(Limit(f"dtype({name}) == dtype(key_cache)", because=_ONE_DTYPE) for name in ("value_cache", "key", "value")),
     Limit("N * D * itemsize(key_cache) % 32 == 0", because="rows are copied in runs of 32 bytes"),
     Limit("N * E * itemsize(value_cache) % 32 == 0", because="rows are copied in runs of 32 bytes"),
     Limit("N * D * itemsize(key_cache) <= 151552", because="a row fits in the memory of a core"),

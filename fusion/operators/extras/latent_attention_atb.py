@@ -54,6 +54,13 @@ def _bias(given: Given, place: Tensor, length: Tensor, keys: Any, size: Any) -> 
     each context: columns are positions in that page; the row is the position of the last token of the context in the
     page, plus that of the query row in its sequence. Keys of the page before have their row `size` further down, and
     earlier keys are not masked.
+
+    Args:
+        given: the arguments of the call.
+        place: position of each row among the rows of its sequence [T].
+        length: length of its context [T].
+        keys: number of columns of the scores.
+        size: rows of a page.
     """
     mask = given["mask"]
     if mask is None:
@@ -76,14 +83,14 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
     wide, narrow = compute_dtype(rope), mode == "int8_nzcache"
     caches = (_by_pages(given[name], mode) for name in ("ctkv", "k_rope"))
     table = given["block_tables"]
-    latent, turned = (pages_of(cache, table).unsqueeze(1).to(wide) for cache in caches)
+    latent, rotated = (pages_of(cache, table).unsqueeze(1).to(wide) for cache in caches)
     sequence, place, length = _rows(given)
     if not known_true(query.shape[0] == table.shape[0]):
-        latent, turned = latent.index_select(0, sequence), turned.index_select(0, sequence)
+        latent, rotated = latent.index_select(0, sequence), rotated.index_select(0, sequence)
     if narrow:
         query = query.to(wide) * given["qk_descale"].to(wide)[:, None]
     seen = torch.arange(latent.shape[2], device=query.device) < length[:, None]
-    pairs = [(query.unsqueeze(2), latent), (rope.to(wide).unsqueeze(2), turned)]
+    pairs = [(query.unsqueeze(2), latent), (rope.to(wide).unsqueeze(2), rotated)]
     size = given["ctkv"].shape[2 if mode in ATB_NZ else 1]
     out, top, total = rounded_softmax(
         pairs, latent, Visible(seen[:, None, None]), given["qk_scale"], torch.int8 if narrow else rope.dtype,
@@ -110,7 +117,9 @@ def _output(q_nope: Tensor, q_rope: Tensor) -> Tensor:
 
 
 def _flops(given: Given) -> float:
-    """Estimate the operations of each row over the keys of its context."""
+    """Estimate the multiplications and additions: q · k and p · v of every query row with all keys of the longest
+    context.
+    """
     query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in ATB_NZ else 1]
     keys = longest(given["context_lens"], given["block_tables"].shape[1] * page)
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] + given["q_rope"].shape[-1])
@@ -150,7 +159,7 @@ _RING = (
     Limit("cache_mode == 'krope_ctkv'", because="no other mode is documented to return the log-sum-exp"),
 )
 _KERNEL = (
-    "N in (8, 16, 32, 64, 128)",
+    Limit("N in (8, 16, 32, 64, 128)", because="N is the number of query heads"),
     "C == 512",
     "Dr == 64",
     "Size == 128",

@@ -33,7 +33,9 @@ def _attended(put: Put, query: Tensor, out: Tensor, given: Given) -> tuple[Tenso
 
 
 def _flops(given: Given) -> float:
-    """Estimate the operations of each row over the keys of its context."""
+    """Estimate the multiplications and additions: q · k and p · v of every query row with all keys of the longest
+    context.
+    """
     query, page = given["query"], given["key_cache"].shape[1]
     keys = longest(given["context_lens"], given["block_table"].shape[1] * page)
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1])

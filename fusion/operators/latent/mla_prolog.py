@@ -57,7 +57,7 @@ def _dims(tokens: str, batch: str, pages: str) -> str:
 _INDEX = " / ".join(
     ["*I", "*I", *(f"cache_mode={mode}:{dims}" for mode in _PAGED for dims in ("T", "B S")), *["*I"] * 4]
 )
-_WHOLE_X = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
+_INT8_X_SCALES = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
 _SCALES = {
     "dequant_scale_w_dq": "(1, Hcq)",
     "dequant_scale_w_uq_qr": "(1, Huq)",
@@ -69,6 +69,10 @@ _SCALES = {
 _CHOICE = "(weight_quant_mode, kv_cache_quant_mode, query_quant_mode)"
 _CHOICES = ((0, 0, 0), (1, 0, 0), (1, 2, 0), (1, 3, 0), (2, 0, 0), (2, 1, 1), (2, 3, 0))
 _WEIGHT, _CACHE = "weight_quant_mode", "kv_cache_quant_mode"
+_MODES = (
+    "0 is floats; of weights 1 is W_UQ in int8, 2 all in int8; of the cache 1 is int8 with one scale, 2 with a scale "
+    "of each lane, 3 of each tile; of queries 1 is int8; quantise weights, cache and queries in one of these ways"
+)
 _NOT = "not decomposed"
 _FLOATS = f"floats of 8 bits are {_NOT}"
 
@@ -80,8 +84,8 @@ _FITTING = (
     Limit("Hckv % 16 == 0 and Dr % 16 == 0", when="cache_mode == 'PA_NZ'", because="a line of NZ holds 16 elements"),
 )
 _HOST = (
-    Limit(f"{_CHOICE} in {_CHOICES}", because="other modes do not go together, or exist on Ascend 950 only"),
-    *only(_WHOLE_X, f"{_WEIGHT} == 2"),
+    Limit(f"{_CHOICE} in {_CHOICES}", because=_MODES),
+    *only(_INT8_X_SCALES, f"{_WEIGHT} == 2"),
     *only(("dequant_scale_w_uq_qr",), f"{_WEIGHT} in (1, 2)"),
     *only(("quant_scale_ckv",), f"{_CACHE} in (1, 2)"),
     *only(("quant_scale_ckr",), f"{_CACHE} == 2"),
@@ -111,7 +115,7 @@ _HOST = (
     Limit(
         "Hckv % 32 == 0",
         when=f"cache_mode == 'PA_NZ' and {_CACHE} in (1, 2)",
-        because="a line of NZ holds 32 whole numbers",
+        because="a line of NZ holds 32 int8",
     ),
     Limit("Dr % 32 == 0", when=f"cache_mode == 'PA_NZ' and {_CACHE} == 2", because="a line of NZ holds 32 of them"),
 )

@@ -33,7 +33,9 @@ def transpose_batchmatmul(
 def _transpose_batchmatmul(
     input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None, batch_split_factor: int
 ) -> Tensor:
-    """Compute y [M, B, N], or with `batch_split_factor` parts of the batch [parts, M, B / parts · N]."""
+    """Compute `transpose_batchmatmul` [M, B, N]; if `batch_split_factor` is not 1, as [parts, M, B / parts · N] of that
+    many parts of the batch.
+    """
     y = transpose_batchmatmul(input, weight, perm_x1, perm_x2)
     if batch_split_factor == 1:
         return y
@@ -50,14 +52,16 @@ def _outputs(
     return input.new_empty(batch_split_factor, rows, batch // batch_split_factor * columns)
 
 
-_TURNED_1 = "perm_x1 == (1, 0, 2)"
-_TURNED_2 = "perm_x2 == (0, 2, 1)"
+_PERMUTED_1 = "perm_x1 == (1, 0, 2)"
+_PERMUTED_2 = "perm_x2 == (0, 2, 1)"
 _A2 = (
     "dtype(weight) == dtype(input)",
-    "K % 16 == 0",
-    Limit("V % 16 == 0 and V < 65536", when=f"not {_TURNED_2}"),
-    Limit("U % 16 == 0 and U < 65536", when=_TURNED_2),
-    Limit("K * W < 65536", when=_TURNED_1, because="the kernel reads the heads of one token as one row"),
+    Limit("K % 16 == 0", because="K is the number of lanes that each head multiplies"),
+    Limit(
+        "V % 16 == 0 and V < 65536", when=f"not {_PERMUTED_2}", because="V is the number of lanes that each head gives"
+    ),
+    Limit("U % 16 == 0 and U < 65536", when=_PERMUTED_2),
+    Limit("K * W < 65536", when=_PERMUTED_1, because="the kernel reads the heads of one token as one row"),
 )
 
 TRANSPOSE_BATCHMATMUL = Operator(
@@ -77,12 +81,14 @@ TRANSPOSE_BATCHMATMUL = Operator(
             Limit("perm_x2 in ((0, 1, 2), (0, 2, 1))", when="given(perm_x2)"),
             Limit("perm_y == (1, 0, 2)", when="given(perm_y)"),
             Limit("given(batch_split_factor) and batch_split_factor > 0"),
-            Limit("I % batch_split_factor == 0", when=f"not {_TURNED_1}", because="parts have as many matrices"),
-            Limit("J % batch_split_factor == 0", when=_TURNED_1, because="parts have as many matrices"),
-            Limit("I == W", when=f"not {_TURNED_1}", because="each matrix of the weight has its own rows of the input"),
-            Limit("J == W", when=_TURNED_1, because="each matrix of the weight has its own rows of the input"),
-            Limit("K == U", when=f"not {_TURNED_2}"),
-            Limit("K == V", when=_TURNED_2),
+            Limit("I % batch_split_factor == 0", when=f"not {_PERMUTED_1}", because="parts have as many matrices"),
+            Limit("J % batch_split_factor == 0", when=_PERMUTED_1, because="parts have as many matrices"),
+            Limit(
+                "I == W", when=f"not {_PERMUTED_1}", because="each matrix of the weight has its own rows of the input"
+            ),
+            Limit("J == W", when=_PERMUTED_1, because="each matrix of the weight has its own rows of the input"),
+            Limit("K == U", when=f"not {_PERMUTED_2}"),
+            Limit("K == V", when=_PERMUTED_2),
         ),
         **dict.fromkeys(A2_A3, (*_A2, Limit("batch_split_factor == 1", because="no rule asks for parts"))),
     },

@@ -39,7 +39,7 @@ MOE_GATING_TOP_K_SOFTMAX_V2 = Operator(
     dtypes={"x": FLOATS, "finished": frozenset({torch.bool})},
     limits={
         "host": (
-            "rank(x) in (2, 3)",
+            Limit("rank(x) in (2, 3)", because="x is [tokens, experts] or [B, S, experts]; flatten the leading dims"),
             "0 < k and k <= E",
             "renorm in (0, 1)",
             Limit("rank(x) == 2", when="output_softmax == True", because="its Meta kernel forgets a dim of three"),

@@ -214,7 +214,7 @@ GROUPED_MATMUL = Operator(
             Limit("given(scale) and given(output_dtype)", when=_INT8, because="scales in int64 are not decomposed"),
             *(Limit(f"not given({name})", when=f"not ({_INT8})", because="products of floats have none")
               for name in ("scale", "per_token_scale", "output_dtype")),
-            Limit(f"output_dtype in {tuple(CODES)}", when=_INT8, because="results of whole numbers are not decomposed"),
+            Limit(f"output_dtype in {tuple(CODES)}", when=_INT8, because="results in integers are not decomposed"),
             Limit("dtype(weight) == 'int8'", when=f"{_INT8} or given(antiquant_scale)"),
             Limit("dtype(weight) != 'int8'", when=f"not ({_INT8}) and not given(antiquant_scale)"),
             Limit(f"not ({_INT8})", when="given(antiquant_scale)", because="it restores weights for floats"),

@@ -85,7 +85,7 @@ def _init_routing(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _scale_of_rows(given: Given, routed: _Sorted, tokens: Tensor) -> Tensor | None:
-    """Return the argument `scale` for each sorted row.
+    """Return the argument `scale` for each row of `tokens` as sorted in `routed`.
 
     It is the scale [R] of the row's token without quantisation, or the factors [R or 1, H] of the row's expert in
     dynamic quantisation. With static quantisation it is returned as it is, or None if it is not given.
@@ -138,7 +138,7 @@ def _inverse(order: Tensor, values: Tensor) -> Tensor:
 
 
 def _numbers(routed: _Sorted) -> Tensor:
-    """Return 0, 1, … for the sorted choices, -1 for those of inactive experts."""
+    """Return the index of each sorted choice, -1 where its expert is inactive."""
     places = torch.arange(routed.order.shape[0], dtype=routed.order.dtype, device=routed.order.device)
     return places.masked_fill(~routed.active, -1)
 
@@ -205,7 +205,7 @@ MOE_INIT_ROUTING_V2 = Operator(
             "expert_num > 0 and K <= expert_num",
             "row_idx_type in (0, 1)",
             Limit("quant_mode in (-1, 0, 1)", because="the other modes give formats of 8 and 4 bits"),
-            Limit("dtype(x) != 'int8'", when="quant_mode != -1", because="they are whole numbers already"),
+            Limit("dtype(x) != 'int8'", when="quant_mode != -1", because="the rows are int8 already"),
             Limit("rank(scale) == 1 and Ns == T", when="quant_mode == -1 and given(scale)"),
             Limit("given(scale)", when="quant_mode == 0"),
             Limit("rank(scale) == 1 and Ns == 1", when="quant_mode == 0"),

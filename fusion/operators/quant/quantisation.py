@@ -237,7 +237,7 @@ QUANTIZE = Operator(
                 Limit("axis == -1", because="the page counts axes differently with and without div_mode"),
                 Limit("rank(scales) == 1"),
                 "rank(input) <= 8",
-                "dtype(scales) == dtype(input)",
+                Limit("dtype(scales) == dtype(input)", because="store the scales in the dtype of the input"),
                 Limit("dtype(input) in ('float32', 'bfloat16')", when="div_mode", because="float16 scales multiply"),
                 Limit("shape(zero_points) == shape(scales)", when="given(zero_points)"),
                 Limit(

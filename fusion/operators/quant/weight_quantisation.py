@@ -129,7 +129,7 @@ ROTATE_QUANT = Operator(
             (
                 "dtype(rotation) == dtype(x)",
                 "K >= 16 and K <= 1024",
-                "D >= 128 and D <= 16000",
+                Limit("D >= 128 and D <= 16000", because="D is the width of a row"),
                 "D % 8 == 0",
                 Limit(
                     f"dst_dtype == {INT8_CODE}",

@@ -183,7 +183,7 @@ _APPLY_A2 = (
     *_APPLY,
     "layout in ('BSND', 'TND')",
     "rotary_mode == 'half'",
-    "D in (64, 128)",
+    Limit("D in (64, 128)", because="D is the width of a head that is rotated"),
     Limit("size(cos, 0) == B and size(sin, 0) == B", when="layout == 'BSND'"),
     "size(query, 0) > 0 and size(query, 1) > 0",
     "N + Nkv <= 255",
@@ -229,10 +229,11 @@ _INTERLEAVE = (
     "dtype(cos) == dtype(x)",
     "dtype(sin) == dtype(x)",
     "shape(cos) == shape(sin)",
-    "D == 64",
-    "size(cos, 1) == 1",
+    Limit("D == 64", because="D is the width of a head that is rotated"),
+    Limit("size(cos, 1) == 1", because="all heads of a token share its cosines"),
 )
-_INTERLEAVE_A2 = (*_INTERLEAVE, "dtype(x) != 'float32'", "size(cos, 0) == B", "B > 0 and S > 0")
+_HALVES = Limit("dtype(x) != 'float32'", because="run the model in bfloat16 or float16")
+_INTERLEAVE_A2 = (*_INTERLEAVE, _HALVES, "size(cos, 0) == B", "B > 0 and S > 0")
 
 INTERLEAVE_ROPE = Operator(
     schema="npu::npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",

@@ -55,7 +55,9 @@ def _outputs(query: Tensor, rope_head_dim: int) -> Tensor:
 
 
 def _flops(given: Given) -> float:
-    """Estimate the operations of each query over all entries of its list."""
+    """Estimate the multiplications and additions: q · k and p · v of every query with each key that its list has room
+    for.
+    """
     query = given["query"]
     keys = hint(given["sparse_indices"].shape[-1]) * hint(given["sparse_block_size"])
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] - given["rope_head_dim"])

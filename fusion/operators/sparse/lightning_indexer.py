@@ -131,7 +131,7 @@ def indexer_flops(given: Given) -> float:
 
 _KERNEL = (
     *sparse_limits.kernel("key"),
-    "D == 128",
+    Limit("D == 128", because="D is the width of a head of the indexer"),
     Limit("sparse_count <= 2048 or sparse_count in (3072, 4096, 5120, 6144, 7168, 8192)"),
 )
 _A2 = (

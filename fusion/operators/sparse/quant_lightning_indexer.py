@@ -33,7 +33,12 @@ def _outputs(query: Tensor, sparse_count: int) -> Tensor:
     return query.new_empty(list_shape(query, sparse_count), dtype=torch.int32)
 
 
-_KERNEL = (*sparse_limits.pages("key"), "D == 128", "N <= 64", "sparse_count <= 2048")
+_KERNEL = (
+    *sparse_limits.pages("key"),
+    Limit("D == 128", because="D is the width of a head of the indexer"),
+    "N <= 64",
+    "sparse_count <= 2048",
+)
 
 QUANT_LIGHTNING_INDEXER = Operator(
     schema=(

@@ -158,7 +158,9 @@ def _outputs(query: Tensor, return_softmax_lse: bool) -> tuple[Tensor, ...]:
 
 
 def _flops(given: Given) -> float:
-    """Estimate the operations of each query over all entries of its list."""
+    """Estimate the multiplications and additions: q · k and p · v of every query with each key that its list has room
+    for.
+    """
     query, listed, rope = given["query"], given["sparse_indices"].shape[-1], given["query_rope"]
     keys = hint(listed) * hint(given["sparse_block_size"])
     width = 2 * query.shape[-1] + (0 if rope is None else rope.shape[-1])
@@ -178,7 +180,7 @@ _KERNEL = (
     "dtype(value) == dtype(query)",
     "given(query_rope) and given(key_rope)",
     "dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(query)",
-    "D == 512",
+    Limit("D == 512", because="D is the width of the latent, kv_lora_rank"),
     "Dr == 64",
     *sparse_limits.in_graphs("return_softmax_lse == False", "graphs return no statistics of the softmax"),
 )

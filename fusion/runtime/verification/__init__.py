@@ -114,7 +114,11 @@ def _names(subject: Subject, call: Call) -> list[str]:
 
 
 def _error(subject: Subject, call: Call, fault: Fault) -> VerificationError:
-    """Find the wrong rewrite, write a script that reproduces the difference, and describe both."""
+    """Describe the `fault` of the fused graph in the first `call`: which rewrite is wrong, and a script that reproduces
+    it.
+
+    The rewrite is searched for by bisection, and the script is written.
+    """
     try:
         wrong = culprit(subject.again, fault.is_of)
     except FusionError as error:
@@ -135,7 +139,7 @@ def _error(subject: Subject, call: Call, fault: Fault) -> VerificationError:
 
 
 def _given(subject: Subject, call: Call) -> str:
-    """Name the first argument of a call, and count the other inputs."""
+    """Name the first argument of `call`, and count its other inputs, for a message."""
     inputs = list(zip(subject.names[0], call.inputs, strict=True))
     tensors = [(name, x) for name, x in inputs if isinstance(x, torch.Tensor)]
     arguments = [(name, x) for name, x in tensors if not isinstance(x, torch.nn.Parameter)]
@@ -164,7 +168,11 @@ def _cause(wrong: Culprit | None) -> str:
 
 
 def _script(subject: Subject, call: Call, wrong: Culprit | None) -> Path:
-    """Write the script: with only the calls that the wrong rewrite changes, if these show the difference."""
+    """Write a script that runs both graphs on the inputs of `call`, and return its path.
+
+    With a `wrong` rewrite they are the graphs with and without it: only the calls that differ, if these show the
+    difference. Without one they are the plain and the fused graph.
+    """
     if wrong is None:
         graphs = {"plain": subject.original, "fused": standalone(subject.fused, subject.prepared)}
         return write(subject.folder, "A graph before and after the pass.", graphs, call, _names(subject, call))

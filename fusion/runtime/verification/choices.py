@@ -116,20 +116,17 @@ class Choices(TorchDispatchMode):
         return self.choose(Choice(kind, func, args, kwargs or {})) if kind else func(*args, **(kwargs or {}))
 
     def choose(self, choice: Choice) -> Any:
-        """Return the results of a call that chooses."""
+        """Return the results of the call `choice`, in place of those that the operator would give."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A choice that differs from that of float64.
+    """A choice of a graph that differs from the one that float64 would make of the same numbers.
 
-    Attributes:
-        node: the node of the graph that makes the choice.
-        target: the operator that chooses.
-        is_tie: True if only equal numbers are exchanged.
-        is_explained: True if rounding explains the choice: all exchanged numbers are equal, or closer than the dtype
-            resolves.
+    Attributes: node: the node of the graph that makes the choice. target: the operator that chooses. is_tie: True if
+    only equal numbers are exchanged. is_explained: True if rounding explains the choice: all exchanged numbers are
+    equal, or closer than the dtype resolves.
     """
 
     node: fx.Node | None
@@ -155,7 +152,10 @@ class Steady(Choices):
     """
 
     def __init__(self, graph: fx.Graph, wanted: Collection[int] = (), others: Sequence[Tensor] = ()) -> None:
-        """Collect lists of the `wanted` sizes; replace own lists by those of `others` that name equal numbers."""
+        """Prepare a run of `graph` that collects its integer tensors with as many entries as one of `wanted`.
+
+        A list among `others`, of another run, replaces a list of this run where both name equal numbers.
+        """
         super().__init__()
         self._coarsest = coarsest_dtypes(graph)
         self._wanted, self._others = wanted, others
@@ -172,7 +172,11 @@ class Steady(Choices):
         return made
 
     def choose(self, choice: Choice) -> Any:
-        """Choose among ranks, in which equal numbers have one rank."""
+        """Make `choice` on rounded numbers: a list or place by ranks, of which equal numbers have one, a step after
+        snapping to integers and halves.
+
+        Comparisons and bits are made as they are.
+        """
         dtype = torch.float32 if self.node is None else self._coarsest[self.node.name]
         grain = 2.0**-48 if dtype == torch.float64 else _GRAIN
         match choice.kind:
@@ -187,7 +191,10 @@ class Steady(Choices):
                 return choice.target(*choice.args, **choice.kwargs)
 
     def _list(self, choice: Choice, grain: float) -> Tensor:
-        """Return the indices of a list, or those of another run, where both name equal numbers."""
+        """Return the indices of the list `choice`, made by ranks of numbers that are equal up to `grain`.
+
+        They are those of a list of another run of as many entries, if that names numbers of the same ranks.
+        """
         dim = choice.given["dim"]
         ranks = _ranks(choice.x, dim, grain)
         own = choice.on(ranks)[1]
@@ -233,7 +240,11 @@ class Replayed(Choices):
         self.moved: list[Moved] = []
 
     def choose(self, choice: Choice) -> Any:
-        """Return the recorded choice, and record whether it differs from that of float64."""
+        """Return what the narrow run chose, and add to `moved` what float64 would choose otherwise of the numbers of
+        this run.
+
+        Of a list the recorded indices count: the numbers at these are returned.
+        """
         assert self.node is not None
         dtype = self._coarsest[self.node.name]
         eps = torch.finfo(dtype).eps
@@ -274,9 +285,10 @@ def _eps(dtype: torch.dtype) -> float:
 def _compared_lists(
     choice: Choice, values: Tensor, indices: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return booleans for lists that differ from float64's, that differ in numbers, and in numbers not close.
+    """Compare the recorded list `choice`, `values` at `indices`, with that of float64: return three masks of rows.
 
-    Numbers `x` are close if their gap is 4 eps of the largest, or within the rounding of their narrow `values` of
+    They are True where a row has other indices, where it has other numbers, and where it has numbers that are not
+    close. Numbers are close if their gap is 4 eps of the largest, or within the rounding of the narrow `values` of
     `dtype`.
     """
     dim = choice.given["dim"]
@@ -293,7 +305,9 @@ def _compared_lists(
 
 
 def _far_places(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
-    """Return where the number at a chosen place is not close to the one that float64 chooses."""
+    """Return where the numbers at the recorded places `made` and at float64's `own` places differ by more than 4 `eps`
+    of the largest.
+    """
     dim, keep = choice.given["dim"], choice.given["keepdim"]
     x = choice.x.flatten() if dim is None else choice.x
     at = 0 if dim is None else dim
@@ -303,25 +317,32 @@ def _far_places(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor
 
 
 def _far_steps(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
-    """Return where a rounded number differs from that of float64 by more than one step and the noise of its input."""
+    """Return where the recorded rounded numbers `made` differ from float64's `own` by more than a step and `_noise` of
+    the input.
+    """
     return _gap(made.double(), own.double()) > 1 + _noise(choice.x, eps)
 
 
 def _far_comparisons(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
-    """Return where the two sides of a comparison are not close."""
+    """Return where the two sides of the comparison `choice` differ by more than `_noise`; its results are not read."""
     other = torch.as_tensor(choice.args[1], device=choice.x.device)
     return _gap(choice.x.double(), other.double()) > _noise(choice.x, eps)
 
 
 def _far_bits(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
-    """Return where bits are those of a number that is not close."""
+    """Return where the floats whose bits are `made`, as recorded, and `own`, of float64, differ by more than `_noise`.
+
+    Integers narrower than the floats get the result of the float that they are a part of.
+    """
     taken, best = (each.view(choice.x.dtype).double() for each in (made, own))
     far = _gap(taken, best) > _noise(best, eps)
     return far.repeat_interleave(made.shape[-1] // far.shape[-1], -1)
 
 
 def _noise(x: Tensor, eps: float) -> Tensor:
-    """Return how far rounding may move numbers, computed from others as large as the largest of them."""
+    """Return how far rounding may move any number of `x`: 8 `eps` of the largest, as each may be computed from such
+    numbers.
+    """
     return 8 * eps * _finite(x.double()).abs().max()
 
 

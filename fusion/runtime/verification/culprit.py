@@ -35,7 +35,10 @@ class Culprit:
 
 
 def culprit(again: Again, is_wrong: Callable[[fx.GraphModule], bool]) -> Culprit | None:
-    """Bisect the rewrites of a graph by `is_wrong`; None where no number of them makes the graph wrong."""
+    """Bisect the number of rewrites for which `is_wrong` holds of the graph; None where even all of them are right.
+
+    `again` rewrites the plain graph with at most a given number of rewrites.
+    """
     count = len(again(None)[1].chosen)
     right, wrong = 0, count
     if not count:

@@ -47,7 +47,7 @@ class Difference:
 
 
 def difference(plain: fx.GraphModule, fused: fx.GraphModule, call: Call) -> Difference | None:
-    """Cut out of two graphs the calls in which they differ, with their inputs in a `call` of both.
+    """Cut out of `plain` and `fused` the calls in which they differ, with their inputs in a `call` of both.
 
     None where no call differs, as where the difference is inside a body.
     """
@@ -69,7 +69,7 @@ def difference(plain: fx.GraphModule, fused: fx.GraphModule, call: Call) -> Diff
     )
     watching = _Watching(plain, {each.name for each in inputs})
     call.run(watching.run)
-    own = Call.copying([each.graph for each in parts], [watching.seen[each.name] for each in inputs])
+    own = Call.copying([each.graph for each in parts], [watching.results[each.name] for each in inputs])
     written = (inputs[place].name for place in own.written)
     return Difference(*parts, own, (*(one.name for one, _ in results), *written))
 
@@ -117,7 +117,7 @@ def _results(plain: fx.Graph, fused: fx.Graph, twins: Twins) -> list[tuple[fx.No
 
 
 def _is_same_call(one: fx.Node, other: fx.Node) -> bool:
-    """Return True if two nodes are the same call of operands that may differ.
+    """Return True if `one` and `other` call one operator with equal arguments, but for the nodes among these.
 
     Operands with several results must be calls of the same operator.
     """
@@ -162,7 +162,10 @@ def _part(
     inside: Collection[fx.Node],
     results: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """Copy the nodes `inside` a graph into a new graph, which takes the `inputs` for their `twins`."""
+    """Copy the nodes `inside` of `gm` into a new graph, with placeholders for `inputs`, and the outputs `results`.
+
+    `inputs` and `results` are nodes of the plain graph: a node of `gm` is matched to them by its twin, if it has one.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -185,10 +188,10 @@ class _Watching(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, names: Collection[str]) -> None:
         super().__init__(gm)
         self._names = names
-        self.seen: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.name in self._names:
-            self.seen[n.name] = copied(result) if isinstance(result, Tensor) else result
+            self.results[n.name] = copied(result) if isinstance(result, Tensor) else result
         return result

@@ -74,9 +74,9 @@ class Judge:
         if others:
             looks = (f"{self.names[at]} is {look(fused[at])}, not {look(self.plain[at])}" for at in others)
             return Fault("; ".join(looks), self._has_other_types)
-        apart = [place for place, pair in pairs if not is_close(*pair)]
-        suspects = [place for place in apart if self._is_suspect(place, fused[place])]
-        self._note_nearer(apart, fused)
+        different = [place for place, pair in pairs if not is_close(*pair)]
+        suspects = [place for place in different if self._is_suspect(place, fused[place])]
+        self._note_nearer(different, fused)
         if not suspects:
             return None
         wrong, exact, ties = self._compared(suspects, fused, gm)
@@ -92,11 +92,13 @@ class Judge:
     def _compared(
         self, places: Iterable[int], fused: Sequence[Any], gm: fx.GraphModule
     ) -> tuple[Rows, Sequence[Any], Sequence[Moved]]:
-        """Compare a graph with the plain one, both in float64.
+        """Compare the results `places` of the graph `gm` with those of the plain one, both in float64.
+
+        `fused` are the results of `gm` in its own dtype.
 
         Returns:
-            The rows in which it computes something else; float64 of the plain graph that they were compared with,
-            computed with the lists of the other graph where both lists name equal numbers; and these lists.
+            The rows in which `gm` computes something else; float64 of the plain graph that they were compared with,
+            computed with the lists of `gm` where both lists name equal numbers; and these lists.
         """
         exact, sizes = self._exact
         run = Steady(gm.graph, sizes)
@@ -119,7 +121,7 @@ class Judge:
         return self.fault(fused, gm)
 
     def raised(self, error: Exception) -> Fault:
-        """Describe the fault of a fused graph that raises, where the plain graph did not."""
+        """Return the fault of a fused graph that raises `error`, where the plain graph did not."""
         return Fault(f"the fused graph raises {worded(error)}, which the plain graph does not", self._raises)
 
     def _raises(self, gm: fx.GraphModule) -> bool:
@@ -130,7 +132,11 @@ class Judge:
         return False
 
     def _unexplained(self, gross: Rows, fused: Sequence[Any], gm: fx.GraphModule) -> Fault | None:
-        """Return the fault of results far from float64 despite right algebra; None if choices explain them."""
+        """Return the fault of the rows `gross` of the results `fused`, far from float64 although the algebra of `gm` is
+        right.
+
+        None if float64 with the choices of `gm`, all of them explained by rounding, is near.
+        """
         recorded = Recorded()
         try:
             own = self.call.run(gm, recorded)
@@ -150,7 +156,11 @@ class Judge:
         return None
 
     def _note_nearer(self, places: Iterable[int], fused: Sequence[Any]) -> None:
-        """Log the results in which the plain graph alone is further from float64 than rounding explains."""
+        """Log those of the results `places` in which rows of the plain graph are further from float64 than rounding
+        explains.
+
+        The rows of `fused` are not.
+        """
         rows_at = {place: self._nearer_rows(place, fused[place]) for place in places if is_inexact(self.plain[place])}
         counts = ((self.names[place], int(rows.sum()), len(rows)) for place, rows in rows_at.items())
         named = [f"{name} ({count} of {rows} rows)" for name, count, rows in counts if count]
@@ -166,7 +176,7 @@ class Judge:
         return gross_rows(measured.plain, replace(measured, plain=measured.fused), TOLERANCE[self._grains[place]])
 
     def _note(self, places: Iterable[int], moved: Sequence[Moved]) -> None:
-        """Log the choices that cause right results to differ."""
+        """Log that the right results `places` differ from the plain ones by the choices `moved` alone."""
         if moved:
             names = ", ".join(self.names[place] for place in places)
             log.warning("verified a fused graph: what differs in %s comes of %s alone", names, _named(moved))
@@ -177,7 +187,11 @@ class Judge:
 
     @cached_property
     def _exact(self) -> tuple[list[Any] | None, Collection[int]]:
-        """Results and written inputs of the plain graph in float64, None without kernels; and the sizes of lists."""
+        """Results and written inputs of the plain graph in float64, and the numbers of entries of the lists that it
+        chose.
+
+        (None, ()) if an operator has no kernel for float64.
+        """
         run = Steady(self.original.graph)
         exact = self._wide(self.original, run)
         if exact is None or list(map(_sizes, exact)) != list(map(_sizes, self.plain)):
@@ -192,7 +206,7 @@ class Judge:
 
     @cached_property
     def _grains(self) -> list[torch.dtype]:
-        """Coarsest dtype in the computation of each result and written input."""
+        """The coarsest dtype in the computation of each result and then of each input that is written to."""
         graph = self.original.graph
         coarsest, inputs = coarsest_dtypes(graph), graph.find_nodes(op="placeholder")
         results = [
@@ -202,7 +216,9 @@ class Judge:
         return [*results, *(coarsest[inputs[place].name] for place in self.call.written)]
 
     def _wide(self, gm: fx.GraphModule, run: Steady) -> list[Any] | None:
-        """Return the results and written inputs of a graph in float64; None where an operator has no such kernel."""
+        """Return results and written inputs of `gm` in float64, with the choices of `run`; None where an operator has
+        no such kernel.
+        """
         try:
             return self.call.run_wide(gm, run)
         except Exception as error:
@@ -221,7 +237,11 @@ class Judge:
     def _wrong(
         self, places: Iterable[int], fused: Sequence[Any], wide: Sequence[Any], exact: Sequence[Any]
     ) -> dict[int, Tensor]:
-        """Find the rows in which `wide` is not `exact`, and `fused` differs from the plain graph as well."""
+        """Find, in the results `places`, the rows in which float64 `wide` of the fused graph is not `exact`, that of
+        the plain one.
+
+        Only rows in which `fused` differs from the plain graph in their own dtype as well are wrong.
+        """
         rows_at = {place: self._wrong_rows(place, fused[place], wide[place], exact[place]) for place in places}
         return {place: rows for place, rows in rows_at.items() if rows.any()}
 
@@ -232,7 +252,7 @@ class Judge:
         return unequal_rows(wide, exact) & unequal_rows(fused, plain)
 
     def _gross(self, places: Iterable[int], fused: Sequence[Any], exact: Sequence[Any]) -> dict[int, Tensor]:
-        """Find the rows that are further from `exact` than rounding explains."""
+        """Find, in the results `places`, the rows of `fused` that are further from `exact` than rounding explains."""
         rows_at = {place: self._gross_rows(place, fused[place], exact[place]) for place in places}
         return {place: rows for place, rows in rows_at.items() if rows.any()}
 
@@ -245,7 +265,9 @@ class Judge:
         return gross_rows(away, measured, TOLERANCE[self._grains[place]])
 
     def _described(self, rows: Rows, fused: Sequence[Any]) -> str:
-        """Describe the worst entry of the first result that is wrong, and name the others."""
+        """Describe the worst entry of `fused` in the first result of `rows`, those that are wrong, and name the other
+        results.
+        """
         place, wrong = next(iter(rows.items()))
         at = farthest(fused[place], self.judging[place], wrong)
         have, want, plain = (f"{x[place][at].item():.6g}" for x in (fused, self.judging, self.plain))

@@ -45,7 +45,7 @@ class Distances:
 
 
 def relative_error(have: Tensor, want: Tensor) -> float:
-    """Return the root mean square of the difference over that of `want`; infinities and NaNs must agree."""
+    """Return the rms of `have` - `want` over that of `want`; infinite unless infinities and NaNs agree."""
     have, want = have.double(), want.double()
     same = (have == want) | (have.isnan() & want.isnan())
     difference = torch.where(same, 0.0, have - want)
@@ -84,7 +84,7 @@ def is_inexact(x: Tensor) -> bool:
 
 
 def distances(fused: Tensor, plain: Tensor, exact: Tensor) -> Distances:
-    """Measure inexact results against `exact`, float64 of the plain graph.
+    """Measure inexact results `fused` and `plain` against `exact`, float64 of the plain graph.
 
     Entries that the plain graph cannot represent are ignored: their number overflows its dtype, or an intermediate
     does.
@@ -102,8 +102,8 @@ def distances(fused: Tensor, plain: Tensor, exact: Tensor) -> Distances:
 
 
 def is_further(measured: Distances, dtype: torch.dtype) -> bool:
-    """Return True if a fused result may be further from float64 than the plain one by more than rounding to `dtype`
-    explains.
+    """Return True if the fused result of `measured` may be further from float64 than the plain one by more than
+    rounding to `dtype` explains.
 
     The limit is low: a suspect is judged by float64 of the fused graph. A plain result that is far from float64 itself,
     such as one that breaks a tie differently, does not raise the limit.
@@ -119,9 +119,10 @@ def is_further(measured: Distances, dtype: torch.dtype) -> bool:
 def other_rows(measured: Distances, wide: Tensor, exact: Tensor, eps: float) -> Tensor:
     """Return the rows, as booleans, in which the fused graph computes something else.
 
-    In float64 they differ by more than an eighth of a unit in the last place, and in their own dtype by at least half
-    as much as in float64. Otherwise float64 does not represent the plain graph: a float16 score that -65504 absorbs
-    remains in float64, for example.
+    In these `wide` and `exact`, both graphs in float64, differ by more than an eighth of a unit in the last place,
+    `eps`, and the graphs in their own dtype by at least half as much. Otherwise float64 does not represent the plain
+    graph: a float16 score that -65504 absorbs remains in float64, for example. `measured` are the distances of the
+    result.
     """
     apart = _by_rows(_distance, wide, exact)
     limit = eps / 8 * measured.size + SAME * (measured.size + 1e-3 * measured.scale)
@@ -129,12 +130,17 @@ def other_rows(measured: Distances, wide: Tensor, exact: Tensor, eps: float) -> 
 
 
 def gross_rows(away: Tensor, measured: Distances, tolerance: float) -> Tensor:
-    """Return the rows, as booleans, whose distance `away` from float64 no rounding explains."""
+    """Return the rows, as booleans, whose distance `away` from float64 no rounding explains.
+
+    The limit is 4 times the plain graph's distance, plus `tolerance` of the size of the row and of the result.
+    """
     return away > 4 * measured.plain + tolerance * (measured.size + measured.scale)
 
 
 def unequal_rows(fused: Tensor, *others: Tensor) -> Tensor:
-    """Return the rows, as booleans, in which an entry of exact results is that of none of the `others`."""
+    """Return the rows, as booleans, in which an entry of the exact (integer) result `fused` equals that of none of
+    `others`.
+    """
 
     def unequal(fused: Tensor, *others: Tensor) -> Tensor:
         return torch.stack([fused != each for each in others]).all(0).any(-1)
@@ -143,7 +149,7 @@ def unequal_rows(fused: Tensor, *others: Tensor) -> Tensor:
 
 
 def farthest(fused: Tensor, exact: Tensor, rows: Tensor) -> tuple[int, ...]:
-    """Return the index of the entry that is furthest from `exact` in the first of the `rows`."""
+    """Return the index of the entry of `fused` that is furthest from `exact` in the first of the `rows`."""
     if not fused.dim():
         return ()
     row = rows.nonzero()[0, 0].cpu()
@@ -166,7 +172,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
-    """Return the root mean square of the difference of each row; infinite where infinities or NaNs do not agree."""
+    """Return the rms of `x` - `y` over each row; infinite where infinities or NaNs do not agree."""
     x, y = x.double(), y.double()
     same = (x == y) | (x.isnan() & y.isnan())
     return _rms(torch.where(same, 0.0, x - y).nan_to_num(torch.inf, torch.inf, torch.inf))

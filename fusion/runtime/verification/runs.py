@@ -72,8 +72,8 @@ class Call:
 
     def observed(self, results: Any, inputs: Sequence[Any]) -> list[Any]:
         """List the tensors that a caller observes of a call: results, and the inputs that are written to."""
-        seen = [*tree_leaves(results), *(inputs[place] for place in self.written)]
-        return [torch.tensor(each) if isinstance(each, (int, float)) else each for each in seen]
+        observed = [*tree_leaves(results), *(inputs[place] for place in self.written)]
+        return [torch.tensor(each) if isinstance(each, (int, float)) else each for each in observed]
 
     def put_back(self) -> None:
         """Restore the contents of the caller's inputs before the call."""

@@ -176,21 +176,23 @@ def compare(plain: Callable[..., Any], fused: Callable[..., Any], path: str) -> 
     graphs = [_Built(saved["constants"]).graph(each) for each in (plain, fused)]
     call = Call.copying([each.graph for each in graphs], saved["inputs"])
     with torch.no_grad():
-        seen = call.run(_Valued(graphs[0]).run)
-        judge = Judge(graphs[0], call, seen, saved["names"], is_compiled=False)
+        observed = call.run(_Valued(graphs[0]).run)
+        judge = Judge(graphs[0], call, observed, saved["names"], is_compiled=False)
         try:
             other = call.run(_Valued(graphs[1]).run)
         except Exception as error:
             print(judge.raised(error).message)
             return
-        for name, *values in zip(saved["names"], seen, other, judge.judging, strict=True):
-            print(f"{name}, {_apart(*values)}")
+        for name, *values in zip(saved["names"], observed, other, judge.judging, strict=True):
+            print(f"{name}, {_difference(*values)}")
         fault = judge.fault(other, graphs[1])
     print(fault.message if fault else "Rounding explains the difference.")
 
 
-def _apart(plain: Any, fused: Any, exact: Any) -> str:
-    """Format the distances of results from float64, or the number of entries that differ."""
+def _difference(plain: Any, fused: Any, exact: Any) -> str:
+    """Format how far the result `plain` and the result `fused` are from `exact`, or, of integers, how many entries
+    differ.
+    """
     if not isinstance(plain, Tensor) or not is_like(plain, fused):
         return f"{look(plain)} in the plain graph, {look(fused)} in the fused one"
     if not is_inexact(plain):

@@ -67,7 +67,7 @@ class _Walk:
         self._devices = {each.device for each in vals if isinstance(each, torch.Tensor)}
 
     def visit(self, node: fx.Node) -> None:
-        """Record the value and the region of `node`."""
+        """Record the value of `node`, and its region: the number of writes before it, except the closing ones."""
         self.regions[node] = self._region
         if node.op in ("placeholder", "get_attr"):
             self._record(node, self._leaf(node))
@@ -146,7 +146,10 @@ class _Walk:
         return self._canonical(node, self._operand) or self._by_parts(node) or self._opaque(node, val)
 
     def _canonical(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> NodeValue | None:
-        """Return the value of the call `node` by the translator of its operator; None where none applies."""
+        """Return the value of the call `node` by the translator of its operator; None where none applies.
+
+        `operand` gives the value, or the number, of each argument that is a node.
+        """
         target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), operand)
         translator = translator_of(target, args)
@@ -213,9 +216,10 @@ class _Walk:
         )
 
     def _opaque(self, node: fx.Node, val: Any, operand: Callable[[fx.Node], Any] | None = None) -> Value:
-        """Return a value that is known by its operator and arguments alone.
+        """Return the value of `node` with the op that its operator is called, for which no translator is known.
 
-        Equal calls get equal values, except those that write, draw random numbers or return uninitialised memory.
+        Equal calls get equal values, except those that write, draw random numbers or return uninitialised memory. `val`
+        is the fake result; `operand` gives the value of each argument, by default `_operand`.
         """
         args: list[Value] = []
 

@@ -131,7 +131,9 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
 
 
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
-    """Translate x modulo, or x floor-divided by, a positive int; a remainder of 0 <= x < divisor is x itself."""
+    """Translate `op` of x and a positive int, a remainder or a floor division; a remainder of 0 <= x < divisor is x
+    itself.
+    """
     must(isinstance(x, Value))
     must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= dtype_bounds(x.dtype)[1])
     low, high = bounds(x)
@@ -183,7 +185,7 @@ def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) ->
 
 
 def _bounded(a: Algebra, x: Value, y: Value) -> tuple[Value, Any] | None:
-    """Return the operand that is no constant, and the number of the one that is; None if neither is constant."""
+    """Return (the other operand, the number) if one of `x` and `y` is one number everywhere; None if neither is."""
     for value, other in ((x, y), (y, x)):
         bound = other.below("expand")
         if bound.op == "full":

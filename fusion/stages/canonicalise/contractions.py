@@ -91,7 +91,10 @@ def _without_ones(
 
 
 def _spelled_out(terms: tuple[str, str, str], ranks: Sequence[int]) -> tuple[str, str, str]:
-    """Replace "..." by free labels, if both operands have as many dims there; else return `terms`."""
+    """Replace "..." in `terms`, the labels of two operands and the result, by free labels.
+
+    `terms` as they are if the operands, of `ranks`, have different numbers of dims there.
+    """
     behind = {rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=False)}
     if not all("..." in term for term in terms) or len(behind) != 1:
         return terms

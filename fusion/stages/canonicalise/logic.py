@@ -147,7 +147,7 @@ def _where(a: Algebra, out: Out, condition: Value, x: Any, y: Any) -> Translated
 
 
 def _side(a: Algebra, out: Out, x: Any) -> Value:
-    """Build the value of one side of a choice, in the dtype of the choice."""
+    """Build one side `x` of a choice, a value or a number, in the dtype of the choice."""
     if not isinstance(x, Value):
         return _converted(a, x, (), out.dtype)
     return (proof(_converted)(a, x.attrs[0], x.shape, out.dtype) if x.op == "full" else None) or a.cast(x, out.dtype)

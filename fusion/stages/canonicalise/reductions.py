@@ -43,7 +43,11 @@ def _sum(a: Algebra, x: Value, axes: Sequence[int]) -> Value | None:
 
 
 def _reduce_list(a: Algebra, op: str, x: Value, axes: Sequence[int]) -> Value | None:
-    """Build the sum or maximum over the entries of list == position as the selection of listed positions; else None."""
+    """Build the sum or maximum `op` over the list entries in `x` = (list == position), along `axes`, as the mask of
+    listed positions.
+
+    None for other values.
+    """
     return listed(a, x, axes[0], op == "sum") if op in ("sum", "greatest") and len(axes) == 1 else None
 
 
@@ -180,7 +184,9 @@ def _exp2(a: Algebra, out: Out, x: Value) -> Translated:
 
 
 def _in_nats(a: Algebra, x: Value) -> Value:
-    """Build x · log 2; a number per row, as a row maximum, is computed from the multiplied scores."""
+    """Build x · log 2, multiplying inside of a sum [.., 1] and of a row maximum, so that these equal those of x · log
+    2.
+    """
     match x.op:
         case "scale":
             return a.scale(_in_nats(a, x.arg), x.attrs[0])

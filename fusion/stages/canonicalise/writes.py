@@ -87,7 +87,8 @@ def _spread(a: Algebra, rows: Value, shape: Sequence[Dim]) -> Value:
 def _by_batch(a: Algebra, cache: Value, indices: Sequence[Value], rows: Value, axis: int) -> Value | None:
     """Translate cache[arange(b), .., positions] = rows [b, (S), ..] to a write at own positions per sequence.
 
-    b may be less than the number of sequences: the first ones.
+    `indices` are arange(b) and the positions, along the first dim and `axis` of `cache`. b may be less than the number
+    of sequences: the first ones. Unproven for other indices.
     """
     batch, positions = indices[0], a.reshape(indices[1], indices[1].shape or (1,))
     count = batch.shape[0] if batch.rank else 1
@@ -221,8 +222,9 @@ def _start(a: Algebra, positions: Value) -> Value | int | None:
 
 
 def _is_open(cache: Value, rows: Value, axis: int) -> bool:
-    """Return True if a constant position cannot be checked: a size is symbolic, or `rows` are of some sequences
-    only.
+    """Return True if it is unknown whether `rows` from a constant position on fit into `cache` along `axis`.
+
+    A size is symbolic, or `rows` are of some sequences only.
     """
     sizes = (cache.shape[axis], rows.shape[axis])
     return not all(isinstance(size, int) for size in sizes) or rows.shape[:1] != cache.shape[:1]

@@ -58,7 +58,9 @@ class Correspondence:
         return node in self._shared or isinstance(node.meta.get("val"), torch.SymInt)
 
     def _same_for_all(self, value_of: Mapping[fx.Node, NodeValue]) -> set[fx.Node]:
-        """Collect the nodes that are the same for all layers, and those before all layers with equal values."""
+        """Collect the nodes that are the same for all layers, and those before all layers that have the value of such a
+        node.
+        """
         common, numbers = self._origins.common, self._origins.number
         values = {value_of.get(node) for node in common if numbers[node] != BEFORE} - {None}
         return {*common, *(node for node, value in value_of.items() if value in values and numbers[node] == BEFORE)}
@@ -87,10 +89,10 @@ class Correspondence:
     # reach of a rewrite ----------------------------------------------------------------------------------------------
 
     def _stay_near(self, made: Rewritten, value_of: Mapping[fx.Node, NodeValue]) -> None:
-        """Require that the rewrite `made` depends on nodes of its own layer and of the one before alone.
+        """Require that the rewrite `made` reads nodes of its own layer and of the one before alone.
 
         What layers accumulate, as a factor 2 in each, depends on their number. Several layers back are allowed where
-        the folded graph has the same neighbours as the full one.
+        the folded graph has the same neighbours as the full one. `value_of` has the values of the nodes.
 
         Raises:
             NotRepeatedError: it depends on a layer further back.
@@ -102,7 +104,11 @@ class Correspondence:
             raise NotRepeatedError(f"{made.candidate.match.rule.name} is of what a layer computes before the last one")
 
     def _seen_by(self, made: Rewritten, value_of: Mapping[fx.Node, NodeValue]) -> Iterator[int]:
-        """Yield the layers of the nodes between the results of `made` and those that it reads, these included."""
+        """Yield the layer of each node between the results of the rewrite `made` and the nodes that it reads, these
+        included.
+
+        `value_of` has the values of the nodes: a node with the value of one that is read is an end as well.
+        """
         read = self._read_by(made)
         values = {value_of[each] for each in read if each in value_of}
         waiting = list(made.candidate.match.makers)
@@ -142,9 +148,10 @@ class Correspondence:
     # counterparts ----------------------------------------------------------------------------------------------------
 
     def read(self, node: fx.Node, by: fx.Node, instance: int) -> tuple[fx.Node, int]:
-        """Return the node, and its layer, that `by` reads for `node` in the layer `instance`.
+        """Return what a repetition of the call `by` in the layer `instance` reads in the place of `node`, and the layer
+        of that.
 
-        The layer of `by` stands for the layer `instance`.
+        `by` is a call in the layer that stands for `instance`. A shared node is read itself.
 
         Raises:
             NotRepeatedError: the layer next to `instance` has no counterpart.
@@ -155,7 +162,10 @@ class Correspondence:
         return self.located(node, self.number[by], instance)
 
     def located(self, node: fx.Node, reader: int, instance: int) -> tuple[fx.Node, int]:
-        """Return the counterpart of `node`, and its layer, where the layer `reader` stands for the layer `instance`.
+        """Return the counterpart of `node` that `instance` reads, and its layer, where the layer `reader` stands for
+        `instance`.
+
+        It is as many layers from `instance`, one at most, as `node` is from `reader` in the folded graph.
 
         Raises:
             NotRepeatedError: the layer next to `instance` has no counterpart.
@@ -199,10 +209,10 @@ class Correspondence:
         return [self._origins.relative(each, number) for each in made.candidate.match.firsts]
 
     def _does_same(self, one: fx.Node, other: fx.Node, number: int) -> bool:
-        """Return True if the nodes `one` and `other`, added to layers of one kind, do the same; `other` is in layer
-        `number`.
+        """Return True if `one` and `other`, nodes added to two layers of one kind, run one call on corresponding
+        operands.
 
-        Operands in other layers correspond if neither is shared.
+        `other` is in layer `number`. Operands in other layers correspond if neither is shared.
         """
         (does, reads), (does_too, reads_too) = described(one), described(other)
         return does == does_too and all(

@@ -27,12 +27,12 @@ class Cut:
     Attributes:
         starts: index of the first call of each layer, and of the first call behind the last layer.
         kinds: number of kinds of layers, judged by labels.
-        left: number of calls left to search, judged by labels.
+        to_search: number of calls left to search, judged by labels.
     """
 
     starts: tuple[int, ...]
     kinds: int
-    left: int
+    to_search: int
 
 
 def cuts(labels: Sequence[int], crossing: Sequence[int]) -> Iterator[Cut]:
@@ -43,9 +43,9 @@ def cuts(labels: Sequence[int], crossing: Sequence[int]) -> Iterator[Cut]:
     """
     text = _Text(labels)
     tried = [(text.cut(marks), marks) for marks in islice(_marks(labels), _MARKS)]
-    gain = max((len(labels) - cut.left for cut, _ in tried), default=0)
-    able = [(cut, marks) for cut, marks in tried if 0 < gain <= 2 * (len(labels) - cut.left)]
-    able.sort(key=lambda each: (each[0].kinds, each[0].left, each[0].starts))
+    gain = max((len(labels) - cut.to_search for cut, _ in tried), default=0)
+    able = [(cut, marks) for cut, marks in tried if 0 < gain <= 2 * (len(labels) - cut.to_search)]
+    able.sort(key=lambda each: (each[0].kinds, each[0].to_search, each[0].starts))
     return (text.cut(_moved(labels, crossing, marks)) for _, marks in able)
 
 
@@ -71,8 +71,8 @@ def _marks(labels: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for place, label in enumerate(labels):
         places[label].append(place)
     often = [each for each in places.values() if len(each) >= FEWEST]
-    apart = {tuple(two - one for one, two in pairwise(each)): each for each in reversed(often)}
-    return map(tuple, sorted(apart.values(), key=lambda each: (each[0] - each[-1], each[0])))
+    by_distances = {tuple(two - one for one, two in pairwise(each)): each for each in reversed(often)}
+    return map(tuple, sorted(by_distances.values(), key=lambda each: (each[0] - each[-1], each[0])))
 
 
 class _Text:
@@ -83,7 +83,10 @@ class _Text:
         self._length = len(labels)
 
     def cut(self, starts: Sequence[int]) -> Cut:
-        """Return the division at `starts`; a unique layer that begins with a recurring one is cut in two."""
+        """Return the division at `starts`, with the kinds and the number of calls left to search.
+
+        A unique layer that begins with a recurring one is cut in two.
+        """
         pieces = [self._piece(*each) for each in pairwise((*starts, self._length))]
         counts = Counter(pieces)
         again = sorted((each for each, count in counts.items() if count > 1), key=len, reverse=True)
@@ -93,9 +96,9 @@ class _Text:
                 edges.update(islice((start + len(each) // 8 for each in again if piece.startswith(each)), 1))
         edges = sorted(edges)
         layers = [self._piece(*each) for each in pairwise(edges)]
-        left = sum(len(layers[place - 1]) for place in retained(contexts([0, *layers, 1]))[1:-1]) // 8
+        to_search = sum(len(layers[place - 1]) for place in retained(contexts([0, *layers, 1]))[1:-1]) // 8
         outside = edges[0] + self._length - edges[-1]
-        return Cut(tuple(edges), len(set(layers)), left + outside)
+        return Cut(tuple(edges), len(set(layers)), to_search + outside)
 
     def _piece(self, start: int, stop: int) -> bytes:
         return self._bytes[8 * start : 8 * stop]

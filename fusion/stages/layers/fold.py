@@ -61,10 +61,10 @@ def divide(source: fx.Graph, facts: Facts, walls: Set[fx.Node] = frozenset()) ->
     best: tuple[int, Division] | None = None
     for cut in islice(cuts(calls.labels, crossing(_last_reads(calls))), _CUTS):
         for division in _exact(calls, cut, walls):
-            left = _left(division)
-            if best is None or left < best[0]:
-                best = left, division
-            if 2 * left <= len(calls.nodes) + cut.left:  # at least half of the gain that labels promise
+            to_search = _calls_to_search(division)
+            if best is None or to_search < best[0]:
+                best = to_search, division
+            if 2 * to_search <= len(calls.nodes) + cut.to_search:  # at least half of the gain that labels promise
                 return _worth(best, len(calls.nodes))
     return _worth(best, len(calls.nodes))
 
@@ -76,12 +76,19 @@ def paired(source: fx.Graph, facts: Facts, division: Division, walls: Set[fx.Nod
 
 
 def _worth(best: tuple[int, Division] | None, every: int) -> Division | None:
-    """Return the division of `best` if it leaves out enough of `every` call, else None."""
+    """Return the division of `best`, a pair of calls left to search and a division, if it leaves out enough of `every`,
+    the number of all calls.
+
+    Else None.
+    """
     return best[1] if best is not None and every - best[0] >= _GAIN * every else None
 
 
 def _exact(calls: Calls, cut: Cut, walls: Set[fx.Node]) -> Iterator[Division]:
-    """Yield the divisions at `cut` with one layer of labels per layer, with two, and so on by `_STEPS`."""
+    """Yield divisions of `calls` with layers of one piece of `cut` each, of two pieces, and so on by `_STEPS`.
+
+    Kinds are compared exactly, not by labels as in `cut`; `walls` are as in `divide`.
+    """
     for step in _STEPS:
         yield divided(calls, sorted({*cut.starts[:-1:step], cut.starts[-1]}), walls)
 
@@ -96,7 +103,7 @@ def _last_reads(calls: Calls) -> list[int]:
     return last
 
 
-def _left(division: Division) -> int:
+def _calls_to_search(division: Division) -> int:
     """Count the calls of `division` that are left to search."""
     layers = division.layers
     return sum(len(layers[number].nodes) for number in retained(contexts([each.kind for each in layers])))
@@ -122,8 +129,8 @@ def fold(source: fx.Graph, facts: Facts, division: Division) -> Folded | None:
         if node not in gone and node.op != "output":
             now[node] = folded.node_copy(node, lambda each: now[moved.get(each, each)])
     returned = source.output_node()
-    left = [each for each in leaves(returned.args) if each not in gone]
-    copied = folded.output(tuple(now[each] if isinstance(each, fx.Node) else each for each in left))
+    remaining = [each for each in leaves(returned.args) if each not in gone]
+    copied = folded.output(tuple(now[each] if isinstance(each, fx.Node) else each for each in remaining))
     copied.meta = dict(returned.meta)
     results = tuple(place for place, each in enumerate(outputs(source)) if each not in gone)
     strides = tuple(facts.strides[place] for place in results if place < len(facts.strides))

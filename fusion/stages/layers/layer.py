@@ -103,7 +103,7 @@ class _Divider:
         return readers
 
     def division(self) -> Division:
-        """Divide calls, inputs, writes and outputs into layers, and derive the kinds."""
+        """Divide calls, inputs, writes and outputs into the layers of `_spans`, and derive the kind of each layer."""
         last = len(self._spans) - 1
         writes: dict[int, list[fx.Node]] = defaultdict(list)
         for write in self._calls.writes:
@@ -128,7 +128,9 @@ class _Divider:
         return self._layer.get(node, self._owner.get(node, otherwise))
 
     def _inputs(self, number: int, writes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        """List the inputs and constants that only layer `number` uses, in the order of their first use."""
+        """List the inputs and constants that only layer `number`, or its closing `writes`, use, in the order of their
+        first use.
+        """
         start, stop = self._spans[number]
         read = chain(*self._calls.reads[start:stop], *(each.all_input_nodes for each in writes))
         return tuple({each: None for each in read if self._owner.get(each) == number})
@@ -154,7 +156,9 @@ class _Divider:
             yield replace(layer, ports=ports[number], kind=numbers.setdefault(kind, len(numbers)))
 
     def _is_single(self, layer: Layer, behind: Layer) -> bool:
-        """Return True if `layer` is of a kind of its own: it is read beyond the next layer, or meets a wall."""
+        """Return True if `layer` is of a kind of its own: it is read beyond the next layer, `behind`, or either meets a
+        wall.
+        """
         is_read_far = not self._exported.isdisjoint(layer.nodes)
         return is_read_far or not self._walls.isdisjoint((*layer.nodes, *behind.nodes[:1]))
 

@@ -71,7 +71,11 @@ class Origins:
 
     @cached_property
     def shared(self) -> frozenset[fx.Node]:
-        """Nodes that several layers read, with the nodes of that layer, or before all, that they are computed from."""
+        """Nodes that several layers read.
+
+        With them are the nodes that they are computed from, in the same layer as the node that reads these, or before
+        all layers; not those of `_streams`.
+        """
         shared = set[fx.Node]()
         waiting = [self.copies[each] for each in self.folded.division.shared]
         while waiting:
@@ -97,9 +101,11 @@ class Origins:
         return frozenset(common)
 
     def repeats(self, outer: Repeats) -> Repeats:
-        """Return how many nodes of the full graph each node of the folded graph stands for.
+        """Return for each node of the folded graph how many layers its layer stands for, None for a node common to all
+        layers.
 
-        `outer` has these counts for the full graph, where it is folded itself.
+        `outer` has these counts for the nodes of the full graph, if that is folded itself; the new count comes behind
+        them.
         """
 
         def count(copy: fx.Node) -> int | None:
@@ -130,7 +136,11 @@ class Origins:
         return origin if self.number[node] == BEFORE else self.folded.layers[instance].all[self._place[origin]]
 
     def at(self, node: fx.Node, seen_from: int, instance: int) -> fx.Node:
-        """Return the node of the full graph that `node` is for layer `seen_from`, where that stands for `instance`."""
+        """Return the node of the full graph that `node` is, seen from the layer `seen_from` where that stands for
+        `instance`.
+
+        A node one layer away is taken from the neighbour of `instance`, if that is of the same kind.
+        """
         number, layers = self.number[node], self.folded.layers
         near = instance + self.order[number] - self.order[seen_from]
         is_repeated = abs(near - instance) <= 1 and layers[near].kind == layers[number].kind
@@ -161,7 +171,9 @@ class Origins:
         return ports
 
     def numbers(self, nodes: Iterable[fx.Node]) -> tuple[int, Sequence[int]]:
-        """Return the last layer of `nodes`, and the layers for which it stands."""
+        """Return the number of the last layer that has one of `nodes`, and the numbers of the layers for which it
+        stands.
+        """
         last = max((self.number[each] for each in nodes), default=BEFORE)
         return last, self.instances[last]
 

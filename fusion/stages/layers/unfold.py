@@ -108,7 +108,11 @@ class _Unfolding:
         return [self._now(node, each) for node in nodes for each in self._origins.instances[self._between.number[node]]]
 
     def _added(self, made: Rewritten, number: int, instance: int) -> Iterator[fx.Node]:
-        """Yield the nodes that `made` adds to the layer `instance`; shared nodes belong to the first instance."""
+        """Yield the nodes that the rewrite `made`, of layer `number`, adds to the layer `instance` for which that
+        stands.
+
+        Shared nodes are yielded for `instance` = `number` alone.
+        """
         for node in made.added:
             own = self._between.number.get(node, number)
             if own == number or instance == number:
@@ -127,14 +131,14 @@ class _Unfolding:
             NotRepeatedError: a call does not.
         """
         number = self._between.number
-        apart = {
+        read_across = {
             (each, number[node]): node
             for node in self._calls
             if node not in self._changed
             for each in node.all_input_nodes
             if number[each] != number[node]
         }
-        for (each, reader), node in apart.items():
+        for (each, reader), node in read_across.items():
             for instance in self._origins.instances[reader]:
                 self._between.read(each, node, instance)
 

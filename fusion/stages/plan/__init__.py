@@ -196,7 +196,11 @@ class Planner:
         return any(isinstance(plan, Plan) and self.target.name not in plan.refusals for plan in plans.values())
 
     def _cause(self, offer: Candidate) -> Refused | str | None:
-        """Return the reason why the target, the shape or the precision forbids `offer`; None if it is legal."""
+        """Return the reason why `offer` is not legal; None if it is.
+
+        A limit of the target forbids it, its results have another shape, dtype or unreliable strides, or it is less
+        precise.
+        """
         match, plan = offer.match, offer.plan
         refused = plan.refusals.get(self.target.name) or mismatch(match, plan)
         return refused or self._precision.refusal(match, plan, offer.built)

@@ -18,11 +18,16 @@ def mismatch(match: Match, plan: Plan) -> Refused | None:
     for result, fake in zip(match.results, plan.fakes, strict=True):
         if (dims_of(fake.shape), fake.dtype) != (result.shape, result.dtype):
             return Refused(
-                "it would give {have} where the model has {want}",
+                "result: the rewrite gives {have}, the model has {want}; a rewrite requires the same; cast "
+                "or reshape the result so in the model",
                 {"have": f"{fake.dtype}{list(fake.shape)}", "want": f"{result.dtype}{list(result.shape)}"},
             )
     if has_unreliable_strides(match):
-        return Refused("its result lies in memory as the indices do, which are not in the order of their dims", {})
+        return Refused(
+            "result: its memory has the order of its indices, which is not that of its dims; a rewrite "
+            "requires the same strides; make the indices contiguous",
+            {},
+        )
     return None
 
 

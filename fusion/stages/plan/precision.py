@@ -68,7 +68,11 @@ class Precision:
         return next(steps, None) or next(filter(None, map(self._refusal_to_build, (*built, *match.unheld))), None)
 
     def _refusal_to_build(self, value: Value) -> Refused | None:
-        """Return the reason why `value`, which no node computes, must not be computed in float16, or None."""
+        """Return a reason if a recipe computes `value`, which no node has, in float16 from numbers that may not fit it;
+        or None.
+
+        None if the recipe moves elements, casts such as float16 represents, or has proven magnitudes.
+        """
         recipe = self._graph.recipe(value)
         moves = recipe.op in _MOVING or (recipe.op == "cast" and _fits_float16(recipe.arg)) or _is_negated(recipe)
         if recipe.dtype is not F16 or moves or _is_within(recipe):
@@ -88,16 +92,12 @@ def _ends_in_16_bits(node: fx.Node) -> bool:
     waiting = [node]
     while waiting:
         each = waiting.pop()
-        if _dtype(each) in (F16, torch.bfloat16):
+        if getattr(each.meta.get("val"), "dtype", None) in (F16, torch.bfloat16):
             continue
         if not each.users or not all(map(_is_moved_by, each.users)):
             return False
         waiting.extend(each.users)
     return True
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _is_moved_by(user: fx.Node) -> bool:

@@ -182,7 +182,9 @@ class PlanBook:
     def _attempt(
         self, match: Match, lowering: Lowering, captures: Mapping[str, Any], traits: _Traits
     ) -> Plan | Refused:
-        """Record `lowering`; one that raises anything but `Refused` becomes a failure and a refusal."""
+        """Record `lowering` for `match`, as `_record_all` does; one that raises anything but `Refused` becomes a
+        failure and a refusal.
+        """
         try:
             return self._record(match, lowering, captures, traits)
         except Exception as error:
@@ -216,7 +218,7 @@ class PlanBook:
 
         If `value` is a reshape, `result` may also differ in dims of size 1 from what is reshaped.
         """
-        have, *wanted = map(but_ones, (dims_of(result.shape), value.shape, *(each.shape for each in _seen(value))))
+        have, *wanted = map(but_ones, (dims_of(result.shape), value.shape, *(each.shape for each in _reshaped(value))))
         if have not in wanted or dims_of(result.shape) == value.shape:
             return result
         return result.reshape([self._fakes.size(size) for size in value.shape])
@@ -269,7 +271,10 @@ class PlanBook:
             operator = OPERATORS[operator.in_place]  # the in-place form runs there
         forms = (operator.short, operator.in_place.partition("::")[2])  # either of them may run
         if any(form.partition(".")[0] in self._disabled for form in forms):
-            return f"{operator.short} is left out by the option disable"
+            return (
+                f"{operator.short}: the option disable names it; a rewrite requires it; remove it from disable "
+                "to use it"
+            )
         call = operator.name, target.name, *map(frozen, given), lowering
         if call not in self._refusals:
             self._refusals[call] = refusal(operator, target.name, *given, lowering, self._host_reads)
@@ -277,13 +282,12 @@ class PlanBook:
 
 
 def _wanted(result: Value, makers: Sequence[fx.Node]) -> Hashable:
-    """Return all that plans for `result` depend on: its shape, that of the value it is a reshape of, its dtype and
-    strides.
+    """Return a key of all that plans for `result` depend on: shape, shape below a reshape, dtype and strides.
 
     `makers` are the nodes that compute it.
     """
     strides = dims_of(makers[0].meta["val"].stride()) if makers else None
-    return result.shape, *(each.shape for each in _seen(result)), result.dtype, strides
+    return result.shape, *(each.shape for each in _reshaped(result)), result.dtype, strides
 
 
 def _has_strides_of(makers: Sequence[fx.Node], fake: torch.Tensor) -> bool:
@@ -309,7 +313,7 @@ def _overwritten(step: Step) -> list[Any]:
     return [values[name] for name in OPERATORS[operator.in_place].written]
 
 
-def _seen(value: Value) -> tuple[Value, ...]:
+def _reshaped(value: Value) -> tuple[Value, ...]:
     """Return (argument,) if `value` is a reshape, else ()."""
     return value.args if value.op == "reshape" else ()
 

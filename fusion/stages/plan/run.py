@@ -74,10 +74,12 @@ class Run:
     def skipped(self, step: Step) -> float:
         """Count the bytes of its arguments that the operator of `step` does not read."""
         operator = operator_of(step.target)
-        return 0.0 if operator is None or operator.skipped_bytes is None else operator.left(*self.arguments(step))
+        return 0.0 if operator is None or operator.skipped_bytes is None else operator.skipped(*self.arguments(step))
 
     def cost(self, step: Step, machine: Target, moved: Iterable[Any], result: Any) -> float:
-        """Predict the microseconds of `step` on `machine` if it moves the tensors `moved` and `result`."""
+        """Predict the microseconds of `step` on `machine`, given that it reads the tensors `moved` and writes
+        `result`.
+        """
         return call_cost(step.target, moved, result, machine, self.flops(step), -self.skipped(step))
 
 

@@ -51,7 +51,7 @@ def why_copied(node: fx.Node, closure: Sequence[fx.Node], joined: Collection[fx.
     Args:
         node: computes the result.
         closure: `node`, and all nodes that it is computed from.
-        joined: the `parts` of `node`.
+        joined: the `parts` of `node`: the Parameters of which the result consists, None if it has other elements.
     """
     vals = [each.meta["val"] for each in closure if each.op == "placeholder"]
     work = [each.target for each in closure if each.op == "call_function" and not is_view(each.target)]
@@ -105,8 +105,8 @@ def _inputs(node: fx.Node, part: Tensor) -> list[tuple[fx.Node, Tensor]]:
         sizes = [each.meta["val"].shape[dim] for each in several] if node.target is aten.cat.default else []
         return list(zip(several, part.split(sizes, dim) if sizes else part.unbind(dim), strict=True))
     given = node.all_input_nodes
-    seen = _undone(node, part, given[0]) if len(given) == 1 else None
-    return [] if seen is None else [(given[0], seen)]
+    undone = _undone(node, part, given[0]) if len(given) == 1 else None
+    return [] if undone is None else [(given[0], undone)]
 
 
 def _undone(node: fx.Node, part: Tensor, given: fx.Node) -> Tensor | None:

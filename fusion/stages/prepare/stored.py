@@ -32,7 +32,10 @@ _PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.bmm.default, a
 
 
 def read_as_stored(source: fx.Graph, facts: Facts, on_chip: bool) -> None:
-    """Rewrite `source` in place so that as little as possible of what it computes from Parameters is a copy."""
+    """Rewrite `source` in place so that as little as possible of what it computes from Parameters is a copy.
+
+    `on_chip` is True for an NPU, where operators decide about storage formats and strides; False for a host.
+    """
     if not facts.parameters:
         return
     fixed = derived(source, facts.parameters)
@@ -70,15 +73,15 @@ def _join_in_memory_order(source: fx.Graph, join: fx.Node, on_chip: bool) -> Non
     if vals is None:
         return
     readers = list(join.users)
-    turned = _added(source, join, aten.permute.default, (join, order), outer)
-    stored = _added(source, turned, aten.clone.default, (turned,), inner, memory_format=torch.contiguous_format)
+    permuted = _added(source, join, aten.permute.default, (join, order), outer)
+    stored = _added(source, permuted, aten.clone.default, (permuted,), inner, memory_format=torch.contiguous_format)
     if parts(stored) is None:
         source.erase_node(stored)
-        source.erase_node(turned)
+        source.erase_node(permuted)
         return
-    seen = _added(source, stored, aten.permute.default, (stored, back), inner.permute(back))
+    restored = _added(source, stored, aten.permute.default, (stored, back), inner.permute(back))
     for reader in readers:
-        reader.replace_input_with(join, seen)
+        reader.replace_input_with(join, restored)
     for view, val in vals.items():
         view.meta["val"] = val
 
@@ -95,7 +98,10 @@ def _added(
 
 
 def _seen_through(node: fx.Node, val: torch.Tensor, on_chip: bool) -> dict[fx.Node, torch.Tensor] | None:
-    """Return the new fakes of the views of `node` once it has the strides of `val`; None if a reader rejects them."""
+    """Return the fakes that the views of `node` get once it has the strides of `val`; None if a reader rejects them.
+
+    `on_chip` is as in `read_as_stored`.
+    """
     vals: dict[fx.Node, torch.Tensor] = {}
     for reader in node.users:
         if "fusion" not in reader.meta:

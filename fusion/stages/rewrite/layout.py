@@ -145,7 +145,11 @@ class Layouts:
         return node if order == sorted(order) else self.call(aten.permute.default, (node, order), {}, parent)
 
     def _spread(self, node: fx.Node, parent: fx.Node) -> fx.Node:
-        """View the row-major tensor `node` so that its dims of size 1 have the strides of a new tensor."""
+        """Insert two views of the row-major tensor `node` that give its dims of size 1 the strides that a new tensor
+        has.
+
+        `parent` is the node of the rewrite to which the views are attributed.
+        """
         shape = dims_of(node.meta["val"].shape)
         for sizes in (but_ones(shape), shape) if 1 in shape else ():
             given = [self._size(each) for each in sizes]

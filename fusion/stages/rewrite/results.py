@@ -105,7 +105,7 @@ class Results:
         with self._source.inserting_before(_behind(last)):
             for each in (each for chain in chains for each in chain[place + 1 :]):
                 if each.node not in views:
-                    views[each.node] = _seen(each, views, layouts)
+                    views[each.node] = _repeated_view(each, views, layouts)
         returned_memory.add(memory_of(new))
         for number, chain in zip(group, chains, strict=True):
             self._return(number, views[chain[-1].node])
@@ -123,7 +123,7 @@ class Results:
 
 
 def _only_shows(node: fx.Node) -> bool:
-    """Return True if `node` is a view or a contiguous copy, no item of a call and no write."""
+    """Return True if `node` is a view or a contiguous copy of one tensor: no item of a call and no write."""
     if node.target is operator.getitem or is_write(node):
         return False
     return shown(node) is not None or is_contiguous_copy(node.target, node.kwargs)
@@ -150,10 +150,13 @@ def _behind(node: fx.Node) -> fx.Node:
     return behind
 
 
-def _seen(link: _Link, views: dict[fx.Node, fx.Node], layouts: Layouts) -> fx.Node:
-    """Repeat the view `link` on the current memory: `views` maps original nodes to new ones."""
+def _repeated_view(link: _Link, views: dict[fx.Node, fx.Node], layouts: Layouts) -> fx.Node:
+    """Repeat the view `link` on the memory that its base has now, and return the new node.
+
+    `views` maps original nodes to repeated views; `layouts` gives what has replaced any other.
+    """
     target, args, kwargs = link.call
     now = map_arg((args, kwargs), lambda each: views.get(each, layouts.current(each)))
     parent = views[link.below] if link.below else link.node
-    seen = layouts.call(target, *now, parent)
-    return seen if link.item is None else layouts.call(operator.getitem, (seen, link.item), {}, parent)
+    view = layouts.call(target, *now, parent)
+    return view if link.item is None else layouts.call(operator.getitem, (view, link.item), {}, parent)

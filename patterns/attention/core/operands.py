@@ -13,13 +13,12 @@ from patterns.attention.core.read_int8 import are_int8
 from patterns.attention.masks.assumed import Assumed
 
 APART = (
-    "keys or values are not the same for the queries of one head; "
-    "npu_fused_infer_attention_score requires one tensor of keys and one of values for all "
-    "queries of a head"
+    "keys, values: they differ among the queries of one head; npu_fused_infer_attention_score requires one "
+    "tensor of keys and one of values for all queries of a head"
 )
 SEVERAL = (
-    "one row of scores is scaled or masked in several ways; "
-    "npu_fused_infer_attention_score requires one scale and one mask"
+    "scores: parts of one row have a scale or a mask of their own; npu_fused_infer_attention_score "
+    "requires one scale and one mask; write both once, on the joined scores"
 )
 
 
@@ -51,8 +50,8 @@ def heads_of(a: Algebra, attended: Attended, frame: Frame, core: Core) -> tuple[
     shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
     if not _divides(k.shape[1], shared):
         return (
-            "keys and values are shared by other groups of heads; npu_fused_infer_attention_score "
-            "requires the same groups for both"
+            "keys, values: a head of keys serves other query heads than the head of values; "
+            "npu_fused_infer_attention_score requires the same groups for both; repeat both alike"
         )
     return q, _spread(a, k, shared), _spread(a, v, shared)
 
@@ -69,7 +68,10 @@ def in_floats(assumed: Assumed, core: Core, frame: Frame, q: Value, k: Value, v:
     mixed = int8 and not out_dtype == q.dtype == k.dtype == v.dtype
     if len({out_dtype, q.dtype} if mixed else {out_dtype, q.dtype, k.dtype, v.dtype}) != 1:
         have = [str(each).removeprefix("torch.") for each in (q.dtype, k.dtype, v.dtype, out_dtype)]
-        return "queries, keys, values and result have different dtypes: {}, {}, {} and {}".format(*have)
+        return (
+            "queries, keys, values, result: their dtypes are {}, {}, {} and {}; "
+            "npu_fused_infer_attention_score requires one dtype; cast them to one"
+        ).format(*have)
     captures = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
     return captures | ({"mixed": True} if mixed else {}), {}
 

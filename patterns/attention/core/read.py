@@ -28,13 +28,17 @@ from patterns.attention.reasons.blame import RULE, TRUTHS, missed, unproven, use
 from patterns.attention.words import ATTENTION_MASK, SOFTMAX_ATTENTION
 
 _REPEATED = (
-    "one score is repeated for several keys; npu_fused_infer_attention_score requires a product of query and key for "
-    "each key"
+    "scores: one of them is repeated for several keys; npu_fused_infer_attention_score requires a product "
+    "of query and key for each key; repeat the keys in place of the scores"
 )
-_CUT = "the weights are cut, but not from a sink that stands last"
+_CUT = (
+    "weights: columns are cut off behind the softmax that are no sink in the last column; "
+    "npu_fused_infer_attention_score_v2 requires the weights of all keys; write torch.cat([scores, sink], "
+    "-1).softmax(-1)[..., :-1]"
+)
 _VALUED = (
-    "sink: it has a value of its own; npu_fused_infer_attention_score_v2 requires a sink without one; cut its column "
-    "off the weights"
+    "sink: it has a value of its own; npu_fused_infer_attention_score_v2 requires a sink without one; cut "
+    "its column off the weights"
 )
 _OTHERS = (None, APART, _REPEATED, SEVERAL)
 """Outcomes for a product that is not q kᵀ, after which another addend of the scores is tried as q kᵀ."""
@@ -104,7 +108,10 @@ def why_not_scores(core: Core) -> Miss | str | None:
     if scores.product is None:
         return missed(scores.reason, core.product, scores.at) if scores.reason else None
     if not scores.scale or not isfinite(scores.scale):
-        return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
+        return (
+            f"scores: they are multiplied by {scores.scale:g} behind a mask; npu_fused_infer_attention_score "
+            "requires a positive finite factor, as hidden and visible scores must differ"
+        )
     if weights.cut != (scores.sink is not None):
         return _CUT if weights.cut else _VALUED
     return ""
@@ -118,8 +125,8 @@ def _read(assumed: Assumed, core: Core, word: str, operands: Operands) -> Outcom
     shape, scores = core.weights.softmax.shape[:-1], core.scores
     if not 1 <= len(shape) <= 4:
         return (
-            "scores of more than five dims; npu_fused_infer_attention_score requires [B, N, S, T]; "
-            "flatten the first of them"
+            "scores: they have more than five dims; npu_fused_infer_attention_score requires [B, N, S, T]; "
+            "flatten the leading dims"
         )
     assert scores.product is not None  # `why_not_scores` lets no others pass
     if scores.product.shape[-1] != core.product.args[1].shape[-2]:
@@ -157,12 +164,15 @@ def _framed(
     widened = (("cast", (root.dtype,)),) if narrow and ("cast", (root.dtype,)) not in core.finish else ()
     steps = named_view(frame.sizes, core.weights, width, (*core.finish, *widened))
     if steps is None:
-        return "the result is arranged by several symbolic sizes; compile it for static sizes of all but one of them"
+        return (
+            "result: it is reshaped by several symbolic sizes; a rewrite requires one at most; compile for "
+            "static sizes of all but one"
+        )
     captures["output_view"] = steps
     if scores.sink is not None:
         sink = per_head(a, scores.sink, frame, attended.queries)
         if sink is None:
-            return "the sink is not one number for each head; npu_fused_infer_attention_score requires [N]"
+            return "sink: it is not one number for each head; npu_fused_infer_attention_score_v2 requires [N]"
         captures["sink"] = sink
     queries = captures.get("q")
     seen = _masks(assumed, core, frame, keys, None if queries is None else queries.dtype)

@@ -32,11 +32,27 @@ INT8_VALUES = word(
     "(x + offset · offset_by + shift) · scale · by",
     **_SCALE, offset="[1, M or 1, 1, D or 1]; absent for 0", offset_by="a number", shift="a number",
 )  # fmt: skip
-_TOKENS = "int8 {of} have a scale or an offset of each token and channel, or of each sequence: the operator takes none"
-_SHIFTED = "int8 {of} have a scale of each token and an offset, which does not cancel and is not told so"
-_UNLIKE = "of keys and values only one has a scale of each token, or of each token and head"
-_SEVERAL = "int8 {of} have several scales or offsets, whose product or sum no dtype is known to hold"
-_ONE = "of keys and values only the {of} lie in int8"
+_TOKENS = (
+    "int8 {of}: they have a scale or an offset of each token and channel, or of each sequence; "
+    "npu_fused_infer_attention_score requires one for all, of each head, of each channel of a head, or of each "
+    "token"
+)
+_SHIFTED = (
+    "int8 {of}: they have a scale of each token and an offset; npu_fused_infer_attention_score requires scales "
+    "of tokens without an offset; quantise symmetrically"
+)
+_UNLIKE = (
+    "int8 keys, values: one of both alone has a scale of each token, or of each token and head; "
+    "npu_fused_infer_attention_score requires such scales of both; quantise keys and values alike"
+)
+_SEVERAL = (
+    "int8 {of}: they have several scales or offsets, whose product or sum may be rounded; "
+    "npu_fused_infer_attention_score requires one scale and one offset; multiply the scales once, in float32"
+)
+_ONE = (
+    "keys, values: the {of} alone are int8; npu_fused_infer_attention_score requires both in int8, or both in "
+    "floats; quantise keys and values alike"
+)
 
 
 @reader(gives=(INT8_KEYS, INT8_VALUES), needs=("softmax_attention",))

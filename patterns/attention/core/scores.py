@@ -29,14 +29,23 @@ from patterns.attention.reasons.blame import passed_in
 
 PLAIN = ("cast", "scale", "reshape", "permute")
 """Ops on scores that neither hide nor cap any of them."""
-_UNEVEN = "the scores are scaled by a tensor that is not the same for all keys"
-_OF_FLOATS = "; a mask of floats that is passed in is not known to hold 0 and 1 alone, as one of booleans is"
-SWALLOWED = (
-    "scores: what is subtracted from each row is computed from masked scores and may be the number that hides a key, "
-    "beside which the others are lost; npu_fused_infer_attention_score subtracts the greatest; write "
-    "scores - scores.amax(-1, keepdim=True)"
+_UNEVEN = (
+    "scores: they are multiplied by a tensor that differs among the keys; npu_fused_infer_attention_score "
+    "requires a factor that all keys of a query share; multiply the keys by that tensor"
 )
-BIASED = "what is added to the scores is computed from them, and no mask"
+_OF_FLOATS = (
+    "; where that tensor is a mask, pass booleans in and write torch.where(mask, scores, -inf), as floats are "
+    "not known to be 0 or 1"
+)
+SWALLOWED = (
+    "scores: what is subtracted from each row is computed from masked scores and may be the number that "
+    "hides a key, beside which the others are lost; npu_fused_infer_attention_score subtracts the "
+    "greatest; write scores - scores.amax(-1, keepdim=True)"
+)
+BIASED = (
+    "bias: it is computed from the scores; npu_fused_infer_attention_score requires an addend that is known "
+    "before the scores"
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,10 @@ def scores_of(a: Algebra, walk: Scores, z: Value) -> Scores:
             overflow = max(walk.overflow, _overflow(z.dtype) * abs(walk.scale))
             return scores_of(a, replace(walk, overflow=overflow), z.arg)
         case "cast" if product_in(z, walk.biases) is not None:
-            reason = f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats"
+            reason = (
+                f"scores: they are cast from {z.arg.dtype} to {z.dtype}; npu_fused_infer_attention_score "
+                "requires scores in floats; multiply queries and keys as floats"
+            )
             return replace(walk, reason=reason, at=(z,))
         case "reshape" | "permute":
             step = row_step(z)
@@ -93,7 +105,14 @@ def scores_of(a: Algebra, walk: Scores, z: Value) -> Scores:
             return scores_of(a, replace(walk, scale=walk.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
             if walk.scale != 1 or walk.factors or walk.terms or walk.steps or walk.sink is not None:
-                return replace(walk, reason="a sink is scaled or masked like a score", at=(z,))
+                return replace(
+                    walk,
+                    reason=(
+                        "sink: it is scaled or masked together with the scores; npu_fused_infer_attention_score_v2 "
+                        "requires a sink as it is; scale and mask the scores before the sink is concatenated"
+                    ),
+                    at=(z,),
+                )
             return _with_sink(a, walk, *z.args)
         case "add" | "where":
             return _masked(a, walk, z)
@@ -102,7 +121,14 @@ def scores_of(a: Algebra, walk: Scores, z: Value) -> Scores:
         case "mean" if (one := _product_of_one_row(a, z)) is not None:
             return scores_of(a, replace(walk, scale=walk.scale / z.arg.shape[-1]), one)
         case "tanh":
-            return replace(walk, reason="the scores are capped softly by tanh, which the operator does not do", at=(z,))
+            return replace(
+                walk,
+                reason=(
+                    "scores: they are capped by tanh (soft capping, logit_softcapping); "
+                    "npu_fused_infer_attention_score requires scores without it, and no other operator here has it"
+                ),
+                at=(z,),
+            )
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
             scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
             return scores_of(a, replace(walk, scale=walk.scale * _number(factor)), scores)
@@ -157,7 +183,10 @@ def _joins_keys(z: Value, biases: Collection[Value]) -> bool:
 
 def _masked_before_join(walk: Scores, z: Value) -> Scores:
     """Return `walk` with a reason if `z` joins several dims of keys in which scores were masked; else `walk`."""
-    reason = "scores are masked while their keys stand in several dims, as rows and columns"
+    reason = (
+        "scores: they are masked while keys have several dims, as rows and columns of an image; "
+        "npu_fused_infer_attention_score requires one dim of keys; flatten these dims before the mask"
+    )
     return replace(walk, reason=reason, at=(z,)) if _joins_keys(z, walk.biases) else walk
 
 
@@ -196,7 +225,14 @@ def _multiplied(a: Algebra, walk: Scores, z: Value) -> Scores:
         if factor.shape[-1:] not in ((), (1,)):
             return replace(walk, reason=_UNEVEN + (_OF_FLOATS if passed_in(factor) else ""), at=(z,))
         if computed_from(factor, product):
-            return replace(walk, reason="the scores are scaled by what is computed from them", at=(z,))
+            return replace(
+                walk,
+                reason=(
+                    "scores: they are multiplied by a tensor that is computed from them; "
+                    "npu_fused_infer_attention_score requires a factor that is known before the scores"
+                ),
+                at=(z,),
+            )
         if walk.steps and prod(factor.shape) != 1:
             factor = arranged(a, a.expand(factor, (*z.shape[:-1], 1)), walk.steps)
         return scores_of(a, replace(walk, factors=(*walk.factors, factor)), scores)
@@ -223,9 +259,19 @@ def _masked(a: Algebra, walk: Scores, z: Value) -> Scores:
         if by_row and computed_from(term.mask, product) and walk.sink is None and not walk.terms:
             return _shifted(a, walk, Shift(term.mask, scores, walk.scale))
     if isinstance(term, Term) and computed_from(term.mask, product):
-        term = BIASED if term.how == "add" else "which keys are seen depends on the scores themselves"
+        term = (
+            BIASED
+            if term.how == "add"
+            else (
+                "mask: it is computed from the scores; npu_fused_infer_attention_score requires a mask that is "
+                "known before the scores"
+            )
+        )
     elif walk.factors:
-        term = "the scores are scaled by a tensor after they are masked: what it makes of a hidden one is not known"
+        term = (
+            "scores: they are multiplied by a tensor behind the mask, which may turn hidden ones; "
+            "npu_fused_infer_attention_score requires the factor before the mask; multiply first, then mask"
+        )
     elif walk.steps and isinstance(term, Term):
         term = replace(term, mask=broadcast_arranged(a, term.mask, z.shape, walk.steps))
     if isinstance(term, str):
@@ -345,10 +391,25 @@ def _clamped(a: Algebra, walk: Scores, z: Value) -> Scores:
     """
     low, high = z.attrs
     if z.dtype is None or high != math.inf or low > torch.finfo(z.dtype).min:
-        return replace(walk, reason="the scores are clamped, which the operator does not do", at=(z,))
+        return replace(
+            walk,
+            reason=(
+                "scores: they are clamped; npu_fused_infer_attention_score requires scores as they are; leave the "
+                "clamp out"
+            ),
+            at=(z,),
+        )
     below = scores_of(a, walk, z.arg)
     if len(below.terms) == len(walk.terms):
         return below
     if walk.terms or walk.factors or not walk.scale > 0 or low * walk.scale > MASKED:
-        return replace(walk, reason="masked scores are clamped, and then masked once more or made small again", at=(z,))
+        return replace(
+            walk,
+            reason=(
+                "scores: masked ones are clamped, and then masked or multiplied again; "
+                "npu_fused_infer_attention_score requires a clamp of masked scores to be the last step before the "
+                "softmax; clamp last, or leave it out"
+            ),
+            at=(z,),
+        )
     return replace(below, floor=low * walk.scale)

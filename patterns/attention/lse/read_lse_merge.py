@@ -140,8 +140,10 @@ class _Merges:
                 return None
 
     def _weighed(self, x: Value, pick: Pick) -> Outs | None:
-        """Expand `x` = weights [.., 1] · y [.., E] to the values of y, each times the weight of its row; None for
-        others.
+        """Expand `x` = weights [.., 1] · y [.., E], or its entry `pick`, to the values of y, each times the weight of
+        its row.
+
+        None for other products.
         """
         for weight, y in (x.args, x.args[::-1]):
             rows = (*y.shape[:-1], 1)
@@ -165,8 +167,8 @@ class _Merges:
         return share
 
     def _differing(self, y: Value, pick: Pick) -> Outs:
-        """Expand `y`, or its entry `pick`, as `outs` does; but of a difference both terms, even if neither is
-        weighted.
+        """Expand `y`, or its entry `pick`, as `outs` does; but of a difference x - z both terms, even if neither has a
+        weight.
         """
         minus = y.op == "add" and is_float(y) and any(each.op == "scale" for each in y.args)
         if not minus:
@@ -202,11 +204,11 @@ def _is_undivided(out: Value) -> bool:
 
 
 def _gives_other(value: Value, merge: Reading) -> bool:
-    """Return True if the operator may give another result than `merge` does for a row that all parts hide by a finite
-    number.
+    """Return True if the operator may give another merged `value` than `merge` does for a row that all parts hide by a
+    finite number.
 
     There lse = number + log(parts), which rounds to the number itself if that is large: the operator, which weighs by
-    exp(lseᵢ - lse), then gives each part the weight 1. `value` is the merged value.
+    exp(lseᵢ - lse), then gives each part the weight 1.
     """
     captures = merge.captures
     sums = [each for name, each in captures.items() if name.startswith("lse")]
@@ -224,29 +226,50 @@ def _gives_other(value: Value, merge: Reading) -> bool:
 
 
 def _may_be_low(lse: Value) -> bool:
-    """Return True if `lse` is made from scores that a finite number may hide."""
+    """Return True if a number of at most `MASKED`, but above -inf, is among what the scores of `lse` are made from."""
     sources = lse.sources(lambda each: () if each.op == "matmul" else each.args)
     return any(each.op in ("full", "scale") and -math.inf < each.attrs[0] <= MASKED for each in sources)
 
 
 def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> Reading | str:
-    """Read the outputs and log-sum-exps of the parts that `value` merges, by their shares `outs`; or give a reason."""
+    """Read the outputs and log-sum-exps of the parts that `value` merges; return the reason if it is no merge.
+
+    `outs` maps each output to its weight as a share; `exponentials` finds the values of which the shares are
+    exponentials.
+    """
     shares = list(outs.values())
     if len(shares) > PARTS:
-        return f"more than {PARTS} parts are merged"
+        return (
+            f"parts: more than {PARTS} are merged; npu_attention_update requires {PARTS} at most; merge in "
+            "several steps"
+        )
     added = total(shares)
     if added is None or added.powers or added.sums or abs(added.factor - 1) > 1e-9:
         if any(map(_is_undivided, outs)):
-            return "the parts are not divided by their own sums before they are merged, but all of them at the end"
-        return "the weights of the parts are not shares of one: they are not exp(lseᵢ - lse) with the lse of all parts"
+            return (
+                "parts: they are divided by the sum of all at the end, not each by its own; "
+                "npu_attention_update requires softmax outputs; divide each part by its own sum"
+            )
+        return (
+            "weights of the parts: they are not exp(lseᵢ - lse) with lse = logsumexp of all lseᵢ; "
+            "npu_attention_update requires these; write exp(lse_i - torch.logsumexp(lses, 0))"
+        )
     if len({share.sums for share in shares}) > 1:
-        return "a part is weighed by more than the exponential of one number for each row"
+        return (
+            "weights of the parts: one has factors beside exp(lseᵢ - lse); npu_attention_update requires the "
+            "exponential alone"
+        )
     rows = value.shape[:-1]
     sums = exponentials.logarithms(shares, but_ones(rows))
     if sums is None:
-        return "the log-sum-exps of the parts are not in the graph: the weights come from something else"
+        return (
+            "lse: the weights of the parts are computed from something else than their log-sum-exps; "
+            "npu_attention_update requires the log-sum-exp of each part, as attention returns it"
+        )
     if any(but_ones(out.shape) != but_ones(value.shape) for out in outs):
-        return "the parts do not have the shape of what they are merged to"
+        return (
+            "parts: their shape differs from that of the result; npu_attention_update requires parts of the same shape"
+        )
     captures: dict[str, Any] = {}
     for number, (out, lse) in enumerate(zip(outs, sums, strict=True)):
         captures |= {f"out{number}": a.reshape(out, value.shape), f"lse{number}": a.reshape(lse, rows)}

@@ -76,5 +76,7 @@ def _is_infinite(graph: Graph, value: Value, scores: Value, terms: Sequence[Term
 
 
 def _unshifted(scores: Value) -> Value:
-    """Return the scores before a number computed from them was subtracted from each row."""
+    """Return x if `scores` are x - r with a number r of each row that is computed from x, such as its maximum; else
+    `scores`.
+    """
     return next((x for x, less in differences(scores) if computed_from(less, x)), scores)

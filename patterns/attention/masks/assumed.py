@@ -83,10 +83,10 @@ class Assumed:
         return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]), self.may_be_lowered)
 
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
-        """Return the positions at which the model writes `queries` rows into buffers of at most `keys` rows.
+        """Return the positions from which the model writes `queries` rows into buffers of at most `keys` rows.
 
-        The model itself fails on a write beyond the end of a buffer, so that each such position + `queries` is at most
-        `keys`. Empty for one query, or a symbolic number of keys.
+        As the model itself fails on a write beyond the end of a buffer, each such position is at most `keys` -
+        `queries`. Empty for one query, or a symbolic number of keys.
         """
         if queries == 1 or not isinstance(keys, int):
             return frozenset()
@@ -135,7 +135,10 @@ class Assumed:
         return mask.rank == 2 and self._kind(mask) == "padding"
 
     def _last(self, mask: Value, at: Sequence[Affine]) -> Affine | None:
-        """Return the last key that query 0 sees: 0 where S = T, else the counted keys - 1; None if not countable."""
+        """Return the last key that query 0 sees under the assumed `mask`: 0 where S = T, else the counted keys - 1.
+
+        `at` are the positions of the mask, of which the sequence selects its count. None if the keys cannot be counted.
+        """
         queries, keys = mask.shape[-2:]
         if queries == keys:
             return Affine()

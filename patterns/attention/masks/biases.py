@@ -42,11 +42,16 @@ class Bias(Group):
         """Refuse a bias if the mask `seen` has queries without a visible key that give the mean of all values.
 
         The lowering sets such queries to 0 so that all their scores are equal, but the operator adds the bias to them.
-        That is so where keys are `paged`, or the mask is given by a number of keys; else the mean is computed
+        It does so where keys are `paged`, or the mask is given by a number of keys; else the mean is computed
         afterwards.
         """
         posed = seen.fully_masked_row == "mean" and (paged or seen.count is not None)
-        require(self.values is None or not posed, "a query without keys gives the mean of all values, beside a bias")
+        require(
+            self.values is None or not posed,
+            "bias: beside it, a query without visible keys gives the mean of all values; "
+            "npu_fused_infer_attention_score requires 0 or NaN there; hide keys by -inf, or show each query a "
+            "key",
+        )
 
     def arguments(self, keys: Any) -> dict[str, Any]:
         """Return `pse_shift`: the bias, padded to `keys` keys, with -inf clamped to the lowest finite number."""
@@ -57,11 +62,17 @@ class Bias(Group):
         return dict(pse_shift=bias if room == 0 else pad(bias, (0, room)))
 
     def restored(self, y: Tensor, seen: Any) -> Tensor:
-        """Set the rows of `y` [B, N, S, E] without a visible key to 0 or NaN, as plain attention does."""
+        """Set the rows of `y` [B, N, S, E] all of whose keys the bias or the mask `seen` hides to 0 or NaN, by
+        `self.empty`.
+        """
         if self.empty is None:
             return y
         shown = seen.mask is not None or seen.hides_nothing()
-        require(shown, "beside a bias that may hold -inf, what a mask hides cannot be shown")
+        require(
+            shown,
+            "bias: it may be -inf, and the mask beside it has no tensor; npu_fused_infer_attention_score "
+            "requires a finite bias beside such a mask; give the bias finite numbers",
+        )
         hidden = self.values == -torch.inf
         blind = (hidden if seen.mask is None else hidden | seen.mask).all(-1, keepdim=True)
         return y.masked_fill(blind, _EMPTY[self.empty])

@@ -111,9 +111,9 @@ def per_query(a: Algebra, expression: Affine, sizes: tuple[Any, Any], query: int
 
 
 def _elements(a: Algebra, leaf: Leaf, sizes: tuple[Any, Any], query: int) -> Value | None:
-    """Gather the elements [B, S] of the tensor of `leaf` that the queries read; None for other indices.
+    """Gather the elements [B, S] = `sizes` of the tensor of `leaf` that the queries read; None for other indices.
 
-    Each query reads one element, its own or one shared by all sequences.
+    Each query reads one element, its own or one shared by all sequences. `query` is the axis of queries.
     """
     own = [({place: 1}, size) for place, size in zip((0, query), sizes, strict=True) if size != 1]
     axes = list(zip(leaf.index, leaf.value.shape, strict=True))
@@ -128,7 +128,10 @@ def _elements(a: Algebra, leaf: Leaf, sizes: tuple[Any, Any], query: int) -> Val
 
 
 def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
-    """Slice the one element [1] of the tensor of `leaf` that is read, or one for each sequence [B]; None for others."""
+    """Slice the one element of the tensor of `leaf` that is read [1], or the one of each of `batch` sequences [B].
+
+    None for other indices.
+    """
     value = leaf.value
     size: Any = 1
     for axis, index in enumerate(leaf.index):

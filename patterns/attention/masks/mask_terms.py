@@ -18,9 +18,13 @@ from patterns.attention.masks.visible import MASKED, by_list, hidden, negated
 from patterns.attention.reasons.blame import unproven
 
 LOST = -1e30  # a finite number that absorbs any score to which it is added
-REPLACED = "scores are replaced by something else than a number of at most -1e4"
+REPLACED = (
+    "mask: hidden scores are replaced by a number above -1e4, or by a tensor; npu_fused_infer_attention_score "
+    "requires hidden scores of -1e4 at most; write masked_fill(mask, -inf)"
+)
 UNDEFINED = (
-    "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
+    "bias: it is NaN at some of the scores, as 0 * inf is; npu_fused_infer_attention_score requires "
+    "numbers; write torch.where or masked_fill with -inf in place of the product"
 )
 
 
@@ -87,7 +91,14 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
             return unproven(each.mask, hides_by_truths(positions, each))
         others = [value for value in constants if not (value == 0 or value <= MASKED)]
         if others:
-            return UNDEFINED if math.isnan(others[0]) else f"a bias of {others[0]} is added to some of the scores"
+            return (
+                UNDEFINED
+                if math.isnan(others[0])
+                else (
+                    f"bias: {others[0]} is added to some of the scores, which hides no key; a mask requires 0 where "
+                    "a key is visible, else at most -1e4; write -inf where keys are hidden"
+                )
+            )
         parts.append(constants.get(0.0, False))
     return conjunction(*parts)
 
@@ -111,13 +122,18 @@ def added_numbers(positions: Positions, term: Term) -> dict[float, Formula] | No
 def hides_by_truths(positions: Positions, term: Term) -> bool:
     """Return True if the additive `term` would add only 0 and numbers that hide keys, if all integer inputs were 0 or
     1.
+
+    `positions` evaluates masks, at the positions of the scores.
     """
     constants = added_numbers(positions.supposing(), term)
     return constants is not None and all(value == 0 or value <= MASKED for value in constants)
 
 
 def hides_below(positions: Positions, term: Term) -> bool:
-    """Return True if every score that `term` hides is below all scores that it lets through."""
+    """Return True if every number by which `term` hides a key puts the score below all scores that `term` lets through.
+
+    `positions` evaluates masks, at the positions of the scores.
+    """
     numbers = (term.fill,) if term.how != "add" else added_numbers(positions, term) or ()
     return all(number <= LOST for number in numbers if number != 0)
 
@@ -150,7 +166,10 @@ def unseen(
 
 
 def numbers_of(positions: Positions, terms: Sequence[Term]) -> list[float]:
-    """List the numbers by which `terms` hide keys: those that replace scores, and the nonzero addends."""
+    """List the numbers by which `terms` hide keys: those that replace scores, and the nonzero addends.
+
+    `positions` evaluates masks, at the positions of the scores.
+    """
     return [
         number
         for each in terms
@@ -169,7 +188,7 @@ def addends(term: Term) -> Iterator[Term]:
 
 
 def is_finite(positions: Positions, term: Term) -> bool:
-    """Return True if `term` hides no key by -inf."""
+    """Return True if `term`, evaluated by `positions`, hides no key by -inf."""
     return -torch.inf not in numbers_of(positions, (term,))
 
 
@@ -199,8 +218,8 @@ def hidden_by(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:
         if each.how == "add":
             yield hidden(a, each.mask, each.factor)
             continue
-        turned = each.mask.op == "not"
-        mask = each.mask.arg if turned else each.mask
-        shows = (each.how == "keep") != turned
+        is_negated = each.mask.op == "not"
+        mask = each.mask.arg if is_negated else each.mask
+        shows = (each.how == "keep") != is_negated
         listed = by_list(a, mask, lambda number, shows=shows: bool(number) != shows)
         yield listed or (negated(a, mask) if shows else mask)

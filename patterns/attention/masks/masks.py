@@ -37,28 +37,33 @@ from patterns.attention.masks.mask_terms import (
 from patterns.attention.masks.visible import MASKED, list_in, names_keys
 
 Sizes = tuple[Any, Any, Any, Any]
-MOVED = "the scores are masked before they are arranged otherwise"
-_OF_EACH = (
-    "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
-    "one tensor that a list names"
+MOVED = (
+    "mask: it is applied before the scores are permuted or reshaped; npu_fused_infer_attention_score requires "
+    "a mask of the scores [B, N, S, T]; mask them behind the permute"
 )
-OF_HEADS = "the mask differs from head to head"
-_OF_LISTS = (
-    OF_HEADS + ": heads, or groups of them, have a list of {what} each, and the operators of "
-    "sparse attention read one list of keys for all heads"
+OF_HEADS = "mask: it differs from head to head"
+_ONE = "npu_fused_infer_attention_score requires one mask for all heads"
+_OF_EACH = OF_HEADS + (
+    f"; {_ONE}; where its dim of heads is one of queries, each with gathered keys, gather these from one tensor by a list of "
+    "each query, as npu_sparse_flash_attention takes them"
+)
+_OF_LISTS = OF_HEADS + (
+    ", as each head, or group of heads, has its own list of {what}; npu_sparse_flash_attention requires one list "
+    "of keys for all heads"
 )
 NOT_LOST = (
-    "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
-    "them by 1e30 at least, or be proven to show a key to each query"
+    "mask: a query that sees no key would see those that are lowered least; "
+    "npu_fused_infer_attention_score requires keys to be hidden for good; mask with -inf, replace the "
+    "scores, lower them by 1e30 at least, or show each query a key"
 )
 UNSHARED = (
-    "softmax: a query that sees no key gives neither 0, NaN nor the mean of all values, as what is subtracted from its "
-    "scores loses the logarithm of their number; npu_fused_infer_attention_score requires one of these; write "
-    "scores.softmax(-1), hide keys by -inf, or let each query see a key"
+    "softmax: a query that sees no key gives neither 0, NaN nor the mean of all values, as what is "
+    "subtracted from its scores loses the logarithm of their number; npu_fused_infer_attention_score "
+    "requires one of these; write scores.softmax(-1), hide keys by -inf, or let each query see a key"
 )
 _OF_PADDING = (
-    "; what is assumed to be padding may hide all of them: pass booleans in, as sdpa takes them, or assume a causal "
-    "order where nothing is padded"
+    "; a mask that is assumed to be padding may hide every key: pass booleans, as sdpa takes them, or "
+    "assume a causal order where nothing is padded"
 )
 
 
@@ -170,7 +175,7 @@ class Masks:
         return captures | {"count": bounded["kv_lens"]} if counts else captures
 
     def _unseen(self, empty: Empty, over: bool, floor: float) -> str:
-        """Name the result of a query that sees no key, see `unseen`.
+        """Name the result of a query that sees no key, by `unseen` with the same arguments.
 
         "" as well if a mask is assumed that may hide keys by -inf or by finite numbers, and the two give different
         results.
@@ -181,10 +186,12 @@ class Masks:
         return results.pop() if len(results) == 1 else ""
 
     def _per_head_reason(self) -> str:
-        """Return the reason why a mask that differs between heads is refused, by the list in the mask, if any."""
+        """Return the reason to refuse a mask that differs between heads: a list of keys or of blocks for each head, or
+        any other.
+        """
         listed = list_in(self.terms[-1].mask)
         if listed is None:
-            return OF_HEADS
+            return f"{OF_HEADS}; {_ONE}"
         return _OF_LISTS.format(what="keys" if names_keys(listed, self.sizes[3]) else "blocks of keys")
 
     def _lists_some(self, bounds: Limits) -> bool:
@@ -201,7 +208,7 @@ class Masks:
         return any(self._lists_one(each, inside) or self._is_at_end(each, inside) for each in choices)
 
     def _is_at_end(self, part: Formula, inside: Limits) -> bool:
-        """Return True if `part` shows the first key, or the last keys, within the bounds `inside`."""
+        """Return True if the condition `part` shows the first key, or the last keys, within the bounds `inside`."""
         rank = len(self.positions.shape)
         side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
         if at is None or inside.high is None or inside.low is not None:
@@ -225,9 +232,9 @@ class Masks:
         return scores is not None and scores.limits(scores.visible()) == inside
 
     def behind(self, masked: Value) -> Masks | None:
-        """Return the masks of a top-k over `masked` [B, S, T], the outermost of its masks alone.
+        """Return the masks of the scores that a top-k takes from `masked` [B, S, T]: only the outermost mask on them.
 
-        None if it has none, or if a score that the mask hides may be above one that it shows.
+        None if there is none, or if a score that the mask hides may be above one that it shows.
         """
         positions = self.positions.over(masked.shape)
         for scores in masked.args[-2:] if masked.op in ("add", "where") else ():
@@ -292,6 +299,8 @@ class Masks:
     def are_shared(self, empty: Empty) -> bool:
         """Return True if the softmax gives all keys equal weights in a row of any finite number by which a mask hides a
         key.
+
+        `empty` has the results of the softmax for rows of one number.
         """
         finite = [each for each in numbers_of(self.positions, self.terms) if each > -math.inf]
         return all(empty.of(number) == "mean" for number in finite or [MASKED])
@@ -331,8 +340,6 @@ class Masks:
         return shows
 
     def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
-        """Return the operand of `x` if `x` is an expand, else `x`; and its dims, with 1 in front up to the rank of the
-        scores.
-        """
+        """Return `x` without an expand at its top, and its dims, preceded by 1s up to the rank of the scores."""
         wide = unexpanded(x)
         return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)

@@ -37,8 +37,8 @@ _FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "numb
 """Ops whose results are taken as finite, as scores are."""
 
 GUARDED = (
-    "as a bias it may hold -inf, of which no page of the operator says what becomes, and to keep that from it takes "
-    "more calls than the one that attends"
+    "as a bias it may be -inf, which no page of the operator describes, and to replace that takes more "
+    "calls than are saved; give it finite numbers"
 )
 
 
@@ -127,8 +127,9 @@ def _is_chosen(x: Value) -> bool:
 
 
 def _hides(positions: Positions, x: Value, factor: float) -> bool:
-    """Return True if `x` times `factor` has only 0 and numbers that hide a key; or +inf or NaN, which no bias has
-    either.
+    """Return True if an addend `x`, multiplied by `factor` afterwards, is a mask: all its numbers are 0 or hide a key.
+
+    Or one of them is +inf or NaN, which no bias has either.
     """
     numbers = positions.constants(x, positions.of(x)) if factor > 0 else None
     if numbers is None:
@@ -139,6 +140,8 @@ def _hides(positions: Positions, x: Value, factor: float) -> bool:
 def _pieces(a: Algebra, positions: Positions, x: Value, choices: bool = True) -> Iterator[Value]:
     """Yield values that add up to `x` when broadcast: the addends of sums, and with `choices` the mask and the rest of
     choices.
+
+    `positions` evaluates masks, at the positions of the scores.
     """
     match x.op:
         case "full" if x.attrs[0] == 0:
@@ -205,32 +208,38 @@ def bias_of(
     """
     a = assumed.algebra
     if dtype is None:
-        return "as a bias it is none of int8 attention"
+        return "as a bias it stands beside int8 keys, with which the operator takes none"
     value = _joined(a, [each for _, each in split.biases], len({place for place, _ in split.biases}) == 1, dtype)
     if isinstance(value, str):
         return value
     numbers = assumed.folder.fold(value)
     if value.dtype != dtype:
         if numbers is None or not _holds(numbers, dtype):
-            return f"as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}"
+            return (
+                f"as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}; cast it to "
+                f"{_named(dtype)}"
+            )
         value = a.cast(value, dtype)
     wide = _per_head(a, value, frame, split.masks.sizes[-1])
     weakest = max(split.masks.weakest(), floor if split.masks.terms else -math.inf)
     if weakest > -math.inf and _may_reach(min(-LOST, -weakest / 4), value, numbers, assumed.weights):
-        return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
+        return (
+            "as a bias it may hide keys beside a mask of finite numbers, where a query without keys would see "
+            "some; mask with -inf"
+        )
     if floor > LOST and _may_reach(-floor / 4, value, numbers, assumed.weights):
-        return "as a bias it may come near the number at which scores are clamped, which swallows none of them"
+        return "as a bias it may come near the number at which scores are clamped; leave the clamp out"
     if _is_finite(split.masks.positions, value) or not _may_reach(math.inf, value, numbers, assumed.weights):
         return {"bias": wide}
     if floor > -math.inf:
         return {"bias": a.make("clamp", (wide,), (floor, math.inf), wide.shape, wide.dtype)}
     if structured:
-        return "as a bias it may hold -inf, beside a mask of each head"
+        return "as a bias it may be -inf beside a mask without a tensor; give it finite numbers"
     return {"bias": wide, "empty_bias": empty}
 
 
 def _is_finite(positions: Positions, x: Value) -> bool:
-    """Return True if `x` is proven to have finite numbers alone, as a choice of constants has."""
+    """Return True if `positions` evaluates `x` to finite numbers alone, as it does a choice of constants."""
     numbers = positions.constants(x, positions.of(x))
     return numbers is not None and all(map(math.isfinite, numbers))
 
@@ -258,21 +267,31 @@ def _joined(a: Algebra, terms: Sequence[Term], at_once: bool, dtype: torch.dtype
         total: Value | None = a.cast(terms[0].mask, wide) if alike and (at_once or apart) else None
         for each in terms[1:]:
             total = total and a.add(total, a.cast(each.mask, wide))
-        return "as a bias it is the sum of several, which would be rounded" if total is None else a.cast(total, dtype)
+        return (
+            (
+                "as a bias it is a sum of several, which would be rounded once more; add them in the dtype of the "
+                "queries before"
+            )
+            if total is None
+            else a.cast(total, dtype)
+        )
     value, factor = terms[0].mask, terms[0].factor
     while value.op == "expand" or exact(value) is not value:
         value = value.arg
     if value.op == "cast" and not is_float(value.arg):
-        return "as a bias it is of whole numbers"
+        return "as a bias it is in integers; cast it to the dtype of the queries"
     if factor == 1:
         return value
     if not 0 < abs(factor) < 1 or not math.log2(abs(factor)).is_integer():
-        return f"as a bias it is multiplied by {factor:g} with the scores, by which it would be rounded"
+        return (
+            f"as a bias it is multiplied by {factor:g} together with the scores, by which it would be rounded; "
+            "add it behind that factor"
+        )
     return a.scale(value, factor)
 
 
 def _per_head(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
-    """View the bias `value`, which broadcasts to scores [*rows, T] of `frame`, as [B or 1, N, S, T]."""
+    """View the bias `value`, which broadcasts to scores [*rows, T] of `frame`, as [B or 1, N, S, T], for T = `keys`."""
     full = (*frame.shape, keys)
     lead = (*(1,) * (len(full) - value.rank), *value.shape)
     wide = a.expand(a.reshape(value, lead), (lead[0], *full[1:]))
@@ -280,8 +299,9 @@ def _per_head(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
 
 
 def _may_reach(most: float, x: Value, numbers: Array | None, weights: Collection[str]) -> bool:
-    """Return True if the bias `x`, with entries `numbers` if constant, may have an entry of magnitude `most` or
-    more.
+    """Return True if the bias `x`, with entries `numbers` if constant, may have an entry of magnitude `most` or more.
+
+    `weights` are as in `_may_hold`.
     """
     if numbers is not None:
         return not (np.abs(numbers) < most).all()

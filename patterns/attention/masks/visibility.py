@@ -21,7 +21,7 @@ from fusion import Group, attribute, require, tensor
 from patterns.attention.calls import MaskSpec
 
 Queries = tuple[Tensor, ...]
-_OWN = "sequences do not all see the same"
+_OWN = "mask: it differs among the sequences; a call with batch 1 requires one mask for all"
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,15 @@ class Unmasked(Visibility):
 
     def refuse_others(self) -> None:
         """Refuse every mask that hides a key."""
-        require(self.kv_len is None and self.kv_lens is None, "not a whole sequence attends to itself")
-        require(self.mask_kind == "none", "a query does not see every key")
+        require(
+            self.kv_len is None and self.kv_lens is None,
+            "keys: a window or a length leaves some out; npu_fusion_attention requires all keys of a sequence "
+            "for its own tokens",
+        )
+        require(
+            self.mask_kind == "none",
+            "mask: it hides keys; npu_fusion_attention requires that every query sees every key",
+        )
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,14 @@ class Structured(Visibility):
     def refuse_unproven(self) -> None:
         """Refuse a dense mask, unless it is a number of visible keys for each sequence."""
         proven = self.mask_kind != "dense" or self.count is not None
-        require(proven, "what the mask lets through is not proven to be causal, a window or a length")
+        require(
+            proven,
+            "mask: it is not proven to be causal, a window or a length of each sequence; this call requires "
+            "one of these; write such a mask, or name it in the option assume",
+        )
 
     def refuse_own(self) -> None:
-        """Refuse a mask that differs between sequences."""
+        """Refuse a mask with a number of visible keys of its own for each sequence, `kv_lens` or `count`."""
         require(self.kv_lens is None and self.count is None, _OWN)
 
     def spec(self) -> MaskSpec:
@@ -96,7 +107,8 @@ class Structured(Visibility):
         """Return `queries` [B, N, S, D] and the mask, changed so that the operator gives the mean for sequences without
         keys.
 
-        If plain attention gives the mean of all values there, the queries are set to 0 and see all `keys` keys.
+        If plain attention gives the mean of all values there, the queries are set to 0 and see all `keys` keys; else
+        nothing changes.
         """
         if self.count is None or self.fully_masked_row != "mean":
             return queries, self
@@ -113,11 +125,12 @@ class Structured(Visibility):
         bounded = self.kv_len is not None or self.kv_lens is not None or self.count is not None
         return self if rows is None or bounded or self.mask_kind == "causal_upper_left" else replace(self, kv_len=rows)
 
-    def asked(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Return the lengths of keys, and the mask as arguments, for queries `q` [B, N, S, D] over `keys` keys of
-        `source`.
+    def lengths_and_mask(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Return the lengths of keys, and the mask as further arguments of the operator: sparse mode, window and fixed
+        mask.
 
-        `latent` is True for attention over a latent.
+        They are for queries `q` [B, N, S, D] over `keys` keys of `source`. `latent` is True for attention over a
+        latent.
         """
         spec = source.spec(self.spec(), q.shape[2], keys, latent)
         return source.lengths(spec, q), spec.arguments(q.device, q.shape[2])
@@ -125,7 +138,7 @@ class Structured(Visibility):
     def restored(self, y: Tensor, last: bool = False, values: Tensor | None = None) -> Tensor:
         """Set rows of `y` without a visible key to NaN where plain attention gives NaN.
 
-        `y` is [B, N, S, E], or [B, S, N, E] for `last`.
+        `y` is [B, N, S, E], or [B, S, N, E] for `last`. `values` are not read: `posed` has cared for a mean.
         """
         if self.count is None or self.fully_masked_row != "nan":
             return y
@@ -144,13 +157,13 @@ class Dense(Visibility):
     """A mask [B or 1, 1, S, T], true where a key is hidden."""
 
     def refuse_own(self) -> None:
-        """Refuse a mask that differs between sequences."""
+        """Refuse a mask, its `levels`, or a number of visible keys, of its own for each sequence."""
         shared = all(each is None or each.shape[0] == 1 for each in (self.shown(), self.levels))
         require(shared and self.kv_lens is None, _OWN)
 
     def shown(self) -> Tensor:
         """Return the mask [B or 1, 1, S, T]; refuse a visibility without one."""
-        require(self.mask is not None, "there is no mask")
+        require(self.mask is not None, "mask: there is none; this call requires one")
         return self.mask
 
     def blind(self, last: bool = False) -> Tensor:
@@ -162,7 +175,8 @@ class Dense(Visibility):
         """Return `queries` [B, N, S, D] and the mask, changed so that the operator gives the model's mean for rows
         without keys.
 
-        Such queries are set to 0, and see all keys; with `levels`, those that are lowered least.
+        Such queries are set to 0, and see all keys; with `levels`, those that are lowered least. Nothing changes if
+        plain attention gives no mean there; `keys` is not read, as the mask has an entry for each.
         """
         if self.levels is None and self.fully_masked_row != "mean":
             return queries, self
@@ -181,11 +195,11 @@ class Dense(Visibility):
         """Return the mask as it is: it has an entry for each key."""
         return self
 
-    def asked(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Return the lengths of keys, and the mask as arguments, for queries `q` [B, N, S, D] over `keys` keys of
-        `source`.
+    def lengths_and_mask(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Return the lengths of keys, and the mask as further arguments of the operator: the dense mask and its mode.
 
-        `latent` is True for attention over a latent, whose operator takes no sparse_mode beside the mask.
+        They are for queries `q` [B, N, S, D] over `keys` keys of `source`. `latent` is True for attention over a
+        latent, whose operator takes no sparse_mode beside the mask.
         """
         mask = source.widened(self.shown(), q.shape[0], keys)
         spec = source.spec(MaskSpec(), q.shape[2], keys, latent)
@@ -204,7 +218,10 @@ class Dense(Visibility):
             case "nan":
                 return y.masked_fill(self.blind(last), torch.nan)
             case _:
-                assert self.levels is None, "queries that see the keys that are lowered least are posed so before"
+                assert self.levels is None, (
+                    "mask: queries without visible keys see those that are lowered least; this call requires "
+                    "these queries to be posed without a mask tensor"
+                )
                 mean = _mean(values, y.shape[2 if last else 1])
                 return torch.where(self.blind(last), mean.transpose(1, 2) if last else mean, y)
 

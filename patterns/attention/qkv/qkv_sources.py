@@ -49,10 +49,14 @@ class OneProjection(Group):
 
     def guard(self) -> None:
         """Refuse a projection with other lanes than queries, keys and values."""
-        require(self.end == self.qkv.shape[-1], "queries, keys and values do not make up one projection")
+        require(
+            self.end == self.qkv.shape[-1],
+            "queries, keys, values: they are not all the lanes of one projection; npu_qkv_rms_norm_rope_cache "
+            "requires q, k and v of one input, joined in this order",
+        )
 
     def joined(self, tokens: int) -> Tensor:
-        """Return queries, keys and values as [T, W]."""
+        """Return queries, keys and values of the T = `tokens` tokens as [T, W]."""
         return self.qkv.reshape(tokens, -1)
 
     def query_shape(self, width: int) -> tuple[int, ...]:
@@ -62,7 +66,9 @@ class OneProjection(Group):
 
 @dataclass(frozen=True)
 class Projections(Group):
-    """Three linear layers of one input, whose weights are concatenated once."""
+    """Three linear layers `layers` of one input `x`, for queries, keys and values, whose weights are
+    concatenated once.
+    """
 
     x: Any = tensor("*B K")
     layers: Any = Layers
@@ -80,10 +86,14 @@ class Projections(Group):
     def guard(self) -> None:
         """Refuse weights that would be concatenated at every call, and biases of some layers only."""
         self.layers.refuse()
-        require(len(self.layers.biases()) in (0, 3), "some of the projections have a bias, others have none")
+        require(
+            len(self.layers.biases()) in (0, 3),
+            "projections: some have a bias, others none; one matmul of all requires a bias of each; give the "
+            "others a bias of zeros",
+        )
 
     def joined(self, tokens: int) -> Tensor:
-        """Emit one matmul for queries, keys and values as [T, W]."""
+        """Emit one matmul for queries, keys and values of the T = `tokens` tokens as [T, W]."""
         return self.layers.joined(self.x).reshape(tokens, -1)
 
     def query_shape(self, width: int) -> tuple[int, ...]:
@@ -93,7 +103,7 @@ class Projections(Group):
 
 @dataclass(frozen=True)
 class Anywhere(Group):
-    """Queries and keys [B, S, N, D] or [T, N, D] from any source, and values with the same lanes."""
+    """Queries `q` and keys `k` [B, S, N, D] or [T, N, D] from any source, and values `v` with the same lanes."""
 
     q: Any = tensor("*B Nq D")
     k: Any = tensor("*B Nk D")
@@ -112,7 +122,7 @@ class Anywhere(Group):
         """Accept any queries, keys and values."""
 
     def joined(self, tokens: int) -> Tensor:
-        """Concatenate queries, keys and values to [T, W], which copies them."""
+        """Concatenate queries, keys and values of the T = `tokens` tokens to [T, W], which copies them."""
         return torch.cat([each.reshape(tokens, -1) for each in (self.q, self.k, self.v)], dim=-1)
 
     def query_shape(self, width: int) -> tuple[int, ...]:

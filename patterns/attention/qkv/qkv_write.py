@@ -33,12 +33,12 @@ Both = tuple[Tensor, Tensor]
 # order of dims of heads ----------------------------------------------------------------------------------------------
 
 
-TURNED = (0, 2, 1, 3)
+TRANSPOSED = (0, 2, 1, 3)
 
 
 @dataclass(frozen=True)
 class PositionsFirst(Group):
-    """Queries and keys are [B, S, N, D], or [T, N, D]."""
+    """Order of dims in which queries and keys are normalised and rotated: [B, S, N, D], or [T, N, D]."""
 
     heads_first: ClassVar[bool] = False
 
@@ -57,17 +57,17 @@ class PositionsFirst(Group):
 
 @dataclass(frozen=True)
 class HeadsFirst(PositionsFirst):
-    """Queries and keys are normalised and rotated as [B, N, S, D]."""
+    """Order of dims in which queries and keys are normalised and rotated: [B, N, S, D]."""
 
     heads_first: ClassVar[bool] = True
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
         """Match the norm of `heads` transposed to [B, N, S, D]."""
-        return norm(p.in_order(heads, TURNED))
+        return norm(p.in_order(heads, TRANSPOSED))
 
     def stored(self, p, rotated):
         """Match rotated keys transposed back to [B, S, N, D]."""
-        return p.reshaped(p.in_order(rotated, TURNED))
+        return p.reshaped(p.in_order(rotated, TRANSPOSED))
 
     def restored(self, q: Tensor) -> Tensor:
         """Transpose queries `q` [B, S, N, D] to [B, N, S, D]."""
@@ -76,11 +76,11 @@ class HeadsFirst(PositionsFirst):
 
 @dataclass(frozen=True)
 class RotatedHeadsFirst(HeadsFirst):
-    """Queries and keys are normalised as [B, S, N, D], and rotated as [B, N, S, D]."""
+    """Orders of dims in which queries and keys are normalised, [B, S, N, D], and rotated, [B, N, S, D]."""
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
         """Match the norm of `heads`, transposed to [B, N, S, D] behind it."""
-        return p.in_order(norm(heads), TURNED)
+        return p.in_order(norm(heads), TRANSPOSED)
 
 
 # pages ---------------------------------------------------------------------------------------------------------------
@@ -88,7 +88,9 @@ class RotatedHeadsFirst(HeadsFirst):
 
 @dataclass(frozen=True)
 class GroupedPages(Group):
-    """Pages [Block, .., A, Size, L] of keys and values in NZ blocks of L lanes, written at the same slots."""
+    """Pages [Block, .., A, Size, L] of keys and values, in floats, in NZ blocks of L lanes, written at the same
+    slots.
+    """
 
     key_pages: Any = tensor("*P")
     value_pages: Any = tensor("*Q")
@@ -103,8 +105,14 @@ class GroupedPages(Group):
         return [p.write_pages(cache=pages, rows=new, **how) for pages, new in both]
 
     def guard(self) -> None:
-        """Refuse pages of full rows, and NZ blocks of another number of lanes."""
-        require(self.nz_block is not None, "the pages hold whole rows, the operator writes lines of NZ")
+        """Refuse pages of whole rows, and NZ blocks of another number of lanes than `self.lanes`, that of the
+        operator.
+        """
+        require(
+            self.nz_block is not None,
+            "caches: pages are [Block, Size, N, D], whole rows; npu_qkv_rms_norm_rope_cache requires lines of "
+            "NZ, [Block, N * D / 16, Size, 16]",
+        )
         refuse_others(self.nz_block, self.lanes)
 
     def caches(self) -> Both:
@@ -113,7 +121,9 @@ class GroupedPages(Group):
         return keys, values
 
     def arguments(self, heads: int, width: int) -> dict[str, Tensor]:
-        """Return the scales and offsets of int8 caches, for `heads` heads of `width` lanes."""
+        """Return the arguments by which the operator quantises rows of `heads` heads and `width` lanes: {}, as floats
+        have none.
+        """
         return {}
 
     def restored(self, *caches: Tensor) -> tuple[Tensor, ...]:
@@ -161,14 +171,19 @@ def _by_channel(x: Tensor, heads: int, width: int) -> Tensor:
         return x.reshape(heads, width)
     lanes = x.shape[-1]
     by_head = lanes in (1, width) and x.numel() in (lanes, heads * lanes)
-    require(by_head, "the scales are those of lines, not of heads, of channels or of all")
+    require(
+        by_head,
+        "scales: they differ among the lines of a page; npu_qkv_rms_norm_rope_cache requires one of each head "
+        "and channel, of each channel, or one for all",
+    )
     return x.reshape(-1, lanes).expand(heads, width).contiguous()
 
 
 def _in_lines(pages: Tensor) -> Tensor:
     require(
         pages.is_contiguous(),
-        "the pages are not contiguous; the operator writes and reads them in place; allocate the cache contiguous",
+        "caches: the pages are not contiguous; npu_qkv_rms_norm_rope_cache writes in place and requires "
+        "contiguous ones; allocate the cache contiguous",
     )
     *_, size, line = pages.shape
     return pages.reshape(pages.shape[0], -1, size, line)
@@ -214,11 +229,21 @@ class Normed(Group):
 
     def guard(self, tables: TokenTables) -> None:
         """Refuse interleaved pairs, two epsilons, and norms over other lanes than those that are rotated."""
-        require((self.source, self.result) == (HALF, HALF), "the lanes are not in half order")
-        reason = "queries are normalised with eps={q}, keys with {k}: the operator takes one"
+        require(
+            (self.source, self.result) == (HALF, HALF),
+            "rope: the lanes are rotated in interleaved order (2j, 2j + 1); npu_qkv_rms_norm_rope_cache "
+            "requires half order (j, j + D/2)",
+        )
+        reason = (
+            "eps: queries are normalised with {q}, keys with {k}; npu_qkv_rms_norm_rope_cache requires one "
+            "epsilon for both"
+        )
         require(self.q_eps == self.k_eps, reason, q=self.q_eps, k=self.k_eps)
         normed, turned = self.q_gamma.shape[0], tables.cos.shape[-1]
-        reason = "{normed} lanes are normalised, and {turned} rotated: the operator takes a head for both"
+        reason = (
+            "queries, keys: {normed} lanes are normalised, and {turned} rotated; npu_qkv_rms_norm_rope_cache "
+            "requires one head width for both"
+        )
         require(normed == turned, reason, normed=normed, turned=turned)
 
 
@@ -251,7 +276,11 @@ class QkvRmsNormRopeCache(Rule):
         return q, *storage.written(p, order.stored(p, k), v)
 
     def guard(self, source: Any, normed: Normed, storage: GroupedPages, tables: TokenTables):
-        """Refuse rotations, sources and pages that the operator does not take."""
+        """Refuse what the facets refuse.
+
+        `normed` refuses rotations in pairs, two epsilons and norms over other lanes than are rotated; `source` lanes
+        that are no projection, and weights joined per call; `storage` pages other than in NZ.
+        """
         normed.guard(tables)
         source.guard()
         storage.guard()
@@ -260,7 +289,11 @@ class QkvRmsNormRopeCache(Rule):
     def run(self, source: Any, order: Any, storage: GroupedPages, normed: Normed, tables: TokenTables):
         """Emit npu_qkv_rms_norm_rope_cache_functional on the concatenated projection [T, W]."""
         tokens, width = storage.slots.shape[0], normed.q_gamma.shape[0]
-        require(isinstance(tokens, int), "the operator is told the number of tokens, which is not known before")
+        require(
+            isinstance(tokens, int),
+            "tokens: their number is symbolic; npu_qkv_rms_norm_rope_cache requires it as a Python number; "
+            "compile for a static number of tokens",
+        )
         qkv = source.joined(tokens)
         lanes = qkv.shape[1]
         keys, values = storage.caches()

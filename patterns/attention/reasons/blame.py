@@ -17,16 +17,23 @@ from fusion.graph import Graph, Miss, Reading, Value, dims_of
 from patterns.attention.core.divided_late import stripped
 
 RULE = "softmax_attention"
-_BIAS = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
-_ASSUME = " (of a mask that is passed in, the option assume says it)"
-_WEIGHTS_USED = (
-    "the weights are read by more than the product with values: they are computed in any "
-    "case, and npu_fused_infer_attention_score returns none; do not return them"
+_BIAS = (
+    "mask: what is added to the scores is not proven to be 0 where a key is visible, else at most -1e4; "
+    "npu_fused_infer_attention_score requires such a mask, or a bias in the dtype of the queries"
 )
-DROPPED = "some of the weights are dropped at random; npu_fused_infer_attention_score drops none; set the dropout to 0"
+_ASSUME = " (name a mask that is passed in by the option assume, or pass booleans)"
+_WEIGHTS_USED = (
+    "weights: something else reads them beside the product with values, so that they are computed in any "
+    "case; npu_fused_infer_attention_score returns none and requires that product alone; do not return them"
+)
+DROPPED = (
+    "weights: some are dropped at random; npu_fused_infer_attention_score requires all of them; "
+    "set the dropout to 0 (model.eval())"
+)
 TRUTHS = (
-    "a mask is added to the scores that is computed from numbers which are passed in, and not known to be 0 or 1, as "
-    "booleans are"
+    "mask: what is added to the scores is computed from numbers that are passed in and may be other than 0 "
+    "and 1; npu_fused_infer_attention_score requires a mask; pass booleans, and write torch.where(mask, 0, "
+    "-inf)"
 )
 _VIEWS = ("reshape", "permute", "expand", "slice")
 _COMPUTED = ("add", "mul", "scale", "shift", "where", "cast")
@@ -54,8 +61,9 @@ def wide_result_miss(graph: Graph, root: Value, reading: Reading | Miss | None) 
         return None
     have, given = (str(each).removeprefix("torch.") for each in (wide, *narrow))
     reason = (
-        f"the result is read in {have} before anything rounds it, where queries, keys and values are {given}: the "
-        "operator gives its results in their dtype"
+        f"result: it is read in {have} before anything rounds it, where queries, keys and values are "
+        f"{given}; npu_fused_infer_attention_score gives it in {given}; cast the result to {given} before "
+        "it is used"
     )
     return Miss(RULE, reason, _casts(graph, operands[0]), root, limited=True)
 
@@ -84,15 +92,24 @@ def used_weights_miss(graph: Graph, root: Value, reading: Reading | Miss | None)
 
 
 def why_not_decomposed(node: fx.Node) -> str:
-    """Return the reason why a call `node` of scaled_dot_product_attention is not decomposed."""
+    """Return the reason why `node`, a call of scaled_dot_product_attention, is not decomposed.
+
+    It has dropout, other numbers of keys and values, or operands of unknown dims.
+    """
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if dropout:
         return DROPPED
     given: Any = node.args[1:3]
     keys, values = (dims_of(each.meta["val"].shape[-2:-1]) for each in given)
     if keys != values:
-        return "there are not as many values as keys: torch leaves some out, or reads memory behind them"
-    return "queries, keys and values are not [.., N, S, D] with a width D that is known"
+        return (
+            "values: there are not as many as keys, so that torch leaves some out or reads memory behind them; "
+            "npu_fused_infer_attention_score requires as many"
+        )
+    return (
+        "queries, keys, values: they are not [.., N, S, D] with a static D; npu_fused_infer_attention_score "
+        "requires that; compile for a static head dim"
+    )
 
 
 def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:
@@ -127,10 +144,14 @@ def passed_in(x: Value) -> Value | None:
     return x if x.rank > 1 else None
 
 
-def _inverts_float_input(x: Value, turned: bool = False) -> bool:
-    """Return True if the mask `x` would be known, were its float inputs 0 or 1: it contains 1 - input."""
-    turned = turned or x.op == "shift"
+def _inverts_float_input(x: Value, is_inverted: bool = False) -> bool:
+    """Return True if a float input is below a shift, as in 1 - input, among the ops from which the mask `x` is
+    computed.
+
+    `is_inverted` is True below a shift. Such a mask would be known, were the input declared to have 0 and 1 alone.
+    """
+    is_inverted = is_inverted or x.op == "shift"
     if x.op == "input":
-        return is_float(x) and turned
+        return is_float(x) and is_inverted
     passed = x.op in (*_COMPUTED, *_VIEWS)
-    return passed and any(_inverts_float_input(each, turned) for each in x.args)
+    return passed and any(_inverts_float_input(each, is_inverted) for each in x.args)

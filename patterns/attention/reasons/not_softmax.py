@@ -12,19 +12,27 @@ from typing import Any
 from fusion.graph import Graph, Value
 
 OVER_QUERIES = (
-    "the softmax is taken over the queries, not over the keys; "
-    "npu_fused_infer_attention_score requires it over the keys"
+    "softmax: it is taken over the queries; npu_fused_infer_attention_score requires it over the keys; "
+    "write scores.softmax(-1) of scores [.., queries, keys]"
 )
 ONE_KEY = (
-    "its weight is 1, as there is one key, and its values are multiplied by it one by one, not as rows of a product"
+    "keys: there is one, so that its weight is 1 and multiplies the values elementwise; "
+    "npu_fused_infer_attention_score requires a product weights @ values; return the values as they are, "
+    "or write torch.matmul"
 )
 HIDDEN_ONE = (
-    "there is one key, whose score is a sum and no row of a product: what is added to it, or hides it, is not read"
+    "keys: there is one, whose score is a sum over lanes and no matmul, behind a mask or a bias; "
+    "npu_fused_infer_attention_score requires a product of queries and keys; write torch.matmul(q, k.mT)"
 )
-JOINED = "scores of single heads are joined, of which queries or keys are not cut from one tensor in the same order"
+JOINED = (
+    "scores: those of single heads are concatenated, with queries or keys that are not slices of one tensor in "
+    "the order of heads; npu_fused_infer_attention_score requires one tensor [B, N, S, D]; slice q, k and v "
+    "from one tensor each"
+)
 OF_SEVERAL = (
-    "its keys and values are several tensors, of which each has products of its own on both sides of the softmax: the "
-    "operator reads one tensor of keys and one of values"
+    "keys, values: there are several tensors of both, each with its own products before and behind the "
+    "softmax; npu_fused_infer_attention_score requires one tensor of keys and one of values; write "
+    "torch.cat of the keys, and of the values"
 )
 _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops that only cast or rearrange."""
@@ -46,7 +54,11 @@ def called(op: str) -> str:
 
 
 def why_not_attention(product: Value) -> str:
-    """Return the reason why `product`, of a softmax over scores with values, is no attention; "" for others."""
+    """Return the reason why `product`, of a softmax over q kᵀ with values, is no attention; "" for others.
+
+    It has one key, scores joined from several products, another op between softmax and values, or between q kᵀ and
+    softmax.
+    """
     if product.op == "mul" and any(map(_has_one_key, product.args)):
         return ONE_KEY
     for side, axis in zip(product.args, (-1, -2), strict=True) if product.op == "matmul" else ():
@@ -62,10 +74,15 @@ def why_not_attention(product: Value) -> str:
             continue
         if between:
             return (
-                f"between the softmax and the values the weights go through {between}, which the operator does not do"
+                f"weights: they go through {between} between the softmax and the values; "
+                "npu_fused_infer_attention_score requires softmax(scores) @ values; move that step behind "
+                "the product, or leave it out"
             )
         if other:
-            return f"between the product and the softmax the scores go through {other}, which the operator does not do"
+            return (
+                f"scores: they go through {other} between the product of queries and keys and the softmax; "
+                "npu_fused_infer_attention_score requires scores that are scaled, masked or biased alone"
+            )
         places = [place for each, place in _softmaxes(side, side.rank + axis) if each is softmax]
         if places and _keys(softmax) not in places:
             return OVER_QUERIES
@@ -99,7 +116,10 @@ def without_softmax(graph: Graph, product: Value) -> str:
             continue
         operands = [each.below(*_ARRANGED, "scale") for each in (*scores.args, values)]
         if not any(each.op == "index" or graph.is_fixed(each) for each in operands):
-            return f"between the products stands {name} in place of a softmax over the keys: no operator does this"
+            return (
+                f"weights: they are {name} of the scores, without a softmax; npu_fused_infer_attention_score "
+                f"requires a softmax over the keys, and no other operator here computes {name}"
+            )
     return ""
 
 
@@ -122,7 +142,7 @@ def _concatenates_keys(softmax: Value) -> bool:
 
 
 def _keys(softmax: Value) -> int:
-    """Return the dim of the keys, as a nonnegative index."""
+    """Return the dim of the keys over which `softmax` is, as a nonnegative index."""
     return softmax.rank + softmax.attrs[0]
 
 

@@ -19,11 +19,16 @@ from fusion.graph import Annotation, Graph, Miss, Value
 _ARRANGED = ("cast", "permute", "reshape", "scale")
 _NONLINEAR = ("softmax", "log_sum_exp", "exp", "sigmoid", "relu", "tanh")
 _CUT = ("reshape", "slice")
-_UNFUSED = "this package emits no operator that computes it"
+_UNFUSED = "this package emits no operator that computes it; nothing to change"
 _KINDS = {
-    "delta_rule": "a step of a {}delta rule, S' = {}S + k (v - Sᵀ k)ᵀ; {} (CANN has npu_recurrent_gated_delta_rule)",
-    "state_space": "a step of a {}state-space recurrence, S' = {}S + k vᵀ, whose decay differs by entry; {}",
-    "linear_attention": "a step of {}linear attention, S' = {}S + k vᵀ; {}",
+    "delta_rule": (
+        "state: it takes a step of a {}delta rule, S' = {}S + k (v - Sᵀ k)ᵀ; {} (CANN has "
+        "npu_recurrent_gated_delta_rule)"
+    ),
+    "state_space": (
+        "state: it takes a step of a {}state-space recurrence, S' = {}S + k vᵀ, whose decay differs by entry; {}"
+    ),
+    "linear_attention": "state: it takes a step of {}linear attention, S' = {}S + k vᵀ; {}",
 }
 
 
@@ -51,7 +56,11 @@ class _Update:
 
 @reader(gives=())
 def recurrences(graph: Graph) -> Iterator[Annotation]:
-    """Report each step of a recurrence over tokens; all steps of an unrolled loop are reported at the first one."""
+    """Report each update S' = a · S + k uᵀ of a state whose result, decayed state or state is read by products with it.
+
+    All steps of an unrolled loop are reported at the first one. No update is an S' of which a nonlinear function is
+    taken.
+    """
     updates = {value: each for value in graph.places for each in [_update(graph, value)] if each is not None}
     walk = _Walk(graph)
     for value, update in updates.items():
@@ -65,7 +74,7 @@ def recurrences(graph: Graph) -> Iterator[Annotation]:
 
 
 def _first(updates: Mapping[Value, _Update], value: Value) -> Value:
-    """Return the first update of the loop whose state `value` is."""
+    """Return the first update of the loop of which `value` is an update: its state is no result of `updates`."""
     while (state := updates[value].state.below(*_ARRANGED)) in updates:
         value = state
     return value
@@ -79,8 +88,9 @@ def _described(rule: str, update: _Update) -> str:
 def _kind(graph: Graph, update: _Update, reads: set[Value]) -> str:
     """Name the recurrence that `update` is a step of: "delta_rule", "state_space" or "linear_attention".
 
-    A delta rule adds what is computed from `reads`, the products with the state. "" if that goes through a product with
-    Parameters: then layers of a model are between them, and `update` is no recurrence.
+    A delta rule adds what is computed from `reads`, the products with the state; a state-space recurrence has a decay
+    of each entry of the state. "" if a product with Parameters is on the way from `reads` to the addend: then layers of
+    a model are between them, and `update` is no recurrence.
     """
     first = update.state.id  # users of the state have larger ids
 
@@ -118,7 +128,9 @@ def _is_state(graph: Graph, x: Value) -> bool:
 
 
 def _decayed(x: Value, rank: int) -> tuple[list[Value], list[Value]]:
-    """Split the factors of `x` into states, with all its dims, and decays: exponentials, and factors that broadcast."""
+    """Split the factors of `x` into states, which have all its `rank` dims, and decays: exponentials, and factors that
+    broadcast.
+    """
     factors = _factors(x)
     decays = [each for each in factors if each.below("cast", *_CUT).op == "exp" or _broadcasts(each, rank)]
     return [each for each in factors if each not in decays], decays
@@ -164,7 +176,7 @@ def _is_product(graph: Graph, x: Value) -> bool:
 
 @dataclass(frozen=True)
 class _Walk:
-    """Searches from values to their users."""
+    """Searches in `graph` from values to the values that are computed from them."""
 
     graph: Graph
 

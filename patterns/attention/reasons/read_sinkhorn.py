@@ -28,7 +28,9 @@ class _Normalised(NamedTuple):
 
 @reader(gives=())
 def sinkhorn(graph: Graph) -> Iterator[Annotation]:
-    """Report each iteration that normalises rows and columns alternately, once, at its end."""
+    """Report each matrix whose rows and columns are divided by their sums alternately, `LEAST` times or more, once, at
+    the end.
+    """
     chains = {chain[0][0]: chain for value in graph.places if len(chain := _chain(value)) >= LEAST}
     inner = {step for chain in chains.values() for step, _ in chain[1:]}
     for value in chains.keys() - inner:
@@ -36,8 +38,9 @@ def sinkhorn(graph: Graph) -> Iterator[Annotation]:
         covered = {each for step, normalised in chain for each in (step, *normalised.sums)}
         covered |= set(_products(graph, value))
         reason = (
-            f"rows and columns of a matrix are normalised in turns, {len(chain)} times (Sinkhorn and Knopp); this "
-            "package emits no operator that computes it (CANN has npu_mhc_sinkhorn)"
+            f"softmax: rows and columns of a matrix are normalised in turns, {len(chain)} times (Sinkhorn "
+            "and Knopp); this package emits no operator that computes it (CANN has npu_mhc_sinkhorn); "
+            "nothing to change"
         )
         yield value, Miss("sinkhorn", reason, (value,), covers=frozenset(covered))
 

@@ -17,14 +17,25 @@ from patterns.attention.reasons.blame import RULE, missed
 from patterns.attention.reasons.not_softmax import called, why_not_attention, without_softmax
 
 OF_A_LAYER = (
-    "its scores are no products of queries with keys, but numbers that are computed from each row alone, as of places "
-    "that are sampled or of kernels: no operator does this"
+    "scores: they are computed from each row alone, as sampled places or kernels are, not from queries and "
+    "keys; npu_fused_infer_attention_score requires q @ k.mT, and no other operator here computes this; "
+    "nothing to change"
 )
-PASSED_IN = "its scores are passed in: the products of queries and keys that they are made of stand in another graph"
-LEAVES = "its weights leave the graph before they meet values"
-AMID = "between the products of queries and keys and the softmax stands {}, which is not read"
+PASSED_IN = (
+    "scores: they are an input of this graph; npu_fused_infer_attention_score requires their product of "
+    "queries and keys in the same graph; compile both as one function, without a graph break between"
+)
+LEAVES = (
+    "weights: they are a result of this graph before they meet values; npu_fused_infer_attention_score "
+    "requires their product with values in the same graph; compile both as one function, without a graph break "
+    "between"
+)
+AMID = (
+    "scores: {} stands between the product of queries and keys and the softmax; "
+    "npu_fused_infer_attention_score requires scores that are scaled, masked or biased alone"
+)
 BEHIND = (
-    "how its weights meet the values is not read as weights [B, N, S, T] @ values [B, N, T, D] of all keys; "
+    "weights: they do not meet all values by weights [B, N, S, T] @ values [B, N, T, D]; "
     "npu_fused_infer_attention_score requires that product; write torch.matmul(weights, values)"
 )
 _CHOOSE = ("topk", "sort", "argmax", "max", "multinomial", "nonzero", "one_hot", "kthvalue", "log")

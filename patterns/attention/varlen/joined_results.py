@@ -27,12 +27,12 @@ class Part:
     Attributes:
         reading: the attention.
         plain: its result [1, N, S, E], as a value that no node computes.
-        seen: the operand as a view of `plain`.
+        view: the operand as a view of `plain`.
     """
 
     reading: Reading
     plain: Value
-    seen: Value
+    view: Value
 
 
 @proof
@@ -64,10 +64,10 @@ def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
     part = Part(reading, plain, seen)
     if cut is not None:
         part = proven(_some_rows(a, part, *cut.attrs))
-        seen = part.seen
+        seen = part.view
         for each in reversed(above):
             seen = a.seen_as(seen, each)
-    return replace(part, seen=seen)
+    return replace(part, view=seen)
 
 
 @proof
@@ -77,8 +77,8 @@ def _some_rows(a: Algebra, part: Part, axis: int, start: int, stop: int, step: i
 
     None if `step` is not 1, or if the mask or another capture cannot be restricted to these queries.
     """
-    steps = proven(steps_of([(part.plain, part.seen)], axis))
-    must(step == 1 and steps.to == axis and part.seen is steps.applied(a, part.plain))
+    steps = proven(steps_of([(part.plain, part.view)], axis))
+    must(step == 1 and steps.to == axis and part.view is steps.applied(a, part.plain))
     captures, plain = part.reading.captures, part.plain
     queries, keys = captures["q"].shape[ROWS], captures["k"].shape[ROWS]
     last = stop == queries and (captures["mask_kind"] == "causal_lower_right" or queries == keys)
@@ -125,10 +125,7 @@ def joins(graph: Graph) -> Iterator[tuple[Results, Value]]:
 
 
 def made_by(value: Value) -> Value:
-    """Return the value below the views, casts and slices of `value`.
-
-    A cast of a reshape is canonicalised to a reshape of the cast.
-    """
+    """Strip views, casts and slices from `value`, in whatever order they are."""
     return value.below(*VIEWS, "slice", "cast")
 
 
@@ -158,13 +155,13 @@ class Steps:
 
 
 @proof
-def steps_of(turned: Sequence[tuple[Value, Value]], axis: int, dim: int = ROWS) -> Steps | None:
+def steps_of(pairs: Sequence[tuple[Value, Value]], axis: int, dim: int = ROWS) -> Steps | None:
     """Return the views from a tensor to its view, with the number of rows along `dim` left open.
 
-    `turned` are pairs of a tensor and its view, of which the first with more than one row is read. If all have one row,
-    it is viewed as one entry along `axis`. None if a view merges the rows with another dim.
+    `pairs` have a tensor and its view each; the first with more than one row is read. If all have one row, it is viewed
+    as one entry along `axis`. None if a view merges the rows with another dim.
     """
-    plain, seen = next((both for both in turned if both[0].shape[dim] != 1), turned[0])
+    plain, seen = next((both for both in pairs if both[0].shape[dim] != 1), pairs[0])
     views = proven(views_between(plain, seen))
     if plain.shape[dim] == 1:
         return each_alone(plain, seen, axis, dim)
@@ -193,7 +190,7 @@ def views_between(plain: Value, seen: Value) -> list[Value] | None:
 
 @proof
 def each_alone(plain: Value, seen: Value, axis: int, dim: int) -> Steps | None:
-    """Return the steps that give each entry of dim `dim` the views from `plain` to `seen`, and put the entries at dim
+    """Return the views that treat each entry of dim `dim` as one result `plain`, apply the views to `seen`, and join at
     `axis`.
 
     `plain` has one entry at `dim`, and `seen` one at `axis`. None if `seen` is no view of `plain`.

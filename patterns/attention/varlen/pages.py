@@ -78,7 +78,8 @@ class Pages(Group):
         return seen.posed(queries, keys)
 
     def spec(self, spec: MaskSpec, queries: Any, keys: Any, latent: bool) -> MaskSpec:
-        """Return the mask `spec` for `queries` queries and `keys` keys with a lower-right causal order.
+        """Return the mask `spec` for `queries` queries and `keys` keys with a lower-right causal order, over a `latent`
+        or not.
 
         With a block table, the operator counts causal orders from the last key.
         """
@@ -91,7 +92,9 @@ class Pages(Group):
         return calls.each_length(spec, q)
 
     def widened(self, mask: Tensor, batch: Any, keys: Any) -> Tensor:
-        """Pad `mask` [B or 1, 1, S, T] to all keys of the block table, [B, 1, S, P · Size], with True for hidden."""
+        """Pad `mask` [B or 1, 1, S, T] with True, for hidden, to all keys of the block table and `batch` sequences: [B,
+        1, S, P · Size].
+        """
         room = self.block_table.shape[1] * self.size
         mask = mask.expand(batch, -1, -1, -1)
         return mask if room == keys else pad(mask, (0, room - keys), value=True)
@@ -101,38 +104,48 @@ class Pages(Group):
         return dict(block_table=self.block_table.int(), block_size=self.size)
 
     def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
-        """Emit attention of queries `q` [B, N, S, D] over the pages: the result [B, N, S, E] and the log-sum-exp."""
+        """Emit attention of queries `q` [B, N, S, D] over the pages, with the mask `seen` and `bias`.
+
+        Returns the result [B, N, S, E] and the log-sum-exp.
+        """
         heads, keys = self.first.shape[1:3]
         k, v = self.read(q.shape[0], heads)
         (q,), seen = self.posed((q,), seen, keys)
-        lengths, asked = seen.asked(self, q, keys)
-        asked |= bias.arguments(self.block_table.shape[1] * self.size)
+        lengths, masking = seen.lengths_and_mask(self, q, keys)
+        masking |= bias.arguments(self.block_table.shape[1] * self.size)
         last = calls.heads_last(q) and k.dim() == 3
         y, lse = calls.fused(
             q.transpose(1, 2) if last else q, k, v, lengths, call, num_query_heads=q.shape[1],
-            num_key_value_heads=heads, input_layout="BSND" if last else "BNSD", **asked, **self.arguments(),
+            num_key_value_heads=heads, input_layout="BSND" if last else "BNSD", **masking, **self.arguments(),
         )  # fmt: skip
         y = seen.restored(y, last)
         return y.transpose(1, 2) if last else y, lse
 
     def by_atb(self, q: Tensor, seen: Any, scale: float) -> Tensor:
-        """Emit attention of one query of each sequence, `q` [B, N, 1, D], by the operator of atb."""
-        require(self.layout == "BSND", "the operator of the transformer library reads whole rows of all heads")
-        require(seen.window is None, "the operator of the transformer library sees all keys of a context")
+        """Emit attention of one query of each sequence, `q` [B, N, 1, D], by the operator of atb; `seen` gives the
+        lengths.
+        """
+        require(
+            self.layout == "BSND", "pages: they are not [Block, Size, N, D]; _npu_paged_attention requires that layout"
+        )
+        require(
+            seen.window is None,
+            "mask: it is a window; _npu_paged_attention requires that the query sees every key up to its length",
+        )
         heads, keys = self.first.shape[1:3]
         k, v = (each.unflatten(-1, (heads, -1)) for each in self.read(q.shape[0], heads))
         (q,), seen = self.posed((q,), seen, keys)
-        lengths, _ = seen.asked(self, q, keys)
+        lengths, _ = seen.lengths_and_mask(self, q, keys)
         return seen.restored(calls.by_atb(q, k, v, self.block_table.int(), lengths, scale))
 
     def packed(self, q: Tensor, seen: Any, call: Call, **extra: Any) -> Parts:
-        """Emit attention of the packed queries of all sequences over the pages, in layout TND."""
+        """Emit attention of the packed queries of all sequences over the pages, in layout TND, with the mask `seen`."""
         heads, keys = self.first.shape[1:3]
         k, v = self.read(q.shape[0], heads)
         (q,), seen = self.posed((q,), seen, keys)
-        lengths, asked = seen.asked(self, q, keys)
+        lengths, masking = seen.lengths_and_mask(self, q, keys)
         y, lse = calls.in_sequence(
-            q, k, v, lengths, call, num_key_value_heads=heads, **asked, **self.arguments(), **extra
+            q, k, v, lengths, call, num_key_value_heads=heads, **masking, **self.arguments(), **extra
         )
         return seen.restored(y.transpose(1, 2), last=True).transpose(1, 2), lse
 
@@ -140,12 +153,14 @@ class Pages(Group):
         """Refuse every call: this lowering reads contiguous keys as pages, and pages have a block table of their
         own.
         """
-        require(False, "a block table names the pages")
+        require(
+            False, "keys: they are pages by a block table; a call that reads rows as pages requires contiguous keys"
+        )
         return self.packed(q, seen, call, **extra)
 
     def encoded(self, q: Tensor, scale: float) -> Tensor:
         """Refuse every call: the operator for encoders reads no pages."""
-        require(False, "the operator for encoders reads no pages")
+        require(False, "keys: they are pages; npu_fusion_attention requires contiguous keys")
         return q
 
 

@@ -39,7 +39,7 @@ def batched_attentions(graph: Graph) -> Iterator[Annotation]:
 
 @proof
 def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
-    """Read attentions of one sequence each, which `joined` concatenates, as attention of a batch.
+    """Read attentions of one sequence each, among `results`, which `joined` concatenates, as attention of a batch.
 
     None if the sequences differ in more than their tensors.
     """
@@ -61,18 +61,18 @@ def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
 
 @proof
 def _view(a: Algebra, part: Part, axis: int, shape: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return the steps from the result of the batch to `shape`, that of the concatenation of its sequences along
-    `axis`.
+    """Return the steps from the result of the batch to `shape`, the concatenation along `axis` of the sequences'
+    results.
 
     `part` is one sequence with the views behind its result, which all have. Symbolic sizes are replaced by names, as
     the lowering has its own. None if there are no such steps.
     """
-    seen, count, names = part.seen, shape[axis] // part.seen.shape[axis], {part.plain.shape[ROWS]: "S"}
+    seen, count, names = part.view, shape[axis] // part.view.shape[axis], {part.plain.shape[ROWS]: "S"}
     if seen.shape[axis] == 1:
         return named(proven(each_alone(part.plain, seen, axis, 0)).for_rows(count), names)
     must(prod(seen.shape[:axis]) == 1)
-    apart = a.reshape(seen, (1, *seen.shape))
-    steps = proven(each_alone(part.plain, apart, 0, 0)).for_rows(count)
+    opened = a.reshape(seen, (1, *seen.shape))
+    steps = proven(each_alone(part.plain, opened, 0, 0)).for_rows(count)
     return named((*steps, ("reshape", tuple(shape))), names)
 
 
@@ -89,5 +89,7 @@ def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None
 
 
 def _views(part: Part) -> list[tuple[Any, ...]]:
-    """List the views from the result of attention to the operand of the concatenation."""
-    return [(each.op, each.attrs, each.shape) for each in proven(views_between(part.plain, part.seen))[1:]]
+    """List op, attributes and shape of each view between the result of the attention `part` and the operand that it
+    becomes.
+    """
+    return [(each.op, each.attrs, each.shape) for each in proven(views_between(part.plain, part.view))[1:]]

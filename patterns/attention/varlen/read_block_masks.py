@@ -39,14 +39,14 @@ def _segmented(folder: Folder, attention: Reading) -> Reading | None:
     tokens: Any = q.shape[ROWS]
     must(all(captures.get(name) is None for name in _OWN))
     must(q.shape[0] == k.shape[0] == 1 and k.shape[ROWS] == tokens and isinstance(tokens, int))
-    kind, ends = proven(_blocks(proven(_seen(folder, captures, tokens))))
+    kind, ends = proven(_blocks(proven(_visible_keys(folder, captures, tokens))))
     unchanged = {name: captures[name] for name in _UNCHANGED if name in captures}
     how = {"mask_kind": kind, "window": None, "kv_len": None, "fully_masked_row": "zero"}  # each token sees itself
     return Reading("segmented_attention", {**unchanged, **how, "ends": ends, "key_ends": ends}, attention.relies)
 
 
 @proof
-def _seen(folder: Folder, captures: Any, tokens: int) -> Any:
+def _visible_keys(folder: Folder, captures: Any, tokens: int) -> Any:
     """Return constant booleans [T, T] for T = `tokens`, true where a query sees a key, the same for all heads.
 
     They are the negated mask in `captures`, or true where a bias that is used as a mask is 0. Unproven if there is
@@ -65,7 +65,9 @@ def _seen(folder: Folder, captures: Any, tokens: int) -> Any:
 
 @proof
 def _table(folder: Folder, mask: Value, tokens: int) -> Any:
-    """Fold `mask` [.., T, T], the same for all sequences and heads, to its numbers [T, T]."""
+    """Fold `mask` [.., T, T], T = `tokens`, the same for all sequences and heads, to its numbers [T, T]; else
+    unproven.
+    """
     must(mask.shape[-2:] == (tokens, tokens) and all(isinstance(each, int) for each in mask.shape))
     must(prod(mask.shape) > 0)
     tables = proven(folder.fold(mask)).reshape(-1, tokens, tokens)

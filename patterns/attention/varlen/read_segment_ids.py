@@ -54,25 +54,28 @@ def _by_segment_ids(graph: Graph, attention: Reading) -> Reading | None:
 def _blocks(a: Algebra, mask: Value, tokens: Any) -> tuple[str, Value]:
     """Return the order within segments, and the segment ids [T], of a `mask` that is true where a key is hidden.
 
-    The order is "none" or "causal_lower_right".
+    T is `tokens`. The order is "none" or "causal_lower_right". Unproven for other masks.
     """
     hidden = mask.below("reshape", "expand")
     must(prod(mask.shape) == tokens * tokens)
     if (hidden.op, hidden.attrs) == ("compare", ("ne",)):
         return "none", proven(_both(a, hidden, tokens))
     must(hidden.op == "not")
-    seen = hidden.arg.below("reshape", "expand")
-    if seen.op == "and":
-        parts = [each.below("reshape", "expand") for each in seen.args]
+    visible = hidden.arg.below("reshape", "expand")
+    if visible.op == "and":
+        parts = [each.below("reshape", "expand") for each in visible.args]
         causal = [_is_causal(each, tokens) for each in parts]
         must(sorted(causal) == [False, True])
         return "causal_lower_right", proven(_both(a, parts[causal.index(False)], tokens))
-    return "none", proven(_both(a, seen, tokens))
+    return "none", proven(_both(a, visible, tokens))
 
 
 @proof
 def _both(a: Algebra, compared: Value, tokens: Any) -> Value | None:
-    """Return the segment ids [T] that `compared` compares along rows with themselves along columns; else None."""
+    """Return the segment ids [T] if `compared` compares them along rows with themselves along columns; else None.
+
+    T is `tokens`; the op is == or !=.
+    """
     must(compared.op == "compare" and compared.attrs in (("eq",), ("ne",)))
     x, y = compared.args
     must(_run(x, tokens) != _run(y, tokens))  # one along the rows, one along the columns
@@ -105,7 +108,10 @@ def _line(a: Algebra, x: Value, tokens: Any) -> Value | None:
 
 
 def _is_causal(compared: Value, tokens: Any) -> bool:
-    """Return True if `compared` is key position ≤ query position."""
+    """Return True if `compared` is key position ≤ query position, for T = `tokens` positions 0, 1, … of each.
+
+    Both come from one arange, keys along the last dim.
+    """
     if (compared.op, compared.attrs) != ("compare", ("le",)):
         return False
     key, query = compared.args
@@ -157,9 +163,10 @@ def _is_one(marks: Value) -> bool:
 
 @proof
 def _counted(mean: Value, bounds: float) -> int | None:
-    """Return a number above all segment ids that are counted as the `bounds` that are ≤, or <, a token's position.
+    """Return a number above all segment ids, if an id is how many of a list of `bounds` bounds are ≤, or <, a token's
+    position.
 
-    `mean` is the fraction of bounds that are, times `bounds` the id. Unproven if it is computed in another way.
+    `mean` is the fraction of such bounds: the id is `mean` · `bounds`. Unproven if it is computed in another way.
     """
     must(mean.op == "mean" and mean.attrs in ((-1,), (mean.arg.rank - 1,)))
     truths = mean.arg.below("cast")

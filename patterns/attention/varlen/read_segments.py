@@ -82,7 +82,7 @@ def _sizes(rows: Value) -> tuple[Any, Any, Any, Any]:
 
 @proof
 def segmented(graph: Graph, results: Results, joined: Value) -> Reading | None:
-    """Read attentions that `joined` concatenates along their queries as one `segmented_attention`.
+    """Read attentions among `results` that `joined` concatenates along their queries as one `segmented_attention`.
 
     None if the segments differ in more than lengths and masks.
     """
@@ -96,8 +96,8 @@ def segmented(graph: Graph, results: Results, joined: Value) -> Reading | None:
     must(all(each.get(name) is None for each in every for name in _OWN))
     ends, key_ends, value_ends = (proven(_ends([each[name] for each in every])) for name in ("q", "k", "v"))
     must(key_ends == value_ends)  # torch reads as many values as there are keys
-    steps = proven(steps_of([(each.plain, each.seen) for each in parts], joined.attrs[0]))
-    must(steps.to == joined.attrs[0] and all(each.seen is steps.applied(a, each.plain) for each in parts))
+    steps = proven(steps_of([(each.plain, each.view) for each in parts], joined.attrs[0]))
+    must(steps.to == joined.attrs[0] and all(each.view is steps.applied(a, each.plain) for each in parts))
     joined_rows = {name: _joined(graph, [each[name] for each in every]) for name in ("q", "k", "v")}
     captures = {name: first[name] for name in _ALIKE if name in first} | joined_rows
     captures |= {"mask_kind": proven(kind_of(every)), "kv_len": None, "ends": ends, "key_ends": key_ends}
@@ -114,8 +114,8 @@ def _without_rest(a: Algebra, captures: Captures) -> Captures:
     keys = captures.get("kv_len")
     if not isinstance(keys, int) or captures["mask_kind"] == "dense":
         return captures
-    seen = {name: a.cut(captures[name], ROWS, 0, keys) for name in ("k", "v")}
-    return {**captures, **seen, "kv_len": None, "mask": None}
+    visible = {name: a.cut(captures[name], ROWS, 0, keys) for name in ("k", "v")}
+    return {**captures, **visible, "kv_len": None, "mask": None}
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:

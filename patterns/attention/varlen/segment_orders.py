@@ -73,10 +73,10 @@ def _window(folder: Folder, captures: Captures) -> int | None:
 
 
 def _within(captures: Captures, has: int | None, window: int) -> Captures:
-    """Return `captures` with `window`, if that changes nothing: the window is `has`, the segment's own, or hides no key
-    of it.
+    """Return `captures` of a segment with the `window` of another, if the mask of the segment stays the same.
 
-    Any other `captures` as they are.
+    It does if the segment `has` a window, which is then `window`, or if the window hides none of its keys. Else
+    `captures` as they are.
     """
     keys = captures["k"].shape[ROWS]
     if has is not None:

@@ -56,7 +56,9 @@ class LatentAttention(SoftmaxAttention):
         return encoding.terms(p, source, result, dict(scale=scale, **seen.captures()))
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any):
-        """Refuse pages in other NZ blocks, and log-sum-exps that the operator does not give."""
+        """Refuse pages in NZ blocks that `encoding` does not read, and masks `seen` whose log-sum-exp `result` cannot
+        restore.
+        """
         encoding.refuse_blocks(source)
         result.refuse(seen)
 
@@ -74,7 +76,11 @@ class LatentAttention(SoftmaxAttention):
         """Emit npu_fused_infer_attention_score with the latent and its rotated lanes as separate arguments."""
         keys, scales = Keys(source, seen, encoding.first_rows), encoding.scales(version)
         dense_rows = isinstance(seen, Dense) and not source.paged
-        require(not (scales and dense_rows), "a mask is shown of int8 keys in pages alone")
+        require(
+            not (scales and dense_rows),
+            "mask: it is a tensor, and int8 keys are rows; npu_fused_infer_attention_score_v2 requires pages "
+            "beside such a mask; write the mask as a causal order or lengths",
+        )
         call, heads_first = Call(scale, version, result.lse), values == "heads first"
         y, lse = calls.apart(encoding.queries(), keys, call, heads_first=heads_first, **scales)
         return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
@@ -87,7 +93,10 @@ class LatentAttention(SoftmaxAttention):
         It applies to widths that the operator does not take as separate arguments.
         """
         keys, q = Keys(source, seen, encoding.first_rows), encoding.queries()
-        require(not encoding.scales(version), "int8 queries and rotated lanes are not joined")
+        require(
+            not encoding.scales(version),
+            "int8 queries: their rotated lanes are apart; a call on joined lanes requires floats",
+        )
         y, lse = calls.joined(q, keys, Call(scale, version, result.lse))
         return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
 

@@ -24,7 +24,7 @@ from patterns.cache import pages as cached
 
 APART = (512, 64)
 """Widths of the latent and of its rotated lanes that the operator takes as separate arguments."""
-NO_LANES = "no lanes are rotated: the latent is all there is of a key"
+NO_LANES = "keys: they have no rotated lanes; npu_fused_infer_attention_score requires query_rope and key_rope here"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Keys:
         self.seen.refuse_unproven()
 
     def count(self, batch: Any) -> Any:
-        """Count the keys of each sequence that the model reads."""
+        """Count the keys of each of `batch` sequences that the model reads."""
         return self.source.keys(batch) if self.first_rows is None else self.first_rows
 
     def cut(self, kv: Tensor) -> Tensor:
@@ -66,17 +66,25 @@ def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales:
     source, count = keys.source, keys.count(batch)
     latent, rope = source.read(batch)
     q, seen = source.posed(q, keys.seen.within(keys.first_rows), count)
-    require(not (heads_first and call.lse), "log-sum-exps over a latent come with heads behind the queries")
-    require(not (heads_first and scales), "results over an int8 latent come with heads behind the queries")
+    require(
+        not (heads_first and call.lse),
+        "log-sum-exp: the result has heads before queries; npu_fused_infer_attention_score requires heads "
+        "behind queries beside it",
+    )
+    require(
+        not (heads_first and scales),
+        "result: it has heads before queries, over an int8 latent; npu_fused_infer_attention_score requires "
+        "heads behind queries there",
+    )
     if heads_first and not isinstance(seen, Dense) and not _few(queries):
         return _packed(q, keys, seen, call)
-    lengths, asked = seen.asked(source, q[0], count, latent=True)
+    lengths, masking = seen.lengths_and_mask(source, q[0], count, latent=True)
     if isinstance(seen, Dense) and not source.paged:
         latent, rope = keys.cut(latent), keys.cut(rope)
     rows = [each.transpose(1, 2) if scales else _with_heads(each.transpose(1, 2)) for each in q]
     y, lse = calls.fused(
         rows[0], latent, latent, lengths, call, query_rope=rows[1], key_rope=rope, num_query_heads=rows[0].shape[2],
-        num_key_value_heads=1, input_layout="BSND_NBSD" if heads_first else "BSND", **asked, **source.arguments(),
+        num_key_value_heads=1, input_layout="BSND_NBSD" if heads_first else "BSND", **masking, **source.arguments(),
         **scales,
     )  # fmt: skip
     y = (y.permute(1, 2, 0, 3) if heads_first else y)[:, :, :heads]
@@ -92,8 +100,14 @@ def joined(q: Parts, keys: Keys, call: Call) -> Parts:
     The keys, latent and rotated lanes concatenated, are also the values.
     """
     require(len(q) == 2, NO_LANES)
-    require(not keys.source.paged, "pages are read in place, latent and rotated lanes apart")
-    require(tuple(each.shape[-1] for each in q) != APART, "the operator takes these widths apart")
+    require(
+        not keys.source.paged,
+        "pages: latent and rotated lanes are two caches; a call on joined lanes requires contiguous keys",
+    )
+    require(
+        tuple(each.shape[-1] for each in q) != APART,
+        "widths: they are 512 and 64; npu_fused_infer_attention_score requires these as two tensors",
+    )
     key = keys.cut(torch.cat(keys.source.read(q[0].shape[0]), dim=-1)).transpose(1, 2)
     y, lse = Rows(key, key).batched(torch.cat(q, dim=-1), keys.seen, call)
     return y[..., : q[0].shape[-1]], lse
@@ -105,10 +119,10 @@ def unrotated(q: Tensor, keys: Keys, call: Call) -> Parts:
     latent = source.first.transpose(1, 2)
     count = latent.shape[1]
     (q,), seen = source.posed((q,), keys.seen, count)
-    lengths, asked = seen.asked(source, q, count)
+    lengths, masking = seen.lengths_and_mask(source, q, count)
     y, lse = calls.fused(
         q.transpose(1, 2), latent, latent, lengths, call, num_query_heads=q.shape[1], num_key_value_heads=1,
-        input_layout="BSND", **asked,
+        input_layout="BSND", **masking,
     )  # fmt: skip
     return seen.restored(y, last=True, values=source.first).transpose(1, 2), lse
 
@@ -119,7 +133,7 @@ def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:
     Returns the result [B, N, S, E] and the log-sum-exp. `q` are queries [B, N, S, D] and their rotated lanes [B, N, S,
     Dr]; `up` are W_UK [N, D, C] and W_UV [N, C, E].
     """
-    require(not keys.source.paged, "pages are read in place, not expanded")
+    require(not keys.source.paged, "pages: they are read in place; a call on expanded keys requires contiguous ones")
     batch, _, queries = q[0].shape[:3]
     (up_key, up_value), heads = up, up[0].shape[0]
     q, seen = keys.source.posed(q, keys.seen, keys.count(batch))

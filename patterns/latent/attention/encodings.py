@@ -32,7 +32,7 @@ class Encoding(Group):
 
     def unrotated(self, values: str) -> Any:
         """Compute the absorbed queries [B, N, S, C] of a latent without rotated lanes; refuse one that has some."""
-        require(False, "some lanes are rotated")
+        require(False, "keys: some of their lanes are rotated; this call requires none")
 
     def expanded(self, y: Tensor, values: str) -> Tensor:
         """Multiply a result `y` [B, S, N, C] by W_UV: [B, N, S, E], or [B, N, S, C] where the graph has no W_UV.
@@ -68,7 +68,10 @@ class Floats(Encoding):
     up_value: Any = tensor("N C E", optional=True)
 
     def terms(self, p, source, result, captures: dict[str, Any], word: str = "softmax_attention") -> Any:
-        """Build the terms of the results: attention `word` of queries, keys and values of a latent, and `captures`."""
+        """Build the terms of the results: attention `word` of queries, keys and values of a latent, and `captures`.
+
+        `source` gives the terms of the latent, `result` the results.
+        """
         latent, k_rope = source.latent_terms(p)
         k = p.latent_keys(latent=latent, rope=k_rope, up=self.up_key, rows=self.first_rows)
         q = p.latent_queries(nope=self.nope, rope=self.q_rope, absorbed=self.absorbed, keys=k)
@@ -86,7 +89,11 @@ class Floats(Encoding):
 
     def parts_of_heads(self) -> tuple[Any, Any]:
         """Return queries before absorption with their rotated lanes, and W_UK with W_UV; refuse if one is absent."""
-        require(self.nope is not None and self.up_value is not None, "the model itself absorbs the projections")
+        require(
+            self.nope is not None and self.up_value is not None,
+            "projections: the model multiplies queries by W_UK, or results by W_UV, itself; a call on expanded "
+            "keys requires both projections in the graph",
+        )
         return (self.nope, self.q_rope), (self.up_key, self.up_value)
 
     def remark(self, lowering: str, machine: Target) -> str:
@@ -151,7 +158,7 @@ class Unrotated(Encoding):
         """Refuse every call: without rotated lanes, expanded keys and values are ordinary attention, which has a rule
         of its own.
         """
-        require(False, "keys and values without rotated lanes are expanded as the model has them")
+        require(False, "keys, values: they have no rotated lanes; the model expands them itself")
         return (), ()
 
     def remark(self, lowering: str, machine: Target) -> str:
@@ -207,12 +214,15 @@ class Int8(_Int8):
 
     def parts_of_heads(self) -> tuple[Any, Any]:
         """Refuse: an int8 latent is not expanded."""
-        require(False, "an int8 latent is not expanded")
+        require(False, "latent: it is int8; a call on expanded keys requires floats")
         return self.queries(), self.queries()
 
     def scales(self, version: int) -> dict[str, Any]:
         """Return the arguments for the scales of queries, keys and values; refuse the first version of the operator."""
-        require(version == 2, "the first version of the operator takes no int8 queries")
+        require(
+            version == 2,
+            "queries: they are int8; npu_fused_infer_attention_score requires floats, its version 2 takes int8",
+        )
         device = self.tokens.device
         of_keys = scale_of(self.of_keys, self.keys_by, device)
         alike = self.of_keys is self.of_values and self.keys_by == self.values_by

@@ -38,14 +38,27 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
     nope, rotated = (_lanes(a, q, at, at + part.shape[-1]) for at, part in ((start, lanes), (offset, k_rope)))
     query, keys = scaled_int8(a, nope), proven(keys)
     if query is None:
-        return _miss("the latent lies in whole numbers and the queries do not: no operator multiplies both")
+        return _miss(
+            "queries: they are floats over an int8 latent; npu_fused_infer_attention_score_v2 and "
+            "npu_multi_head_latent_attention require int8 of both or floats of both; quantise the queries by "
+            "token and head, or dequantise the latent"
+        )
     if query.rows is None:
-        return _miss("whole queries have no scale for each token and head")
+        return _miss(
+            "scale of queries: it is not one of each token and head; the operator requires amax(|q|, -1, "
+            "keepdim=True) / 127"
+        )
     if keys.rows is not None or values.rows is not None:
-        return _miss("the latent has a scale for each token, where the operator takes one for all")
+        return _miss(
+            "scale of the latent: there is one of each token; the operator requires one number for all; "
+            "quantise the cache by one static scale"
+        )
     rotated, k_rope = (uncast(a, each) for each in (_cancelled(a, rotated), once(a, k_rope)))
     if rotated.dtype != k_rope.dtype or k_rope.shape[1] != 1:
-        return _miss("rotated queries and keys have different dtypes, or heads have keys of their own")
+        return _miss(
+            "rotated queries, keys: their dtypes differ, or heads have rotated keys of their own; the operator "
+            "requires one dtype, and one rotated key for all heads"
+        )
     key_scale, value_scale = _one(a, (*query.ones, *keys.ones)), _one(a, values.ones)
     scales = {"tokens": query.rows, "of_keys": key_scale}
     by = query.number * keys.number

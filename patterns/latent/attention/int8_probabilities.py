@@ -24,14 +24,39 @@ from fusion.graph.proof import must, proof, proven
 STEPS = 127
 """Weight 1 in steps of the rounding."""
 _NAME = "int8_probability_attention"
-_COUNT = "weights are rounded to steps of 1 / {steps:g}, by the operator to 1 / 127"
-_SHARES = "shares of 1 are rounded, where the operator rounds exp(s - max s) and divides by its sum behind the product"
-_CUT = "weights are cut off toward zero, where the operator rounds to the nearest"
-_LOST = "what is rounded is not exp(s - max s) of a row"
-_TOTAL = "the result is not divided by the sum of the weights as they were before they were rounded"
-_HEADS = "scores are multiplied by something else than one scale of each head"
-_VALUES = "the result is multiplied by something else than scales of heads"
-_WIDTH = "the result is of {dtype}, rotated queries are of {other}"
+_COUNT = (
+    "weights: they are rounded to steps of 1 / {steps:g}; npu_multi_head_latent_attention requires steps of 1 "
+    "/ 127; write torch.round(p * 127)"
+)
+_SHARES = (
+    "weights: shares of the softmax are rounded; npu_multi_head_latent_attention rounds exp(s - max s) and "
+    "requires the division by its sum behind the product; write p = exp(s - s.amax(-1, keepdim=True)), "
+    "round(127 * p) @ latent / p.sum(-1)"
+)
+_CUT = (
+    "weights: they are cut off toward zero; npu_multi_head_latent_attention requires rounding to the nearest; "
+    "write torch.round(127 * p)"
+)
+_LOST = (
+    "weights: what is rounded is not exp(s - max s) of a row; npu_multi_head_latent_attention requires that; "
+    "write exp(s - s.amax(-1, keepdim=True))"
+)
+_TOTAL = (
+    "result: it is divided by another sum than that of the unrounded weights; npu_multi_head_latent_attention "
+    "requires p.sum(-1) of p = exp(s - max s) before it is rounded"
+)
+_HEADS = (
+    "scores: the int8 product is multiplied by more than one scale of each head; "
+    "npu_multi_head_latent_attention requires a scale [N]; quantise queries by head"
+)
+_VALUES = (
+    "result: it is multiplied by something else than scales of heads; npu_multi_head_latent_attention requires "
+    "scales [N]"
+)
+_WIDTH = (
+    "result: it is {dtype}, rotated queries are {other}; npu_multi_head_latent_attention requires one dtype; "
+    "cast the result to that of the rotated queries"
+)
 
 Outcome = dict[Value, Reading | Miss]
 
@@ -93,7 +118,7 @@ def _weights(a: Algebra, p: Value, outer: Peeled) -> Peeled | str | None:
     if not isclose(exps.number, STEPS, rel_tol=1e-6):
         return _COUNT.format(steps=exps.number)
     if not isinstance(exps.value.shape[-1], int):
-        return "the number of keys is not known before"
+        return "keys: their number is not a static size; npu_multi_head_latent_attention requires one here"
     rest = _without_total(a, exps.value, [part for each in exps.factors for part in factors_of(a, each)])
     if rest is None:
         return _TOTAL

@@ -36,7 +36,10 @@ def int8_queries(graph: Graph) -> Iterator[Annotation]:
 
 
 def _queries(readings: Readings) -> list[tuple[Value, Value]]:
-    """List (absorbed, rotated) queries of every attention over a latent; int8 ones before quantisation and folding."""
+    """List (absorbed, rotated) queries of every attention over a latent in `readings`.
+
+    Int8 ones are those before quantisation, and before the scales were folded into the rotated lanes.
+    """
     queries = [each.captures for _, each in readings.all("latent_queries")]
     pairs = [(each["absorbed"], each["rope"]) for each in queries]
     for _, attention in readings.all(*_INT8):
@@ -49,9 +52,11 @@ def _queries(readings: Readings) -> list[tuple[Value, Value]]:
 
 @proof
 def _lanes(layers: Mapping[Value, Value], a: Algebra, value: Value, heads: Any, rows: Any) -> HeadLanes | None:
-    """Return the W8A8 layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each head.
+    """Return the W8A8 layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] is lanes of each of N = `heads`
+    heads.
 
-    `layers` maps the result of each W8A8 layer, below casts and reshapes, to the result. None if there is none.
+    `rows` is S. `layers` maps the result of each W8A8 layer, below casts and reshapes, to the result. None if there is
+    none.
     """
     value, rows, number = unscaled_lanes(a, value, rows)
     below = (each.below("cast", "reshape") for each in sources(value))

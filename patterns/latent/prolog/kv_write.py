@@ -50,10 +50,16 @@ class KvRmsnormRopeCache(Rule):
         return (*rows, *caches) if results == WITH_ROWS else tuple(caches)
 
     def guard(self, kv: Any, row: LatentRow, storage: Storage):
-        """Refuse rotations other than from interleaved to half order, and storage that does not suit the tokens."""
+        """Refuse rotations other than from interleaved to half order, and what `storage` refuses for the tokens of
+        `kv`.
+        """
         orders = dict(source=row.source, result=row.result)
         supported = (row.source, row.result) == (INTERLEAVED, HALF)
-        reason = "keys are rotated from {source} to {result} order, by the operator from interleaved to half order"
+        reason = (
+            "keys: they are rotated from {source} to {result} order; npu_kv_rmsnorm_rope_cache_v2 requires "
+            "interleaved pairs (2j, 2j + 1) before and halves (j, j + D/2) behind; permute the rows of the "
+            "projection, and store halves"
+        )
         require(supported, reason, **orders)
         storage.guard(kv)
 
@@ -113,7 +119,7 @@ def _called(
 def _paged(kv: Tensor, row: LatentRow, tables: Tables, storage: Storage, **options: Any) -> Four:
     """Call npu_kv_rmsnorm_rope_cache_v2 on T sequences of one token, whose rows go to the slots of `storage`.
 
-    Returns the results of `_called`.
+    `kv`, `row`, `tables` and `options`, and the results, are those of `_called`.
     """
     slots: Any = storage.index(kv)
     slots = slots.flatten()

@@ -47,6 +47,7 @@ class Queries(LatentQueries):
         """Build the terms of rotated queries, of absorbed ones, and a tuple of those of the latent as results.
 
         `low` is the product of the hidden states and W_DQ; the latent is one term, or int8 rows and their scales.
+        `projection` has the layers, and `tables` the rotation to the dtype of `like`.
         """
         lanes, absorbed, latent = projection.queries(p, self.norm(p, low), self)
         rotated = rotated_lanes(p, lanes, tables, self, like, self.heads_first, self.factor_of_tables)
@@ -60,7 +61,7 @@ class Queries(LatentQueries):
         """
         order = RowOrder(row.widths[1], INTERLEAVED)
         reorder_heads = partial(order.of, source=self.source, heads=self.up.shape[0])
-        return projection.apart(row).reordered(reorder_heads, partial(order.of, source=row.source))
+        return projection.as_two_layers(row).reordered(reorder_heads, partial(order.of, source=row.source))
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ class Int8QueryPages(Int8LatentPages):
     dtype: Any = attribute()
 
     def queries(self, p, rotated, absorbed):
-        """Build the terms of int8 queries, of rotated ones divided by the scales of queries and keys, and of scales."""
+        """Build the terms of `absorbed` queries in int8, of `rotated` ones divided by the scales of queries and keys,
+        and of the scales.
+        """
         query, scale = quantised_rows(p, p.reshaped(absorbed), self.dtype)
         return query, p.folded_query(rope=rotated, tokens=p.reshaped(scale), of_keys=self.keys, by=self.keys_by), scale
 
@@ -88,7 +91,11 @@ class Int8QueryPages(Int8LatentPages):
         super().guard(tokens)
         keys, stored = (None if each is None else exact(each) for each in (self.keys, self.kv_scale))
         equal = keys is stored and math.isclose(self.keys_by, self.kv_by, rel_tol=1e-6)
-        require(equal, "the latent is read with another scale than it is written with")
+        require(
+            equal,
+            "scale of the latent: it is read with another than it is written with; npu_mla_prolog_v3 requires "
+            "one scale for both; use the same tensor",
+        )
 
     def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
         """Return the arguments by which npu_mla_prolog_v3 quantises the latent and the queries."""
@@ -156,12 +163,20 @@ class MlaProlog(Rule):
         return *queried, *latent, *storage.written(p, *row.terms(p, both, tables, like))
 
     def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow):
-        """Refuse other layouts of lanes, weights and caches than those of the operator, and factors of 0 or below."""
+        """Refuse heads and rows with other lanes than those to absorb, to rotate and to store, and latents times 0 or
+        less.
+
+        And what `projection` (two factors) and `storage` (slots, NZ blocks, order of rotated lanes) refuse.
+        """
         queries.guard(row)
         projection.guard_row(row)
         projection.guard(queries)
         lowest = min(projection.factor(queries.factor), row.factor)
-        require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
+        require(
+            lowest > 0,
+            "latent: it is multiplied by {factor} behind its norm; npu_mla_prolog_v3 requires a positive factor",
+            factor=lowest,
+        )
         storage.guard_order(row.result)
         storage.guard(x)
 
@@ -190,11 +205,15 @@ class MlaProlog(Rule):
         alone.
         """
         index = storage.index(x)
-        require(index is not None, "the older versions of the operator write to pages alone")
+        require(index is not None, "cache: it is contiguous; npu_mla_prolog and npu_mla_prolog_v2 require pages")
         quantised = projection.arguments() or storage.prolog_arguments(row.widths, x.device)
-        require(not quantised, "the older versions of the operator are taken without quantisation")
+        require(
+            not quantised,
+            "weights, cache: they are quantised; npu_mla_prolog and npu_mla_prolog_v2 are called on floats and "
+            "require these",
+        )
         ones = queries.factor == row.factor == 1
-        require(ones, "the older versions of the operator multiply no latent by a number")
+        require(ones, "latent: it is multiplied by a number; npu_mla_prolog and npu_mla_prolog_v2 require none")
         projection = queries.reordered_layers(projection, row)
         operands = *read(x, projection, queries, row, tables), index, *storage.caches(x, row.widths, queries.up)
         with bounded():  # the model itself has the result of each layer in this dtype
@@ -209,7 +228,8 @@ class MlaProlog(Rule):
 def read(x: Tensor, projection: FloatLayers, queries: Queries, row: LatentRow, tables: Tables) -> tuple[Tensor, ...]:
     """Return the leading operands of npu_mla_prolog of any version, gains and tables in the dtype of W_UK.
 
-    x, W_DQ, W_UQ, W_UK, W_DKV, gains of the queries' and of the keys' latent, sin, cos
+    These are x, W_DQ, W_UQ, W_UK, W_DKV, gains of the queries' and of the keys' latent, sin and cos. `row` says in
+    which order the model has the tables.
     """
     (dq, uq, dkv), dtype = projection.weights(), queries.up.dtype
     cos, sin = (each.contiguous() for each in tables.for_tokens(x, row, dtype))

@@ -77,7 +77,11 @@ class LatentRow(Group):
     def guard(self, dkv: Any) -> None:
         """Refuse a layer `dkv` with outputs other than the latent and the key."""
         complete = self.begin == 0 and self.end == dkv.shape[0]
-        require(complete, "latent and rotated key do not make up one projection")
+        require(
+            complete,
+            "projection of keys: the latent and the rotated key are not all its lanes; npu_mla_prolog_v3 "
+            "requires [latent, rotated key] of one linear layer; join both weights",
+        )
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,24 @@ class LatentQueries(Group):
     def guard(self, row: LatentRow) -> None:
         """Refuse heads other than [lanes for W_UK, lanes to rotate], and another order of lanes than that of keys."""
         last = self.begin == 0 and self.first == self.up.shape[1]
-        require(last, "the lanes that are rotated do not follow those that are not")
+        require(
+            last,
+            "queries: the rotated lanes of a head do not follow those without a rotation; npu_mla_prolog_v3 "
+            "requires [nope, rope] in each head; permute the rows of their projection so",
+        )
         complete = self.width == self.first + row.end - row.split
-        require(complete, "the heads have more lanes than both parts of the queries")
+        require(
+            complete,
+            "queries: a head has more lanes than [nope, rope]; npu_mla_prolog_v3 requires all lanes of a head "
+            "in one of both; drop the others from the projection",
+        )
         orders = dict(queries=self.result, keys=row.result)
-        require(self.result == row.result, "rotated queries are in {queries} order, keys in {keys} order", **orders)
+        require(
+            self.result == row.result,
+            "queries, keys: rotated queries are in {queries} order, rotated keys in {keys} order; "
+            "npu_mla_prolog_v3 requires one order; rotate both alike",
+            **orders,
+        )
 
     def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """Return the operator's rotated queries `rope`, and absorbed ones `query`, in the layout of the model.

@@ -133,7 +133,7 @@ def _positions_first(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any
 def _by_heads(a: Algebra, product: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
     """Read `product` as x [B, 1, S, K] @ y [N, K, width], a linear layer written with one matrix for each head.
 
-    Returns what `_linear` does; None if it is no such product.
+    B = `batch`, N = `heads`, S = `rows`. Returns what `_linear` does; None if it is no such product.
     """
     must(product.op == "matmul")
     x, y = product.args

@@ -32,7 +32,10 @@ from patterns.latent.words import (
     UNROTATED_QUERIES,
 )
 
-_NO_LATENT = "the rows that are listed are no latent with rotated lanes, of which the values are the latent"
+_NO_LATENT = (
+    "listed rows: they are no latent with rotated lanes, of which the values are the latent; "
+    "npu_sparse_flash_attention requires keys [latent, rope] and values latent of one cache"
+)
 
 
 @reader(
@@ -92,7 +95,14 @@ def latents(a: Algebra, readings: Readings, attention: Reading) -> Operands | st
         if isinstance(projected, str):
             return projected
         if projected.up.x is not _seen_as(a, tokens, projected.up.x.shape):
-            return "keys and values are projected from different latents" if up else None
+            return (
+                (
+                    "keys, values: they are projected from different latents; npu_fused_infer_attention_score "
+                    "requires one latent for both here; project W_UK and W_UV from one normed latent"
+                )
+                if up
+                else None
+            )
         latent, (read, sources) = projected.up.source, proven(read_keys(a, readings, q, k, projected, rows))
         attended = read | sources
     return {v: Reading("latent_values", {"latent": latent, **up})} | attended
@@ -131,7 +141,11 @@ def keys_of_latent(a: Algebra, k: Value, heads: Any, count: Any) -> KeysOfLatent
     shared = [(at, each) for at, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if len(shared) != 1 or len(parts) != 2:
         must(_is_less(up.source.shape[-1], heads * k.shape[-1]))  # a latent has fewer lanes than all heads
-        return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
+        return (
+            "keys: they are more than a part that is projected for each head and one that all heads share; "
+            "npu_fused_infer_attention_score requires k = [c W_UK, rope] with one rope for all heads; write "
+            "torch.cat([k_nope, k_rope.expand(..)], -1)"
+        )
     return KeysOfLatent(up, part, start, shared[0][1], shared[0][0])
 
 

@@ -46,12 +46,18 @@ def _reading(a: Algebra, x: Value, weight: Value, arranged: Sequence[Step]) -> R
     if heads == 1 or weight.shape[-3:-2] != (heads,):
         return None
     if prod(weight.shape[:-3]) != 1:
-        return "each sequence has matrices of its own"
+        return (
+            "weight: each sequence has matrices of its own; npu_transpose_batchmatmul requires [N, K, M], one "
+            "of each head for all sequences"
+        )
     shape = (*x.shape[:-1], weight.shape[-1])
     rows = shape if x.rank == 4 else (1, *shape)
     steps = [*([("reshape", shape)] if x.rank == 3 else []), *arranged]
     finish = named(steps, {rows[2]: "S", rows[0]: "B"})
     if finish is None:
-        return "the result is arranged by several symbolic sizes; compile it for static sizes of all but one of them"
+        return (
+            "result: it is reshaped by several symbolic sizes; a rewrite requires one at most; compile for "
+            "static sizes of all but one"
+        )
     opened = a.reshape(x, (*rows[:-1], x.shape[-1]))
     return Reading("head_product", {"x": opened, "weight": a.reshape(weight, weight.shape[-3:]), "output_view": finish})

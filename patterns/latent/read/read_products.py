@@ -125,7 +125,10 @@ def _keys_of(a: Algebra, scores: Product) -> Value:
 
 @proof
 def _scores(graph: Graph, value: Value, product: Product) -> dict[Value, Reading] | None:
-    """Read `value` as latent_scores, and the layer of the queries; None if y is no transposed keys of a latent."""
+    """Read `value`, the `product` x · y, as latent_scores, and the layer of the queries x.
+
+    None if y is no transposed keys of a latent.
+    """
     captures, sources = proven(_keys(graph, product.x, swapped(graph.algebra, product.y)))
     rest = {"scale": product.number, "dtype": product.dtype, "output_view": product.steps}
     return {value: Reading("latent_scores", captures | rest), **sources}
@@ -133,9 +136,10 @@ def _scores(graph: Graph, value: Value, product: Product) -> dict[Value, Reading
 
 @proof
 def _context(graph: Graph, value: Value, product: Product) -> dict[Value, Reading] | None:
-    """Read `value` as latent_context; None if y is no values of a latent, x may be infinite, or there is a factor.
+    """Read `value`, the `product` x · y, as latent_context.
 
-    With an infinite weight, (x c) W_UV may be NaN where x (c W_UV) is not.
+    None if y is no values of a latent, x may be infinite, or there is a factor. With an infinite weight, (x c) W_UV may
+    be NaN where x (c W_UV) is not.
     """
     must(product.number == 1 and not may_hold_infinity(product.x))
     latent, up, rows = proven(_values(graph.algebra, product.y))

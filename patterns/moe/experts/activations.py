@@ -26,10 +26,12 @@ class Relu(Group):
         return p.op("relu", x)
 
     def refuse(self, interleaved: bool) -> None:
-        """Accept either order of gate and up: `halves` splits both, and without a gate there is none."""
+        """Accept gate and up in any order, `interleaved` or not: `halves` splits both, and without a gate there is
+        none.
+        """
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute relu(`x`); `interleaved`, the order of gate and up, has no effect without a gate."""
+        """Compute relu(`x`); `interleaved`, the order of gate and up in `x`, has no effect without a gate."""
         return F.relu(x)
 
 
@@ -42,7 +44,7 @@ class Silu(Relu):
         return p.silu(x)
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute silu(`x`)."""
+        """Compute silu(`x`); `interleaved`, the order of gate and up in `x`, has no effect without a gate."""
         return F.silu(x)
 
 
@@ -57,7 +59,7 @@ class Gelu(Relu):
         return p.gelu(x, self.approximate)
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute gelu(`x`)."""
+        """Compute gelu(`x`) by F.gelu; `interleaved`, the order of gate and up in `x`, has no effect without a gate."""
         return F.gelu(x, approximate=self.approximate)
 
 
@@ -80,7 +82,7 @@ class GatedGelu(Gelu):
         return up
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute gelu(gate) · up of `x` [R, 2 · I]."""
+        """Compute gelu(gate) · up by F.gelu, of the `halves` of `x` [R, 2 · I], whose lanes may be `interleaved`."""
         gate, up = halves(x, interleaved)
         return F.gelu(gate, approximate=self.approximate) * up
 
@@ -103,7 +105,9 @@ class WrittenGelu(Gelu):
         return p.written_gelu(x=x, approximate=self.approximate)
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute gelu(`x`)."""
+        """Compute `written_gelu` of `x`; `interleaved`, the order of gate and up in `x`, has no effect without
+        a gate.
+        """
         return written_gelu(x, self.approximate)
 
 
@@ -112,7 +116,7 @@ class WrittenGatedGelu(WrittenGelu, GatedGelu):
     """gelu(gate) · up, the gelu written out in the model by erf or tanh."""
 
     def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute gelu(gate) · up of `x` [R, 2 · I]."""
+        """Compute `written_gelu`(gate) · up of the `halves` of `x` [R, 2 · I], whose lanes may be `interleaved`."""
         gate, up = halves(x, interleaved)
         return written_gelu(gate, self.approximate) * up
 

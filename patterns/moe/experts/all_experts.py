@@ -151,7 +151,9 @@ def columns(a: Algebra, inner: Value, factor: float) -> Columns | None:
 
 @proof
 def _loop_columns(a: Algebra, inner: Value) -> Columns:
-    """Read a chain of additions of weights[.., e : e + 1] · (output of expert e), one for each e of 0 … E - 1."""
+    """Read `inner` as a chain of additions of weights[.., e : e + 1] · (output of expert e), one for each e of 0 … E -
+    1.
+    """
     outputs: dict[int, Value] = {}
     weights: set[Value] = set()
     for term in _terms(inner):
@@ -308,10 +310,10 @@ def _computes(x: Value) -> bool:
 
 
 _DENSE = (
-    "experts: all of them are computed for every token, by products of stacked matrices that are not proven to be one "
-    "computation of each expert; npu_grouped_matmul requires rows of the experts that a token chose; gather the "
-    'matrices that it chose, or sort rows by expert (transformers\' option experts_implementation takes "grouped_mm" '
-    'and "batched_mm")'
+    "experts: all of them are computed for every token, by products of stacked matrices that are not "
+    "proven to be one computation of each expert; npu_grouped_matmul requires rows of the experts that a "
+    "token chose; gather the matrices that it chose, or sort rows by expert (transformers' option "
+    'experts_implementation takes "grouped_mm" and "batched_mm")'
 )
 
 
@@ -335,8 +337,12 @@ def _sum_of_chosen(
     yield from sum_of_products(rows.a, weighed, rows.readings.get(output), several)
 
 
-_MAYBE = "a loop gives every expert its part, and the weights of experts that are not chosen are not proven to be 0"
+_MAYBE = (
+    "experts: a loop computes each, and the weights of experts that a token did not choose are not proven to "
+    "be 0; npu_grouped_matmul requires that; write zeros.scatter(-1, topk_indices, topk_weights)"
+)
 _DIFFERENT = (
-    "a loop gives every expert its part, and these are not proven to be one computation with matrices of one size, "
-    "from Parameters: lay the matrices of all in one tensor and gather those that a token chose"
+    "experts: a loop computes each, and these are not proven to be one computation with Parameters of one "
+    "size; npu_grouped_matmul requires stacked matrices [E, K, N]; stack the matrices in one Parameter, "
+    "and index it by the experts that a token chose"
 )

@@ -70,7 +70,7 @@ def _uncast(x: Value) -> Value:
 
 
 def _unsorted(x: Value) -> Value:
-    """Return the list that `x` sorts, or `x` itself if it is not sorted."""
+    """Return the operand of a sort in ascending order, `x` itself if it is none; reshapes on both are stripped."""
     x = uncast(x, "reshape")
     return uncast(x.arg, "reshape") if x.op == "ascending" else x
 

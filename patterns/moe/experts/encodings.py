@@ -101,7 +101,11 @@ class Sum(Group):
     def refuse(self) -> None:
         """Refuse a `shape` with more than one symbolic size: the reshape to it has one -1."""
         known = [each for each in self.shape if isinstance(each, int)]
-        require(len(self.shape) - len(known) <= 1, "the result has several symbolic sizes")
+        require(
+            len(self.shape) - len(known) <= 1,
+            "result: it has several symbolic sizes; npu_moe_finalize_routing requires one at most; compile for "
+            "static sizes of all but one",
+        )
 
 
 # encodings ----------------------------------------------------------------------------------------------------------
@@ -124,17 +128,18 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class FloatRows(Group):
-    """Products in floats of tokens [T, H]."""
+    """Rows of experts in floats: the tokens [T, H] that they are taken from."""
 
     tokens: Any = tensor("T H")
 
     def listed(self, p, choice):
-        """Build the term of the rows of the first product."""
+        """Build the term of the rows of the first product: the tokens repeated for the experts of `choice`."""
         return choice.rows(p, self.tokens)
 
     def like(self, first):
-        """Return what has the dtype of the activation between the two products: here the tokens. `first` is not
-        used.
+        """Return the term whose dtype the activation between the two products has: the tokens.
+
+        `first` is the first product, which has the same dtype.
         """
         return self.tokens
 
@@ -144,7 +149,9 @@ class FloatRows(Group):
 
     @staticmethod
     def product(p, choice, rows, matrices):
-        """Build the term of the product of `rows` with the matrices of their experts, plus biases if there are any."""
+        """Build the term of the product of `rows` with those of `matrices` that belong to their experts in `choice`,
+        plus biases.
+        """
         how = dict(is_sorted=choice.is_sorted, is_parameter_only=matrices.is_parameter_only)
         return p.expert_product(x=rows, weight=matrices.weight, bias=matrices.bias, experts=choice.experts, **how)
 
@@ -160,7 +167,7 @@ class FloatRows(Group):
         return _by_group(routed, matrices.weight)
 
     def encoded(self, routed: Routed, hidden: Tensor) -> Routed:
-        """Return `routed` with the rows `hidden` [R, I], the activations that the second product multiplies, in its
+        """Return `routed` with the rows `hidden` [R, I], the activations that the second product multiplies, in their
         dtype.
         """
         return routed._replace(rows=hidden)
@@ -174,12 +181,16 @@ class QuantisedTokens(Group):
     scale_dtype: Any = attribute()
 
     def listed(self, p, choice):
-        """Build the terms of the rows of the first product in int8, and of their scales."""
+        """Build the terms of the rows of the first product in int8, repeated for the experts of `choice`, and of their
+        scales.
+        """
         int8, scale = quantised_rows(p, self.tokens, self.scale_dtype)
         return choice.rows(p, int8), choice.rows(p, scale)
 
     def like(self, first):
-        """Return what has the dtype of the activation between the two products: that of the product with `first`."""
+        """Return the dtype of the activation between the two products: the one in which the product with `first` is
+        returned.
+        """
         return first.dtype
 
     def further(self, p, hidden, like):
@@ -196,11 +207,16 @@ class QuantisedTokens(Group):
 
     def refuse(self, matrices: Inward) -> None:
         """Refuse a result of another dtype than float16 and bfloat16, which the operator returns."""
-        reason = "what experts give is of {dtype}, the operator gives float16 and bfloat16"
+        reason = (
+            "result of the experts: it is {dtype}; npu_grouped_matmul requires float16 or bfloat16 behind "
+            "int8; cast it to the dtype of the model"
+        )
         require(matrices.dtype in CODES, reason, dtype=matrices.dtype)
 
     def routed(self, experts: Tensor, count: int) -> Routed:
-        """Emit npu_moe_init_routing_v2 with quant_mode=1, which sorts the tokens and quantises each row."""
+        """Emit npu_moe_init_routing_v2 with quant_mode=1: sort the tokens by their `experts` [T, K] of `count`, and
+        quantise rows.
+        """
         return _routed(self.tokens, experts, count, quant_mode=1)
 
     def multiplied(self, routed: Routed, matrices: Inward) -> Tensor:
@@ -219,7 +235,9 @@ class QuantisedRows(QuantisedTokens):
     """W8A8: tokens [T, H] are repeated for their experts, then each row is quantised by a scale of its own."""
 
     def listed(self, p, choice):
-        """Build the terms of the rows of the first product in int8, and of their scales."""
+        """Build the terms of the rows of the first product, repeated for the experts of `choice`, then quantised; and
+        their scales.
+        """
         return quantised_rows(p, choice.rows(p, self.tokens), self.scale_dtype)
 
 
@@ -230,11 +248,13 @@ class Int8Tokens(QuantisedTokens):
     scale: Any = tensor("T 1")
 
     def listed(self, p, choice):
-        """Build the terms of the rows of the first product in int8, and of their scales."""
+        """Build the terms of the int8 tokens repeated for the experts of `choice`, and of their scales repeated
+        alike.
+        """
         return choice.rows(p, self.tokens), choice.rows(p, self.scale)
 
     def routed(self, experts: Tensor, count: int) -> Routed:
-        """Emit npu_moe_init_routing_v2, which sorts int8 tokens and their scales by expert."""
+        """Emit npu_moe_init_routing_v2: sort int8 tokens and their scales by their `experts` [T, K] of `count`."""
         return _routed(self.tokens, experts, count, scale=self.scale.float().reshape(-1))
 
 
@@ -260,7 +280,7 @@ def _by_group(routed: Routed, matrices: Tensor, **how: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class MergedGate(Group):
-    """Gate and up in one matrix [E, H, 2 · I], `interleaved` lane by lane or one behind the other."""
+    """Gate and up in one matrix `both` [E, H, 2 · I], `interleaved` lane by lane or one behind the other."""
 
     both: Any = Inward
     interleaved: Any = attribute()
@@ -271,7 +291,9 @@ class MergedGate(Group):
         return self.both
 
     def terms(self, p, multiply: Multiply):
-        """Build the terms of gate and up of all rows, perhaps cast to float32."""
+        """Build the terms of gate and up of all rows, perhaps cast to float32; `multiply` builds a product with
+        matrices.
+        """
         return Merged(multiply(self.both), self.interleaved).terms(p)
 
     def refuse(self) -> None:
@@ -284,7 +306,7 @@ class MergedGate(Group):
 
 @dataclass(frozen=True)
 class TwoGates(Group):
-    """Gate and up in two matrices [E, H, I]."""
+    """Gate and up in two matrices `gate` and `up` [E, H, I]."""
 
     gate: Any = Inward
     up: Any = Inward
@@ -292,11 +314,13 @@ class TwoGates(Group):
 
     @property
     def first(self) -> Inward:
-        """Matrices of the gate, whose product has the dtype that the one of up has."""
+        """The matrices `gate`: both first products have one dtype, so the one of the gate stands for both."""
         return self.gate
 
     def terms(self, p, multiply: Multiply):
-        """Build the terms of gate and up of all rows, perhaps cast to float32."""
+        """Build the terms of gate and up of all rows, perhaps cast to float32; `multiply` builds a product with
+        matrices.
+        """
         return p.maybe_cast(multiply(self.gate), to=f32), p.maybe_cast(multiply(self.up), to=f32)
 
     def refuse(self) -> None:
@@ -304,8 +328,17 @@ class TwoGates(Group):
         of them.
         """
         fixed = self.gate.is_parameter_only and self.up.is_parameter_only
-        require(fixed, "the matrices of the experts do not come from Parameters alone: joining them would cost a copy")
-        require((self.gate.bias is None) == (self.up.bias is None), "only one of gate and up has biases of the experts")
+        require(
+            fixed,
+            "experts: their matrices are no Parameters of the module, or computed from inputs; "
+            "npu_grouped_matmul requires gate and up in one Parameter, as joining others costs a copy at every "
+            "call; register them as Parameters",
+        )
+        require(
+            (self.gate.bias is None) == (self.up.bias is None),
+            "biases: one of gate and up alone has them; one product of both requires biases of both; give the "
+            "other zeros",
+        )
 
     def joined(self) -> Inward:
         """Concatenate the matrices, biases and scales of gate and up: [E, H, 2 · I], [E, 2 · I]."""
@@ -332,7 +365,9 @@ class OneMatrix(Group):
         return self.up
 
     def terms(self, p, multiply: Multiply):
-        """Build the term of the product of all rows, perhaps cast to float32."""
+        """Build the term of the product of all rows, perhaps cast to float32; `multiply` builds a product with
+        matrices.
+        """
         return p.maybe_cast(multiply(self.up), to=f32)
 
     def refuse(self) -> None:

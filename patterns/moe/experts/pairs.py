@@ -144,7 +144,11 @@ def _is_line(x: Value, length: Dim) -> bool:
 
 
 def _repeated(rows: Value, pairs: Pairs) -> Value | None:
-    """Return the tensor [T, ..] whose rows `rows` [R, ..] repeats K times each, by an expand or a gather; or None."""
+    """Return the tensor [T, ..] whose rows `rows` [R, ..] repeats for the K experts of each token, by an expand or a
+    gather.
+
+    `pairs` has T and K. None for other rows.
+    """
     inner = rows.below("reshape")
     if pairs.choices == 1:
         return rows

@@ -43,8 +43,12 @@ _GROUPED = ("grouped_matmul", "transformers.grouped_mm_fallback.default")
     gives=(ROUTED_ROWS, EXPERT_PRODUCT, INT8_EXPERT_PRODUCT, EXPERT_SUM), needs=("quantise",), refines=("gate_lanes",)
 )
 def routed_experts(graph: Graph) -> Iterator[Annotation]:
-    """Yield every routed_rows, expert_product, int8_expert_product and expert_sum, and a `Miss` for what is nearly
-    one.
+    """Yield the readings of products of rows with the matrices of their experts, of the weighted sums of these, and
+    their rows.
+
+    Products are expert_product or int8_expert_product, sums expert_sum, rows of tokens repeated for their experts
+    routed_rows. A `Miss` is yielded for a grouped or gathered product whose order, scales or bias are not proven, for
+    one that no sum reads, and for loops over experts.
     """
     products: dict[Value, Reading] = {}
     for value in list(graph.owners):
@@ -105,16 +109,24 @@ def _sorted_product(graph: Graph, value: Value) -> Iterator[Annotation]:
         yield value, Miss(RULE, _OTHERS)
 
 
-_UNCOUNTED = "the groups are not proven to be the rows of each expert, counted over all experts"
+_UNCOUNTED = (
+    "groups: they are not proven to be the rows of each expert; npu_grouped_matmul requires counts, or their "
+    "cumulative sum, of all experts; write torch.histc(experts, E, 0, E - 1).cumsum(0)"
+)
 _OUTSIDE = (
-    "offs: the rows of each expert are counted outside of this graph; npu_moe_init_routing_v2 requires the list of "
-    "experts, of which this graph must count them; count with torch.histc or scatter_add, where torch.bincount breaks "
-    "the graph"
+    "offs: the rows of each expert are counted outside of this graph; npu_moe_init_routing_v2 requires the "
+    "list of experts, of which this graph must count them; count with torch.histc or scatter_add, where "
+    "torch.bincount breaks the graph"
 )
 _OTHERS = (
-    "the rows are not proven to be those of the tokens that chose each expert, in the order of the experts counted"
+    "rows: they are not proven to be those of the tokens that chose each expert, in the order of the "
+    "groups; npu_grouped_matmul requires x[order // K] with order = experts.flatten().argsort(); sort them "
+    "so"
 )
-_ELSEWHERE = "the experts are not proven to lie among those there are: nothing in this graph chooses them"
+_ELSEWHERE = (
+    "experts: nothing in this graph chooses them, so that they are not proven to be below the number of "
+    "experts; npu_moe_init_routing_v2 requires that; compile the top-k of the router in the same graph"
+)
 
 
 def _gathered_product(graph: Graph, value: Value) -> Iterator[Annotation]:
@@ -144,7 +156,11 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Annotation]:
 
 
 def _biased(graph: Graph, products: Mapping[Value, Reading]) -> list[tuple[Value, Reading]]:
-    """Read every addition of biases [E, N], gathered for each row's expert, to one of `products`, and its reshapes."""
+    """Read every addition of biases [E, N], gathered for each row's expert, to one of `products`, and reshapes of the
+    sum.
+
+    Returns the product with its bias for each sum and reshape.
+    """
     a, biased = graph.algebra, dict[Value, Reading]()
     for value in (each for each in list(graph.owners) if each.op == "add" and products):
         for product, rows in (value.args, value.args[::-1]):
@@ -170,7 +186,9 @@ def _product(graph: Graph, x: Value, matrices: Value, experts: Value, is_sorted:
 
 
 def _router_list(a: Algebra, listed: Value) -> Value:
-    """Return `listed` as experts [T, K], in the shape that it has below reshapes: that of the router."""
+    """Reshape `listed`, the experts of all pairs, to [T, K], by the last dim of the router's own list below its
+    reshapes.
+    """
     chosen = uncast(listed, "reshape")
     return a.reshape(chosen, (prod(chosen.shape[:-1]), chosen.shape[-1]))
 
@@ -239,13 +257,18 @@ _ELEMENTWISE = (
     "tanh",
 )
 _UNSUMMED = (
-    "what the experts give is not proven to be summed for each token, every row with the weight of its own choice, put "
-    "back by the order in which it was sorted"
+    "result of the experts: it is not proven to be summed for each token, each row times its own weight, "
+    "in the order before the sort; npu_moe_finalize_routing requires that; write out[order] = rows, then "
+    "(out.view(T, K, H) * weights[..., None]).sum(1)"
 )
 
 
 def _loops(graph: Graph) -> Iterator[Annotation]:
-    """Report a miss where the experts that any token chose, from one-hot counts > 0, are handed to a Python loop."""
+    """Yield a `Miss` for each mask [E] of the experts that any token chose, from one-hot counts > 0, that the graph
+    returns.
+
+    A Python loop over the experts reads it.
+    """
     for value, nodes in graph.places.items():
         is_hit = value.op == "compare" and value.rank == 1 and any(each.op == "full" for each in value.args)
         if is_hit and any(map(_is_one_hot, value.sources(_integers))) and any(map(is_handed_out, nodes)):
@@ -268,7 +291,11 @@ def _is_one_hot(x: Value) -> bool:
 
 
 _LOOP = (
-    "Python loops over the experts that were hit, and the graph breaks there: transformers' option "
-    'experts_implementation takes "grouped_mm" and "batched_mm" in its place'
+    "experts: Python loops over those that were hit, and the graph breaks there; npu_grouped_matmul "
+    'requires all experts in one graph; set transformers\' option experts_implementation to "grouped_mm" '
+    'or "batched_mm"'
 )
-_BIASED = "experts add to what they give what is not proven to be the line of biases of each row's expert"
+_BIASED = (
+    "bias: what experts add is not proven to be the bias [N] of each row's own expert; npu_grouped_matmul "
+    "requires [E, N]; write bias[experts] for the rows"
+)

@@ -59,7 +59,11 @@ class _Experts(Products):
         return _Product(x, weight, reason="" if value.dtype in SUMS else NARROW_SUMS, reading=reading)
 
     def _dequantised(self, reading: Reading, rows: Value, matrices: Value) -> Read:
-        """Read the product of `rows` and `matrices`, each int8 times scales, as an int8 product with these scales."""
+        """Read the expert_product `reading` of `rows` and `matrices`, each int8 times scales, as an int8 product with
+        these scales.
+
+        None if one of them is not dequantised from int8 so.
+        """
         a = self.a
         left, right = scaled_int8(a, rows), scaled_int8(a, swapped(a, matrices))
         if left is None or right is None or right.rows is None or left.ones or right.ones:
@@ -125,10 +129,16 @@ def _reading(graph: Graph, product: _Product, value: Value) -> Reading | Miss:
     return Reading("int8_expert_product", {**operands, **routing, "dtype": value.dtype, "is_parameter_only": fixed})
 
 
-_BIASED = "experts add a bias to products of int8, which are computed without"
+_BIASED = (
+    "bias: experts add one to products of int8; npu_grouped_matmul requires none beside int8; fold it into the "
+    "next layer, or leave it out"
+)
 
 
-_STATIC = "experts multiply rows in int8 of one static scale: only rows with a scale of each are read"
+_STATIC = (
+    "scale of rows: experts multiply int8 of one static scale; npu_grouped_matmul requires a scale of each row "
+    "here; quantise rows by token"
+)
 
 
 def _routed(graph: Graph, product: Reading) -> Iterator[Annotation]:
@@ -142,7 +152,9 @@ def _routed(graph: Graph, product: Reading) -> Iterator[Annotation]:
 
 
 def _arranged(a: Algebra, rows: Value, pairs: Pairs, captures: Mapping[str, Any]) -> Arranged | None:
-    """Read `rows` as tokens repeated for their experts, in the order of the product with `captures`; or None."""
+    """Read `rows` as tokens repeated for the experts of `pairs`, in the order of the product with `captures`;
+    or None.
+    """
     if not captures["is_sorted"]:
         tokens = repeated_tokens(a, rows, pairs)
         return None if tokens is None else Arranged(tokens, None)

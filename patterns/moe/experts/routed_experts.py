@@ -78,15 +78,19 @@ class RoutedExperts(Rule):
         output = rows.product(p, choice, rows.further(p, activation, like), down)
         return result.term(p, output, choice)
 
-    @lookalike("what an expert computes between its two products is not a gated silu or gelu, nor an activation alone")
+    @lookalike(
+        "experts: between their two products stands something else than a gated silu or gelu, or one "
+        "activation; npu_grouped_matmul is called with these and requires one of them"
+    )
     def otherwise(self, p, hidden=tensor("*R I"), choice: Any = Choice, down: Any = Outward, result: Any = Sum):
         """Σ_k w[t, k] · h[t, k] · D_e, e = e(t, k), of any h between the products."""
         output = FloatRows.product(p, choice, hidden, down)
         return result.term(p, output, choice)
 
     @lookalike(
-        "what an expert computes between its two int8 products is no activation whose rows are quantised by token, "
-        "or what it reads is not rows of tokens in int8"
+        "experts: between their two int8 products stands no activation whose rows are quantised by token, "
+        "or the rows are no int8 of tokens; npu_grouped_matmul requires round(h / scale) with scale = "
+        "amax(|h|, -1, keepdim=True) / 127"
     )
     def otherwise_in_int8(
         self,
@@ -102,7 +106,11 @@ class RoutedExperts(Rule):
         return result.term(p, output, choice)
 
     def guard(self, rows: Any, gate: Any, bounds: Any, choice: Choice, down: Outward, result: Sum):
-        """Refuse an order of gate and up, a copy of matrices per call, a dtype or a shape that a facet refuses."""
+        """Refuse what the facets refuse.
+
+        `bounds` refuses alternate lanes of gate and up that its activation does not split; `gate` matrices joined per
+        call; `rows` a dtype that no operator returns; `result` a shape with two symbolic sizes.
+        """
         bounds.refuse(gate.interleaved)
         gate.refuse()
         rows.refuse(down)
@@ -117,9 +125,15 @@ class RoutedExperts(Rule):
         """
         both = gate.joined()
         require(
-            both.bias is None, "between the product and its activation stand biases, of which the operator has none"
+            both.bias is None,
+            "biases: they stand between the int8 product and its activation; "
+            "npu_grouped_matmul_swiglu_quant_v2 requires none",
         )
-        require(both.is_parameter_only, "the matrices of the experts are not prepared: the operator reads FRACTAL_NZ")
+        require(
+            both.is_parameter_only,
+            "experts: their matrices are no Parameters; npu_grouped_matmul_swiglu_quant_v2 requires "
+            "FRACTAL_NZ, which is prepared of Parameters alone",
+        )
         routed = rows.routed(choice.experts, down.weight.shape[0])
         int8, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
             routed.rows, [both.in_nz()], [both.scale], routed.scales, routed.counts, group_list_type=1
@@ -133,7 +147,10 @@ class RoutedExperts(Rule):
     def quantised(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
         """Emit npu_swiglu_quant, swiglu and quantisation in one kernel, between two npu_grouped_matmul in int8."""
         first = gate.joined()
-        require(first.bias is None, "biases stand between the product and its activation")
+        require(
+            first.bias is None,
+            "biases: they stand between the int8 product and its activation; npu_swiglu_quant requires none",
+        )
         routed = rows.routed(choice.experts, down.weight.shape[0])
         both = _first_product(rows, routed, gate, first, down)
         int8, inverse = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
@@ -155,7 +172,10 @@ class RoutedExperts(Rule):
 
 
 def _first_product(rows: Any, routed: Routed, gate: Any, first: Inward, down: Outward) -> Tensor:
-    """Emit the product of the sorted rows with `first`: [R, 2 · I], in W8A8 returned in `down.dtype`."""
+    """Emit the product of the rows sorted in `routed` with `first`, the matrices of `gate`: [R, 2 · I].
+
+    In W8A8 it is returned in the dtype of the second product, `down.dtype`.
+    """
     like = rows.like(gate.first)
     dtype = like.dtype if isinstance(like, Tensor) else like
     with rounding("the product before the activation", dtype, down.dtype or dtype):
@@ -163,7 +183,9 @@ def _first_product(rows: Any, routed: Routed, gate: Any, first: Inward, down: Ou
 
 
 def _second_product(rows: Any, routed: Routed, down: Outward) -> Tensor:
-    """Emit the product of the activated rows with `down`: the outputs [R, H] of the experts, sorted by expert."""
+    """Emit the product of the activated rows in `routed` with `down`: the outputs [R, H] of the experts, sorted by
+    expert.
+    """
     with bounded():  # the model has the outputs in the dtype of the product
         return rows.multiplied(routed, down)
 

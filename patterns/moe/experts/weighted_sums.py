@@ -67,12 +67,16 @@ def as_sum(weighted: Total, several: list[Value]) -> Annotation:
             parts = {"rows": rows, "weights": weighted.weights, "order": weighted.order, "addend": weighted.addend}
             captures = {name: part for name, part in parts.items() if part is not None}
             return value, Reading("expert_sum", {**captures, "shape": value.shape})
-    reason = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
+    reason = (
+        f"sum over experts: it stays {dtype}; npu_moe_finalize_routing rounds it to {rows.dtype} and requires "
+        f"that; cast the sum to {rows.dtype}"
+    )
     return several[0], Miss(RULE, reason.replace("torch.", ""), at=(rows,))
 
 
 def sum_of_products(a: Algebra, weighted: Total, product: Reading | None, several: list[Value]) -> Iterator[Annotation]:
-    """Yield the reading of the values `several` as the expert_sum of the rows of `product`.
+    """Yield the reading of the values `several` as the expert_sum of the rows of `product`, with the operands
+    `weighted`.
 
     Rows of an int8 product in float32 are cast to the 16-bit dtype of `several`, as operators return no other dtype;
     the cast is yielded as a product too.
@@ -117,7 +121,7 @@ def _one_product(a: Algebra, product: Value) -> Total | None:
 
 
 def _weighed(a: Algebra, rows: Value, weights: Value, pairs: Pairs) -> Total:
-    """Return the operands of the sum of `rows` · `weights`, both in the order of tokens.
+    """Return the operands of the sum of `rows` · `weights`, both in the order of `pairs`.
 
     Rows that are sorted by expert and put back are taken as they were sorted, with their order.
     """
@@ -126,7 +130,7 @@ def _weighed(a: Algebra, rows: Value, weights: Value, pairs: Pairs) -> Total:
 
 
 def _weighed_in_order(a: Algebra, rows: Arranged, weights: Value, pairs: Pairs) -> Total | None:
-    """Return the sum of sorted `rows` times `weights` that are sorted by the same order; None for another order."""
+    """Return the sum over `pairs` of sorted `rows` times `weights` sorted by the same order; None for another order."""
     flat = sorted_by(elements_below(weights))
     if flat is None or flat.order is not rows.order or prod(flat.value.shape) != pairs.tokens * pairs.choices:
         return None

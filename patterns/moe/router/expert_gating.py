@@ -76,7 +76,7 @@ class SigmoidGate(Gate):
 
 @dataclass(frozen=True)
 class SoftmaxGate(Gate):
-    """A choice by a softmax, whose chosen scores the operator does not divide."""
+    """A choice by a softmax over all experts; the operator does not divide the chosen scores by their sum."""
 
     norm: Any = attribute("softmax")
 
@@ -141,7 +141,11 @@ class GatedScores(Rule):
         scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
         return p.maybe_scaled(scores, result.after), p.expert_choice(**vars(gate), dtype=result.listed)
 
-    @lookalike("the chosen shares of a softmax are divided: the operator divides scores of sigmoids alone")
+    @lookalike(
+        "weights: the chosen scores of a softmax are divided by their sum; npu_moe_gating_top_k requires "
+        "sigmoid scores there, and npu_moe_gating_top_k_softmax a softmax without a bias; leave the bias, or "
+        "the division, out"
+    )
     def divided_softmax(
         self, p, gate: Any = SoftmaxGate, dtype=attribute(), by=tensor("*T 1"), factor=scalar(), times=scalar()
     ):
@@ -149,15 +153,18 @@ class GatedScores(Rule):
         shares = p.maybe_scaled(p.chosen_scores(**vars(gate), dtype=dtype), times)
         return shares * p.maybe_scaled(p.power(by, -1.0), factor)
 
-    @lookalike("the sum of the chosen scores is clamped between {low} and {high}: the operator adds a number to it")
+    @lookalike(
+        "weights: the sum of the chosen scores is clamped between {low} and {high}; npu_moe_gating_top_k "
+        "requires an added eps; write sum + 1e-20"
+    )
     def scores_clamped(self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()):
         """w = s / clamp(Σ s, low, high), of the chosen sigmoids s."""
         scores = p.chosen_scores(**vars(gate), dtype=dtype)
         return scores * p.power(p.clip(p.scale(p.mean(scores), size), low, high), -1.0)
 
     @lookalike(
-        "experts are chosen by logits: the operator chooses by sigmoids of them, of which more "
-        "are equal; choose by the sigmoids"
+        "experts: they are chosen by logits; npu_moe_gating_top_k chooses by the sigmoids, of which more "
+        "are equal, and requires that; write topk of logits.sigmoid()"
     )
     def sigmoid_of_chosen(self, p, logits=tensor("*T E"), count=attribute()):
         """w = sigmoid(topk(logits))."""
@@ -174,10 +181,14 @@ class GatedScores(Rule):
         ]
         require(
             all(sums),
-            "the chosen scores are divided by something else than their sum; npu_moe_gating_top_k "
-            "requires the sum of the chosen ones",
+            "weights: the chosen scores are divided by something else than their sum; npu_moe_gating_top_k "
+            "requires the sum of the chosen ones; write w / w.sum(-1, keepdim=True)",
         )
-        require(eps is None or eps >= 0, "eps={eps} makes the sum smaller", eps=eps)
+        require(
+            eps is None or eps >= 0,
+            "eps: it is {eps} and makes the sum smaller; npu_moe_gating_top_k requires a positive eps; pass 1e-20",
+            eps=eps,
+        )
 
     @lowering
     @variants(result=(Weights,))

@@ -24,7 +24,7 @@ f32 = torch.float32
 
 @dataclass(frozen=True)
 class Logits(Group):
-    """Logits [*B, E] that are cast to float32 before the choice; the shares have the dtype of the logits."""
+    """Logits `values` [*B, E] that are cast to float32 before the choice; the shares have the dtype of the logits."""
 
     values: Any = tensor("*B E")
 
@@ -76,7 +76,7 @@ class WidenedLogits(Logits):
 
 @dataclass(frozen=True)
 class Shares(Group):
-    """Shares of the `count` chosen experts in a softmax over all experts."""
+    """Weights of the `count` chosen experts: their shares of a softmax over all experts."""
 
     count: Any = attribute()
     are_divided: ClassVar[bool] = False
@@ -95,7 +95,9 @@ class Shares(Group):
 
 @dataclass(frozen=True)
 class DividedShares(Shares):
-    """Shares of the `count` chosen experts in a softmax over all experts, divided by their sum, mean / `factor`."""
+    """Weights of the `count` chosen experts: their shares of a softmax over all, divided by their sum, mean /
+    `factor`.
+    """
 
     factor: Any = scalar()
     are_divided: ClassVar[bool] = True
@@ -111,14 +113,15 @@ class DividedShares(Shares):
         sums = isinstance(among, int) and abs(self.factor * among - 1) < 1e-9
         require(
             sums,
-            "the chosen shares are divided by something else than their sum; "
-            "npu_moe_gating_top_k_softmax requires the sum of the chosen ones",
+            "weights: the chosen shares are divided by something else than their sum; "
+            "npu_moe_gating_top_k_softmax requires the sum of the chosen ones; write w / w.sum(-1, "
+            "keepdim=True)",
         )
 
 
 @dataclass(frozen=True)
 class SharesOfChosen(Shares):
-    """Shares of the `count` chosen experts in a softmax over the chosen logits alone."""
+    """Weights of the `count` chosen experts: their shares of a softmax over the chosen logits alone."""
 
     are_divided: ClassVar[bool] = True
 
@@ -175,44 +178,68 @@ class SoftmaxShares(Rule):
         """softmax(topk(logits)), or topk(softmax(logits)), or the latter divided by its sum; and the topk indices."""
         return logits.shares(p, shares.term(p, logits, result)), logits.places(p, shares.count)
 
-    @lookalike("of equal shares `max` names the first expert, the operator any, as `topk` may: choose by topk(1)")
+    @lookalike(
+        "experts: max names the first of equal shares; npu_moe_gating_top_k_softmax may name any, as topk, and "
+        "requires that; write topk(1)"
+    )
     def first_of_equal(self, p, logits=tensor("*B E")):
         """max(softmax(logits)), the choice of one expert by Switch Transformers."""
         return p.op("first_greatest", p.softmax(p.maybe_cast(logits, to=f32)))
 
-    @lookalike("what is not among the largest is {fill} where it must be -inf: a softmax may give it a share")
+    @lookalike(
+        "logits: those outside of the top-k are {fill}, of which a softmax may give a share; "
+        "npu_moe_gating_top_k_softmax requires -inf; fill with -inf"
+    )
     def filled_otherwise(self, p, logits=tensor("*B E"), count=attribute(), fill=attribute()):
         """softmax(logits where they are among the largest, `fill` elsewhere), with a finite `fill`."""
         masked = p.kept(x=p.maybe_cast(logits, to=f32), count=count, fill=fill)
         return p.softmax(p.maybe_cast(masked, to=f32))
 
-    @lookalike("nothing reads which experts are chosen; npu_moe_gating_top_k gives weights and experts at once")
+    @lookalike(
+        "experts: nothing reads which are chosen; npu_moe_gating_top_k gives weights and experts at once and "
+        "requires a reader of both"
+    )
     def without_experts(self, p, logits=tensor("*B E"), count=attribute()):
         """softmax(topk(logits)), without the topk indices."""
         return p.softmax(p.maybe_cast(p.largest(logits, count), to=f32))
 
-    @lookalike("nothing reads which experts are chosen; npu_moe_gating_top_k gives weights and experts at once")
+    @lookalike(
+        "experts: nothing reads which are chosen; npu_moe_gating_top_k gives weights and experts at once and "
+        "requires a reader of both"
+    )
     def shares_without_experts(self, p, logits=tensor("*B E"), count=attribute()):
         """topk(softmax(logits)), without the topk indices."""
         return _largest_shares(p, logits, count)
 
-    @lookalike("the softmax over what is chosen runs along another dim")
+    @lookalike(
+        "softmax: over the chosen logits it runs along another dim than the experts; "
+        "npu_moe_gating_top_k_softmax requires the last dim; write softmax(-1)"
+    )
     def softmax_of_chosen(self, p, logits=tensor("*B E"), count=attribute()):
         """softmax(topk(logits)) over another dim than the last."""
         return p.op("softmax", p.maybe_cast(p.largest(logits, count), to=f32))
 
-    @lookalike("the softmax runs along another dim than the choice")
+    @lookalike(
+        "softmax: it runs along another dim than the top-k; npu_moe_gating_top_k_softmax requires the last dim "
+        "for both; write logits.softmax(-1).topk(k, -1)"
+    )
     def chosen_of_softmax(self, p, logits=tensor("*B E"), count=attribute()):
         """topk(softmax(logits)), the softmax over another dim than the last."""
         return p.largest(p.op("softmax", logits), count)
 
-    @lookalike("{eps} is added to the sum of the chosen shares, which is more than is lost beside their sum")
+    @lookalike(
+        "eps: {eps} is added to the sum of the chosen shares, which changes them; npu_moe_gating_top_k_softmax "
+        "requires one that rounding loses; write 1e-20, or leave it out"
+    )
     def divided_with_eps(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), eps=scalar()):
         """s / (Σ s + eps), of s = topk(softmax(logits))."""
         chosen = _largest_shares(p, logits, count)
         return chosen * p.power(p.shift(p.scale(p.mean(chosen), factor), eps), -1.0)
 
-    @lookalike("the sum of the chosen shares is clamped between {low} and {high}, and may lie outside")
+    @lookalike(
+        "weights: the sum of the chosen shares is clamped between {low} and {high}, and may be outside; "
+        "npu_moe_gating_top_k_softmax requires the sum itself; leave the clamp out, or clamp at 1e-20"
+    )
     def divided_clamped(
         self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), low=scalar(), high=scalar()
     ):
@@ -221,8 +248,9 @@ class SoftmaxShares(Rule):
         return chosen * p.power(p.clip(p.scale(p.mean(chosen), factor), low, high), -1.0)
 
     @lookalike(
-        "the chosen shares are divided by something else than their sum; "
-        "npu_moe_gating_top_k_softmax requires the sum of the chosen ones"
+        "weights: the chosen shares are divided by something else than their sum; "
+        "npu_moe_gating_top_k_softmax requires the sum of the chosen ones; write w / w.sum(-1, "
+        "keepdim=True)"
     )
     def divided_otherwise(self, p, logits=tensor("*B E"), count=attribute(), by=tensor("*B 1"), exponent=attribute()):
         """s · by^exponent, of s = topk(softmax(logits)) and any `by` [*B, 1]."""
@@ -261,5 +289,5 @@ class ExpertRouting(SoftmaxShares, GatedScores):
 
 
 def _largest_shares(p: Any, logits: Any, count: Any) -> Any:
-    """Build the term of topk(softmax(`logits`)) in float32, perhaps cast to the dtype of `logits`."""
+    """Build the term of topk(softmax(`logits`), `count`) in float32, perhaps cast to the dtype of `logits`."""
     return p.maybe_cast(p.largest(p.softmax(p.maybe_cast(logits, to=f32)), count), to=logits)

@@ -37,16 +37,33 @@ def hidden_groups(a: Algebra, x: Value, is_choice: Callable[[Value], bool]) -> G
     groups = masked(inner, lambda selection: selection.size is not None)
     if groups is None:
         looks = inner.op == "where" and _is_filled_by_topk(inner) and is_choice(a.reshape(_unmasked(inner), x.shape))
-        return "what is filled is not proven to be groups of experts that stand side by side" if looks else None
+        return (
+            (
+                "groups: the entries that are filled are not proven to be runs of neighbouring experts; "
+                "npu_moe_gating_top_k requires view(T, groups, E / groups); write the mask of groups [T, groups, "
+                "1] expanded over their experts"
+            )
+            if looks
+            else None
+        )
     if groups.fill is None:
         return _OTHERWISE[groups.by]
     return Grouped(a.reshape(groups.choice, x.shape), groups.selection.places, groups.selection.size, groups.fill)
 
 
 _OTHERWISE = {
-    "where": "what is filled is not the groups that were not chosen",
-    "mul": "the scores of groups that were chosen, or were not, are multiplied by other numbers than 1 and 0",
-    "add": "other numbers than 0 and -inf are added to the scores of groups that were chosen, or were not",
+    "where": (
+        "groups: the entries that are filled are not those of the groups outside of the top-k; "
+        "npu_moe_gating_top_k requires that; fill where no chosen group is"
+    ),
+    "mul": (
+        "groups: scores of chosen, or of other, groups are multiplied by other numbers than 1 and 0; "
+        "npu_moe_gating_top_k requires these; write masked_fill(~mask, -inf)"
+    ),
+    "add": (
+        "groups: other numbers than 0 and -inf are added to the scores of chosen, or of other, groups; "
+        "npu_moe_gating_top_k requires these; write masked_fill(~mask, -inf)"
+    ),
 }
 
 

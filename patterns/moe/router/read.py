@@ -44,7 +44,8 @@ _BY_LOGITS = (
     "order of equal ones in npu_moe_gating_top_k_softmax_v2 is not documented; write topk where it is free"
 )
 _NO_SCORES = (
-    "what is chosen from is not sigmoid or softmax of logits, plus a bias; npu_moe_gating_top_k requires one of both"
+    "scores: the top-k is of something else than sigmoid or softmax of logits, plus a bias; "
+    "npu_moe_gating_top_k requires one of both; write topk of logits.sigmoid() + bias"
 )
 
 
@@ -87,7 +88,10 @@ def _gathers_choice(graph: Graph, places: Value) -> bool:
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Annotation]:
-    """Read `places` as expert_choice and `scores` gathered there as chosen_scores; a miss where none are gathered."""
+    """Read `places` as expert_choice by the router `gate`, and `scores` gathered there as chosen_scores.
+
+    A miss where none are gathered.
+    """
     best = graph.algebra.make(
         places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype
     )
@@ -95,10 +99,13 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
     weights += [each for each in list(graph.places) if each.op == "take" and _reads(each, scores, places)]
     if not weights:
         biased = (
-            "the weights are those scores to which the bias was added: the operator's are without; "
-            "gather the weights from the scores before the bias"
+            "weights: they are the scores with the bias; npu_moe_gating_top_k gives those without and "
+            "requires that; gather the weights from the scores before the bias"
         )
-        others = "the weights are not the scores of the experts that are chosen"
+        others = (
+            "weights: they are not the scores of the chosen experts; npu_moe_gating_top_k requires "
+            "scores.gather(-1, experts)"
+        )
         yield places, Miss(RULE, biased if best in graph.places else others)
         return
     captures = {name: each for name, each in gate.items() if each is not None}
@@ -204,27 +211,36 @@ def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any
     """
     listed = masked.groups
     if listed.op != "largest_index":
-        return "the groups that are kept are not the largest of a row of scores"
+        return (
+            "groups: those that stay are not the top-k of one score for each group; npu_moe_gating_top_k "
+            "requires group_scores.topk(k, -1)"
+        )
     scored = _scored(listed.arg)
     if scored is None or scored[0].below("reshape") is not choice.below("reshape"):
         return (
-            "groups are not chosen by the largest, or the two largest, of what experts are chosen by (scores, with the "
-            "bias where there is one); npu_moe_gating_top_k requires one of both; write "
-            "choice.unflatten(-1, (groups, -1)).topk(2, -1)[0].sum(-1)"
+            "groups: they are not chosen by the largest, or the sum of the two largest, of the scores of "
+            "their experts (with the bias where there is one); npu_moe_gating_top_k requires one of both; "
+            "write choice.unflatten(-1, (groups, -1)).topk(2, -1)[0].sum(-1)"
         )
     grouped, score = scored
     groups, selected, experts = listed.arg.shape[-1], listed.attrs[0], choice.shape[-1]
     if grouped.shape[-1] != masked.size or groups * masked.size != experts:
-        return "the groups are not runs of experts that stand side by side"
+        return (
+            "groups: they are not runs of neighbouring experts; npu_moe_gating_top_k requires view(T, groups, "
+            "E / groups)"
+        )
     if selected == groups:
         return _ALL
     if masked.fill == 0 and bias is not None:
         return (
-            "the groups that are not chosen are filled with 0, which is chosen before a negative score: with a bias "
-            "scores may be negative, and the operator fills with -inf"
+            "groups: scores of those outside of the top-k are filled with 0, which wins against a negative "
+            "score with a bias; npu_moe_gating_top_k requires -inf; write masked_fill(~mask, -inf)"
         )
     if masked.fill not in (0, -math.inf):
-        return f"the groups that are not chosen are filled with {masked.fill}, not with -inf as the operator does"
+        return (
+            f"groups: scores of those outside of the top-k are filled with {masked.fill}; npu_moe_gating_top_k "
+            "requires -inf; write masked_fill(~mask, -inf)"
+        )
     return {"groups": groups, "kept": selected, "group_score": score}
 
 

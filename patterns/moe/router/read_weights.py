@@ -119,8 +119,11 @@ def _logits(x: Value) -> Value:
     return below.arg if below.op == "softmax" and below.attrs[0] == -1 else x
 
 
-_OTHERS = "what the list of the largest does to them is something else than to keep them and hide all others"
+_OTHERS = (
+    "experts: the top-k list does something else than to keep the largest scores and hide all others; "
+    "npu_moe_gating_top_k requires that; gather the scores at the indices that topk gives"
+)
 _BOUND = (
-    "what is not below the least of the largest is kept, and where several are as large, more of them than there are "
-    "largest: the operator chooses just so many, as the list of topk does"
+    "experts: scores that reach the k-th largest are kept, of equal ones more than k; npu_moe_gating_top_k "
+    "requires exactly k; use the indices that topk gives"
 )

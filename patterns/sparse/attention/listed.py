@@ -31,8 +31,9 @@ ShowsOne = Callable[[Value], "frozenset[str] | None"]
 """Names the inputs that a proof relies on that each query sees an entry of its list; None without a proof."""
 
 _LOWERED = (
-    "softmax: a query that sees none of its list gives what depends on its scores; npu_sparse_flash_attention requires "
-    "0, NaN or the mean of the listed rows; replace hidden scores by -inf, or show each query an entry"
+    "softmax: a query that sees none of its list gives what depends on its scores; "
+    "npu_sparse_flash_attention requires 0, NaN or the mean of the listed rows; replace hidden scores by "
+    "-inf, or show each query an entry"
 )
 
 
@@ -88,9 +89,10 @@ class _Listed:
         return replace(self, k=k, v=v, entries=entries if self.empty == "mean" else unclamped(a, entries))
 
     def relied_on(self, shows_one: ShowsOne) -> frozenset[str] | None:
-        """Return `shows_one` of the lists [B, S, K], with -1 written over hidden entries.
+        """Return the inputs on whose assumed masks a proof relies that each query sees an entry, by `shows_one`.
 
-        None if `shows_one` has no proof for these lists, or if `reading` gives none.
+        It is asked of the lists [B, S, K], with -1 written over hidden entries. None without a proof, or without a
+        `reading`.
         """
         reading = self.reading()
         if not isinstance(reading, Reading):
@@ -107,7 +109,10 @@ class _Listed:
         is_unmasked = not entries.others(size if empty == "zero" else None) and empty != "mean"
         hidden = None if is_unmasked else masks.hidden_entries(lists)
         if hidden is None and not is_unmasked:
-            return _miss("the mask of the rows that are listed differs from head to head")
+            return _miss(
+                "mask: that of the listed rows differs from head to head; npu_sparse_flash_attention requires "
+                "one for all heads"
+            )
         places = entries.places
         counted_back = k.counted_back and not entries.least(places)
         places = wrapped(a, places, size) if counted_back else places
@@ -157,7 +162,12 @@ def listed_attention(
         return [_miss(beyond)]
     q = uncast(a, operands.q)
     if len({q.dtype, k.source.dtype, v.source.dtype, operands.dtype}) != 1:
-        return [_miss("queries, listed rows and result have different dtypes")]
+        return [
+            _miss(
+                "queries, listed rows, result: their dtypes differ; npu_sparse_flash_attention requires one dtype; "
+                "cast them to one"
+            )
+        ]
     seen = masks.visible()
     if isinstance(seen, str):
         return [_miss(seen)]

@@ -63,13 +63,20 @@ class Listing(Seen):
             indexer: the indexer that computes the list, None for the model's own list.
             averaged: True if the source of keys and values can give the mean of all values.
         """
-        require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
+        require(
+            seen.levels is None,
+            "mask: a query whose list has no visible key would see those that are lowered least; "
+            "npu_sparse_flash_attention requires keys to be hidden for good; mask with -inf",
+        )
         listed = self.hides_nothing() or indexer is not None  # then each listed key is visible
         left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and listed)
         restored = indexer is not None and self._is_nan(seen)
         restored |= self._marks_empty_rows() and (self._is_nan(seen) or averaged)
         gives = "NaN" if seen.fully_masked_row == "nan" else "the mean of all values"
-        why = "a query for which no key is left gives {gives}, the operator gives 0"
+        why = (
+            "mask: a query whose list has no visible key gives {gives}; npu_sparse_flash_attention gives 0 and "
+            "requires that; replace its result by 0, or show each query a key"
+        )
         require(left or restored, why, gives=gives)
 
     def _marks_empty_rows(self) -> bool:
@@ -81,8 +88,7 @@ class Listing(Seen):
         return seen.fully_masked_row == "nan" and not self.every_row_nonempty
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """Return the sparse mode and the lengths of keys for the operator; arguments and results are those of
-        `Seen.lengths`.
+        """Return the sparse mode and the lengths of keys for the operator, of the arguments of `Seen.lengths`.
 
         With `row_lens`, each list is already cut to the keys that its query sees: mode 0, and the lengths of all keys.
         """
@@ -116,7 +122,11 @@ class Listing(Seen):
         `_is_nan`.
         """
         shown = self._marks_empty_rows() or not self._is_nan(seen)
-        require(shown, "the model's own list does not say which queries see no key")
+        require(
+            shown,
+            "list of keys: it does not say which queries see no key; npu_sparse_flash_attention requires -1 in "
+            "the entries of such a query",
+        )
         places = self.places.to(torch.int32)
         if self.room is not None:
             first, keys = self.room
@@ -189,6 +199,7 @@ class GatheredRows(Group):
         ones.
 
         If a query whose entries are all hidden gives the mean of the listed rows, its list stays as the model has it.
+        `seen` is not read.
         """
         places = self.places.to(torch.int32)
         if self.hidden is not None:
@@ -212,8 +223,10 @@ class GatheredRows(Group):
         return self.hidden.all(-1, keepdim=True)
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if the model gives NaN
-        there.
+        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if `fully_masked_row` is
+        "nan".
+
+        `seen` and `mean` are not read: `posed` has cared for the mean.
         """
         return _without_keys(y, listed, self.fully_masked_row)
 
@@ -259,9 +272,10 @@ class IndexedRows(Seen):
     posed = Listing.posed
 
     def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
-        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if the model gives NaN there.
+        """Return `y` [B, S, N, C] with NaN for each empty list of `listed` [B, S, 1, K], if `fully_masked_row` is
+        "nan".
 
-        `y` as it is if every query is proven to see a key.
+        `y` as it is if every query is proven to see a key. `seen` and `mean` are not read.
         """
         return y if self.every_row_nonempty else _without_keys(y, listed, self.fully_masked_row)
 
@@ -269,5 +283,5 @@ class IndexedRows(Seen):
         """Refuse to take over the model's own list: the lowering `indexed` computes it by the operator of the
         indexer.
         """
-        require(False, "the list is that of an indexer")
+        require(False, "list of keys: an indexer gives it; this call requires a list of the model")
         return self.kv_lens

@@ -40,7 +40,11 @@ class PackedRows(Group):
 
     def refuse_lists(self, distinct: bool) -> None:
         """Refuse a list that may name a key twice, which is so unless `distinct`."""
-        require(distinct, "a list may name a key twice, of which the operator over packed rows reads too little")
+        require(
+            distinct,
+            "list of keys: it may name a key twice; npu_kv_quant_sparse_flash_attention requires distinct "
+            "keys; make the list of topk, or remove repetitions",
+        )
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the packed rows [B, T, 1, Row] for the operator, and the arguments of their layout."""

@@ -92,7 +92,9 @@ class LatentPages(Pages):
         refuse_nz(self.layout, self.rope_layout)
         one = self.block_table is self.rope_table and self.size == self.rope_size
         require(
-            one, "the pages of a latent and of its rotated lanes have block tables of their own: the operator has one"
+            one,
+            "block tables: the latent and its rotated lanes have one each; npu_sparse_flash_attention "
+            "requires one for both; index both caches by one table",
         )
 
     def refuse_lists(self, distinct: bool) -> None:
@@ -116,7 +118,7 @@ def refuse_segments() -> Tensor:
 
     The return type is that of the calls it stands for.
     """
-    why = "latent: it lies in pages, or packed in int8; segments of packed tokens require rows in TND"
+    why = "latent: it is in pages, or packed in int8; segments of packed tokens require rows in TND"
     require(False, why)
     return torch.empty(0)
 
@@ -128,7 +130,10 @@ def paged(block_table: Tensor) -> dict[str, Any]:
 
 def refuse_nz(*layouts: str) -> None:
     """Refuse `layouts` of pages other than rows of tokens, such as FRACTAL_NZ."""
-    require(set(layouts) == {"BSND"}, "the operator reads pages as rows of tokens, not in blocks of NZ")
+    require(
+        set(layouts) == {"BSND"},
+        "cache: its pages are lines of NZ; the operator requires rows [Block, Size, 1, D]; allocate the cache so",
+    )
 
 
 def read(pages: Tensor, size: Any) -> Tensor:

@@ -18,8 +18,14 @@ from patterns.sparse.attention.listed import Operands, listed_attention
 from patterns.sparse.lists.read_lists import shows_one
 from patterns.sparse.words import LISTED_ATTENTION, SUNK
 
-_SCALED = "scores of rows that a list names are multiplied by tensors: the operator multiplies all by one number"
-_CLAMPED = "masked scores of rows that a list names are clamped to finite numbers"
+_SCALED = (
+    "scores: those of listed rows are multiplied by a tensor; npu_sparse_flash_attention requires one number "
+    "for all; multiply the queries by that tensor"
+)
+_CLAMPED = (
+    "scores: masked ones of listed rows are clamped to a finite number; npu_sparse_flash_attention requires "
+    "-inf, or scores that are not clamped"
+)
 
 
 @reader(gives=(LISTED_ATTENTION,), needs=("attention_core", "softmax_attention"), supersedes=("softmax_attention",))

@@ -105,9 +105,10 @@ class SparseAttention(Rule):
         return encoding.terms(p, source, result, attended, "listed_attention")
 
     def guard(self, indexer: Any, listing: Any, source: Any, seen: Any):
-        """Refuse NZ pages, a list with repetitions that the operator miscounts, and results that cannot be restored.
+        """Refuse NZ pages of the latent or of the indexer's keys, and lists that name a key twice if the operator
+        miscounts them.
 
-        The latter are those of queries without keys, see `Listing.refuse`.
+        Refused as well are masks `seen` whose queries without keys give what cannot be restored, see `Listing.refuse`.
         """
         if indexer is not None:
             indexer.refuse_blocks()
@@ -119,7 +120,7 @@ class SparseAttention(Rule):
     @variants(values=VALUES)
     def indexed(self, indexer, listing, encoding, source, result, seen, scale, values):
         """Emit the operator of the indexer, sparse attention over its list, and a product with W_UV of each head."""
-        require(indexer is not None, "the keys are not listed by an indexer")
+        require(indexer is not None, "list of keys: no indexer gives it; this call requires one")
         y = _attended(indexer.select(listing), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 

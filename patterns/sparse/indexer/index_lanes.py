@@ -50,5 +50,8 @@ class RotatedLanes(Group):
         `what` names the rows, queries or keys, in the reason.
         """
         orders = dict(what=what, source=self.source, result=self.result)
-        reason = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
+        reason = (
+            "{what} of the indexer: they are rotated from {source} to {result} order; the operator requires "
+            "interleaved pairs before and halves behind; permute the rows of their projection so"
+        )
         require((self.source, self.result) == (INTERLEAVED, HALF), reason, **orders)

@@ -89,7 +89,9 @@ class Seen(Group):
 
 @dataclass(frozen=True)
 class Indexer(Group):
-    """An indexer over keys in rows, and the number of keys that it lists."""
+    """Operands of an indexer over keys in rows: queries, keys, weights of heads, scales of int8 rows, and number of
+    listed keys.
+    """
 
     query: Any = tensor("B S H Di")
     key: Any = tensor("B T Di")
@@ -110,7 +112,7 @@ class Indexer(Group):
         return dict(key=self.key, key_scale=self.key_scale)
 
     def refuse_blocks(self) -> None:
-        """Refuse nothing: only pages can be in FRACTAL_NZ."""
+        """Refuse no layout: keys in rows have none that the operator could not read."""
 
     def select(self, seen: Seen) -> Tensor:
         """Emit the operator of the indexer over the keys that `seen` shows: lists [B, S, 1, count], with -1 after the
@@ -122,7 +124,7 @@ class Indexer(Group):
             batch, queries = self.query.shape[:2]
             lengths = seen.own_lengths(queries, self.key.shape[1]).flatten()
             every = Seen(mask_kind="none", kv_len=None, kv_lens=lengths, row_lens=None, segment=None, segments=None)
-            return self.apart(queries).select(every).unflatten(0, (batch, queries)).squeeze(2)
+            return self.by_query(queries).select(every).unflatten(0, (batch, queries)).squeeze(2)
         ends = seen.segment_ends()
         if ends is not None:
             return self.in_segments(ends)
@@ -143,7 +145,11 @@ class Indexer(Group):
         An entry of the result [1, T, 1, K] is the number of a key, counted from the first key of the segment of its
         query.
         """
-        require(self.key_scale is None, "int8 keys of packed tokens are not put to npu_quant_lightning_indexer in TND")
+        require(
+            self.key_scale is None,
+            "keys of the indexer: they are int8 of packed tokens; npu_quant_lightning_indexer is called on "
+            "batches [B, S, ..] and requires these",
+        )
         query, key = self.query[0], self.key[0].unsqueeze(1)
         weights = query.new_ones(query.shape[:2]) if self.weights is None else self.weights[0]
         lengths = dict(actual_seq_lengths_query=ends, actual_seq_lengths_key=ends)
@@ -175,7 +181,7 @@ class Indexer(Group):
         """
         return self.key.unsqueeze(2), self.key.shape[1], dict(layout_key="BSND")
 
-    def apart(self, queries: Any) -> Indexer:
+    def by_query(self, queries: Any) -> Indexer:
         """Return an indexer for which each of `queries` queries is a sequence of its own, all over the keys of their
         sequence.
 
@@ -188,8 +194,8 @@ class Indexer(Group):
         table = torch.arange(pages.shape[0], device=pages.device).reshape(padded.key.shape[0], -1)
         rows = dict(vars(padded), pages=pages, block_table=table, size=size, layout="BSND")
         if padded.key_scale is None:
-            return PagedIndexer(**rows).apart(queries)
-        return PagedInt8Indexer(**rows, scale_pages=padded.key_scale.reshape(-1, size)).apart(queries)
+            return PagedIndexer(**rows).by_query(queries)
+        return PagedInt8Indexer(**rows, scale_pages=padded.key_scale.reshape(-1, size)).by_query(queries)
 
     def with_room(self) -> Indexer:
         """Return the indexer with keys [B, T, Di] and scales [B, T] padded by zeros until the smallest size of a page
@@ -211,7 +217,10 @@ def float16_scale(scale: Tensor) -> Tensor:
     """Return `scale` of int8 keys if it is in float16; refuse other dtypes, which have numbers that float16 cannot
     represent.
     """
-    why = "scales of int8 keys are held in {dtype}, the operator takes float16, which does not hold all of them"
+    why = (
+        "scales of int8 keys: they are {dtype}; npu_quant_lightning_indexer requires float16, which may round "
+        "them; store them in float16"
+    )
     require(scale.dtype == torch.float16, why, dtype=scale.dtype)
     return scale
 
@@ -241,7 +250,7 @@ class PagedIndexer(Indexer):
         require(False, "block_table: it names the pages of all packed tokens; TND requires a row for each segment")
         return ends
 
-    def apart(self, queries: Any) -> Indexer:
+    def by_query(self, queries: Any) -> Indexer:
         """Return an indexer for which each of `queries` queries is a sequence of its own, with the row of its sequence
         in `self.block_table`.
         """
@@ -273,7 +282,11 @@ class PagedInt8Indexer(PagedIndexer):
         """Refuse pages in FRACTAL_NZ, and scales whose block table is not that of the keys."""
         refuse_nz(self.layout)
         one = self.block_table is self.scale_table and self.size == self.scale_size
-        require(one, "int8 keys and their scales have block tables of their own: the operator has one")
+        require(
+            one,
+            "block tables: int8 keys and their scales have one each; npu_quant_lightning_indexer requires one "
+            "for both; index both caches by one table",
+        )
 
     def scales(self) -> Tensor:
         """Return the pages of scales for the operator, float16 [Block, Size, 1]."""

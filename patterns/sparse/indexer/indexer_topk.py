@@ -41,7 +41,11 @@ class IndexerTopk(Rule):
         indexer.refuse_blocks()
 
     @lowering
-    @refused_on("ascend950", "the operator lists keys in no order there, the model the best first")
+    @refused_on(
+        "ascend950",
+        "list of keys: the model has the best first; npu_lightning_indexer lists in no order on ascend950, "
+        "where the model must allow any order",
+    )
     def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any, offset: Any) -> Tensor:
         """Emit npu_lightning_indexer, or npu_quant_lightning_indexer for int8 keys: lists [B, S, K] in `dtype`.
 

@@ -29,8 +29,8 @@ from patterns.sparse.lists.rows import distinct
 from patterns.sparse.words import LIGHTNING_INDEXER, SUNK, TOPK_MASK
 
 _MASK = (
-    "the mask of what is chosen from is not proven to be a causal order or a length; npu_lightning_indexer requires "
-    "one of both"
+    "mask of the indexer: it is not proven to be a causal order or a length; npu_lightning_indexer "
+    "requires one of both; write key <= query position, or key < length"
 )
 _RANGES = (
     "keys: each query sees a range that starts at a key which data names; npu_lightning_indexer requires keys from the "
@@ -38,26 +38,44 @@ _RANGES = (
     "segment) & causal, with segment = torch.searchsorted(cu_seqlens[1:], positions, right=True)"
 )
 _MORE = (
-    "the mask shows other keys than those that are listed, and they are not proven to be the first or the last ones of "
-    "those that a query may see: the operator reads a list alone"
+    "mask: it shows keys that the list has not, and these are not proven to be the first or the last "
+    "visible ones; npu_sparse_flash_attention reads a list alone and requires that; add such keys to the "
+    "list"
 )
 _STABLE = (
     "keys: listed by a stable sort, which keeps equal scores in the order of their keys; npu_lightning_indexer leaves "
     "open which of equal scores it lists; write topk where their order is free"
 )
 _THRESHOLD = (
-    "keys are seen whose scores reach the least of the largest ones: of equal scores that may be more keys than a list "
-    "holds; attend to those at the indices that topk gives"
+    "mask: it shows keys whose scores reach the k-th largest, of equal ones more than k; "
+    "npu_sparse_flash_attention requires a list of k keys; show those at the indices that topk gives"
 )
-_BLOCKS = "what is listed are no keys, but blocks of them or keys of another number: the operator reads lists of keys"
-_BEYOND = "a list may name what is no key, as a place behind the last one, of which there is a number that is not known"
+_OF_HEADS = (
+    "list of keys: there is not one for each query, as where each head has its own; "
+    "npu_sparse_flash_attention requires one list of each query for all heads"
+)
+_OF_OTHERS = (
+    "list of keys: a query reads the list of another query or sequence, or its entries are no positions of keys; "
+    "npu_sparse_flash_attention requires the list of the query itself, with positions in its own sequence"
+)
+_BLOCKS = (
+    "list: its entries are blocks of keys, or numbers of something else than the keys; "
+    "npu_sparse_flash_attention requires positions of keys; expand blocks to keys"
+)
+_BEYOND = (
+    "list of keys: an entry may be behind the last key, whose number is symbolic; npu_sparse_flash_attention "
+    "requires positions of keys, or a static number of them"
+)
 _EVENED = (
-    "scores go through {function} before the greatest are chosen, which takes different ones to the same number: which "
-    "of these are listed is not what it is for the scores"
+    "scores of the indexer: they go through {function} before topk, which makes different ones equal; "
+    "npu_lightning_indexer requires topk of the scores themselves; apply {function} behind topk"
 )
 _FUNCTIONS = ("sigmoid", "tanh", "exp")
 """Elementwise functions that keep the order of their arguments, unless they saturate."""
-_SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
+_SCALED = (
+    "scores of the indexer: they are multiplied by scales of keys behind the mask; npu_quant_lightning_indexer "
+    "requires them before the mask; multiply first, then mask"
+)
 
 
 @reader(gives=(TOPK_MASK,), needs=("attention_mask",))
@@ -109,8 +127,10 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
     rows = {queries: query, batch * queries: own.times(queries) + query}  # number of lists -> list of a query
     count = prod(places.shape[:-1])
     ahead = key + positions.axis(rank - 1).times(-1)
-    if ahead.terms or rows.get(count) != _row(at, places.shape[:-1]):
-        return {places: _miss("the keys that are listed differ from head to head, or are those of another sequence")}
+    if rows.get(count) is None:
+        return {places: _miss(_OF_HEADS)}
+    if ahead.terms or rows[count] != _row(at, places.shape[:-1]):
+        return {places: _miss(_OF_OTHERS)}
     room = None if (ahead.constant, chosen.shape[-1]) == (0, masks.sizes[3]) else (ahead.constant, masks.sizes[3])
     if room is not None and not all(isinstance(each, int) for each in room):
         return {places: _miss(_BEYOND)}
@@ -153,7 +173,7 @@ def _below_logic(x: Value) -> Sequence[Value]:
 
 
 def _is_threshold(x: Value) -> bool:
-    """Return True if `x` compares scores with one of their own largest ones."""
+    """Return True if `x` compares scores with entries of their own top-k values, as with the k-th largest."""
     sides = [each.below("cast", "reshape", "expand", "slice") for each in x.args] if x.op == "compare" else []
     return any(
         one.op == "largest" and one.arg.below("cast", "reshape") is other.below("cast", "reshape")
@@ -193,8 +213,8 @@ class _Scores:
 
     def with_one_query(self, a: Algebra) -> _Scores:
         """Return scores and masks [B, T] as [B, 1, T], with the dim of the only query of each sequence."""
-        seen = (replace(each, mask=a.reshape(each.mask, _opened(each.mask.shape))) for each in self.terms)
-        return replace(self, shape=_opened(self.shape), terms=tuple(seen))
+        opened = (replace(each, mask=a.reshape(each.mask, _opened(each.mask.shape))) for each in self.terms)
+        return replace(self, shape=_opened(self.shape), terms=tuple(opened))
 
 
 def _opened(shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -218,7 +238,10 @@ def lightning_indexers(graph: Graph) -> Iterator[Annotation]:
 
 
 def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
-    """Read `places` [.., K] as the list of a lightning indexer; return the reason if it is none."""
+    """Read `places` [.., K] as the list of a lightning indexer; return the reason if it is none.
+
+    `assumed` are the facts about the masks of the graph.
+    """
     indexer = indexed(assumed, places)
     if isinstance(indexer, str):
         return indexer
@@ -250,7 +273,11 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     if places.op == "stable_largest_index" and _is_rectified(places.arg):
         return _STABLE
     if places.op != "largest_index":
-        return "the keys that are listed are not the largest of a row of scores"
+        return (
+            "list of keys: it is not the topk of one row of scores for each query; npu_lightning_indexer "
+            "requires scores.topk(k, -1); where the model computes the list otherwise, "
+            "npu_sparse_flash_attention takes it as it is"
+        )
     scores = _unmasked(a, _Scores(places.arg, places.arg.shape, ()))
     if isinstance(scores, str):
         return scores if _is_rectified(places.arg) else NOT_A_SUM
@@ -273,7 +300,10 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
         return _RANGES if starts_anywhere(masks, bounds) else _MASK
     count = _at_most(places.attrs[0])
     if count is None:
-        return "how many keys are listed is not known"
+        return (
+            "list of keys: its length is symbolic; npu_lightning_indexer requires a static sparse_count; "
+            "compile for a static k"
+        )
     return Indexed({**captures, "count": count, **words}, masks, formula)
 
 

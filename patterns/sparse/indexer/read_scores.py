@@ -26,17 +26,27 @@ from fusion.graph.signs import is_nonnegative
 from patterns.sparse.indexer.score_rows import heads_before_keys, in_order, unflattened, with_batch_dims, with_one_more
 
 NOT_A_SUM = (
-    "what is chosen from is not the sum over heads of weight · relu(query · key); npu_lightning_indexer requires the "
-    "topk of that sum, behind masks and positive factors alone"
+    "scores of the indexer: they are not the sum over heads of weight * relu(query @ key); "
+    "npu_lightning_indexer requires the topk of that sum, behind masks and positive factors alone; write "
+    "(relu(q @ k.mT) * w[..., None]).sum(heads)"
 )
-SIGN = "scores are multiplied by a number that is not positive, which changes their order"
+SIGN = (
+    "scores of the indexer: they are multiplied by a number that is not positive; npu_lightning_indexer "
+    "requires a positive factor, as their order changes otherwise; leave the factor out"
+)
 _NEGATIVE = (
-    "a scale of int8 queries or keys stands below the relu and is not proven to be positive, as max|x| / 127 is: the "
-    "operator multiplies behind it"
+    "scale of the indexer: one of int8 queries or keys is multiplied before relu and not proven to be "
+    "positive; npu_quant_lightning_indexer multiplies behind relu and requires that; multiply by it behind "
+    "relu"
 )
-_UNSCALED = "int8 keys have no scale of each row alone, as the operator reads one"
+_UNSCALED = (
+    "int8 keys of the indexer: they have no scale of each row alone; npu_quant_lightning_indexer requires one [B, T]"
+)
 _VIEWS = ("scale", "cast", "reshape", "permute", "expand")
-_WRAPS = "products of int8 are summed in {dtype}, where they wrap round"
+_WRAPS = (
+    "products of the indexer: those of int8 are summed in {dtype}, where they wrap round; "
+    "npu_quant_lightning_indexer requires int32 or float32; cast before the product"
+)
 _SUMS = frozenset({torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 

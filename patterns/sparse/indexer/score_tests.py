@@ -22,7 +22,7 @@ from patterns.attention.masks.masks import Masks
 from patterns.attention.masks.visible import MASKED
 
 _ARITHMETIC = {"scale", "shift", "cast", "reshape", "permute", "add", "where", "mul"}
-_ASKED = {"reshape", "expand", "cast", "abs", "isnan", "compare", "not", "and", "or", "mul"}
+_TEST_OPS = {"reshape", "expand", "cast", "abs", "isnan", "compare", "not", "and", "or", "mul"}
 
 
 def asks_for_hidden(condition: Value, places: Value, masks: Masks, hides: bool) -> bool:
@@ -86,7 +86,7 @@ def _is_made_of(x: Value, places: Value, steps: dict[Value, None]) -> bool:
     if x in steps:
         return True
     is_known = _are_scores(x, places) or x.op == "full"
-    if not is_known and not (x.op in _ASKED and all(_is_made_of(each, places, steps) for each in x.args)):
+    if not is_known and not (x.op in _TEST_OPS and all(_is_made_of(each, places, steps) for each in x.args)):
         return False
     steps[x] = None
     return True

@@ -34,7 +34,7 @@ def in_words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 
 
 def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
-    """Return True if `bounds` have a lower bound on the key that is read from a tensor."""
+    """Return True if `bounds`, of `masks`, have a lower bound on the key that is read from a tensor."""
     key = len(masks.positions.shape) - 1
     named = () if bounds.low is None else tuple(bounds.low.terms)
     for part in bounds.rest:
@@ -47,7 +47,7 @@ def starts_anywhere(masks: Masks, bounds: Limits) -> bool:
 def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
     """Return `segment`, the ids of packed tokens, and `segments`, a number above them, as captures.
 
-    None unless `bounds` show each token exactly the keys of its own segment up to itself.
+    None unless `bounds`, read off `masks`, show each token exactly the keys of its own segment up to itself.
     """
     batch, _, queries, keys = masks.sizes
     must(batch == 1 and queries == keys and len(bounds.rest) == 1)
@@ -71,7 +71,7 @@ def _segments(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
     """Return the number of keys that each query sees, [B, S], or [B, 1] for the first if each later one sees one more.
 
-    None if `bounds` are more than one upper bound on the key.
+    None if `bounds`, read off `masks`, are more than one upper bound on the key.
     """
     batch, _, queries, _ = masks.sizes
     high = _own_bound(masks, bounds) if bounds.rest else bounds.high

@@ -95,7 +95,7 @@ def _fixed(masks: Masks, part: Formula, bounds: Limits) -> dict[str, Any] | None
     `bounds`".
 
     Returns `first`, or `last` with the captures of the bound. None if `part` is any other condition, if the number of
-    keys is symbolic, or, for last keys, if `bounds` has more than an upper bound.
+    keys is symbolic, or, for last keys, if `bounds`, the rest of `masks`, has more than an upper bound.
     """
     rank, keys = len(masks.positions.shape), masks.sizes[3]
     side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)

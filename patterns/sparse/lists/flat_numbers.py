@@ -15,7 +15,7 @@ from fusion.graph.proof import must, proof
 
 
 class Split(NamedTuple):
-    """Positions [*R] of row numbers within `groups` groups of `size` rows each."""
+    """Row numbers [*R] of `groups` groups of `size` rows each, as `places` [*R] within their groups."""
 
     places: Value
     groups: int

@@ -27,10 +27,14 @@ from patterns.sparse.lists.entries import grows
 from patterns.sparse.words import INDEXER_LIST
 
 _FEW = (
-    "a query may see fewer keys than are listed: topk lists hidden ones then, the operator -1, which the model does "
-    "not write over their places"
+    "list of keys: a query may see fewer keys than topk lists, so that hidden ones are listed; "
+    "npu_lightning_indexer writes -1 there and requires that of the model; write "
+    "torch.where(hidden.gather(-1, places), -1, places)"
 )
-_OTHERS = "-1 is not written over the places of keys that are hidden, and of these alone"
+_OTHERS = (
+    "list of keys: -1 is written over other entries than those of hidden keys; npu_lightning_indexer requires "
+    "it over these alone; write torch.where(hidden.gather(-1, places), -1, places)"
+)
 
 
 @reader(gives=(INDEXER_LIST,), needs=("listed_attention", "lightning_indexer"), refines=("listed_attention",))

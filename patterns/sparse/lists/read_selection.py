@@ -33,31 +33,48 @@ from patterns.sparse.lists.rows import counts, distinct, gathered
 from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS
 
 _NO_BUFFER = (
-    "the listed rows are gathered into fresh memory at every step: the model keeps no buffer for them, with a block "
-    "table and a status of its own (selection_kv_cache, selection_kv_block_table, selection_kv_block_status)"
+    "buffer: listed rows are gathered into fresh memory at every step; npu_gather_selection_kv_cache "
+    "requires a buffer of the model with a block table and a status (selection_kv_cache, "
+    "selection_kv_block_table, selection_kv_block_status); keep the gathered rows in such a buffer"
 )
 _NO_TABLE = (
-    "the buffer has no block table of its own for each list (selection_kv_block_table), by which a slot is found as "
-    "table[slot // Size] and slot % Size"
+    "selection_kv_block_table: the buffer has none of each list; npu_gather_selection_kv_cache requires "
+    "one; find slots as table[slot // Size] and slot % Size"
 )
 _NO_STATUS = (
-    "all listed rows are read again: nothing tells which of them the buffer holds already, as a list that is compared "
-    "with a status does (selection_kv_block_status)"
+    "selection_kv_block_status: no list of the step before is compared with this one, so that all rows are "
+    "read again; npu_gather_selection_kv_cache requires it; keep the position of each slot in the status, "
+    "and compare it with the list"
 )
 _OTHER_STATUS = (
-    "the status has no last column, [.., K + 1] for a list of K, in which the operator writes how many tokens the "
-    "buffer holds"
+    "selection_kv_block_status: it is [.., K] for a list of K; npu_gather_selection_kv_cache requires [.., "
+    "K + 1] and writes the number of tokens in the last column; allocate one more"
 )
-_OTHER_LIST = "an entry of the list may be no key, or one that the list names twice"
-_OTHER_SLOTS = "rows that the buffer does not hold go elsewhere than, one by one, to its free slots in their order"
-_NOT_TOLD = (
-    "the status does not become the list by its slots and the length of the list, though the operator writes it: "
-    "status[:, :K] scattered by the slots, and status[:, K] = K"
+_OTHER_LIST = (
+    "list of keys: an entry may be no key, or one that the list names twice; npu_gather_selection_kv_cache "
+    "requires distinct positions of keys; make the list of topk"
 )
-_ELSEWHERE = "rows that the buffer holds are not left where they are, in the slots that the status names"
-_ALONE = "there is no second buffer, which the operator keeps of rotated lanes unless rows are packed in int8"
+_OTHER_SLOTS = (
+    "buffer: rows that it misses are not written, one by one, to its free slots in their order; "
+    "npu_gather_selection_kv_cache requires that; number misses by cumsum(miss) - 1, and free slots alike"
+)
+_STATUS_NOT_UPDATED = (
+    "selection_kv_block_status: it does not become the list in the order of slots with its length; "
+    "npu_gather_selection_kv_cache writes that and requires it; write status[:, :K] scattered by the "
+    "slots, and status[:, K] = K"
+)
+_ELSEWHERE = (
+    "buffer: rows that are in it already are moved; npu_gather_selection_kv_cache leaves them in the slots "
+    "that the status names and requires that"
+)
+_ALONE = (
+    "selection_k_rope: there is no buffer of rotated lanes; npu_gather_selection_kv_cache requires one unless "
+    "rows are packed in int8; keep the latent and its rotated lanes in two buffers"
+)
 _READ_ELSEWHERE = (
-    "something else reads which slots the rows go to: the operator may choose others, of which the status alone tells"
+    "slots: something else than the buffers and the status reads where rows go; "
+    "npu_gather_selection_kv_cache may choose other slots and requires that the status alone is read; read "
+    "the status behind the step"
 )
 
 
@@ -212,7 +229,7 @@ def _with_status(
         return _OTHER_SLOTS
     status = next((each for each in graph.places if is_updated_status(each, same, new, ids)), None)
     if status is None:
-        return _NOT_TOLD
+        return _STATUS_NOT_UPDATED
     pages = source.pages.shape[0]
     tables = {"table": wrapped(a, own.table, cache.shape[0]), "full_table": wrapped(a, source.at.table, pages)}
     caches = {"cache": cache, "full": source.pages, "packed": cache.dtype is torch.int8}

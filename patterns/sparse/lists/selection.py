@@ -26,7 +26,9 @@ from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, v
 
 @dataclass(frozen=True)
 class Selection(Group):
-    """A list of keys, the status of its buffer, and the tables of buffer and cache."""
+    """A list of keys `ids` [L, K], the status of its buffer, and the block tables of the buffer and of the full
+    cache.
+    """
 
     ids: Any = tensor("*L K")
     status: Any = tensor("*L H")
@@ -48,7 +50,10 @@ class Selection(Group):
 
 @dataclass(frozen=True)
 class Latent(Group):
-    """Buffers and caches of a latent and of its rotated lanes, in any order; the rotated lanes are the fewer ones."""
+    """Two buffers and the caches of all keys for each, of a latent and of its rotated lanes, in any order.
+
+    The rotated lanes are the fewer ones.
+    """
 
     first: Any = tensor("*A")
     full_first: Any = tensor("*B")
@@ -135,7 +140,11 @@ class GatherSelectionKvCache(Rule):
         """
         ids, status, table, full_table = (each.flatten(0, -2) for each in vars(selection).values())
         caches = rows.caches()
-        require(all(each.is_contiguous() for each in (*caches, status)), "rows of a buffer have gaps or another order")
+        require(
+            all(each.is_contiguous() for each in (*caches, status)),
+            "buffers: a cache, or the status, is not contiguous; npu_gather_selection_kv_cache requires "
+            "contiguous ones; allocate them contiguous",
+        )
         one = torch.ones(ids.shape[0], dtype=torch.int32, device=ids.device)
         seen = torch.full_like(one, full_table.shape[1] * caches[3].shape[1] + 1)
         result = torch.ops.custom.npu_gather_selection_kv_cache.functional(

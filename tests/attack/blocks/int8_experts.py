@@ -11,7 +11,15 @@ from ..writer import Writer
 from .experts import Mixture, router, summed
 from .quant import quantised
 
-OTHERS = ("scale of others", "matrix of others", "rows of others", "scale of lanes", "seven", "sum", "twice scaled")
+OTHERS = (
+    "rows are divided by that of others",
+    "matrix of others",
+    "rows of others",
+    "scale of lanes",
+    "seven",
+    "sum",
+    "twice scaled",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ def product(w: Writer, m: Int8Mixture, int8: str, scale: str, which: str) -> str
     matrices, scales = (m.up, m.of_up) if which == "up" else (m.down, m.of_down)
     other = w.let(w.pick(f"{m.experts}.flip(-1)", f"({m.experts} + 1) % {matrices}.shape[0]"), "other")
     chosen = other if m.wrong == "matrix of others" else m.experts
-    of_chosen = other if m.wrong == "scale of others" else m.experts
+    of_chosen = other if m.wrong == "rows are divided by that of others" else m.experts
     gathered = w.let(w.pick(f"{matrices}[{chosen}]", f"{matrices}[{chosen}.flatten()].unflatten(0, {chosen}.shape)"))
     exact = w.pick("int", "float", "double")
     y = w.let(w.pick(
