@@ -6,6 +6,8 @@ python docs/build.py --families    # that table alone: traces each family at its
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import sys
 from collections import Counter
@@ -20,6 +22,7 @@ from fusion.frontend.catalogue import OperatorEntry, RuleEntry, operator_entries
 from fusion.frontend.library import installed
 from fusion.graph.launches import is_launch
 from fusion.language import Word
+from fusion.language.vocabulary import FUNCTIONS, Vocabulary
 
 ROOT = Path(__file__).parents[1]
 MARKS = re.compile(r"(<!-- listing -->\n).*?(<!-- end of listing -->)", re.DOTALL)
@@ -42,6 +45,7 @@ def generated() -> dict[Path, str]:
         ROOT / "docs" / "operators.md": operators_page(),
         ROOT / "docs" / "rules.md": rules_page(),
         ROOT / "docs" / "words.md": words_page(),
+        ROOT / "docs" / "forms.md": forms_page(),
         ROOT / "docs" / "families.md": families_page(),
         readme: MARKS.sub(lambda found: f"{found[1]}{listing()}{found[2]}", readme.read_text()),
     }
@@ -110,6 +114,41 @@ def _word(entry: Word) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+
+
+def forms_page() -> str:
+    """Return the page of the functions of `p`, each with the shortest call of it in the default library."""
+    head = (
+        "# Forms\n\nThe functions of `p`, the first parameter of a form: of each its arguments, what the term that it "
+        "builds matches, and a call of it in this package. Terms are also added, subtracted and multiplied with `+`, "
+        "`-` and `*`. Any other name is a rule or a word of a reader and takes its captures by name, as "
+        "`p.rms_norm(x=x, gamma=gamma, eps=eps)`: [rules](rules.md), [words](words.md). Written by `make docs`.\n"
+    )
+    calls = _calls_of_p()
+    return head + "".join(_function(name, calls[name]) for name in sorted(FUNCTIONS))
+
+
+def _function(name: str, calls: list[tuple[str, str]]) -> str:
+    function = getattr(Vocabulary, name)
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    first = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+    example, path = min(calls, key=lambda each: (len(each[0]), each))
+    where = f"[{path.removeprefix('patterns/')}](../{path})"
+    return f"\n## {name}\n\n`p.{name}{inspect.Signature(bare)}`: {_escaped(first)}\n\n    {example}\n\nIn {where}.\n"
+
+
+def _calls_of_p() -> dict[str, list[tuple[str, str]]]:
+    """Return for each name of `p` its calls in the modules of the default library: text, and path of the module."""
+    calls: dict[str, list[tuple[str, str]]] = {}
+    for path in sorted((ROOT / "patterns").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("p"), attr=name)):
+                    calls.setdefault(name, []).append((ast.unparse(node), path.relative_to(ROOT).as_posix()))
+                case _:
+                    pass
+    return calls
 
 
 def rules_page() -> str:

@@ -28,7 +28,8 @@ from fusion.language import (
     variants,
     word,
 )
-from fusion.operators import Limit, Operator
+from fusion.operators import Limit, Operator, encodings
+from fusion.operators.encodings import Encoding
 from fusion.options import Options
 from fusion.planning.target import Target
 from fusion.report.report import Report
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fusion.frontend.passes import FusionPass
 
 __all__ = [
+    "Encoding",
     "Example",
     "FusionBackend",
     "FusionError",
@@ -54,6 +56,7 @@ __all__ = [
     "attribute",
     "bounded",
     "calls",
+    "encodings",
     "explain",
     "fuse",
     "fuse_exported",

@@ -4,7 +4,7 @@ from fusion import Library
 from patterns.attention.attention import Attention
 from patterns.attention.core.core import attention_cores
 from patterns.attention.core.read import attentions
-from patterns.attention.core.read_int8 import int8_cache
+from patterns.attention.core.read_int8 import encoded_cache
 from patterns.attention.lse.attention_update import AttentionUpdate
 from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse
@@ -98,7 +98,7 @@ _READERS = (
     listed_attentions,
     listed_masks,
     unclaimed_attentions,
-    int8_cache,
+    encoded_cache,
     softmax_lse,
     segment_id_attentions,
     batched_attentions,

@@ -10,7 +10,7 @@ constant_folding, few_numbers   constants; tensors of a few different numbers
 exponentials, logarithms        softmax, sigmoid, log Σ exp, as models write them
 row_sums, equal_rows            softmax weights of rows; evaluation of rows of one number, such as fully masked ones
 exp_monomials, elements         normal form of rational expressions of exponentials; single entries of a dim
-int8_grids, factored_products   dequantised int8, (n + offset) · scale; sums of scaled matrix products
+grids, factored_products        dequantised numbers, (n + offset) · scale; sums of scaled matrix products
 rounding, rounded_later         casts, roundings and factors above a value; values whose users round them
 lists, runs                     masks of the positions in a list; consecutive positions
 dtypes, nodes                   conversion and promotion of dtypes; nodes of the model that compute or use a value

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.int8_grids import grid_of
+from fusion.analysis.grids import grid_of
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
@@ -45,7 +45,7 @@ def scaled_int8(a: Algebra, value: Value) -> ScaledInt8 | None:
     None for any other value, with an offset, and with factors other than of rows or of the tensor.
     """
     grid = grid_of(a, value)
-    if grid is None or grid.offsets or grid.shift:
+    if grid is None or grid.encoding.torch_dtype != torch.int8 or grid.offsets or grid.shift:
         return None
     scaled = ScaledInt8(grid.base, number=grid.number)
     for factor in grid.factors:

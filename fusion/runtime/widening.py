@@ -19,6 +19,7 @@ from torch import Tensor
 from fusion._torch.operators import OpOverload, arguments_of, is_random, schema_of
 from fusion._torch.tensors import tree_map_only
 from fusion.graph.subgraphs import with_bodies
+from fusion.operators.encodings import STORED
 
 
 def widen(gm: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:
@@ -83,6 +84,8 @@ class _WideRun(fx.Interpreter):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype in STORED:  # a float of 8 bits is how a number is stored, as an int8 is
+        return dtype
     return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fusion import lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
 from patterns.attention.calls import Call
-from patterns.attention.encodings import Floats, Int8
+from patterns.attention.encodings import Encoded, Floats
 from patterns.attention.masks.biases import Bias
 from patterns.attention.masks.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
@@ -68,19 +68,19 @@ class Attention(SoftmaxAttention):
 
     @pattern
     @variants(source=SOURCES, result=(Output,))
-    def over_int8(
+    def over_encoded(
         self,
         p,
         source,
         result,
         q=tensor("B N S D"),
-        encoding: Any = Int8,
+        encoding: Any = Encoded,
         seen: Any = Visibility,
         bias: Any = Bias,
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
-        """softmax(scale · q kᵀ + bias, masked) v over int8 keys and values, without the log-sum-exp."""
+        """softmax(scale · q kᵀ + bias, masked) v over stored keys and values, without the log-sum-exp."""
         return self.written(p, source, result, q, encoding, seen, bias, sink, scale)
 
     @pattern
@@ -177,7 +177,7 @@ class Attention(SoftmaxAttention):
     @variants(source=(Pages,), seen=(Structured,))
     def by_atb(self, q, encoding, source, result, seen, bias, sink, scale):
         """Emit atb's _npu_paged_attention for one query of each sequence over pages, with lengths read on the host."""
-        encoding.refuse_int8("of the transformer library")
+        encoding.refuse_stored("of the transformer library")
         bias.refuse("bias: it is added to the scores; _npu_paged_attention requires scores without one")
         require(
             sink is None and not result.lse,
@@ -190,7 +190,7 @@ class Attention(SoftmaxAttention):
     def encoder(self, q, encoding, source, result, seen, bias, sink, scale):
         """Emit npu_fusion_attention on full sequences of which every query sees every key."""
         seen.refuse_others()
-        encoding.refuse_int8("for encoders")
+        encoding.refuse_stored("for encoders")
         bias.refuse(
             "bias: it is added to scores that are scaled already; npu_fusion_attention requires a bias of the "
             "unscaled scores"

@@ -45,13 +45,13 @@ class Call:
         scale: the factor of the scores.
         version: 2 or 1, the version of npu_fused_infer_attention_score; 0 for the operators that it replaced.
         lse: True if the call returns the log-sum-exp of the scores.
-        int8: `Scales` or `TokenScales` of int8 keys and values (see `encodings`); None for floats.
+        encoded: `Scales` or `TokenScales` of stored keys and values (see `encodings`); None for floats.
     """
 
     scale: float
     version: int = 2
     lse: bool = False
-    int8: Any = None
+    encoded: Any = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments
     if call.version == 0:
         return _older(q, k, v, lengths, call, **arguments)
     arguments |= dict(softmax_scale=call.scale) | (dict(return_softmax_lse=True) if call.lse else {})
-    arguments |= {} if call.int8 is None else call.int8.arguments(q, k, arguments["input_layout"])
+    arguments |= {} if call.encoded is None else call.encoded.arguments(q, k, arguments["input_layout"])
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
     if call.version == 1:
         operator = torch.ops.npu.npu_fused_infer_attention_score
@@ -153,8 +153,8 @@ def _older(
     The arguments are those of `fused`. The second result is `q`, in the place of a log-sum-exp.
     """
     require(
-        not call.lse and call.int8 is None,
-        "result: int8 keys, or a log-sum-exp, stand beside it; npu_incre_flash_attention and "
+        not call.lse and call.encoded is None,
+        "result: quantised keys, or a log-sum-exp, stand beside it; npu_incre_flash_attention and "
         "npu_prompt_flash_attention require neither",
     )
     require(

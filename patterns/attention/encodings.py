@@ -1,11 +1,12 @@
-"""The facet of attention for the encoding of keys and values: floats, or int8 (C8).
+"""The facet of attention for the encoding of keys and values: floats, or stored numbers (C8).
 
     Floats      keys and values in the dtype of the queries
-    Int8        k = (x + offset) · scale, and v likewise: the operator dequantises x as it reads x
+    Encoded     k = (x + offset) · scale, and v likewise: the operator dequantises x as it reads x
 
-Scales are per tensor, per head, per channel or per token. Scales per token are passed in float32; all others in the
-dtype of the queries, and refused if that dtype rounds them, which would change all tokens alike. An offset of keys adds
-one number to all scores of a query and cancels in the softmax: the operator gets none.
+Scales are per tensor, per head, per channel or per token: the granularity of the `Encoding`, which the reader proves.
+Scales per token are passed in float32; all others in the dtype of the queries, and refused if that dtype rounds them,
+which would change all tokens alike. An offset of keys adds one number to all scores of a query and cancels in the
+softmax: the operator gets none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, attribute, require, rounding, scalar, tensor
+from fusion import Encoding, Group, attribute, require, rounding, scalar, tensor
 from patterns.attention.calls import Call
 from patterns.cache import pages
 from patterns.kit.int8_scales import exact_scale, scale_of
@@ -25,6 +26,8 @@ ALONE = (
     "int8 keys: the call is of packed sequences; npu_fused_infer_attention_score_v2 requires layout BNSD or "
     "BSND for int8 keys"
 )
+_MODES = {"token": (1, (1, 0, 2)), "token and head": (3, (0, 1, 2))}
+"""Granularity -> key_quant_mode of the operator, and the order in which it takes the dims of scales [B, M or 1, T]."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Floats(Group):
         """
         source.refuse_blocks(pages.NZ, pages.NZ)
 
-    def refuse_int8(self, operator: str) -> None:
-        """Refuse int8 for an operator that reads floats alone; `operator` is the rest of its name in the reason."""
+    def refuse_stored(self, operator: str) -> None:
+        """Refuse stored numbers for an operator that reads floats alone; `operator` ends its name in the reason."""
 
     def with_scales(self, call: Call, q: Tensor, source: Any) -> Call:
         """Return `call` with the scales of the keys and values of `source`; floats have none."""
@@ -54,18 +57,20 @@ class Floats(Group):
 
 
 @dataclass(frozen=True)
-class Int8(Floats):
-    """Keys and values in int8, with the captures of the words `int8_keys` and `int8_values`.
+class Encoded(Floats):
+    """Keys and values of one encoding, with the captures of the words `encoded_keys` and `encoded_values`.
 
     Attributes:
+        encoding: the Encoding of both; its granularity is that of the scales.
         k_scale, v_scale: [1, M or 1, 1, D or 1], or [B, M or 1, T, 1] per token; None for 1.
         v_offset: [1, M or 1, 1, D or 1]; None for 0.
         k_by, v_by, v_offset_by: numbers that multiply the tensors above.
-        v_shift: a number that is added to int8 values in addition to the offset.
+        v_shift: a number that is added to stored values in addition to the offset.
         shifted: True if keys have an offset.
         mixed: True if the model dequantises to another dtype than that of the queries.
     """
 
+    encoding: Any = attribute()
     k_scale: Any = tensor("One Mk Row Dk", optional=True)
     v_scale: Any = tensor("One Mv Row Dv", optional=True)
     v_offset: Any = tensor("One Mo Row Do", optional=True)
@@ -79,29 +84,36 @@ class Int8(Floats):
     def terms(self, p, k, v) -> tuple[Any, Any]:
         """Return the terms of dequantised keys and values, given the terms `k` and `v` that a source gives."""
         offset = dict(offset=self.v_offset, offset_by=self.v_offset_by, shift=self.v_shift)
-        keys = p.int8_keys(x=k, scale=self.k_scale, by=self.k_by, shifted=self.shifted)
-        return keys, p.int8_values(x=v, scale=self.v_scale, by=self.v_by, **offset)
+        keys = p.encoded_keys(x=k, encoding=self.encoding, scale=self.k_scale, by=self.k_by, shifted=self.shifted)
+        values = p.encoded_values(x=v, encoding=self.encoding, scale=self.v_scale, by=self.v_by, **offset)
+        return keys, values
 
     def captures(self) -> dict[str, Any]:
         """Return `mixed`, the capture that the encoding adds to the words of attention."""
         return dict(mixed=self.mixed)
 
     def refuse(self, source: Any, result: Any, sink: Any) -> None:
-        """Refuse pages of `source` in NZ blocks of another width than int8 has.
+        """Refuse pages of `source` in NZ blocks of another width than a line of the encoding has.
 
         An offset of keys is refused with a `sink`, or with a `result` that has the log-sum-exp: it does not cancel
         there.
         """
         require(
             not self.shifted or (sink is None and not result.lse),
-            "int8 keys: their offset stands beside a sink or a log-sum-exp, where it does not cancel; "
+            "{name} keys: their offset stands beside a sink or a log-sum-exp, where it does not cancel; "
             "npu_fused_infer_attention_score requires keys without an offset there; quantise keys symmetrically",
+            name=self.encoding.name,
         )
-        source.refuse_blocks(pages.NZ_INT8, pages.NZ_INT8)
+        source.refuse_blocks(self.encoding.line, self.encoding.line)
 
-    def refuse_int8(self, operator: str) -> None:
-        """Refuse int8 for the operator with the name `operator`."""
-        require(False, "keys, values: they are int8; the operator {operator} requires floats", operator=operator)
+    def refuse_stored(self, operator: str) -> None:
+        """Refuse the encoding for the operator with the name `operator`."""
+        require(
+            False,
+            "keys, values: they are {name}; the operator {operator} requires floats",
+            operator=operator,
+            name=self.encoding.name,
+        )
 
     def with_scales(self, call: Call, q: Tensor, source: Any) -> Call:
         """Return `call` with the scales of the keys and values of `source`, in the dtype of queries `q`.
@@ -109,17 +121,17 @@ class Int8(Floats):
         A dtype of dequantised values that the operator narrows to that of `q` is declared as rounding, or refused.
         """
         wide = torch.float32 if self.mixed else q.dtype  # the operator dequantises to the dtype of the queries
-        with rounding("the keys and values that int8 stands for", wide, q.dtype):
-            return replace(call, int8=self._scales(q, source))
+        with rounding(f"the keys and values that {self.encoding.name} stands for", wide, q.dtype):
+            return replace(call, encoded=self._scales(q, source))
 
     def _scales(self, q: Tensor, source: Any) -> TokenScales | Scales:
         """Return the scales as `TokenScales` if they are per token, else as `Scales` in the dtype of `q`.
 
         `source` has the keys, for their number of heads.
         """
-        if self.k_scale is not None and (self.k_scale.shape[0] != 1 or self.k_scale.shape[2] != 1):
+        if self.encoding.granularity in _MODES:
             key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
-            return TokenScales(key, value)
+            return TokenScales(self.encoding, key, value)
         key, value = exact_scale(self.k_scale, self.k_by, q), exact_scale(self.v_scale, self.v_by, q)
         return Scales(key, value, self._offset(q), source.first.shape[1])
 
@@ -134,18 +146,19 @@ class Int8(Floats):
         )
         if offset is None:
             return q.new_full((1,), shift) if shift else None
-        exact = offset.dtype in (torch.int8, q.dtype) and self.v_offset_by in (1, -1) and not shift
+        exact = offset.dtype in (self.encoding.torch_dtype, q.dtype) and self.v_offset_by in (1, -1) and not shift
         require(
             exact,
-            "int8 values: the dtype of the queries rounds their offset; npu_fused_infer_attention_score "
-            "requires it exact in that dtype; store the offset as int8, or in the dtype of the queries",
+            "{name} values: the dtype of the queries rounds their offset; npu_fused_infer_attention_score "
+            "requires it exact in that dtype; store the offset in the dtype of the values, or of the queries",
+            name=self.encoding.name,
         )
         return offset.to(q.dtype) * self.v_offset_by
 
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of int8 keys and values per tensor, head or channel, as arguments of the operator.
+    """The scales of stored keys and values per tensor, head or channel, as arguments of the operator.
 
     Attributes:
         key, value: the scales, which broadcast to [1, M, 1, D].
@@ -194,8 +207,9 @@ class Scales:
 
 @dataclass(frozen=True)
 class TokenScales:
-    """The scales of int8 keys and values per token, [B, M or 1, T, 1] in float32, as arguments of the operator."""
+    """The scales of stored keys and values per token, [B, M or 1, T, 1] in float32, as arguments of the operator."""
 
+    encoding: Encoding
     key: Tensor
     value: Tensor
 
@@ -205,7 +219,7 @@ class TokenScales:
         They are the same for all queries `q` and keys `k`, in the only layouts that are taken: BSND and BNSD.
         """
         require(layout in ("BSND", "BNSD"), ALONE)
-        mode, dims = (1, (1, 0, 2)) if self.key.shape[1] == 1 else (3, (0, 1, 2))
+        mode, dims = _MODES[self.encoding.granularity]
         scales = [each.squeeze(-1).permute(dims).contiguous() for each in (self.key, self.value)]
         named = zip(("dequant_scale_key", "dequant_scale_value"), scales, strict=True)
         return dict(named, key_quant_mode=mode, value_quant_mode=mode)

@@ -114,13 +114,13 @@ class Rows(Group):
             )
             v = pad(v, (0, k.shape[3] - width))
         keys = k.shape[2]
-        (q,), seen = self.posed((q,), seen, keys) if call.int8 is None else seen.posed((q,), keys)
+        (q,), seen = self.posed((q,), seen, keys) if call.encoded is None else seen.posed((q,), keys)
         lengths, masking = seen.lengths_and_mask(self, q, keys)
         heads = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1])
         last = calls.heads_last(k) and calls.heads_last(v)
         if last:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        mixed = not last and queries != 1 and calls.heads_last(q) and call.int8 is None
+        mixed = not last and queries != 1 and calls.heads_last(q) and call.encoded is None
         layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
         masking |= bias.arguments(self.first.shape[2])
         y, lse = calls.fused(q, k, v, lengths, call, input_layout=layout, **heads, **masking)

@@ -27,7 +27,7 @@ _BIAS = {
 }
 _VIEW = 'the reshapes, permutes and casts from [B, N, S, E] to the value; symbolic sizes are "B", "S" or -1'
 _SINK = "[N], a score with a share of the softmax, but without a value"
-_MIXED = "True if k and v are dequantised from int8 to another dtype than that of q; absent else"
+_MIXED = "True if k and v are dequantised to another dtype than that of q; absent else"
 
 SOFTMAX_ATTENTION = word(
     "softmax_attention",

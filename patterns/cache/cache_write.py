@@ -131,7 +131,7 @@ class KeyValueLines(KeyValuePages):
 
     def guard(self) -> None:
         """Refuse lines of other than 32 bytes."""
-        pages.refuse_others(self.nz_block, pages.NZ_INT8 if self.key_cache.dtype.itemsize == 1 else pages.NZ)
+        pages.refuse_others(self.nz_block, pages.line_of(self.key_cache.dtype))
 
     def read(self) -> Sequence[Tensor]:
         """Return keys and values as rows [T, 1, A · L] of one head, and their caches as [Block, A, Size, L]."""

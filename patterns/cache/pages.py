@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import require
+from fusion import encodings, require
 
 SIZES = (128, 64, 32, 16)
 """Page sizes for a contiguous cache, in order of preference: the first that divides its length is taken."""
-NZ, NZ_INT8 = 16, 32
-"""Lanes in a line of NZ (32 bytes) of 2-byte dtypes, and of int8."""
-BLOCKS = (4, 8, NZ, NZ_INT8, 64)
+NZ = 16
+"""Lanes in a line of NZ (32 bytes) of 2-byte dtypes; stored numbers have `Encoding.line` lanes."""
+BLOCKS = (4, 8, NZ, encodings.INT8.line, 64)
 """Lanes of a line that readers recognise in models; lines of other than 32 bytes are refused with a reason."""
+
+
+def line_of(dtype: torch.dtype) -> int:
+    """Return how many lanes of a cache in `dtype` a line of NZ has."""
+    encoding = encodings.encoding_of(dtype)
+    return NZ if encoding is None else encoding.line
 
 
 def sequences(cache: Any, start: Any, axis: int) -> Any:

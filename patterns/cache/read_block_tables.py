@@ -51,11 +51,11 @@ Sizes = tuple[Any, Any, Any, Any]
 
 
 _ATTENTION = ("softmax_attention", "listed_attention")
-_INT8_OPERANDS = ("int8_keys", "int8_values")
+_ENCODED = ("encoded_keys", "encoded_values")
 _INDEXERS = ("lightning_indexer", "indexer_list")
 
 
-@reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_INT8_OPERANDS, *_LATENTS, "unpacked_latent", *_INDEXERS))
+@reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_ENCODED, *_LATENTS, "unpacked_latent", *_INDEXERS))
 def block_tables(graph: Graph) -> Iterator[Annotation]:
     """Read every key, value and latent of an attention, and every key of an indexer, that is gathered from pages."""
     indexed = (each.captures["key"] for _, each in graph.readings.all(*_INDEXERS))
@@ -78,8 +78,8 @@ def block_tables(graph: Graph) -> Iterator[Annotation]:
 
 
 def _stored(graph: Graph, x: Value) -> Value:
-    """Return the int8 tensor that `x`, keys or values, is dequantised from; `x` itself if there is none."""
-    reading = graph.readings.one(x, *_INT8_OPERANDS)
+    """Return the stored numbers that `x`, keys or values, is dequantised from; `x` itself if there is none."""
+    reading = graph.readings.one(x, *_ENCODED)
     return x if reading is None else reading.captures["x"]
 
 

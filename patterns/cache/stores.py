@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion import Group, attribute, require, scalar, tensor
+from fusion import Group, attribute, encodings, require, scalar, tensor
 from patterns.cache import pages
-from patterns.kit.int8_scales import multipliers
+from patterns.kit.int8_scales import STATIC, multipliers
 from patterns.rotary.orders import HALF
 
 Both = tuple[Tensor, Tensor]
@@ -227,7 +227,7 @@ class Int8ChannelPages(Pages):
     kr_scale: Any = tensor("R", optional=True)
     kv_by: Any = scalar()
     kr_by: Any = scalar()
-    lanes: ClassVar[int] = pages.NZ_INT8
+    lanes: ClassVar[int] = encodings.INT8.line
 
     def written(self, p, latent, rope):
         """Build the terms of the writes of `latent` and `rope`, both quantised, into both caches."""
@@ -257,7 +257,7 @@ class Int8LatentPages(Pages):
     kr_block: Any = attribute()
     kv_scale: Any = tensor("C", optional=True)
     kv_by: Any = scalar()
-    lanes: ClassVar[int] = pages.NZ_INT8
+    lanes: ClassVar[int] = encodings.INT8.line
 
     @property
     def blocks(self) -> tuple[Any, Any]:
@@ -336,4 +336,4 @@ PAGES: tuple[Any, ...] = (Pages, Int8ChannelPages)
 
 def _quantised(p, x, scale, by):
     """Build the term int8(round(x / (scale · by))), for a static `scale`."""
-    return p.quantise(x=p.reshaped(x), scale=scale, by=by, shift=0, scheme="static")
+    return p.quantise(x=p.reshaped(x), scale=scale, by=by, shift=0, encoding=STATIC, scheme="static")

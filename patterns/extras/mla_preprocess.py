@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from fusion import Group, Rule, lowering, pattern, require, rounding, scalar, tensor, variants
-from patterns.cache.pages import NZ_INT8, in_rows, page_operand
+from fusion import Group, Rule, encodings, lowering, pattern, require, rounding, scalar, tensor, variants
+from patterns.cache.pages import in_rows, page_operand
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
-from patterns.kit.int8_scales import exact_scale
+from patterns.kit.int8_scales import STATIC, exact_scale
 from patterns.latent.prolog.prolog import MlaProlog
 from patterns.latent.prolog.terms import LatentQueries, LatentRow, Tables
 from patterns.quant.quantised_linear import NZ
@@ -68,11 +68,11 @@ class Int8Pages(Int8LatentPages):
         """Return the term `rotated` unchanged, and build that of the queries `absorbed` in int8 by the scale of each
         head.
         """
-        return rotated, p.quantise(x=absorbed, scale=self.query_scale, scheme="head")
+        return rotated, p.quantise(x=absorbed, scale=self.query_scale, encoding=STATIC, scheme="head")
 
     def quantised(self, p, latent):
         """Build the term of the latent quantised by a static scale and a zero point."""
-        scheme = dict(scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift, scheme="static")
+        scheme = dict(scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift, encoding=STATIC, scheme="static")
         return p.quantise(x=p.reshaped(latent), **scheme)
 
     def guard(self, tokens: Any) -> None:
@@ -245,9 +245,9 @@ def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
 def _nz(weight: Tensor) -> Tensor:
     """Arrange `weight` [out, in] as [1, in / 32, out, 32] in FRACTAL_NZ."""
     require(
-        weight.shape[1] % NZ_INT8 == 0,
+        weight.shape[1] % encodings.INT8.line == 0,
         "weights: their rows or columns are no multiple of 32; npu_mla_preprocess requires that for NZ in "
         "int8; pad them",
     )
-    blocks = weight.unflatten(1, (-1, NZ_INT8)).transpose(0, 1)
+    blocks = weight.unflatten(1, (-1, encodings.INT8.line)).transpose(0, 1)
     return torch.ops.npu.npu_format_cast(blocks.contiguous()[None], NZ)

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import require
+from fusion import encodings, require
+
+STATIC = encodings.INT8.per("channel")
+"""int8 with scales of the model, of each channel, of each head or of all, which no token changes."""
 
 
 def scale_of(scale: Tensor | None, by: float, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, rounding, scalar, tensor, variants
-from patterns.kit.int8_scales import exact_scale, scale_of
+from patterns.kit.int8_scales import STATIC, exact_scale, scale_of
 from patterns.norm.add_norm import AddNorm, float32_sum, rounded_before_gain
 from patterns.norm.gain import Gain, unit_gain
 from patterns.quant.quantisation import Quantisation
@@ -101,7 +101,7 @@ class Static(Group):
 
     def terms(self, p, norm):
         """Match the quantised norm in int8."""
-        return (p.quantise(x=norm, scheme="static", **vars(self)),)
+        return (p.quantise(x=norm, encoding=STATIC, scheme="static", **vars(self)),)
 
     def offset(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the zero point [1] in `dtype`."""

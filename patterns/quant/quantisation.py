@@ -1,6 +1,6 @@
 """q = round(x / s + z): rows in int8, by a scale of each token or by constant scales.
 
-    dynamic     s = max|x| / 127 of each token
+    dynamic     s = max|x| / bound of each token, 127 for int8
     static      constant s and z of each head, of each channel or of all (C8), tensors or numbers
 
 *Matches* the quotient, or the product with the inverse, and its rounding, with or without bounds that change nothing;
@@ -18,28 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Encoding, Group, Rule, attribute, encodings, lowering, pattern, require, scalar, tensor, variants
 from patterns.quant.constant_scales import ConstantScales, KnownScale
 
-INT8 = 1
-"""The code of torch.int8, as the operator takes the dtype of its result."""
 
-
-def quantised_rows(p, x, dtype, scheme="dynamic", **more):
-    """Return the terms of `x` in int8 by `scheme`, and of its dynamic scales in `dtype`.
+def quantised_rows(p, x, dtype, scheme="dynamic", encoding=encodings.INT8, **more):
+    """Return the terms of `x` in `encoding`, and of its dynamic scales in `dtype`.
 
     `more` are captures of both words: `times`, a factor of the scales, and `axes`, the dims that share one.
     """
-    scale = p.token_scale(x=x, dtype=dtype, **more)
-    return p.quantise(x=x, scale=scale, dtype=dtype, scheme=scheme, **more), scale
+    scale = p.token_scale(x=x, encoding=encoding, dtype=dtype, **more)
+    return p.quantise(x=x, scale=scale, encoding=encoding, dtype=dtype, scheme=scheme, **more), scale
 
 
 class OneDim:
     """Mixin of rows that are the last dim of x alone."""
 
-    def dims(self) -> dict[str, Any]:
-        """Return no captures: the last dim is the default."""
-        return {}
+    encoding: Any
+
+    def how(self) -> dict[str, Any]:
+        """Return the capture of the encoding; the last dim is the default."""
+        return {"encoding": self.encoding}
 
 
 class Unrotated:
@@ -60,11 +59,12 @@ class Rows(OneDim, Unrotated, Group):
     """Rows that are not rotated, of the last dim alone."""
 
     x: Any = tensor("*B D")
+    encoding: Any = attribute()
 
     def quantised(self) -> tuple[Tensor, Tensor]:
-        """Emit npu_dynamic_quant: int8 [*B, D] and float32 scales [*B, 1]."""
-        int8, scale = torch.ops.npu.npu_dynamic_quant(self.x)
-        return int8, scale.unsqueeze(-1)
+        """Emit npu_dynamic_quant: numbers [*B, D] and float32 scales [*B, 1]."""
+        numbers, scale = _dynamic_quant(self.x, self.encoding)
+        return numbers, scale.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,19 @@ class RowsOfSeveralDims(Unrotated, Group):
 
     x: Any = tensor("*B D")
     axes: Any = attribute()
+    encoding: Any = attribute()
 
-    def dims(self) -> dict[str, Any]:
-        """Return the captures of rows of several dims: the dims, and the scheme."""
-        return {"axes": self.axes, "scheme": "several dims"}
+    def how(self) -> dict[str, Any]:
+        """Return the captures of rows of several dims: the dims, the scheme, and the encoding."""
+        return {"axes": self.axes, "scheme": "several dims", "encoding": self.encoding}
 
     def quantised(self) -> tuple[Tensor, Tensor]:
-        """Emit npu_dynamic_quant: int8 of the shape of x, and float32 scales of size 1 along `axes`."""
+        """Emit npu_dynamic_quant: numbers of the shape of x, and float32 scales of size 1 along `axes`."""
         order = [*(axis for axis in range(self.x.dim()) if axis not in self.axes), *self.axes]
         permuted = self.x.permute(order)
-        int8, scale = torch.ops.npu.npu_dynamic_quant(permuted.flatten(-len(self.axes)))
+        numbers, scale = _dynamic_quant(permuted.flatten(-len(self.axes)), self.encoding)
         back = [order.index(axis) for axis in range(self.x.dim())]
-        return int8.reshape(permuted.shape).permute(back), scale[(..., *(None for _ in self.axes))].permute(back)
+        return numbers.reshape(permuted.shape).permute(back), scale[(..., *(None for _ in self.axes))].permute(back)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class RotatedRows(OneDim, Group):
     rotation: Any = tensor("D D")
     is_parameter_only: Any = attribute()
     factor: Any = scalar()
+    encoding: Any = attribute(encodings.INT8)
 
     def terms(self, p) -> Any:
         """Return the term of the rotated rows before they are quantised."""
@@ -130,14 +132,14 @@ class Quantisation(Rule):
     @pattern
     @variants(rows=(Rows, RowsOfSeveralDims, RotatedRows))
     def per_token(self, p, rows, dtype=attribute()):
-        """int8(round(x / s)), and s = max|x| / 127 of each row"""
-        return quantised_rows(p, rows.terms(p), dtype, **rows.dims())
+        """round(x / s) in the encoding, and s = max|x| / bound of each row"""
+        return quantised_rows(p, rows.terms(p), dtype, **rows.how())
 
     @pattern
     @variants(rows=(Rows, RowsOfSeveralDims, RotatedRows))
     def largest(self, p, rows, dtype=attribute(), times=scalar()):
-        """int8(round(x / s)), s = max|x| / 127 of each row, and `times` · s, such as max|x| itself"""
-        return quantised_rows(p, rows.terms(p), dtype, times=times, **rows.dims())
+        """round(x / s) in the encoding, and a multiple of s = max|x| / bound of each row, such as max|x| itself"""
+        return quantised_rows(p, rows.terms(p), dtype, times=times, **rows.how())
 
     @pattern
     @variants(rows=(ConstantScales,))
@@ -167,7 +169,7 @@ class Quantisation(Rule):
     def rotated(self, rows: RotatedRows, dtype: torch.dtype, times: float | None):
         """Emit npu_rotate_quant on rows [T, D]; multiply its scale by a factor, and cast it, if need be."""
         lines = rows.x.reshape(-1, rows.x.shape[-1])
-        int8, scale = torch.ops.npu.npu_rotate_quant(lines, rows.rotation.t(), dst_dtype=INT8)
+        int8, scale = torch.ops.npu.npu_rotate_quant(lines, rows.rotation.t(), dst_dtype=encodings.INT8.code)
         scale = scale if rows.factor == 1 else scale * rows.factor
         return int8.reshape(rows.x.shape), _model_scale(scale.reshape(*rows.x.shape[:-1], 1), dtype, times)
 
@@ -187,6 +189,11 @@ class Quantisation(Rule):
             "x: it or its scale is float64; npu_quantize requires less, float32 at most; cast both to float32",
         )
         return rows.quantised(torch.float32)
+
+
+def _dynamic_quant(x: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
+    """Emit npu_dynamic_quant of `x` [.., D] for results of `encoding`, int8 being the default of the operator."""
+    return torch.ops.npu.npu_dynamic_quant(x, **({} if encoding == encodings.INT8 else {"dst_type": encoding.code}))
 
 
 def _model_scale(scale: Tensor, dtype: torch.dtype, times: float | None) -> Tensor:

@@ -1,9 +1,9 @@
-"""Rows quantised to int8 by a dynamic scale: s = max|x| / 127, q = int8(round(x / s)).
+"""Rows quantised by a dynamic scale: s = max|x| / bound, q = round(x / s) in int8 or another encoding.
 
 The order of factors, casts, a lower bound and the replacement of zeros in s does not matter; neither does the side of
-the rounding on which q is clipped: |x| / s is never above 127. A lower bound of s changes only faint rows (`FAINT`),
-which then have fewer distinct integers. The scale that a reading gives is the one that the model uses elsewhere: with
-or without the bound and the last dim, or another multiple of max|x|.
+the rounding on which q is clipped: |x| / s is never above the bound. A lower bound of s changes only faint rows
+(`FAINT`), which then have fewer distinct integers. The scale that a reading gives is the one that the model uses
+elsewhere: with or without the bound and the last dim, or another multiple of max|x|.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from fusion import Encoding
 from fusion.analysis.rounding import Rounded, exact, is_float, unscaled
 from fusion.graph import Graph, Reading, Value, but_ones
 from fusion.graph.signs import is_nonnegative
 
-LARGEST = 127
 _NARROW = (torch.float16, torch.bfloat16)
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
 FLOATS = (
@@ -164,8 +164,10 @@ def largest_of(graph: Graph) -> Largest:
     return largest
 
 
-def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tuple[Reading, Value, Reading] | str | None:
-    """Read `int8`, the rounding `below`, as rows with a dynamic scale.
+def dynamic(
+    graph: Graph, stored: Value, encoding: Encoding, below: Rounded, largest: Largest
+) -> tuple[Reading, Value, Reading] | str | None:
+    """Read `stored`, numbers of `encoding` rounded from `below`, as rows with a dynamic scale.
 
     Returns the reading of the rows, the value of the scale, and the reading of the scale; a reason where a scale is
     not that of the operator; None where no scale is near. `largest` are the maxima of the graph.
@@ -192,15 +194,15 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         base, number = unscaled(scale.x)
         if number and base is x:  # the scale is of x · number, the quotient of x is multiplied by it later
             scale, x, times = scale.times(number), scale.x, _snapped(times / number)
-        reason = _unproven(below, scale, x, divisor.below("expand").shape)
+        reason = _unproven(below, encoding, scale, x, divisor.below("expand").shape)
         if reason:
             return reason
         s = graph.algebra.scale(divisor, 1 / times)
         shape = _scale_shape(x, scale.axes)
         s = graph.algebra.reshape(s, shape) if prod(s.shape) == prod(shape) else s
         multiples = _multiples(graph, largest.get(scale.largest, ()))
-        used = [each for each in multiples if _is_read(graph, each, multiples, int8)]
-        return _readings(graph, x, _Scales(s, scale, multiples), used)
+        used = [each for each in multiples if _is_read(graph, each, multiples, stored)]
+        return _readings(graph, x, encoding, _Scales(s, scale, multiples), used)
     return UNSCALED
 
 
@@ -243,8 +245,10 @@ class _Scales:
         return faint and but_ones(multiple.shape) == but_ones(self.s.shape)
 
 
-def _readings(graph: Graph, x: Value, scales: _Scales, read: Sequence[Value]) -> tuple[Reading, Value, Reading]:
-    """Return the reading of int8 rows, the value of their scale, and its reading.
+def _readings(
+    graph: Graph, x: Value, encoding: Encoding, scales: _Scales, read: Sequence[Value]
+) -> tuple[Reading, Value, Reading]:
+    """Return the reading of rows of `encoding`, the value of their scale, and its reading.
 
     The scale is the multiple of s among `read`, the multiples that the model uses elsewhere, s itself if possible.
     Views and casts of that value are left to the graph: another rewrite may use the value before them.
@@ -257,7 +261,7 @@ def _readings(graph: Graph, x: Value, scales: _Scales, read: Sequence[Value]) ->
     s = next((each for each in same_size if a.reshape(each, s.shape) is s), s)
     times = scales.times(s)
     axes = tuple(sorted(each % x.rank for each in scales.scale.axes))
-    how: dict[str, Any] = {"x": x, "dtype": s.dtype, **({} if times == 1 else {"times": times})}
+    how: dict[str, Any] = {"x": x, "encoding": encoding, "dtype": s.dtype, **({} if times == 1 else {"times": times})}
     scheme = "dynamic"
     if axes != (x.rank - 1,):
         how, scheme = how | {"axes": axes}, "several dims"
@@ -278,11 +282,11 @@ def _multiples(graph: Graph, roots: Sequence[Value]) -> dict[Value, _Scale]:
     return multiples
 
 
-def _is_read(graph: Graph, multiple: Value, others: Container[object], int8: Value) -> bool:
-    """Return True if `multiple` is used for more than `others`, and for more than the computation of `int8`."""
+def _is_read(graph: Graph, multiple: Value, others: Container[object], stored: Value) -> bool:
+    """Return True if `multiple` is used for more than `others`, and for more than the computation of `stored`."""
     users = (user for node in graph.places.get(multiple, ()) for user in node.users)
     return any(
-        graph.value_of.get(user) not in others and not any(graph.depends(node, user) for node in graph.places[int8])
+        graph.value_of.get(user) not in others and not any(graph.depends(node, user) for node in graph.places[stored])
         for user in users
     )
 
@@ -306,9 +310,9 @@ def is_rounded_by_row(value: Value) -> bool:
     return quotient.op == "mul" and _has_scale(quotient)
 
 
-def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
-    """Return why rounding `x` / `scale`, a divisor of shape `divisor`, as in `below` is not npu_dynamic_quant; "" if it
-    is.
+def _unproven(below: Rounded, encoding: Encoding, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
+    """Return why rounding `x` / `scale`, a divisor of shape `divisor`, to `encoding` as in `below` is not
+    npu_dynamic_quant; "" if it is.
     """
     others = (
         "scale: rows are divided by that of others; npu_dynamic_quant requires that of each row itself; "
@@ -324,32 +328,38 @@ def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -
         return scale.reason
     if (1,) * (x.rank - len(divisor)) + tuple(divisor) != _scale_shape(x, scale.axes):
         return others
-    if not math.isclose(scale.factor * LARGEST, 1, rel_tol=1e-6):
+    largest = encoding.bound
+    if not math.isclose(scale.factor * largest, 1, rel_tol=1e-6):
         return (
             f"scale: by it the largest number of a row becomes {1 / scale.factor:g}; npu_dynamic_quant requires "
-            f"{LARGEST}; write x.abs().amax(-1, keepdim=True) / {LARGEST}"
+            f"{largest:g}; write x.abs().amax(-1, keepdim=True) / {largest:g}"
         )
-    if not below.rounded:
+    if not encoding.is_integer and (below.rounded or below.cut):
+        return (
+            f"{encoding.name}: numbers are rounded to integers before the cast; npu_dynamic_quant requires the cast "
+            f"alone; write (x / scale).to({encoding.torch_dtype})"
+        )
+    if encoding.is_integer and not below.rounded:
         return (
             "int8: numbers are cut off toward zero; npu_dynamic_quant requires rounding to the nearest; "
             "write torch.round(x) before the cast"
         )
-    if below.low > -LARGEST or below.high < LARGEST:
+    if below.low > -largest or below.high < largest:
         return (
-            f"int8: numbers are clamped to {below.low:g} and {below.high:g}; npu_dynamic_quant requires bounds "
-            f"of -{LARGEST} and {LARGEST}, or wider ones; clamp to these"
+            f"{encoding.name}: numbers are clamped to {below.low:g} and {below.high:g}; npu_dynamic_quant requires "
+            f"bounds of -{largest:g} and {largest:g}, or wider ones; clamp to these"
         )
-    if scale.narrow and below.high > LARGEST:
+    if scale.narrow and below.high > largest:
         return (
-            "scale: it is in 16 bits and may be rounded down, so that a row leaves int8; npu_dynamic_quant "
-            "requires a clamp or float32; write .clamp(-127, 127), or scales in float32"
+            f"scale: it is in 16 bits and may be rounded down, so that a row leaves {encoding.name}; npu_dynamic_quant "
+            f"requires a clamp or float32; write .clamp(-{largest:g}, {largest:g}), or scales in float32"
         )
     if scale.least > FAINT * (1 + 1e-6):
         return (
             f"scale: it is clamped from below at {scale.least:g}, which changes rows that are no zeros; "
             "npu_dynamic_quant requires no bound, or one of 1e-5 at most; clamp at 1e-5"
         )
-    if x.dtype == torch.float16 and scale.least * LARGEST > FAINTEST:
+    if x.dtype == torch.float16 and scale.least * largest > FAINTEST:
         return (
             f"scale: it is clamped from below at {scale.least:g}, and rows of float16 may be smaller; "
             "npu_dynamic_quant requires no bound; leave it out"

@@ -1,4 +1,4 @@
-"""Values quantised to int8: by a scale of each row (dynamic), by a constant scale (static), or by one of each head.
+"""Values quantised to stored numbers: by a scale of each row (dynamic), a constant scale (static), or one of each head.
 
     static      int8(clamp(round(n / s + z)))       head    int8(clamp(round(x · s))), x [B, N, S, C], s [N]
 
@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from fusion import reader, word
+from fusion import Encoding, encodings, reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.quant.quantise_dynamic import FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
 
-_LEAST, _MOST = -128, 127
 _PASSED = ("cast", "clip", "clamp", "trunc", "reshape")
 _BEHIND = (
     "zero point: it is added to rounded numbers; npu_quantize requires that the sum is rounded; write "
@@ -56,18 +55,20 @@ _DIVIDED = (
 
 QUANTISE = word(
     "quantise",
-    "int8(clamp(round((x + bias) / (scale · by) + zero_point + shift))); of scheme head int8(clamp(round(x · scale)))",
+    "clamp(round((x + bias) / (scale · by) + zero_point + shift)), of scheme head clamp(round(x · scale)), in numbers "
+    "of an encoding",
     x="[*B, D], of scheme head [B, N, S, C]",
-    scheme='"dynamic": a scale max|x| / 127 of each token; "several dims": a scale max|x| / 127 over the dims `axes`; '
+    encoding="the Encoding of the numbers",
+    scheme='"dynamic": a scale max|x| / bound of each token; "several dims": the same over the dims `axes`; '
     '"static": a constant scale; "head": a factor of each head',
     scale="[*B, 1] or [*B], or a multiple of that, if dynamic; [1] or [D] if static; [N] of heads",
     dtype="of a dynamic scale", times="a multiple of a dynamic scale, as in token_scale",
     axes="dims of a row, as in token_scale", by="a number", shift="a number", bias="[D]",
-    zero_point="[1] in int8",
+    zero_point="[1] in the dtype of the encoding",
 )  # fmt: skip
 TOKEN_SCALE = word(
-    "token_scale", "max|x| / 127 · times over the dims `axes`, which have size 1 or are absent: [*B, 1] or [*B]",
-    x="[*B, D]", dtype="of the scale", times="a number, absent for 1",
+    "token_scale", "max|x| / bound · times over the dims `axes`, which have size 1 or are absent: [*B, 1] or [*B]",
+    x="[*B, D]", encoding="the Encoding with the bound", dtype="of the scale", times="a number, absent for 1",
     axes="dims of x, absent for the last alone",
 )  # fmt: skip
 
@@ -76,27 +77,30 @@ TOKEN_SCALE = word(
 def quantised(graph: Graph) -> Iterator[Annotation]:
     """Read every int8 value that is cast from floats, and every dynamic scale; report why others are not read."""
     largest = largest_of(graph)
-    become_int8 = {value.below(*_PASSED) for value in graph.places if value.dtype == torch.int8}
+    stored = {value: encoding for value in graph.places if (encoding := encodings.encoding_of(value.dtype)) is not None}
+    become_stored = {value.below(*_PASSED) for value in stored}
     for value in graph.places:
-        if is_rounded_by_row(value) and value not in become_int8:
+        if is_rounded_by_row(value) and value not in become_stored:
             yield value, Miss("quantisation", FLOATS)
-        below = rounded(value.arg) if value.op == "cast" and value.dtype == torch.int8 else None
-        if below is None or not is_float(below.quotient):
+        encoding = stored.get(value) if value.op == "cast" else None
+        below = None if encoding is None else rounded(value.arg)
+        if encoding is None or below is None or not is_float(below.quotient):
             continue
-        heads = _by_head(graph.algebra, below)
+        heads = _by_head(graph.algebra, encoding, below) if encoding.is_integer else None
         if heads is not None:
             yield value, _outcome("quantise", heads)
         if not is_computed(graph, value):
             continue
-        tokens = dynamic(graph, value, below, largest)
+        tokens = dynamic(graph, value, encoding, below, largest)
         if isinstance(tokens, tuple):
-            int8, scale, multiplier = tokens
-            yield value, int8
+            numbers, scale, multiplier = tokens
+            yield value, numbers
             yield scale, multiplier
             continue
         if tokens is not None:
             yield value, Miss("quantisation", tokens)
-        static = _static(graph.algebra, below, dynamic=tokens not in (None, UNSCALED))
+        dynamic_too = tokens not in (None, UNSCALED)
+        static = _static(graph.algebra, encoding, below, dynamic_too) if encoding.is_integer else None
         if static is not None:
             yield value, _outcome("quantise", static)
 
@@ -105,18 +109,15 @@ def _outcome(rule: str, outcome: Reading | str) -> Reading | Miss:
     return Miss(rule, outcome) if isinstance(outcome, str) else outcome
 
 
-def _unbounded(below: Rounded, what: str) -> str:
-    """Return the reason if `below` is not clipped to -128 … 127 before its cast to int8; "" if it is.
-
-    `what` names the values.
-    """
+def _unbounded(below: Rounded, encoding: Encoding, what: str) -> str:
+    """Return the reason if `below`, the values `what`, has other bounds than `encoding`; "" if the bounds agree."""
     if below.unbounded:
         return UNBOUNDED
-    alike = (below.low, below.high) == (_LEAST, _MOST)
+    alike = (below.low, below.high) == encoding.range
     return "" if alike else _BOUNDS.format(what=what, low=below.low, high=below.high)
 
 
-def _by_head(a: Algebra, below: Rounded) -> Reading | str | None:
+def _by_head(a: Algebra, encoding: Encoding, below: Rounded) -> Reading | str | None:
     """Read the rounded quotient `below`, x · s with a factor s [1, N, 1, 1], as a quantisation by one scale of each
     head.
 
@@ -128,12 +129,13 @@ def _by_head(a: Algebra, below: Rounded) -> Reading | str | None:
         if heads == 1 or (1,) * (4 - factor.rank) + factor.shape != (1, heads, 1, 1) or not below.rounded:
             continue
         scale = exact(a.reshape(factor, (heads,)))
-        reason = _DIVIDED if unscaled(scale)[0].op == "power" else _unbounded(below, "queries")
-        return reason or Reading("quantise", {"x": exact(x), "scale": scale, "scheme": "head"})
+        reason = _DIVIDED if unscaled(scale)[0].op == "power" else _unbounded(below, encoding, "queries")
+        how = {"encoding": encoding.per("channel"), "scheme": "head"}
+        return reason or Reading("quantise", {"x": exact(x), "scale": scale, **how})
     return None
 
 
-def _static(a: Algebra, outer: Rounded, dynamic: bool) -> Reading | str | None:
+def _static(a: Algebra, encoding: Encoding, outer: Rounded, dynamic: bool) -> Reading | str | None:
     """Read the rounded quotient `outer`, x / s (+ zero point) with a constant s, as a static quantisation.
 
     The reason if it is rounded or clipped otherwise than by npu_quantize; None for other values. `dynamic` is True if
@@ -141,22 +143,23 @@ def _static(a: Algebra, outer: Rounded, dynamic: bool) -> Reading | str | None:
     None.
     """
     rest, zero = _split_zero_point(outer.quotient)
+    scheme = {"encoding": encoding.per("channel"), "scheme": "static"}
     inner = outer if zero is None else rounded(rest)
     how = _scaled(a, inner.quotient)
     if zero is None:
-        reason = _unbounded(outer, "numbers")
+        reason = _unbounded(outer, encoding, "numbers")
         if how is None or not outer.rounded or (reason and dynamic):
             return None
-        return reason or Reading("quantise", {**how, "shift": 0.0, "scheme": "static"})
+        return reason or Reading("quantise", {**how, "shift": 0.0, **scheme})
     scale = None if how is None else how.get("scale")
     if how is None or (scale is not None and scale.shape != (1,)):
         return _SEVERAL if outer.rounded and _is_quotient(inner.quotient) else None
-    reason = _unproven(zero, outer, inner) or (_TIMES if scale is not None and scale.op == "power" else "")
+    reason = _unproven(zero, encoding, outer, inner) or (_TIMES if scale is not None and scale.op == "power" else "")
     z = {"zero_point": zero, "shift": 0.0} if isinstance(zero, Value) else {"shift": zero}
-    return reason or Reading("quantise", {**how, **z, "scheme": "static"})
+    return reason or Reading("quantise", {**how, **z, **scheme})
 
 
-def _unproven(zero: Value | float, outer: Rounded, inner: Rounded) -> str:
+def _unproven(zero: Value | float, encoding: Encoding, outer: Rounded, inner: Rounded) -> str:
     """Return the reason why the zero point `zero`, added between `inner` and `outer`, differs from the operator's; ""
     if not.
 
@@ -167,10 +170,12 @@ def _unproven(zero: Value | float, outer: Rounded, inner: Rounded) -> str:
     if not outer.rounded:
         return _CUT
     if isinstance(zero, Value):
-        reason = "" if zero.dtype == torch.int8 else _FLOAT.format(dtype=zero.dtype)
+        reason = "" if zero.dtype == encoding.torch_dtype else _FLOAT.format(dtype=zero.dtype)
     else:
-        reason = "" if zero == round(zero) and _LEAST <= zero <= _MOST else _PART.format(zero=zero)
-    return _unbounded(outer, "numbers") or reason
+        reason = (
+            "" if zero == round(zero) and encoding.range[0] <= zero <= encoding.range[1] else _PART.format(zero=zero)
+        )
+    return _unbounded(outer, encoding, "numbers") or reason
 
 
 def _split_zero_point(value: Value) -> tuple[Value, Value | float | None]:

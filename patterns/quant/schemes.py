@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
+from patterns.kit.int8_scales import STATIC
 from patterns.quant.quantisation import quantised_rows, rounded_scale
 from patterns.quant.quantised_linear import prepared
 
@@ -237,7 +238,7 @@ class StaticInt8Layers(TokenInt8Layers):
     def _quantised(self, p, x, suffix=""):
         names = dict(bias="beta", scale="scale", by="factor", zero_point="zero_point", shift="shift")
         how = {capture: getattr(self, name + suffix) for capture, name in names.items()}
-        return p.quantise(x=p.reshaped(x), scheme="static", **how)
+        return p.quantise(x=p.reshaped(x), encoding=STATIC, scheme="static", **how)
 
     def _layer(self, p, x8, name):
         return int8_layer(p, x8, self, name, bias=getattr(self, f"{name}_bias"))

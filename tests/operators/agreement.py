@@ -17,7 +17,7 @@ from tests.operators.undocumented import Undocumented
 # Root mean square of the error over that of the result: one or two roundings of the dtype's last bit.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, torch.float64: 1e-14}
 # A whole number may be the one beside it where what was rounded before lies between the two.
-TOLERANCE[torch.int8] = 5e-3
+TOLERANCE[torch.int8] = TOLERANCE[torch.float8_e4m3fn] = 5e-3
 # Times that: four roundings, one after the other, weigh as much as two that are independent.
 CHAINS = {
     **dict.fromkeys(("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional", *OLDER, *LAYER), 2),

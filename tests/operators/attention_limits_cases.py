@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.operators.attention.int8_cache_limits import CACHE, FLOATS
+
 Edge = tuple[dict[str, Any], dict[str, Any], str]
 
 
@@ -275,12 +277,12 @@ WHOLE_HOST_ONLY: list[Edge] = [
     ),
 ]  # fmt: skip
 CACHE_HOST_EDGES: list[Edge] = [
-    (c8(), c8() | {"value": t(2, 7, 2, 128)}, "dtype(value) == 'int8'"),
-    (bsnd(), bsnd() | {"value": t(2, 7, 2, 128, dtype=torch.int8)}, "dtype(value) != 'int8'"),
+    (c8(), c8() | {"value": t(2, 7, 2, 128)}, "dtype(value) == dtype(key)"),
+    (bsnd(), bsnd() | {"value": t(2, 7, 2, 128, dtype=torch.int8)}, FLOATS),
     (c8(), c8() | {"value": t(2, 7, 2, 64, dtype=torch.int8)}, "shape(value) == shape(key)"),
     *((c8(), without(c8(), name), f"given({name})") for name in SCALES),
-    *((bsnd(), bsnd() | {name: t(1)}, "dtype(query) != 'int8' and dtype(key) == 'int8'") for name in SCALES),
-    (bsnd(), bsnd() | dict.fromkeys(OFFSETS, t(1)), "dtype(query) != 'int8' and dtype(key) == 'int8'"),
+    *((bsnd(), bsnd() | {name: t(1)}, CACHE) for name in SCALES),
+    (bsnd(), bsnd() | dict.fromkeys(OFFSETS, t(1)), CACHE),
     *((c8() | offset(), without(c8() | offset(), name), f"given({name})") for name in OFFSETS),
     (c8(), c8() | {"key_quant_mode": 4, "value_quant_mode": 4}, "key_quant_mode in (0, 1, 2, 3)"),
     (tokens(), tokens(2, 7), "rank(dequant_scale_key) == 3"),
@@ -307,6 +309,26 @@ CACHE_HOST_EDGES: list[Edge] = [
         for name in OFFSETS
     ),
 ]
+
+
+def float8_pages(block: int) -> dict[str, Any]:
+    rows = dict.fromkeys(("key", "value"), t(9, block, 256, dtype=torch.float8_e4m3fn))
+    return tokens(1, 2, 3 * block, call=pages(c8(), block)) | rows
+
+
+FLOAT8 = dict.fromkeys(("key", "value"), t(2, 7, 2, 128, dtype=torch.float8_e4m3fn))
+FLOAT8_EDGES: list[Edge] = [
+    (tokens() | FLOAT8, tokens(), "dtype(key) == 'float8_e4m3fn'"),
+    (tokens() | FLOAT8, tokens(2, 2, 7) | _BY_HEADS | FLOAT8, "key_quant_mode in (0, 1)"),
+    (c8() | FLOAT8, c8(scale=(1,)) | FLOAT8, "shape(dequant_scale_key) != (1,)"),
+    (tokens() | FLOAT8, tokens() | FLOAT8 | {"return_softmax_lse": True}, "not return_softmax_lse"),
+    (c8() | FLOAT8, c8() | offset() | FLOAT8, "dtype(key) in ('int8',)"),
+    *(
+        (c8() | FLOAT8, c8() | FLOAT8 | {name: t(1, 2, 1, 128, dtype=HALF)}, f"dtype({name}) == dtype(query)")
+        for name in SCALES
+    ),
+    (float8_pages(64), float8_pages(48), "block_size % 32 == 0"),
+]
 CACHE_EDGES: list[Edge] = [
     *(
         (c8(), c8() | {name: t(1, 2, 1, 128, dtype=HALF)}, f"dtype({name}) == dtype(query)") for name in SCALES
@@ -322,6 +344,7 @@ CACHE_EDGES: list[Edge] = [
     (c8(d=96), c8(d=80), "D % 32 == 0"),
     (c8(), c8() | SUMS, "not return_softmax_lse"),
     (c8(16), c8(17), "S <= 16"),
+    (tokens(), tokens() | FLOAT8, "dtype(key) != 'float8_e4m3fn'"),
     (c8_pages(96), c8_pages(48), "block_size % 32 == 0"),
     (c8(5), c8_pages(128, s=5), "not given(block_table)"),
     (c8(5), c8(5, dtype=HALF), "dtype(query) == 'bfloat16'"),

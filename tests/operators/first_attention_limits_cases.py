@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fusion.operators.attention.int8_cache_limits import CACHE
 from tests.operators.attention_cases import FIRST
 from tests.operators.attention_limits_cases import BIAS, CAUSAL, ONE_BYTE, Edge, bnsd, bsh, bsnd, mask, pages, t, tnd
 
@@ -82,7 +83,7 @@ FIRST_HOST_EDGES: list[Edge] = [
     (_BEFORE, _BEFORE | {"actual_shared_prefix_len": [1, 2]}, "length(actual_shared_prefix_len) == 1"),
     (_BEFORE, first(tnd()) | _SHARED, "input_layout in ('BSH', "),
     (_BEFORE, first(pages(bsnd())) | _SHARED, "not given(block_table) and not given(query_rope)"),
-    (_BEFORE, _of_int8() | _SHARED, "not (dtype(query) != 'int8' and dtype(key) == 'int8')"),
+    (_BEFORE, _of_int8() | _SHARED, f"not ({CACHE})"),
     *(
         (_BEFORE, _BEFORE | {f"{name}_shared_prefix": t(2, 3, 2, 128)}, f"rank({name}_shared_prefix) == rank({name})")
         for name in ("key", "value")
@@ -110,7 +111,7 @@ FIRST_HOST_EDGES: list[Edge] = [
         "size(atten_mask, -1) >= size(key_shared_prefix, 2) + U",
     ),
     (_BEFORE | mask(1, 1, 5, 10), _BEFORE | mask(1, 1, 5, 9), "size(atten_mask, -1) >= size(key_shared_prefix, 1) + Q"),
-    (_of_int8(), FIRST_CALL | {"antiquant_scale": t(2)}, "dtype(query) != 'int8' and dtype(key) == 'int8'"),
+    (_of_int8(), FIRST_CALL | {"antiquant_scale": t(2)}, CACHE),
     (_of_int8(), _of_int8() | {"key_antiquant_scale": t(1)}, "not given(key_antiquant_scale) and"),
     (_of_int8(), _of_int8() | {"key_antiquant_mode": 1, "value_antiquant_mode": 1}, "key_antiquant_mode == 0 and"),
     (

@@ -27,6 +27,8 @@ def quant(*shape: int, **more: Any) -> dict[str, Any]:
 _OF_GROUPS = {"smooth_scales": t(2, 48), "group_index": t(2, dtype=INT)}
 QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, quant(1, 48), quant(48), "requires input as [*B S D]"),
+    ((A2, A3), quant(dst_type=1), quant(dst_type=24), "dst_type in (None, 1, 16)"),
+    (("ascend950",), quant(dst_type=24), quant(dst_type=23), "dst_type in (None, 1, 16, 24)"),
     (EVERY, quant(), quant(quant_mode="static"), "quant_mode in ('pertoken', 'perchannel', 'pertensor')"),
     (EVERY, quant(**_OF_GROUPS), quant(group_index=t(2, dtype=INT)), "given(smooth_scales)"),
     (EVERY, quant(**_OF_GROUPS), quant(**_OF_GROUPS, quant_mode="perchannel"), "quant_mode == 'pertoken'"),
@@ -44,7 +46,7 @@ QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
         "F == S",
     ),
     (CHIPS, quant(), quant(quant_mode="perchannel"), "quant_mode == 'pertoken'"),
-    (EVERY, quant(dst_type=1), quant(dst_type=0), "dst_type in (None, 1, 16)"),
+    (EVERY, quant(dst_type=1), quant(dst_type=0), "dst_type in (None, 1, 16"),
     (EVERY, quant(dst_type=16), quant(7, 44, dst_type=16), "D % 8 == 0"),
     ((HOST,), quant(dst_type=16), quant(dst_type=16, quant_mode="perchannel"), "quant_mode != 'perchannel'"),
     (EVERY, quant(), quant(dst_type_max=15.0), "dst_type_max == 0"),

@@ -63,6 +63,9 @@ def dynamic_quant(
         whole, scale = rows(input.reshape(1, -1), 7 if dst_type == 16 else 127)
         whole = whole.reshape(input.shape)
         return packed(whole, 8) if dst_type == 16 else whole, scale
+    if dst_type == 24:
+        scale = input.abs().max(-1, keepdim=True).values / 448
+        return (input / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
     return quantised(input)
 
 

@@ -12,6 +12,7 @@ from tests.operators.attention_cases import FIRST
 from tests.operators.attention_limits_cases import (
     CACHE_EDGES,
     CACHE_HOST_EDGES,
+    FLOAT8_EDGES,
     HOST_EDGES,
     KERNEL_EDGES,
     WHOLE_EDGES,
@@ -91,6 +92,11 @@ def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
     judged(f"{V2}.tensor_lengths", chip, (in_tensors(legal), in_tensors(illegal), text))
     if in_both(edge):
         judged_in_first(chip, edge)
+
+
+@pytest.mark.parametrize("edge", FLOAT8_EDGES, ids=lambda edge: edge[2])
+def test_both_sides_of_what_ascend_950_asks_of_a_float8_cache(edge: Edge):
+    judged(V2, "ascend950", edge)
 
 
 @pytest.mark.parametrize("edge", WIDTH_EDGES, ids=lambda edge: edge[2])

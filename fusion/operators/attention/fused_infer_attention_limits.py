@@ -12,6 +12,7 @@ from fusion.operators.attention.int8_latent_limits import FLOAT_QUERIES, INT8_HO
 from fusion.operators.attention.layouts import LAYOUTS, in_layouts
 from fusion.operators.attention.visibility import mask_limits
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
+from fusion.operators.encodings import STORED
 from fusion.operators.limits import A2_A3, Limit
 
 _MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
@@ -108,7 +109,8 @@ def dims(names: Names) -> Mapping[str, str]:
 
 def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
     """Return argument -> dtypes; those of the lengths are for the overload in which these are tensors."""
-    accepted = {"query": HALVES | INT8 if names.int8_queries else HALVES, "key": HALVES | INT8, "value": HALVES | INT8}
+    accepted = {"query": HALVES | INT8 if names.int8_queries else HALVES}
+    accepted |= dict.fromkeys(("key", "value"), HALVES | frozenset(STORED))
     accepted |= dict.fromkeys(("query_rope", "key_rope", "pse_shift", *names.antiquant.offsets), HALVES)
     accepted |= dict.fromkeys(names.antiquant.scales, HALVES | FLOAT32)
     accepted |= {"dequant_scale_query": FLOAT32} if names.int8_queries else {}
@@ -118,14 +120,15 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 
 
 def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
-    """Return chip -> limits; Ascend 950 is left out, because no page of version 2 names it."""
+    """Return chip -> limits; of Ascend 950 those of version 2 on a cache of float8 alone are declared."""
     unasked = tuple(Limit(f"not given({name})", because=NO_RULE) for name in _without_rule(names))
     a2 = (*unasked, *_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
     a2 = (*a2, *names.antiquant.kernel(names.lse, names.query_lengths), *(INT8_KERNEL if names.int8_queries else ()))
     queries = INT8_HOST if names.int8_queries else (FLOAT_QUERIES,)
     cache = names.antiquant.host(" and query_quant_mode == 0" if names.int8_queries else "")
     host = (*_host(names), *queries, *cache)
-    return {"host": host, **dict.fromkeys(A2_A3, a2)}
+    shared = (*unasked, *_kernel(names), *_ONE_QUERY, *_PAGES, *_BIASED, *names.antiquant.float8(names.lse))
+    return {"host": host, **dict.fromkeys(A2_A3, a2)} | ({"ascend950": shared} if names.int8_queries else {})
 
 
 def _host(names: Names) -> tuple[Limit | str, ...]:
@@ -255,7 +258,7 @@ def _prefix_limits() -> tuple[Limit, ...]:
         Limit("length(actual_shared_prefix_len) == 1", when="given(actual_shared_prefix_len)"),
         Limit(_BATCHED, when=given),
         Limit("not given(block_table) and not given(query_rope)", when=given, because="the page has none beside it"),
-        Limit(f"not ({CACHE})", when=given, because="keys in int8 before others are not decomposed"),
+        Limit(f"not ({CACHE})", when=given, because="stored keys before others are not decomposed"),
         *(
             Limit(text.format(prefix, name), when=f"{given} and {when}" if when else given)
             for prefix, name in zip(_PREFIX, ("key", "value"), strict=True)

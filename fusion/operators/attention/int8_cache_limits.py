@@ -1,4 +1,4 @@
-"""Limits of npu_fused_infer_attention_score on int8 keys and values (C8), which it dequantises by scales itself.
+"""Limits of npu_fused_infer_attention_score on stored keys and values (C8), which it dequantises by scales itself.
 
     k = (key + offset) · scale, v likewise
 
@@ -15,10 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.operators.attention.layouts import in_layouts
+from fusion.operators.encodings import FLOAT8, INT8, STORED
 from fusion.operators.limits import Limit
 
-CACHE = "dtype(query) != 'int8' and dtype(key) == 'int8'"
-"""Condition of calls with queries in floats over an int8 cache."""
+_NAMES = tuple(each.name for each in STORED.values())
+CACHE = f"dtype(query) != 'int8' and dtype(key) in {_NAMES}"
+"""Condition of calls with queries in floats over a cache of stored numbers."""
+FLOATS = f"dtype(value) not in {_NAMES}"
+_OTHERS = tuple(each.name for each in STORED.values() if each is not INT8)
+_INTEGERS = tuple(each.name for each in STORED.values() if each.is_integer)
 _ND, _NZ = f"{CACHE} and rank(key) < 5", f"{CACHE} and rank(key) == 5"
 _PACKED, _BSND, _BNSD = in_layouts("TND", "NTD"), in_layouts("BSND"), in_layouts("BNSD")
 _ALIKE = "keys and values are scaled alike"
@@ -50,13 +55,13 @@ class Antiquant:
         shapes = f"{_CHANNELS}, {_HEADS}, {_ROWS}, {_ONE}"
         separate = CACHE if self.joint is None else f"{CACHE} and not given({self.joint[0]})"
         return (
-            Limit("dtype(value) == 'int8'", when=CACHE),
-            Limit("dtype(value) != 'int8'", when="dtype(key) != 'int8'"),
+            Limit("dtype(value) == dtype(key)", when=CACHE),
+            Limit(FLOATS, when=f"dtype(key) not in {_NAMES}"),
             Limit("shape(value) == shape(key)", when=CACHE, because=_ALIKE),
             *self._jointly(),
             *(Limit(f"given({name})", when=separate) for name in self.scales),
             *(Limit(CACHE, when=f"given({name}){and_when}") for name in self.scales),
-            *(Limit(CACHE, when=f"given({name})") for name in self.offsets),
+            *(Limit(f"{CACHE} and dtype(key) in {_INTEGERS}", when=f"given({name})") for name in self.offsets),
             Limit(f"given({value_offset})", when=f"given({offset})"),
             Limit(f"given({offset})", when=f"given({value_offset})"),
             Limit(f"{mode} in (0, 1, 2, 3)", because="scales in pages are not decomposed"),
@@ -129,8 +134,8 @@ class Antiquant:
         """
         mode = self.modes[0]
         return (
-            *(Limit(f"dtype({name}) == dtype(query)", when=f"{CACHE} and {mode} in (0, 2)") for name in self.scales),
-            *(Limit(f"dtype({name}) == 'float32'", when=f"{CACHE} and {mode} in (1, 3)") for name in self.scales),
+            *(Limit(f"dtype(key) != '{name}'", because="A2 and A3 dequantise int8 alone") for name in _OTHERS),
+            *self._dtypes(),
             *(Limit(f"dtype({name}) == dtype(query)", when=f"given({name})") for name in self.offsets),
             Limit("input_layout in ('BSND', 'BNSD')", when=CACHE),
             Limit(f"not given({self.offsets[0]})", when=f"{CACHE} and {mode} in (1, 3)", because="no rule asks for it"),
@@ -139,6 +144,31 @@ class Antiquant:
             Limit("S <= 16", when=CACHE),
             *self._nd(mode),
             *self._nz(mode, query_lengths),
+        )
+
+    def _dtypes(self) -> tuple[Limit, ...]:
+        """Return the limits of the kernels on the dtypes of scales: that of the queries, or float32 per token."""
+        mode = self.modes[0]
+        return (
+            *(Limit(f"dtype({name}) == dtype(query)", when=f"{CACHE} and {mode} in (0, 2)") for name in self.scales),
+            *(Limit(f"dtype({name}) == 'float32'", when=f"{CACHE} and {mode} in (1, 3)") for name in self.scales),
+        )
+
+    def float8(self, lse: str) -> tuple[Limit | str, ...]:
+        """Return the limits of the kernels of Ascend 950 on a cache of float8; `lse` asks for the log-sum-exp.
+
+        Source: aclnnFusedInferAttentionScoreV5 (modes per channel and per token; the page has no offset for float8).
+        """
+        mode = self.modes[0]
+        return (
+            Limit(f"dtype(key) == '{FLOAT8.name}'", because="other calls on Ascend 950 are not declared"),
+            *self._dtypes(),
+            Limit(f"{mode} in (0, 1)", because="float8 has scales per channel or per token"),
+            Limit(f"shape({self.scales[0]}) != {_ONE}", when=f"{mode} == 0", because="one scale for all is of int8"),
+            "D % 32 == 0",
+            Limit("rank(key) < 5", because="the page has NZ for other calls"),
+            Limit("block_size % 32 == 0 and block_size <= 512", when="given(block_table)"),
+            Limit(f"not {lse}", because="of stored keys no log-sum-exp is documented"),
         )
 
     def _nd(self, mode: str) -> tuple[Limit, ...]:

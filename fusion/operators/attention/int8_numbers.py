@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.dtypes import compute_dtype
-from fusion.operators.quant.quantisation import int8
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Scales and offsets by which int8 n stand for (n + offset) · scale, with shapes by `mode`.
+    """Scales and offsets by which stored n stand for (n + offset) · scale, with shapes by `mode`.
 
     0: one for all [1], or one per channel [M · D]; 1: per token [1, B, T..]; 2: per head [M]; 3: per head and token
     [B, M, T..].
@@ -24,11 +24,11 @@ class Grid:
     mode: int
 
     def dequantised(self, x: Tensor, like: Tensor) -> Tensor:
-        """Dequantise int8 keys or values `x` [B, M, T, D] in the dtype in which queries `like` are computed, or in that
-        of the scales if it is wider."""
+        """Dequantise keys or values `x` [B, M, T, D] in the dtype in which queries `like` are computed, or in that of
+        the scales if it is wider."""
         wide = torch.promote_types(compute_dtype(like), self.scale.dtype)
-        x = x.to(wide) if self.offset is None else x.to(wide) + self._broadcastable(self.offset, x)
-        return x * self._broadcastable(self.scale, x)
+        offset = None if self.offset is None else self._broadcastable(self.offset, x)
+        return encodings.STORED[x.dtype].dequantised(x, self._broadcastable(self.scale, x).to(wide), offset)
 
     def _broadcastable(self, each: Tensor, x: Tensor) -> Tensor:
         """Return scales or offsets `each` in a shape that broadcasts to keys or values `x` [B, M, T, D]."""
@@ -69,7 +69,7 @@ class Int8Result:
         """Quantise `y` [B, N, S, D] to int8."""
         wide = y.to(compute_dtype(y))
         scaled = wide * self._broadcastable(self.scale, wide)
-        return int8(scaled if self.offset is None else scaled + self._broadcastable(self.offset, wide))
+        return encodings.INT8.stored(scaled if self.offset is None else scaled + self._broadcastable(self.offset, wide))
 
     @staticmethod
     def _broadcastable(each: Tensor, y: Tensor) -> Tensor:

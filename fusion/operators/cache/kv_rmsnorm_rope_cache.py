@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.cache.pages import Put, by_lines, stored
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
 from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.norm.norms import normalised
-from fusion.operators.quant.quantisation import int8
 from fusion.operators.rotary.rope import interleave_half, rotated
 
 _STORED = (("k_cache", "k_rope_scale"), ("ckv_cache", "c_kv_scale"))
@@ -67,7 +67,7 @@ def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
     results, caches = [], []
     for (name, scale), each in zip(_STORED, rows, strict=True):
         rounded, factor = each.to(dtype).contiguous(), given[scale]
-        encoded = rounded if factor is None else int8(each * factor.to(each.dtype))
+        encoded = rounded if factor is None else encodings.INT8.stored(each * factor.to(each.dtype))
         caches.append(_cached(put, given[name], encoded, slots, given["cache_mode"]))
         results.append(rounded if given["is_output_kv"] else torch.zeros_like(rounded))
     return *results, *caches

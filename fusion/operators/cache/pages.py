@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from fusion._torch.tensors import known_true
 from fusion.operators.attention.layouts import with_strides_of
+from fusion.operators.encodings import encoding_of
 
 Places = Sequence[Tensor | None]
 """Indices into the leading dims of a cache; None selects all of a dim."""
@@ -84,7 +85,8 @@ def by_lines(cache: Tensor) -> Tensor:
     """View pages [Blocks, Size, 1, D] in the NZ layout of their memory: [Blocks, D / L, Size, L], with L = 32 for int8,
     else 16."""
     blocks, size, _, width = cache.shape
-    line = 32 if cache.dtype == torch.int8 else 16
+    encoding = encoding_of(cache.dtype)
+    line = 16 if encoding is None else encoding.line
     return cache.view(blocks, width // line, size, line)
 
 

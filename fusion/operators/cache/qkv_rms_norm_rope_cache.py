@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.cache.pages import Put, stored
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
 from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.norm.norms import normalised
-from fusion.operators.quant.quantisation import int8
 from fusion.operators.rotary.rope import half
 
 _CACHES = ("k", "v")
@@ -38,7 +38,7 @@ def _encoded(rows: Tensor, given: Given, name: str) -> Tensor:
     if scale is None:
         return rows.to(given["qkv"].dtype)
     scaled = rows / scale.to(rows.dtype)
-    return int8(scaled if offset is None else scaled + offset.to(rows.dtype))
+    return encodings.INT8.stored(scaled if offset is None else scaled + offset.to(rows.dtype))
 
 
 def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from fusion._torch.tensors import hint
+from fusion.operators import encodings
 from fusion.operators.cache.pages import Put, stored
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, functional
 from fusion.operators.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, INT64, compute_dtype
 from fusion.operators.flops import products
 from fusion.operators.limits import Limit
-from fusion.operators.quant.quantisation import LARGEST, int8_product
+from fusion.operators.quant.quantisation import int8_product
 from fusion.operators.rotary.rope import first_rotated
 
 EPSILON = 1e-6
@@ -67,8 +68,8 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise `x` [.., D] row by row to int8; return the scales [.., 1] as well, 0 for a row of zeros."""
     wide = x.to(compute_dtype(x))
     largest = wide.abs().amax(-1, keepdim=True)
-    factor = LARGEST / largest.masked_fill(largest == 0, 1)
-    return (wide * factor).round().to(torch.int8), (1 / factor).masked_fill(largest == 0, 0)
+    factor = encodings.INT8.bound / largest.masked_fill(largest == 0, 1)
+    return encodings.INT8.stored(wide * factor), (1 / factor).masked_fill(largest == 0, 0)
 
 
 def _outputs(given: Given) -> tuple[Tensor, ...]:

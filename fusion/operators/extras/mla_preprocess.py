@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.cache.pages import ATB_NZ, Put, in_pages, stored
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, functional
@@ -22,7 +23,6 @@ from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute
 from fusion.operators.flops import products
 from fusion.operators.limits import A2_A3, Limit, only
 from fusion.operators.norm.norms import normalised
-from fusion.operators.quant.quantisation import int8
 from fusion.operators.rotary.rope import half, rotated
 
 EPSILON = 1e-6
@@ -64,8 +64,8 @@ def _computed(given: Given) -> tuple[Tensor, ...]:
     query = (nope.transpose(0, 1).to(wide) @ up.to(wide)).transpose(0, 1).to(x.dtype)
     line = normalised(latent, given["gamma2"], EPSILON).to(x.dtype)
     if narrow:
-        query = int8(query.to(wide) * given["q_nope_scale"].to(wide)[:, None])
-        line = int8(line.to(wide) / given["ctkv_scale"].to(wide))
+        query = encodings.INT8.stored(query.to(wide) * given["q_nope_scale"].to(wide)[:, None])
+        line = encodings.INT8.stored(line.to(wide) / given["ctkv_scale"].to(wide))
     q_rope = rotated(half, q_rope, cos.unsqueeze(1), sin.unsqueeze(1), x.dtype)
     return query.contiguous(), q_rope.contiguous(), line, rotated(half, k_rope, cos, sin, x.dtype)
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.cache.pages import Put, by_lines, stored
 from fusion.operators.calling import Given
 from fusion.operators.dtypes import compute_dtype
 from fusion.operators.linear.transpose_batchmatmul import transpose_batchmatmul
 from fusion.operators.norm.norms import normalised
-from fusion.operators.quant.quantisation import LARGEST, int8, int8_product, quantised
+from fusion.operators.quant.quantisation import int8_product
 from fusion.operators.rotary.rope import interleave_half, rotated
 
 RUN = 128
@@ -43,7 +44,7 @@ def _queries(given: Given) -> tuple[Tensor, ...]:
     query_rope = rotated(interleave_half, rope, cos.unsqueeze(-2), sin.unsqueeze(-2), up.dtype)
     query, query_scale = query.reshape(*nope.shape[:-1], up.shape[-1]), _no_scale(up)
     if given["query_quant_mode"]:
-        query, scales = quantised(query.to(compute_dtype(up)))
+        query, scales = encodings.INT8.quantised(query.to(compute_dtype(up)))
         factor = given["quant_scale_ckv"].to(scales.dtype) / scales.masked_fill(scales == 0, 1.0)
         query_rope = (query_rope.to(scales.dtype) * factor.unsqueeze(-1)).to(up.dtype)
         query_scale = scales.reshape(-1, up.shape[0], 1)
@@ -66,7 +67,7 @@ def _latent(given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
         norm = norm.to(given["token_x"].dtype)
         return norm @ given["weight_uq_qr"], norm, None
     smooth = given["smooth_scales_cq"]
-    latent, tokens = quantised(norm if smooth is None else norm * smooth.to(norm.dtype).flatten())
+    latent, tokens = encodings.INT8.quantised(norm if smooth is None else norm * smooth.to(norm.dtype).flatten())
     return _scaled(latent, given["weight_uq_qr"], tokens, given["dequant_scale_w_uq_qr"]), latent, tokens
 
 
@@ -98,9 +99,11 @@ def _caches(put: Put, given: Given) -> tuple[Tensor, Tensor]:
     lines = {"kv_cache": norm.to(key_rope.dtype), "kr_cache": key_rope}
     mode = given["kv_cache_quant_mode"]
     if mode in (1, 2):
-        lines["kv_cache"] = int8(norm * given["quant_scale_ckv"].to(norm.dtype).flatten())
+        lines["kv_cache"] = encodings.INT8.stored(norm * given["quant_scale_ckv"].to(norm.dtype).flatten())
     if mode == 2:
-        lines["kr_cache"] = int8(key_rope.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
+        lines["kr_cache"] = encodings.INT8.stored(
+            key_rope.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten()
+        )
     if mode == 3:
         lines = {"kv_cache": packed(norm, key_rope, given["k_nope_clip_alpha"], RUN)}
     filled = {name: _cached(put, given[name], rows.unsqueeze(-2), given) for name, rows in lines.items()}
@@ -113,7 +116,7 @@ def packed(norm: Tensor, key_rope: Tensor, alpha: Tensor, tile: int) -> Tensor:
     `tile` lanes of `norm`, whose values are clipped to `alpha` times the largest magnitude of the run."""
     runs = norm.unflatten(-1, (-1, tile))
     largest = runs.abs().amax(-1, keepdim=True).clamp(min=FAINTEST) * alpha.to(norm.dtype)
-    scale = largest / LARGEST
+    scale = largest / encodings.INT8.bound
     latent = (runs.clamp(-largest, largest) / scale).round().to(torch.int8)
     parts = (key_rope.to(torch.bfloat16).contiguous(), scale.squeeze(-1).to(torch.float32).contiguous())
     return torch.cat((latent.flatten(-2), *(each.view(torch.int8) for each in parts)), dim=-1)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from fusion.operators import encodings
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS, INT32, INT64, compute_dtype
 from fusion.operators.limits import A2_A3, CHIPS, Limit
-from fusion.operators.quant.quantisation import INT8_CODE, LARGEST, by_group_of_row, int8
+from fusion.operators.quant.quantisation import INT8_CODE, by_group_of_row
 
 
 def _swiglu(input: Tensor, dim: int) -> Tensor:
@@ -48,11 +49,11 @@ def _swiglu_quant(given: Given) -> tuple[Tensor, Tensor]:
     y = _smoothed(silu(gate) * value, given)
     if given["quant_mode"]:
         top = y.abs().amax(-1, keepdim=True)
-        y = y * (LARGEST / top.masked_fill(top == 0, 1.0))
-        scale = (LARGEST / top).squeeze(-1)
+        y = y * (encodings.INT8.bound / top.masked_fill(top == 0, 1.0))
+        scale = (encodings.INT8.bound / top).squeeze(-1)
     else:
         scale = torch.zeros_like(y[..., 0])
-    return int8(y).contiguous(), scale.contiguous()
+    return encodings.INT8.stored(y).contiguous(), scale.contiguous()
 
 
 def _smoothed(y: Tensor, given: Given) -> Tensor:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from fusion.operators import encodings
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, FLOATS, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, HOST, Limit
-from fusion.operators.quant.quantisation import CODES, group_of_rows, int8_product, quantised, result_dtype
+from fusion.operators.quant.quantisation import CODES, group_of_rows, int8_product, result_dtype
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def _swiglu_quant(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     groups = _groups_of(group_list, group_list_type)
     gate, up = _dequantised(x, weight[0], (weight_scale[0], x_scale), groups).chunk(2, -1)
-    return quantised(silu(gate) * up)
+    return encodings.INT8.quantised(silu(gate) * up)
 
 
 def _swiglu_quant_outputs(x: Tensor, weight_scale: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.cache.pages import negatives_to_end
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS, INT8, INT32, compute_dtype
 from fusion.operators.limits import A2_A3, HOST, Limit
-from fusion.operators.quant.quantisation import int8, quantised
 
 _STATIC, _DYNAMIC = 0, 1
 """Values of `quant_mode`: one scale and one offset for all rows, or a scale computed per row."""
@@ -104,10 +104,10 @@ def _quantised(rows: Tensor, scale: Tensor | None, given: Given) -> tuple[Tensor
     in the static one. Without a quantisation return `rows` and `scale`."""
     if given["quant_mode"] == _DYNAMIC:
         wide = rows.to(compute_dtype(rows))
-        return quantised(wide if scale is None else wide * scale.to(wide.dtype))
+        return encodings.INT8.quantised(wide if scale is None else wide * scale.to(wide.dtype))
     if given["quant_mode"] == _STATIC and scale is not None:
         stored = torch.float16 if rows.dtype in FLOATS else rows.dtype  # the kernel computes in float16
-        return int8(rows.to(stored) * scale.to(stored) + given["offset"].to(stored)), None
+        return encodings.INT8.stored(rows.to(stored) * scale.to(stored) + given["offset"].to(stored)), None
     return rows, scale
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
 from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.norm.norms import added, rstd
-from fusion.operators.quant.quantisation import INT8_CODE, int8
+from fusion.operators.quant.quantisation import INT8_CODE
 
 _OTHERS = "other results than int8 are not decomposed"
 
@@ -36,7 +37,7 @@ def _by_channel(y: Tensor, scales: Tensor | None, zero_points: Tensor | None, di
     if scales is None:
         return torch.zeros_like(y, dtype=torch.int8).contiguous()
     y = y / scales.to(y.dtype) if divides else y * scales.to(y.dtype)
-    return int8(y if zero_points is None else y + zero_points.to(y.dtype)).contiguous()
+    return encodings.INT8.stored(y if zero_points is None else y + zero_points.to(y.dtype)).contiguous()
 
 
 def _add_rms_norm_quant_outputs(x1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +108,7 @@ def _rms_norm_quant(x: Tensor, gamma: Tensor, beta: Tensor, scale: Tensor, offse
     n = wide * rstd(wide, gamma, epsilon) * gamma.to(wide.dtype) + beta.to(wide.dtype)
     y = n * scale.to(wide.dtype).reciprocal() + offset.to(wide.dtype)
     # The kernel, which takes 16 bits, rounds to float16 on the way to int8.
-    return int8(y.half().to(wide.dtype) if x.dtype in HALVES else y).contiguous()
+    return encodings.INT8.stored(y.half().to(wide.dtype) if x.dtype in HALVES else y).contiguous()
 
 
 RMS_NORM_QUANT = Operator(

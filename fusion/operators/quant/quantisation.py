@@ -12,43 +12,28 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from fusion.operators import encodings
 from fusion.operators.attention.layouts import with_strides_of
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
+from fusion.operators.encodings import FLOAT8, Encoding
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.norm.norms import added, rstd
 
-LARGEST = 127.0
-"""Largest number of a symmetric quantisation to int8: -128 is not used."""
 EXACT = 1024
 """Number of products of two int8 whose sum float32 always represents exactly: 1024 · 128² = 2²⁴."""
 CODES = {5: torch.float16, 15: torch.bfloat16}
 """torch's number of a dtype, as `output_dtype` has it -> dtype of a result in floats."""
-INT8_CODE, INT4_CODE = 1, 16
-"""torch's numbers of int8, and of quint4x2, which means eight int4 packed in one int32."""
-LARGEST_INT4 = 7.0
-"""Largest number of a symmetric quantisation to int4."""
 
 
-def int8(x: Tensor) -> Tensor:
-    """Round `x` to int8, halves to even, saturating at -128 and 127."""
-    return x.round().clamp(-128, 127).to(torch.int8)
+INT8_CODE, INT4_CODE = encodings.INT8.code, encodings.INT4.code
+RESULTS = encodings.results(encodings.INT8, encodings.INT4)
+"""torch's number of the dtype of a result, None for int8 -> its encoding."""
 
 
-def quantised(x: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
-    """Quantise `x` [.., D] row by row to int8 from -`largest` to `largest`, halves to even; return the scales [..] as
-    well, 0 for a row of zeros."""
-    scale = x.abs().amax(-1, keepdim=True) / largest
-    rounded = (x / scale.masked_fill(scale == 0, 1.0)).round()
-    return rounded.to(torch.int8), scale.squeeze(-1).contiguous()
-
-
-def int4_packed(x: Tensor) -> Tensor:
-    """Pack int8 `x` [.., D], from -8 to 7, into int32 [.., D / 8], the first number in the lowest bits."""
-    low, high = (x & 15).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return (low | (high << 4)).contiguous().view(torch.int32)
+_DYNAMIC = encodings.results(encodings.INT8, encodings.INT4, FLOAT8)
 
 
 def group_of_rows(ends: Tensor, rows: int) -> Tensor:
@@ -75,16 +60,16 @@ def _dynamic_quant(
     x = input.to(compute_dtype(input))
     if smooth_scales is not None:
         x = x * _smooth(smooth_scales.to(x.dtype), x, group_index, quant_mode)
-    largest = LARGEST_INT4 if dst_type == INT4_CODE else LARGEST
-    if quant_mode == "perchannel":
-        y, scale = quantised(x.transpose(-1, -2), largest)
-        y = with_strides_of(y.transpose(-1, -2), input)
-    elif quant_mode == "pertensor":
-        y, scale = quantised(x.reshape(1, -1), largest)
-        y = with_strides_of(y.view(x.shape), input)
-    else:
-        y, scale = quantised(x, largest)
-    return int4_packed(y) if dst_type == INT4_CODE else y, scale
+    encoding = _per(quant_mode, _DYNAMIC[dst_type], x)
+    y, scale = encoding.quantised(x)
+    return (y if encoding.packing > 1 else with_strides_of(y, input)), scale.reshape(scale.shape or (1,))
+
+
+def _per(mode: str, encoding: Encoding, x: Tensor) -> Encoding:
+    """Return `encoding` with the granularity of `mode`: a scale of each row of `x` [.., S, D], each column, or all."""
+    if mode == "pertoken":
+        return encoding
+    return encoding.per("channel", -2) if mode == "perchannel" else encoding.per("channel", *range(x.dim()))
 
 
 def _smooth(factors: Tensor, x: Tensor, ends: Tensor | None, mode: str) -> Tensor:
@@ -101,12 +86,18 @@ def _dynamic_quant_outputs(input: Tensor, dst_type: int | None, quant_mode: str)
     *lead, rows, lanes = input.shape
     sizes = {"pertoken": [*lead, rows], "perchannel": [*lead, lanes], "pertensor": [1]}[quant_mode]
     scale = input.new_empty(sizes, dtype=compute_dtype(input))
-    if dst_type == INT4_CODE:
-        return input.new_empty([*lead, rows, lanes // 8], dtype=torch.int32), scale
-    return torch.empty_like(input, dtype=torch.int8), scale
+    encoding = _DYNAMIC[dst_type]
+    if encoding.packing > 1:
+        return encoding.empty(input), scale
+    return torch.empty_like(input, dtype=encoding.torch_dtype), scale
 
 
 _OTHER_RESULTS = "the formats of 8 bits and fewer of Ascend 950 are not decomposed"
+
+_ROWS = (
+    Limit("dtype(smooth_scales) == dtype(input)", when="given(smooth_scales)"),
+    Limit("quant_mode == 'pertoken'", because="the page has no other mode"),
+)
 
 DYNAMIC_QUANT = Operator(
     schema=(
@@ -120,7 +111,7 @@ DYNAMIC_QUANT = Operator(
     dtypes={"input": HALVES, "smooth_scales": HALVES, "group_index": INT32},
     limits={
         "host": (
-            Limit(f"dst_type in (None, {INT8_CODE}, {INT4_CODE})", because=_OTHER_RESULTS),
+            Limit(f"dst_type in {tuple(_DYNAMIC)}", because=_OTHER_RESULTS),
             Limit("D % 8 == 0", when=f"dst_type == {INT4_CODE}", because="eight int4 fill an int32"),
             "quant_mode in ('pertoken', 'perchannel', 'pertensor')",
             Limit(
@@ -136,31 +127,28 @@ DYNAMIC_QUANT = Operator(
             Limit("F == S", when="given(smooth_scales) and quant_mode == 'perchannel'"),
         ),
         **dict.fromkeys(
-            CHIPS,
-            (
-                Limit("dtype(smooth_scales) == dtype(input)", when="given(smooth_scales)"),
-                Limit("quant_mode == 'pertoken'", because="the page has no other mode"),
-            ),
+            A2_A3, (*_ROWS, Limit(f"dst_type in {tuple(RESULTS)}", because=f"{FLOAT8.name} is of Ascend 950"))
         ),
+        "ascend950": _ROWS,
     },
     source=(
         "op-plugin: torch_npu.npu_dynamic_quant (no scale is defined for a row of zeros: 0, as rowmax / 127 is), "
-        "test_npu_dynamic_quant.py (groups, int4, perchannel); CANN: aclnnDynamicQuantV4 (quant_mode)"
+        "test_npu_dynamic_quant.py (groups, int4, perchannel); CANN: aclnnDynamicQuantV4 (quant_mode, float8)"
     ),
     summary=(
         "v = x · smooth_scales, of the group of a row where group_index [G] says where groups end, in float32; "
         "scale = rowmax|v| / 127; y = rint(v / scale), halves to even; perchannel: of columns, pertensor: of all; "
-        "quint4x2: / 7, eight int4 in an int32"
+        "quint4x2: / 7, eight int4 in an int32; float8_e4m3fn: scale = rowmax|v| / 448, y = v / scale"
     ),
 )
 
 
-_RANGES = {
-    INT8_CODE: (torch.int8, -128, 127), 12: (torch.int8, -128, 127), 0: (torch.uint8, 0, 255),
-    13: (torch.uint8, 0, 255), 3: (torch.int32, -(2**31), 2**31 - 1), 14: (torch.int32, -(2**31), 2**31 - 1),
-    INT4_CODE: (torch.int8, -8, 7),
+_UINT8, _INT32 = encodings.Encoding(torch.uint8, 255.0), encodings.Encoding(torch.int32, 2.0**31 - 1)
+_STORED = {
+    INT8_CODE: encodings.INT8, 12: encodings.INT8, 0: _UINT8, 13: _UINT8, 3: _INT32, 14: _INT32,
+    INT4_CODE: encodings.INT4,
 }  # fmt: skip
-"""torch's number of a dtype (int8, qint8, uint8, quint8, int32, qint32, quint4x2) -> dtype of storage, and range."""
+"""torch's number of a dtype (int8, qint8, uint8, quint8, int32, qint32, quint4x2) -> encoding."""
 
 
 def _quantize(given: Given) -> Tensor:
@@ -170,10 +158,8 @@ def _quantize(given: Given) -> Tensor:
     scales = _along(given["scales"], x, axis)
     y = x / scales if divides else x * scales
     y = y if given["zero_points"] is None else y + _along(given["zero_points"], x, axis)
-    stored, least, largest = _RANGES[given["dtype"]]
-    wide = y.double() if stored == torch.int32 else y  # float32 does not represent the ends of int32
-    rounded = wide.round().clamp(least, largest).to(stored)
-    return int4_packed(rounded) if given["dtype"] == INT4_CODE else rounded
+    encoding = _STORED[given["dtype"]]
+    return encoding.stored(y.double() if encoding is _INT32 else y)  # float32 does not represent the ends of int32
 
 
 def _quantised_axis(given: Given) -> int:
@@ -193,9 +179,8 @@ def _along(each: Tensor, x: Tensor, axis: int) -> Tensor:
 
 
 def _quantize_outputs(input: Tensor, dtype: int) -> Tensor:
-    if dtype == INT4_CODE:
-        return input.new_empty((*input.shape[:-1], input.shape[-1] // 8), dtype=torch.int32)
-    return torch.empty_like(input, dtype=_RANGES[dtype][0])
+    encoding = _STORED[dtype]
+    return encoding.empty(input) if encoding.packing > 1 else torch.empty_like(input, dtype=encoding.torch_dtype)
 
 
 _QINT8 = 12
@@ -274,7 +259,9 @@ def _quant_matmul(given: Given) -> Tensor:
         out = out + bias.to(wide)
     if given["offset"] is not None:
         out = out + given["offset"].to(wide)
-    return int8(out) if given["output_dtype"] in _TO_INT8 else out.to(result_dtype(scale, given["output_dtype"]))
+    if given["output_dtype"] in _TO_INT8:
+        return encodings.INT8.stored(out)
+    return out.to(result_dtype(scale, given["output_dtype"]))
 
 
 def _quant_matmul_outputs(x1: Tensor, x2: Tensor, scale: Tensor, output_dtype: int | None) -> Tensor:
@@ -352,18 +339,16 @@ QUANT_MATMUL = Operator(
 
 
 def _norm_quant(given: Given) -> tuple[Tensor, ...]:
-    gamma, beta, packed = given["gamma"], given["beta"], given["y_dtype"] == INT4_CODE
+    gamma, beta, encoding = given["gamma"], given["beta"], RESULTS[given["y_dtype"]]
     x, total = added(given["x1"], given["x2"])
     y = total * rstd(total, gamma, given["epsilon"]) * gamma.to(total.dtype)
     y = (y if beta is None else y + beta.to(y.dtype)).contiguous()
     made: list[tuple[Tensor, Tensor]] = []
     for smooth, wanted in zip((given["smooth_scale1"], given["smooth_scale2"]), _wanted(given), strict=True):
         if not wanted:
-            made.append((y.new_empty([0], dtype=torch.int32 if packed else torch.int8), y.new_empty([0])))
+            made.append((y.new_empty([0], dtype=encoding.torch_dtype), y.new_empty([0])))
             continue
-        scaled = y if smooth is None else y * smooth.to(y.dtype)
-        rounded, scale = quantised(scaled, LARGEST_INT4 if packed else LARGEST)
-        made.append((int4_packed(rounded) if packed else rounded, scale))
+        made.append(encoding.quantised(y if smooth is None else y * smooth.to(y.dtype)))
     return made[0][0], made[1][0], x.contiguous(), made[0][1], made[1][1]
 
 
@@ -373,10 +358,8 @@ def _wanted(given: Given) -> Sequence[bool]:
 
 
 def _norm_quant_outputs(given: Given) -> tuple[Tensor, ...]:
-    x1, packed = given["x1"], given["y_dtype"] == INT4_CODE
-    sizes = [*x1.shape[:-1], x1.shape[-1] // 8] if packed else x1.shape
-    stored = torch.int32 if packed else torch.int8
-    results = [x1.new_empty(sizes if each else [0], dtype=stored) for each in _wanted(given)]
+    x1, encoding = given["x1"], RESULTS[given["y_dtype"]]
+    results = [encoding.empty(x1 if each else x1.new_empty([0])) for each in _wanted(given)]
     scales = [x1.new_empty(x1.shape[:-1] if each else [0], dtype=compute_dtype(x1)) for each in _wanted(given)]
     return *results, x1.new_empty(x1.shape), *scales
 
@@ -400,7 +383,7 @@ ADD_RMS_NORM_DYNAMIC_QUANT = Operator(
     dtypes=dict.fromkeys(("x1", *_SAME), HALVES),
     limits={
         "host": (
-            Limit(f"y_dtype in (None, {INT8_CODE}, {INT4_CODE})", because="the page has no other result"),
+            Limit(f"y_dtype in {tuple(RESULTS)}", because="the page has no other result"),
             Limit("D % 8 == 0", when=f"y_dtype == {INT4_CODE}", because="eight int4 fill an int32"),
             Limit("given(smooth_scale1)", when="not given(output_mask) and given(smooth_scale2)"),
             Limit("output_mask != (False, False)", when="given(output_mask)"),

@@ -12,7 +12,7 @@ from fusion.operators.contract import Operator
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, compute_dtype
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, Limit
-from fusion.operators.quant.quantisation import INT4_CODE, INT8_CODE, LARGEST_INT4, int4_packed, quantised
+from fusion.operators.quant.quantisation import INT4_CODE, INT8_CODE, RESULTS
 
 
 def _per_input(each: Tensor, inputs: int, group: int) -> Tensor:
@@ -87,17 +87,11 @@ def _rotate_quant(x: Tensor, rotation: Tensor, dst_dtype: int | None) -> tuple[T
     wide = compute_dtype(x)
     blocks = x.to(wide).unflatten(-1, (-1, rotation.shape[0]))
     rotated = torch.matmul(blocks, rotation.to(wide)).flatten(-2).to(x.dtype)
-    if dst_dtype != INT4_CODE:
-        return quantised(rotated.to(wide))
-    y, scale = quantised(rotated.to(wide), LARGEST_INT4)
-    return int4_packed(y), scale
+    return RESULTS[dst_dtype].quantised(rotated.to(wide))
 
 
 def _rotate_quant_outputs(x: Tensor, dst_dtype: int | None) -> tuple[Tensor, Tensor]:
-    scale = x.new_empty(x.shape[:1], dtype=compute_dtype(x))
-    if dst_dtype == INT4_CODE:
-        return x.new_empty((x.shape[0], x.shape[1] // 8), dtype=torch.int32), scale
-    return torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format), scale
+    return RESULTS[dst_dtype].empty(x), x.new_empty(x.shape[:1], dtype=compute_dtype(x))
 
 
 _MX = "of MX formats, which Ascend 950 alone has"
@@ -117,7 +111,7 @@ ROTATE_QUANT = Operator(
         "host": (
             "D % K == 0",
             "axis in (-1, 1)",
-            Limit(f"dst_dtype in (None, {INT8_CODE}, {INT4_CODE})", because=f"other results are {_MX}"),
+            Limit(f"dst_dtype in {tuple(RESULTS)}", because=f"other results are {_MX}"),
             Limit("D % 8 == 0", when=f"dst_dtype == {INT4_CODE}", because="eight int4 fill an int32"),
             Limit("round_mode == 'rint'", because="other roundings are not decomposed"),
             Limit("scale_alg == 0", because=f"it is {_MX}"),

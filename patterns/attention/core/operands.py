@@ -1,4 +1,4 @@
-"""Queries, keys and values of attention as [B, N, S, D], every key head once, in one dtype or in int8."""
+"""Queries, keys and values of attention as [B, N, S, D], every key head once, in one dtype or dequantised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion.analysis.row_layout import narrowed
 from fusion.graph import Algebra, Miss, Reading, Value
 from patterns.attention.core.core import Core
 from patterns.attention.core.frames import Attended, Frame, scaled_queries
-from patterns.attention.core.read_int8 import are_int8
+from patterns.attention.core.read_int8 import are_encoded
 from patterns.attention.masks.assumed import Assumed
 
 APART = (
@@ -57,15 +57,15 @@ def heads_of(a: Algebra, attended: Attended, frame: Frame, core: Core) -> tuple[
 
 
 def in_floats(assumed: Assumed, core: Core, frame: Frame, q: Value, k: Value, v: Value) -> Read | str:
-    """Read `q`, `k` and `v` in one floating-point dtype, or `q` in it and keys and values dequantised from int8."""
+    """Read `q`, `k` and `v` in one floating-point dtype, or `q` in it and keys and values dequantised."""
     a, root, scores = assumed.algebra, core.root, core.scores
     out_dtype = core.product.dtype if ("cast", (root.dtype,)) in core.finish else root.dtype
-    int8 = are_int8(a, k, v)
+    stored = are_encoded(a, k, v)
     for dtype in filter(None, (root.dtype, assumed.rounded(root))):
         narrow = [narrowed(a, each, dtype) for each in (q, k, v)]
-        if all(each.dtype == dtype for each in (narrow[:1] if int8 else narrow)):
+        if all(each.dtype == dtype for each in (narrow[:1] if stored else narrow)):
             (q, k, v), out_dtype = narrow, out_dtype if dtype == root.dtype else dtype
-    mixed = int8 and not out_dtype == q.dtype == k.dtype == v.dtype
+    mixed = stored and not out_dtype == q.dtype == k.dtype == v.dtype
     if len({out_dtype, q.dtype} if mixed else {out_dtype, q.dtype, k.dtype, v.dtype}) != 1:
         have = [str(each).removeprefix("torch.") for each in (q.dtype, k.dtype, v.dtype, out_dtype)]
         return (

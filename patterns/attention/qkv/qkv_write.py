@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Rule, attribute, encodings, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.qkv.qkv_sources import SOURCES
-from patterns.cache.pages import NZ, NZ_INT8, refuse_others
+from patterns.cache.pages import NZ, refuse_others
 from patterns.rotary.orders import HALF
 from patterns.rotary.token_tables import TokenTables, rotated_lanes
 
@@ -140,7 +140,7 @@ class Int8GroupedPages(GroupedPages):
     value_scale: Any = tensor("*V Dv")
     value_zero: Any = tensor("*W Dw", optional=True)
     divided: Any = attribute()
-    lanes: ClassVar[int] = NZ_INT8
+    lanes: ClassVar[int] = encodings.INT8.line
 
     def written(self, p, *rows: Any):
         """Match the writes of `rows`, keys and values, quantised to int8."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fusion import Group, Target, attribute, require, scalar, tensor
+from fusion import Group, Target, attribute, encodings, require, scalar, tensor
 from patterns.attention.calls import Parts
 from patterns.cache import pages
 from patterns.kit.int8_scales import scale_of
@@ -243,7 +243,7 @@ class Int8ByHead(_Int8):
 
     def refuse_blocks(self, source: Any) -> None:
         """Refuse pages other than NZ with blocks of 32 lanes for the latent and 16 for rotated lanes."""
-        source.refuse_blocks(pages.NZ_INT8, pages.NZ)
+        source.refuse_blocks(encodings.INT8.line, pages.NZ)
 
     def scales_of_heads(self) -> dict[str, Any]:
         """Return npu_multi_head_latent_attention's scales of the scores and of the values, float32 [N] each."""

@@ -165,12 +165,12 @@ class ChosenRows:
         must(first.op == "token_scale" or how["scheme"] == "dynamic")
         x, a = self.rewrite([each.captures["x"] for each in several]), self.a
         scale = a.make("token_scale", (x,), (), (*x.shape[:-1], 1), how["dtype"])
-        self.readings[scale] = Reading("token_scale", {"x": x, "dtype": how["dtype"]})
+        self.readings[scale] = Reading("token_scale", {"x": x, "encoding": how["encoding"], "dtype": how["dtype"]})
         if first.op == "token_scale":
             return scale
-        int8 = a.make("quantise", (x, scale), (), x.shape, torch.int8)
-        self.readings[int8] = Reading("quantise", {**how, "x": x, "scale": scale})
-        return int8
+        stored = a.make("quantise", (x, scale), (), x.shape, how["encoding"].torch_dtype)
+        self.readings[stored] = Reading("quantise", {**how, "x": x, "scale": scale})
+        return stored
 
     def _rebuilt(self, like: Value, args: Sequence[Value]) -> Value:
         """Build the op of `like` on `args`, in the shape of these; unproven unless it is elementwise."""

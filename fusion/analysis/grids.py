@@ -1,4 +1,4 @@
-"""Dequantised int8: floats (n + offset) · scale of an int8 n, in whatever order casts, views and factors are written.
+"""Dequantised numbers: floats (n + offset) · scale of stored n, in whatever order casts, views and factors are written.
 
 k8.float() * s        (k8 - z) * s        k8.to(bf16) * 0.05        (k8[table] * s).view(..)
 """
@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value
+from fusion.operators.encodings import Encoding, encoding_of
 
 
 @dataclass(frozen=True)
 class Grid:
-    """(base + Σ offsets + shift) · Π factors · number; `base` is int8, and offsets and factors broadcast to it."""
+    """(base + Σ offsets + shift) · Π factors · number; offsets and factors broadcast to the stored numbers `base`."""
 
     base: Value
+    encoding: Encoding
     factors: tuple[Value, ...] = ()
     offsets: tuple[Value, ...] = ()
     number: float = 1.0
@@ -33,7 +33,8 @@ class Grid:
 
 
 def grid_of(a: Algebra, value: Value) -> Grid | None:
-    """Return the grid that `value` is computed from, ignoring casts between floats; None if it is not of int8."""
+    """Return the grid that `value` is computed from, ignoring casts between floats; None if no numbers of an
+    encoding are below."""
     known: dict[Value, Grid | None] = {}  # without a memo the work is exponential in the length of a chain
 
     def inner(x: Value) -> Grid | None:
@@ -47,8 +48,8 @@ def grid_of(a: Algebra, value: Value) -> Grid | None:
 def _read(a: Algebra, value: Value, inner: Callable[[Value], Grid | None]) -> Grid | None:
     """Return the grid of `value` by the grids of its arguments, which `inner` gives; None if it has none."""
     match value.op:
-        case "cast" if value.arg.dtype == torch.int8:
-            return Grid(value.arg) if is_float(value) else None
+        case "cast" if (encoding := encoding_of(value.arg.dtype)) is not None:
+            return Grid(value.arg, encoding) if is_float(value) else None
         case "cast" if is_rounding(value):
             return inner(value.arg)
         case "scale" | "shift" if is_float(value):
@@ -115,7 +116,7 @@ def _with_operand(grid: Grid | None, x: Value, other: Value, value: Value) -> Gr
 
 
 def _viewed(a: Algebra, grid: Grid, view: Value) -> Grid:
-    """Apply `view`, a reshape, permute, expand or slice, to the int8 tensor of `grid` and to all of its factors and
+    """Apply `view`, a reshape, permute, expand or slice, to the numbers of `grid` and to all of its factors and
     offsets.
     """
 
