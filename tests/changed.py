@@ -116,13 +116,16 @@ def area(nodeid: str) -> str:
     return (_named(case.replace("/", "-").split("-")) if folder in ACROSS else None) or folder
 
 
-def beyond_smoke(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """All but a share of these tests that is always the same, and holds at least one case of each."""
+def beyond_smoke(items: Iterable[pytest.Item], number: int) -> list[pytest.Item]:
+    """Return all but a share of `items`, which holds at least one case of each test; each number has another share."""
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    ordered = (sorted(cases, key=lambda each: crc32(each.nodeid.encode())) for cases in tests.values())
-    return [each for cases in ordered for each in cases[-(-len(cases) // SMOKE) :]]
+    beyond = list[pytest.Item]()
+    for cases in tests.values():
+        ordered = sorted(cases, key=lambda each: crc32(each.nodeid.encode()))
+        beyond += [each for place, each in enumerate(ordered) if (place + number) % min(SMOKE, len(cases))]
+    return beyond
 
 
 def _git(*words: str) -> str | None:

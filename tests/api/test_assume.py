@@ -28,15 +28,12 @@ from fusion.routes.host import has_compiler
 
 from ..engine.graphs import norm, numbers
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 X, W = numbers(2, 2, 4, 64), numbers(64, seed=2)
 HOST = {"target": "host", "lower": "eager"}
 INF = float("-inf")
 LEAST = torch.finfo(torch.float32).min
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
 
 
 # -- the option --
@@ -308,6 +305,7 @@ def test_the_right_mask_runs_the_fused_graph(spy, said):
     assert texts(said) == []
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(
     "lower", ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not has_compiler(), reason="no compiler"))]
 )
@@ -428,6 +426,7 @@ def test_verification_waits_for_the_first_fused_call(spy):
     assert spy.ran == ["plain", "fused", "plain", "fused"]
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(
     "lower", ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not has_compiler(), reason="no compiler"))]
 )

@@ -280,6 +280,7 @@ def test_a_model_that_is_as_it_was_asked_for_has_no_note(monkeypatch: pytest.Mon
     assert tried(monkeypatch, Request("qwen3"), lambda *_: False)[0].notices == ()
 
 
+@pytest.mark.rotates(3)
 def test_a_call_that_cannot_be_traced_gives_way_to_one_with_another_cache(monkeypatch: pytest.MonkeyPatch):
     def model(cache: str) -> torch.Tensor:
         if cache == "static":
@@ -302,7 +303,7 @@ def test_a_call_that_cannot_be_traced_gives_way_to_one_with_another_cache(monkey
     [
         ("deepseek_v4", "the cache that the model makes"),
         *(
-            pytest.param(name, cache, marks=pytest.mark.nightly)
+            pytest.param(name, cache, marks=pytest.mark.rotates)
             for name, cache in (
                 ("minimax", "the cache that the model makes"), ("mpt", "the cache that the model makes"),
                 ("hrm_text", "a dynamic cache"), ("mamba2", "fake tensors of real sizes"), ("helium", "small heads"),

@@ -30,8 +30,8 @@ def build() -> ModuleType:
     ("page", "least"),
     [
         ("README.md", 4),
-        pytest.param("docs/generate.md", 3, marks=pytest.mark.nightly),
-        pytest.param("docs/guests.md", 2, marks=pytest.mark.nightly),
+        pytest.param("docs/generate.md", 3, marks=pytest.mark.rotates),
+        pytest.param("docs/guests.md", 2, marks=pytest.mark.rotates),
     ],
 )
 def test_the_code_of_a_page_runs(page: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,7 +55,7 @@ def test_links_lead_somewhere(page: Path):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("name", ["first_fusion", pytest.param("decorator", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["first_fusion", pytest.param("decorator", marks=pytest.mark.rotates)])
 def test_examples_run(name: str):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{name}.py")], cwd=ROOT, capture_output=True, text=True, timeout=300

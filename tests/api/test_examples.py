@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rotates(2)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LONG = ("demo", "qwen3", "deepseek_r1_w8a8", "deepseek_r1_w8a8c8", "deepseek_v32", "deepseek_v32_w8a8c8", "glm5")
-NIGHTLY = [pytest.param(each, marks=pytest.mark.nightly) for each in LONG]
+NIGHTLY = [pytest.param(each, marks=pytest.mark.rotates) for each in LONG]
 SHORT = sorted({each.stem for each in EXAMPLES.glob("*.py")} - set(LONG))
 
 

@@ -17,14 +17,11 @@ import fusion
 
 from ..engine.graphs import norm, numbers
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 X, Y, W = numbers(2, 3, 64), numbers(2, 3, 64, seed=1), numbers(64, seed=2)
 HOST = {"target": "host", "lower": "eager"}
 ADDED = {"npu::npu_add_rms_norm": 1}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
 
 
 def explain(model, *args, **kwargs):
@@ -397,7 +394,7 @@ class ByMask(Experts):
 
 
 @pytest.mark.parametrize("kind", [ByCounts, BySplit, ByUnique, ByOneHot, ByMask])
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.nightly), 16])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.rotates), 16])
 def test_counts_and_choices_are_a_sample_that_is_consistent(kind, rows):
     report = explain(kind(), numbers(rows, 64), options={"target": "ascend910_93"})
     assert report.interruption is None, report.interruption.traceback
@@ -611,6 +608,7 @@ def test_a_report_for_the_chip_names_what_it_would_run_and_lowers_for_it():
     assert report.ops
 
 
+@pytest.mark.rotates(3)
 def test_what_inductor_is_given_holds_no_operator_of_the_npu():
     report = explain(norm, X, W, options={"target": "host", "lower": "inductor"})
     handed = {str(node.target) for graph in report.lowered for node in graph.graph.nodes}

@@ -105,7 +105,7 @@ FUSED = {"npu.npu_add_rms_norm.default", "npu.npu_swiglu.default", "npu.npu_fuse
 
 
 @every_level
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.rotates)])
 def test_a_program_of_any_level_fuses_alike_and_computes_the_same(level: str, dynamic: bool):
     program = LEVELS[level](exported(dynamic))
     before = str(program)
@@ -170,6 +170,7 @@ def test_a_fused_program_fuses_no_further():
     assert set(again.state_dict) == set(fused.state_dict)
 
 
+@pytest.mark.rotates(3)
 def test_for_inductor_nothing_of_this_package_is_needed():
     program = exported()
     fused = fusion.fuse_exported(program, options={**A3, "lower": "inductor"})
@@ -219,6 +220,7 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda x, w: norm(x, w), lambda x, w: norm(x, w) * 2, (x, w))
 
 
+@pytest.mark.rotates(3)
 def test_branches_are_fused():
     given = numbers(2, 64), numbers(64)
     with torch.no_grad():
@@ -255,7 +257,7 @@ LOADS = """
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_another_process_loads_it(tmp_path: Path, dynamic: bool):
     program = exported(dynamic)
@@ -277,7 +279,7 @@ def test_it_saves_and_loads():
     agrees(loaded, exported())
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.skipif(not host.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("way", ["fused", "fused for inductor", "guest", "guest of fused"])

@@ -64,6 +64,7 @@ COMPILES = """
 HIT, MISS = [1, 0, 0], [0, 1, 0]
 
 
+@pytest.mark.rotates(3)
 def test_a_pass_is_one_of_inductor():
     assert issubclass(fusion.FusionPass, CustomGraphPass)
 
@@ -77,12 +78,13 @@ def compiles(**options: str) -> list[int]:
     return [counters["inductor"][f"fxgraph_cache_{each}"] for each in ("hit", "miss", "bypass")]
 
 
+@pytest.mark.rotates(3)
 def test_inductor_finds_what_an_equal_pass_gave_and_nothing_else():
     with fresh_cache():
         assert [compiles(), compiles(), compiles(disable="rope")] == [MISS, HIT, MISS]
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_a_second_process_hits_until_an_option_or_the_code_of_a_rule_changes(tmp_path: Path):
     module = tmp_path / "cubed.py"
 
@@ -153,7 +155,7 @@ def test_copies_of_a_report_say_the_same(dynamic: bool, copied):
     assert [str(each.graph) for each in again.lowered] == [str(each.graph) for each in report.lowered]
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_a_process_without_the_model_reads_a_report():
     report = fusion.explain(Model(), numbers(3, 64), numbers(8, 64), options={"target": "ascend910_93"})
     packed = pickle.dumps(report)

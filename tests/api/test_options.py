@@ -23,13 +23,10 @@ from fusion.options import MODES, PLAN_CACHE_VARIABLE
 
 from ..engine.graphs import norm, numbers
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 X, W = numbers(2, 3, 64), numbers(64, seed=1)
 README = Path(fusion.__file__).parents[1] / "README.md"
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
 
 
 def by_name(**options: Any) -> None:

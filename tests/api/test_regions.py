@@ -14,14 +14,11 @@ from fusion.frontend.library import installed
 
 from ..engine.graphs import norm, numbers
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 X, W = numbers(4, 64), numbers(64, seed=1)
 OPTIONS = {"target": "host", "lower": "eager"}
 NORM = "npu::npu_rms_norm"
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
 
 
 def compiled(function, *args):
@@ -151,6 +148,7 @@ def test_bodies_of_calls_are_fused_and_counted(function, count, sign):
     assert before - after == sum(each.saved for each in report.matches) > 0
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("function", [of_cond, of_cond_inside, of_while, of_map])
 def test_bodies_of_calls_are_fused_for_inductor(function):
     options = {"target": "host", "lower": "inductor"}

@@ -1,4 +1,4 @@
-"""Programs that went wrong once, as small as they were found; every push runs them for all targets."""
+"""Programs that went wrong once, as small as they were found; each push runs a share of them for all targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every push: 200 programs, most of them by a fixed seed, some by one that changes; every night thousands.
+"""Every push: shares of 120 programs by a fixed seed and of 1,440 by one that changes; every night all of them.
 
 The seed that changes is printed at the top of a run; `CANN_FUSION_SEED=<it>` gives the same programs again. So does
 `python -m tests.attack --seed <it>`, which goes on for as long as is wished.
@@ -23,6 +23,8 @@ from .oracle import TARGETS, Verdict, at_the_door, verdict
 from .program import Input, Program, changed
 from .shrink import shrunk
 from .writer import Writer
+
+pytestmark = pytest.mark.rotates(4)
 
 FIXED = 2026
 CHANGING = int(os.environ.get("CANN_FUSION_SEED", "0"))
@@ -63,7 +65,7 @@ def test_programs_are_what_they_were(first):
     run(first, FIXED)
 
 
-@pytest.mark.parametrize("first", [pytest.param(n, marks=pytest.mark.nightly) for n in range(0, 4000, CHUNK)])
+@pytest.mark.parametrize("first", [pytest.param(n, marks=pytest.mark.rotates) for n in range(0, 1440, CHUNK)])
 def test_many_programs_are_what_they_were(first):
     run(first, CHANGING, doors=True)
 
@@ -73,7 +75,7 @@ def programs(draw: Callable[..., object]) -> Program:
     return generated(lambda options: draw(st.sampled_from(options)))
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @seed(CHANGING)
 @settings(
     max_examples=40, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
@@ -83,6 +85,7 @@ def test_programs_that_change_are_what_they_were(program):
     held(program, len(program.lines))
 
 
+@pytest.mark.rotates(4)
 def test_what_is_built_to_be_fused_is_fused():
     chance = random.Random(FIXED)
     parts, missed = 0, Counter[tuple[str, ...]]()

@@ -18,6 +18,8 @@ from tests.corpus.base import activations
 from . import attention, attention_bias, attention_heads, attention_masks, attention_pieces, lookalikes_attention
 from .attention_base import Entry
 
+pytestmark = pytest.mark.rotates(20)
+
 HOST = Options(target="host", lower="eager")
 _EACH = (attention, attention_bias, attention_heads, attention_masks, attention_pieces)
 SPELLINGS = tuple(spelling for each in _EACH for spelling in each.SPELLINGS)
@@ -29,15 +31,9 @@ LOOKALIKES = (
 )
 
 
-def settings(entries: tuple[Entry, ...], levels: int) -> Any:
-    """Every entry at some levels, so that each has its turn at each level, and at all of them every night."""
-
-    def one(number: int, entry: Entry, place: int) -> Any:
-        level = LEVELS[(number + place) % len(LEVELS)]
-        marks = [pytest.mark.nightly] if place >= levels else []
-        return pytest.param(entry, level, id=f"{entry.name}-{level}", marks=marks)
-
-    chosen = [one(number, each, place) for number, each in enumerate(entries) for place in range(len(LEVELS))]
+def settings(entries: tuple[Entry, ...]) -> Any:
+    """Parametrise a test by every entry at every level."""
+    chosen = [pytest.param(entry, level, id=f"{entry.name}-{level}") for entry in entries for level in LEVELS]
     return pytest.mark.parametrize(("entry", "level"), chosen)
 
 
@@ -66,7 +62,7 @@ def test_spelling_is_attention(entry: Entry):
     torch.testing.assert_close(actual, entry.expected(), rtol=0, atol=2e-6, check_dtype=False, equal_nan=True)
 
 
-@settings(SPELLINGS, 1)
+@settings(SPELLINGS)
 def test_spelling_is_fused_and_told_what_is_seen(entry: Entry, level: testing.Level):
     dtype = torch.bfloat16 if level == "composite" else torch.float32
     t = tried(entry.form, entry.inputs(dtype), level)
@@ -85,7 +81,7 @@ def test_more_than_two_biases_are_one(entry: Entry, level: testing.Level):
     assert any("us slower than" in str(each.reason) for each in narrow.outcome.refusals)
 
 
-@settings(LOOKALIKES, 1)
+@settings(LOOKALIKES)
 def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, level: testing.Level):
     t = tried(entry.form, entry.inputs(torch.float32), level)
     assert told(t) == entry.told, "\n".join(map(str, t.outcome.refusals))

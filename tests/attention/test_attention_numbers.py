@@ -20,6 +20,8 @@ from tests.corpus.base import generator
 from .attention_base import Entry, lowest, repeat, tensors
 from .test_attention import told, tried
 
+pytestmark = pytest.mark.rotates(4)
+
 HOST = {"target": "host", "lower": "eager"}
 CAP = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # rms error against float64
 B, N, M, S, T, D = 3, 4, 2, 6, 40, 16
@@ -223,7 +225,7 @@ def test_a_query_that_sees_nothing_gives_what_the_code_gives(form, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.nightly) for each in DTYPES[1:])], ids=str
+    "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.rotates) for each in DTYPES[1:])], ids=str
 )
 @pytest.mark.parametrize("form", UNEVEN)
 def test_a_query_that_sees_nothing_sees_what_is_lowered_least(form, dtype):

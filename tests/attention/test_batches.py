@@ -15,6 +15,8 @@ from fusion.testing import LEVELS, Level
 from tests.attention.lowered import Form, tried
 from tests.engine.graphs import numbers
 
+pytestmark = pytest.mark.rotates(3)
+
 B, N, M, D, SIZE, PAGES, BLOCKS = 3, 4, 2, 128, 16, 3, 11
 LENGTHS = torch.tensor([37, 5, SIZE * PAGES])
 TABLE = torch.tensor([[7, 2, 0], [3, 9, 10], [1, 8, 5]])
@@ -115,6 +117,7 @@ def calls(t: testing.Trial) -> list[Any]:
     return [each for each in t.fused.graph.nodes if "npu_fused_infer_attention_score" in str(each.target)]
 
 
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_they_are_one_call(name: str, level: Level):

@@ -13,6 +13,8 @@ from torch import Tensor
 import fusion
 from fusion.runtime.verification import relative_error
 
+pytestmark = pytest.mark.rotates(3)
+
 N, D = 4, 64
 SIZES = (5, 11, 8)
 S = sum(SIZES)

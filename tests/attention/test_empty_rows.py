@@ -244,7 +244,7 @@ def test_what_the_greatest_is_raised_to_is_subtracted_where_no_row_is_lower():
         as_in_float64(t)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dtype", testing.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ALL | SWALLOWED)

@@ -89,7 +89,7 @@ def packed(weights: Weights, masked: Masked) -> tuple[Callable[..., Any], Inputs
 FORMS: dict[str, Form] = {each.__name__: each for each in (of_latent, absorbed, parts, listed, packed)}
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("how", ["-inf", "the least", "-1e4"])
 @pytest.mark.parametrize("name", ALL | SWALLOWED)
 @pytest.mark.parametrize("form", FORMS)

@@ -26,13 +26,12 @@ UNREAD = {"attention": {"NZ pages"}, "latent_attention": set[str]()}
 """Sources that no chip reads in place, whose rows are gathered before."""
 
 
-def cells(s: facets.Sizes, often: int) -> Iterator[Any]:
-    """The product for both rules; one in so many is tried at each push."""
+def cells(s: facets.Sizes) -> Iterator[Any]:
+    """Yield the product for both rules."""
     both = (("attention", facets.attention, ()), ("latent_attention", facets.latent, (facets.ENCODINGS,)))
     for rule, of, encodings in both:
-        for number, example in enumerate(facets.cells(of, *encodings, s=s)):
-            marks = [pytest.mark.nightly] if number % often else []
-            yield pytest.param(rule, example, id=f"{rule}-{example.name}", marks=marks)
+        for example in facets.cells(of, *encodings, s=s):
+            yield pytest.param(rule, example, id=f"{rule}-{example.name}")
 
 
 def tried(rule: str, example: Example, target: str) -> Trial:
@@ -54,7 +53,8 @@ def result_of(example: Example) -> str:
     return "OutputAndLse" if "lse" in example.name and "int8" not in example.name else "Output"
 
 
-@pytest.mark.parametrize(("rule", "example"), cells(SMALL, 1))
+@pytest.mark.rotates(12)
+@pytest.mark.parametrize(("rule", "example"), cells(SMALL))
 def test_a_cell_on_the_host(rule: str, example: Example):
     t = tried(rule, example, "host")
     *encoding, source, visibility, _ = example.name.split(", ")
@@ -67,6 +67,7 @@ def test_a_cell_on_the_host(rule: str, example: Example):
     assert ("int8" in form) == (not in_floats)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("source", ["rows", "pages"])
 @pytest.mark.parametrize("rule", ["attention", "plain", "int8"])
 def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str, source: str):
@@ -84,7 +85,8 @@ def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str
     assert "OutputAndLse" not in chosen(tried(name, summed, "host"))
 
 
-@pytest.mark.parametrize(("rule", "example"), cells(LARGE, 3))
+@pytest.mark.rotates(6)
+@pytest.mark.parametrize(("rule", "example"), cells(LARGE))
 def test_a_cell_on_a_chip(rule: str, example: Example):
     t = tried(rule, example, "ascend910_93")
     *encoding, source, visibility, _ = example.name.split(", ")
@@ -111,6 +113,7 @@ GATHERED = [
 ]
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("rule", "example", "reason"), GATHERED)
 def test_pages_that_cannot_be_read_in_place_are_gathered(rule: str, example: Example, reason: str):
     assert "Rows" in chosen(tried(rule, example, "host"))

@@ -16,6 +16,8 @@ from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
 from .attention_base import B, D, N, S, lowest
 from .attention_masks import SCALE, scores_of
 
+pytestmark = pytest.mark.rotates(4)
+
 Form = Callable[..., Tensor]
 VALID = torch.arange(S) >= torch.tensor([[2], [0]])
 """Padding on the left: the first queries of the first sequence see nothing behind a causal order."""
@@ -247,6 +249,7 @@ def multiplied_by_two(q, k, v, seen):
     return (scores_of(q, k) * b - 1e4 * (1 - b)).softmax(-1) @ v
 
 
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     "form",
     [multiplied, multiplied_by_booleans, multiplied_by_a_cast, multiplied_by_two],

@@ -13,6 +13,8 @@ import fusion
 from fusion.report.report import Report
 from tests.support.torch_npu_host import requires_torch_npu, run
 
+pytestmark = pytest.mark.rotates(2)
+
 HIDDEN, HEADS, SHARED, WIDTH = 256, 64, 8, 128
 BATCH, SIZE, PAGES, LINE = 2, 128, 2, 32
 TABLE = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
@@ -145,6 +147,7 @@ print(json.dumps(ge.operators()))
 """
 
 
+@pytest.mark.rotates(3)
 @requires_torch_npu
 def test_a_token_reaches_ge_as_five_operators():
     child = run(GE)

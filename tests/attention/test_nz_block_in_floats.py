@@ -24,6 +24,8 @@ from fusion.report.report import Report
 from fusion.testing import capture
 from tests.attention.test_nz_block import BATCH, PAGES, SIZE, inputs, rotated
 
+pytestmark = pytest.mark.rotates(3)
+
 HIDDEN, HEADS, SHARED, WIDTH, LINE = 256, 64, 8, 128, 16
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager"}
 GATHER = "npu::npu_gather_pa_kv_cache"
@@ -143,7 +145,7 @@ def test_without_norms_of_heads_the_rotation_and_the_write_are_calls_of_their_ow
 
 
 @pytest.mark.parametrize("spelling", [*SPELLINGS, PLAIN], ids=str)
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 def test_results_and_caches_are_as_exact_as_they_were(spelling: Spelling, lower: str):
     torch.compiler.reset()
     exact, plain, fused = (block(spelling, each) for each in (torch.float64, torch.bfloat16, torch.bfloat16))

@@ -61,7 +61,7 @@ def test_a_prompt_attends_to_floats_that_are_at_hand(example: ModuleType):
     assert call.args[1].meta["val"].dtype == torch.bfloat16  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.rotates), True])
 def test_results_and_caches_are_as_exact_as_they_were(example: ModuleType, int8: bool):
     torch._dynamo.reset()
     exact, plain, fused = (example.model(int8, each) for each in (torch.float64, torch.bfloat16, torch.bfloat16))

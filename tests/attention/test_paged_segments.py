@@ -19,6 +19,8 @@ from tests.engine.graphs import numbers
 
 from .lowered import Form, lowerings, tried
 
+pytestmark = pytest.mark.rotates(3)
+
 N, M, D, SIZE, BLOCKS, ROW = 4, 2, 128, 16, 12, 4
 CHUNKS, KEYS = (4, 7, 3), (20, 40, 33)
 STEPS = (1, 1, 1)
@@ -156,6 +158,7 @@ def calls(t: testing.Trial) -> list[Any]:
     return [each for each in t.fused.graph.nodes if "npu_fused_infer_attention_score" in str(each.target)]
 
 
+@pytest.mark.rotates(27)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_they_are_one_call_over_the_pages(name: str, level: Level):

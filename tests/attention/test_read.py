@@ -345,6 +345,7 @@ def less(scores: Tensor, number: Tensor) -> Tensor:
     return shared_out((scores - number).exp())
 
 
+@pytest.mark.rotates(5)
 @pytest.mark.parametrize(
     ("shares", "empty"),
     [

@@ -99,6 +99,7 @@ FORMS: dict[str, tuple[Form, dict[str, int]]] = {
 }
 
 
+@pytest.mark.rotates(5)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_they_are_one_call(name: str, level: Level):

@@ -135,6 +135,7 @@ SINKS: dict[str, Form] = {
 }
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("name", SINKS)
 def test_a_sink_is_told(name: str):
     t = tried(SINKS[name], torch.float32, "the least")
@@ -142,7 +143,7 @@ def test_a_sink_is_told(name: str):
     as_in_float64(t)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("wide", [False, True], ids=["narrow", "in float32"])
 @pytest.mark.parametrize("how", ["", *HOW])
 @pytest.mark.parametrize("dtype", testing.DTYPES, ids=str)

@@ -181,6 +181,7 @@ PACKED = [(each, of_prompt) for each in (*ONE_DOCUMENT, *DOCUMENTS)]
 OTHERS = [(others_values, of_sequences), (one_less, of_keys)]
 
 
+@pytest.mark.rotates(11)
 @pytest.mark.parametrize(("form", "given"), [*FUSED, *CACHED, *UNDER[:1], *UNDER[-3:], *PACKED, *OTHERS])
 def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[..., Tensor], given: Given):
     with one_graph(form) as compiled:
@@ -188,6 +189,7 @@ def test_one_graph_gives_what_plain_code_does_for_every_size(form: Callable[...,
             torch.testing.assert_close(compiled(*given(size)), form(*given(size)))
 
 
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("form", "given"), [*FUSED, *UNDER])
 def test_it_becomes_what_it_does_with_sizes_that_are_known(form: Callable[..., Tensor], given: Given):
     known, symbolic = (becomes(form, given(3), dynamic) for dynamic in (False, None))
@@ -211,6 +213,7 @@ def test_slopes_are_a_bias_of_any_number_of_tokens(repeated: bool):
     assert any("may hide keys" in each.reason for each in steep.refusals)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("form", [*ONE_DOCUMENT, *DOCUMENTS])
 def test_positions_that_go_on_by_one_are_one_document_of_any_length(form: Callable[..., Tensor]):
     ((_, mode, _),) = becomes(form, of_prompt(7), None)

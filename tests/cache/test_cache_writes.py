@@ -13,6 +13,8 @@ from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture
 from tests.engine.graphs import fuse, names, numbers
 
+pytestmark = pytest.mark.rotates(3)
+
 PLACES = torch.tensor([7, -3, 0, 22])
 RANGES = [
     (lambda x: x % 5, (0, 4)),

@@ -15,6 +15,8 @@ from tests.engine.graphs import numbers, read_graph
 
 from .layouts import applied, tried
 
+pytestmark = pytest.mark.rotates(3)
+
 BLOCKS, SIZE, N, D = 7, 4, 2, 16
 PAGES = numbers(BLOCKS, SIZE, N, D), numbers(BLOCKS, SIZE, N, D, seed=1)
 SQUARE = numbers(BLOCKS, SIZE, 12), numbers(BLOCKS, SIZE, 12, seed=1)

@@ -10,6 +10,8 @@ from tests.engine.graphs import numbers
 
 from .test_parts_of_caches import fused
 
+pytestmark = pytest.mark.rotates(3)
+
 NPU, HOST = Options(target="ascend910_93"), Options(target="host", lower="eager")
 BLOCKS, SIZE, R, D = 6, 4, 16, 8
 SLOTS, PLACES = torch.tensor([3, 17, 9, 22, 20]), torch.tensor([4, 6, 5])

@@ -16,6 +16,8 @@ from tests.examples.latent_model import norm, turned
 
 from .layouts import UNEQUAL, Shape, Sizes, calls, tried
 
+pytestmark = pytest.mark.rotates(4)
+
 CHANNELS, RATE = 32, 16
 
 

@@ -14,6 +14,8 @@ from fusion.pipeline import fuse_graph
 from fusion.runtime.verification import relative_error
 from fusion.testing import capture
 
+pytestmark = pytest.mark.rotates(3)
+
 N, D, C, R, BLOCKS, SIZE, PAGES = 8, 128, 512, 64, 9, 128, 3
 TABLE = torch.tensor([[3, 6, 0], [5, 8, 2]])
 GATHER = "npu::npu_gather_pa_kv_cache"
@@ -63,7 +65,7 @@ def test_torchair_has_no_form_of_it():
     assert "cannot be lowered by torchair" in reasons
 
 
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 def test_numbers(lower: str):
     """Rules of attention left out, so that what is gathered is used by the model's own."""
     torch.compiler.reset()

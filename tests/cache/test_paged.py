@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import fusion
 
+pytestmark = pytest.mark.rotates(3)
+
 HEADS, DIM, BLOCKS, SIZE, LAYERS = 2, 16, 7, 4, 2
 RULES = {"cache_write"}
 TABLE = torch.tensor([[3, 6, 0], [5, 1, 2]])

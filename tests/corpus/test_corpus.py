@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .base import LookAlike, Spelling
 from .entries import LOOKALIKES, SPELLINGS
 
+pytestmark = pytest.mark.rotates(12)
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((2, 3), (1, 1), (4, 1), (1, 7))
 # Several roundings to the dtype; the statistics of some spellings are in the dtype, too.

@@ -17,15 +17,12 @@ from fusion.inputs.mask_buffers import band_of
 
 from .graphs import numbers
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 N, H, D, T = 64, 2, 64, 24
 ONES = torch.ones(N, N)
 NPU, HOST = {"target": "ascend910_93"}, {"target": "host", "lower": "eager"}
 FIA = "npu::npu_fused_infer_attention_score_v2"
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
 
 
 def changed(x: Tensor, number: float, *place: int) -> Tensor:
@@ -144,6 +141,7 @@ def words(report: fusion.Report) -> list[tuple[int, bool]]:
     return [(each.kwargs.get("sparse_mode", 0), str(each.kwargs.get("atten_mask")).startswith("arg")) for each in calls]
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_mask_in_a_buffer_is_told_in_words(name: str):
     model, x = of(*FORMS[name]).to(torch.bfloat16), numbers(2, T, H * D).to(torch.bfloat16)

@@ -128,6 +128,7 @@ KEY = """
 """
 
 
+@pytest.mark.rotates(3)
 def test_a_key_is_the_same_in_every_process():
     path = str(Path(__file__).parents[2])
     assert child(KEY.format(path=path), PYTHONHASHSEED="7").stdout == f"{key_of(made())}\n"
@@ -263,6 +264,7 @@ def fused(rule: Any, where: str, function: Callable[..., Any], x: torch.Tensor) 
         return torch.compile(function, backend=backend)(x)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("where", ["off", "memory", "disk"])
 def test_a_rule_without_a_source_file_runs_by_its_own_body(where: str):
     x = numbers(2, 64)

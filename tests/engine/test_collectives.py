@@ -14,6 +14,7 @@ from torch import distributed
 from tests.support.torch_npu_host import REPO
 
 
+@pytest.mark.rotates(9)
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
 def test_two_processes_compute_what_one_does(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}

@@ -64,7 +64,7 @@ FORMS: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.rotates)])
 @pytest.mark.parametrize(("form", "args", "wanted"), FORMS, ids=lambda each: getattr(each, "__name__", ""))
 def test_a_graph_of_export_fuses_as_one_of_compile(
     form: Callable[..., Tensor], args: tuple[Tensor, ...], wanted: str, dynamic: bool

@@ -67,8 +67,9 @@ def agree(form: Callable[..., Any], make: Callable[[], tuple[Any, ...]], **optio
     torch.testing.assert_close(run(form, make(), **options), expected, rtol=3e-2, atol=3e-2, equal_nan=True)
 
 
+@pytest.mark.rotates(4)
 @every_target
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_no_query_no_key_and_no_sequence(form: Callable[..., Tensor], target: str, lower: str):
     for batch, queries, keys in SIZES:
@@ -86,7 +87,7 @@ def test_one_graph_of_many_sizes_gives_way_to_one_of_none(size: int):
             torch.testing.assert_close(compiled(*args), sdpa(*args))
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: spelling.name)
 @pytest.mark.parametrize("sizes", [(2, 0), (0, 3)], ids=str)
 def test_every_spelling_without_elements(spelling: Spelling, sizes: tuple[int, int]):
@@ -100,7 +101,7 @@ def test_every_spelling_without_elements(spelling: Spelling, sizes: tuple[int, i
         agree(form, lambda: spelling.make(torch.bfloat16, *sizes)[1], target=target, lower="eager")
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("entry", ATTENTIONS, ids=lambda entry: entry.name)
 def test_every_attention_without_elements(entry: Any):
     for queries, keys in ((0, 0), (0, entry.keys), (entry.queries, 0)):

@@ -98,6 +98,7 @@ def every() -> list[Any]:
     return [pytest.param(each, id=name) for name, each in named[::EVERY]]
 
 
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])
 @pytest.mark.parametrize("example", every())
 def test_what_is_made_again_is_what_the_search_gives(example: Any, target: str):
@@ -125,6 +126,7 @@ CHANGES: dict[str, Callable[[Captured], tuple[Captured, Options, Facts | None]]]
 }
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_not_equal_is_searched(change: str, searched: list[fx.Graph]):
     source = capture(block, inputs())

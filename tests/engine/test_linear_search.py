@@ -137,7 +137,7 @@ STACKS: dict[str, tuple[Callable[[int], Stack], tuple[int, ...]]] = {
 }
 BY_DAY = ("local and global alternating",)
 GRID = [
-    pytest.param(name, target, marks=() if name in BY_DAY else pytest.mark.nightly)
+    pytest.param(name, target, marks=() if name in BY_DAY else pytest.mark.rotates)
     for name in STACKS
     for target in TARGETS
 ]
@@ -175,6 +175,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+@pytest.mark.rotates(11)
 @pytest.mark.parametrize(("name", "target"), GRID)
 def test_of_long_stacks_as_much_is_searched_as_of_short_ones(
     name: str, target: str, work: Counter[str], monkeypatch: pytest.MonkeyPatch
@@ -190,6 +191,7 @@ def test_of_long_stacks_as_much_is_searched_as_of_short_ones(
     assert found[1] == found[0]
 
 
+@pytest.mark.rotates(7)
 @pytest.mark.parametrize(("name", "target"), GRID)
 def test_stacks_become_what_each_layer_would(name: str, target: str, monkeypatch: pytest.MonkeyPatch):
     make, (count, _) = STACKS[name]

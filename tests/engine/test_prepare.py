@@ -462,6 +462,7 @@ def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack
         close(run(x).float(), model(x).float(), 1e-2)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(
     ("target", "copied"), [("host", {layout.PARTS}), ("ascend910_93", {layout.PARTS, layout.IN_BLOCKS})]
 )
@@ -499,7 +500,7 @@ class Experts(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 def test_experts_that_are_modules_are_held_once(lower):
     """The operator reads [E, H, 2I]: a transposed view of [E, 2I, H], where gate and up of an expert are neighbours."""
     torch.manual_seed(0)

@@ -110,11 +110,12 @@ BY_DAY = {(change, VIEW, False) for change in CHANGES} | {
 def settings():
     """Each change of a view and of a copy, with a storage for each Parameter and, as on other devices, one for all."""
     for change, rule, plain in product(CHANGES, (VIEW, COPY), (False, True)):
-        marks = () if (change, rule, plain) in BY_DAY else pytest.mark.nightly
+        marks = () if (change, rule, plain) in BY_DAY else pytest.mark.rotates
         name = f"{change.__name__}-{'view' if rule == VIEW else 'copy'}{'-one storage' * plain}"
         yield pytest.param(change, rule, plain, marks=marks, id=name)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.filterwarnings("ignore:.*joined weights")
 @pytest.mark.parametrize(("change", "rule", "plain"), settings())
 def test_every_change_is_seen(change, rule, plain, monkeypatch):

@@ -58,7 +58,7 @@ def held(*tensors):
     return total
 
 
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 def test_parameters_are_what_they_were(lower):
     model = Gate()
     state = copy.deepcopy(model.state_dict())
@@ -127,7 +127,7 @@ def through_model_file(model, path):
 
 @pytest.mark.filterwarnings("ignore:.*joined weights")
 @pytest.mark.parametrize(
-    "by", [through_mapped_file, through_model_file, pytest.param(through_safetensors, marks=pytest.mark.nightly)]
+    "by", [through_mapped_file, through_model_file, pytest.param(through_safetensors, marks=pytest.mark.rotates)]
 )
 def test_a_model_goes_through_files(by, tmp_path):
     run, model = started()
@@ -138,7 +138,7 @@ def test_a_model_goes_through_files(by, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*joined weights")
 @pytest.mark.parametrize(
-    "by", [through_pickle, copy.deepcopy, pytest.param(through_torch_save, marks=pytest.mark.nightly)]
+    "by", [through_pickle, copy.deepcopy, pytest.param(through_torch_save, marks=pytest.mark.rotates)]
 )
 def test_a_model_is_copied(by):
     run, model = started()
@@ -197,7 +197,7 @@ def test_other_memory_is_taken_into_the_place_that_is_free():
 
 
 @pytest.mark.parametrize(
-    "plain", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["own storage", "one storage"]
+    "plain", [False, pytest.param(True, marks=pytest.mark.rotates)], ids=["own storage", "one storage"]
 )
 def test_what_a_parameter_was_can_be_put_back(plain, monkeypatch):
     if plain:
@@ -222,7 +222,7 @@ def test_what_a_parameter_was_can_be_put_back(plain, monkeypatch):
     assert plain or both_are_views(model)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_memory_that_two_parameters_have_exchanged():
     run, model = started()
     gate, up = model.gate.weight.data, model.up.weight.data
@@ -265,7 +265,7 @@ def test_a_slice_of_a_tensor_of_the_user_stays():
     agree(run, model)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_a_slice_of_nobody_else_stays_too():
     """A storage does not say what of it others read."""
     model = Gate()
@@ -347,7 +347,7 @@ def test_a_parameter_that_wraps_others_stays():
     assert both_are_views(model), "those beside it are joined"
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_tied_parameters_are_joined_once():
     one, two = Gate(), Gate()
     two.gate.weight, two.up.weight = one.gate.weight, one.up.weight
@@ -360,7 +360,7 @@ def test_tied_parameters_are_joined_once():
     agree(run, model)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_one_parameter_twice_in_a_join_is_a_copy():
     model = Gate()
     model.up.weight = model.gate.weight
@@ -396,8 +396,8 @@ class Four(nn.Module):
     [
         ((0, 1, 2), (1, 2), True),
         ((1, 2), (0, 1, 2), False),
-        pytest.param((0, 1, 2), (0, 1, 2), True, marks=pytest.mark.nightly),
-        pytest.param((0, 1), (1, 2), False, marks=pytest.mark.nightly),
+        pytest.param((0, 1, 2), (0, 1, 2), True, marks=pytest.mark.rotates),
+        pytest.param((0, 1), (1, 2), False, marks=pytest.mark.rotates),
     ],
 )
 def test_graphs_that_join_the_same_parameters_otherwise(first, second, views):
@@ -426,7 +426,7 @@ def test_prefill_and_decode_share_one_join():
     assert both_are_views(model)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_joined_parameters_stay_joined_for_the_next_graph():
     _, model = started()
     addresses = [each.data_ptr() for each in model.parameters()]
@@ -438,7 +438,7 @@ def test_joined_parameters_stay_joined_for_the_next_graph():
     assert [each.data_ptr() for each in model.parameters()] == addresses
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_parameters_of_a_graph_that_is_gone_are_joined_otherwise():
     model, x = Four().eval(), numbers(4, 64)
     for numbers_of in ((0, 1), (1, 2, 3)):
@@ -450,7 +450,7 @@ def test_parameters_of_a_graph_that_is_gone_are_joined_otherwise():
     assert are_views(*(layer.weight for layer in model.layers[1:])) == [True] * 3
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_instances_of_one_class_have_their_own_memory():
     class Layer(Gate):
         forward = torch.compile(Gate.forward, backend=backend(JoinedGate()))
@@ -481,9 +481,9 @@ def test_trained_after_it_was_joined():
     [
         (lambda model: parametrizations.weight_norm(model.gate), "parametrizations"),
         pytest.param(
-            lambda model: parametrizations.orthogonal(model.gate), "parametrizations", marks=pytest.mark.nightly
+            lambda model: parametrizations.orthogonal(model.gate), "parametrizations", marks=pytest.mark.rotates
         ),
-        pytest.param(lambda model: nn.utils.spectral_norm(model.gate), "weight_orig", marks=pytest.mark.nightly),
+        pytest.param(lambda model: nn.utils.spectral_norm(model.gate), "weight_orig", marks=pytest.mark.rotates),
     ],
 )
 def test_a_weight_that_is_computed_by_the_model(make, seen):
@@ -505,7 +505,7 @@ def test_freed_with_the_model():
     assert [each() for each in memory] == [None, None]
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_freed_where_all_parameters_have_moved():
     run, model = started()
     memory = weakref.ref(joined.home(model.gate.weight)[0].memory)
@@ -571,8 +571,9 @@ def alive():
     return [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu"]
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("prepack", ["share", "copy"])
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 def test_bytes_that_are_really_held(prepack, lower):
     model, x = Attention().eval(), numbers(2, 8, 64)
     weights = held(*model.parameters())

@@ -123,7 +123,7 @@ DETERMINISM = """
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_the_result_does_not_depend_on_the_hash_seed():
     results = [child(DETERMINISM, PYTHONHASHSEED=seed).stdout for seed in ("0", "1", "4711")]
     assert "npu_add_rms_norm" in results[0]

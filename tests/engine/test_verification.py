@@ -114,7 +114,7 @@ def swallowed(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "tokens"),
-    [(torch.float16, 9), *(pytest.param(torch.bfloat16, n, marks=pytest.mark.nightly) for n in (1, 9))],
+    [(torch.float16, 9), *(pytest.param(torch.bfloat16, n, marks=pytest.mark.rotates) for n in (1, 9))],
 )
 def test_a_sound_model_passes_and_is_left_as_without_verification(dtype: torch.dtype, tokens: int):
     plain, inputs = model(dtype, tokens)
@@ -168,7 +168,7 @@ def test_a_graph_is_verified_until_it_was_right_once():
     wrong(X, W)  # nothing is compared any more
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_each_compilation_is_verified_and_so_are_symbolic_sizes(monkeypatch: pytest.MonkeyPatch):
     run = verified(lambda x, w: norm(x, w) + 1)
     run(X, W)
@@ -177,7 +177,7 @@ def test_each_compilation_is_verified_and_so_are_symbolic_sizes(monkeypatch: pyt
         run(numbers(3, 5, 64), W)  # other sizes, of which nothing is known but the last
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("rules", [(), (WrongNorm(),)], ids=["right", "wrong"])
 def test_compiled_graphs_are_verified(rules: tuple[Rule, ...]):
     run = verified(norm, *rules, lower="inductor", target="host")
@@ -231,7 +231,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize(("target", "change", "rule", "tokens", "layer"), WRONG)
 def test_a_wrong_rewrite_in_one_layer_is_named(
     target: str,
@@ -254,6 +254,7 @@ def test_a_wrong_rewrite_in_one_layer_is_named(
     assert "the fused graph differs from the plain one in float64 as well" in capsys.readouterr().out
 
 
+@pytest.mark.rotates(3)
 def test_a_wrong_list_is_found_and_its_script_runs_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     spoil(monkeypatch, "npu.npu_moe_gating_top_k_softmax_v2.default", result(one_listed_twice, 1))
     x, w = numbers(32, 64, dtype=torch.bfloat16), numbers(64, 8, seed=1, dtype=torch.bfloat16)

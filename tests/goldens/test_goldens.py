@@ -10,12 +10,14 @@ import pytest
 from .cases import Case, every
 from .outcome import FOLDER, kept, text
 
+pytestmark = pytest.mark.rotates(32)
+
 CASES = list(every())
 
 
 def settings() -> list[object]:
     """A share of the examples and pieces at each push; corpora and models, which have their own tests, every night."""
-    nightly = [() if case.file.startswith(("example_", "repository_")) else (pytest.mark.nightly,) for case in CASES]
+    nightly = [() if case.file.startswith(("example_", "repository_")) else (pytest.mark.rotates,) for case in CASES]
     return [
         pytest.param(case, id=f"{case.file}-{case.name}", marks=marks)
         for case, marks in zip(CASES, nightly, strict=True)

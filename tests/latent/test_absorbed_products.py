@@ -43,16 +43,14 @@ def costs_less_expanded(t: Trial) -> bool:
 
 
 def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
-    """Every way in one setting; in all of them every night."""
-    cells = list(product(corpus.SIZES, DTYPES, LEVELS))
-    for number, form in enumerate(forms):
-        for place, (sizes, dtype, level) in enumerate(cells):
-            marks = [] if place == (number * 7) % len(cells) else [pytest.mark.nightly]
-            setting = corpus.Setting(corpus.SIZES[sizes], dtype, level)
-            name = f"{form.__name__}-{sizes}-{str(dtype).removeprefix('torch.')}-{level}"
-            yield pytest.param(form, setting, id=name, marks=marks)
+    """Yield every way in every setting."""
+    for form, sizes, dtype, level in product(forms, corpus.SIZES, DTYPES, LEVELS):
+        setting = corpus.Setting(corpus.SIZES[sizes], dtype, level)
+        name = f"{form.__name__}-{sizes}-{str(dtype).removeprefix('torch.')}-{level}"
+        yield pytest.param(form, setting, id=name)
 
 
+@pytest.mark.rotates(27)
 @pytest.mark.parametrize(("form", "of"), settings(corpus.UNROTATED + corpus.PLAIN))
 def test_neither_keys_nor_values_are_computed(form: Callable[..., Any], of: corpus.Setting):
     t = tried(form, of)
@@ -63,6 +61,7 @@ def test_neither_keys_nor_values_are_computed(form: Callable[..., Any], of: corp
     testing.emits_valid_calls(t)
 
 
+@pytest.mark.rotates(27)
 @pytest.mark.parametrize(("form", "of"), settings(corpus.LOOKALIKES))
 def test_look_alike_is_left_alone(form: Callable[..., Any], of: corpus.Setting):
     t = tried(form, of, biased=form is corpus.biased_layer)
@@ -175,7 +174,7 @@ def test_several_queries_of_a_prompt_keep_what_the_model_computes():
     assert any("us slower than" in each.reason for each in report.refusals if each.rule == "absorbed_products")
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_how_much_faster_it_is_here(capsys: pytest.CaptureFixture[str]):
     """A figure to look at; the clock of a shared machine decides nothing."""
     t = tried(corpus.added_bias_of_one_layer, corpus.Setting(corpus.Sizes(1, 1, 4096), torch.float32))

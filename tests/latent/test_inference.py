@@ -50,7 +50,7 @@ def explained(model: nn.Module, count: int, at: int, **options: Any) -> fusion.R
     ("count", "at", "lower"),
     [
         (1, 40, "eager"),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in [(16, 0, "eager"), (1, 40, "torchair")]),
+        *(pytest.param(*each, marks=pytest.mark.rotates) for each in [(16, 0, "eager"), (1, 40, "torchair")]),
     ],
 )
 def test_dense_attention_is_the_prolog_whose_rows_are_put_in_pairs(count: int, at: int, lower: str):
@@ -61,7 +61,7 @@ def test_dense_attention_is_the_prolog_whose_rows_are_put_in_pairs(count: int, a
     assert launches(report, "") <= 15, report
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize(("count", "at"), [(1, 40), (64, 0)])
 def test_sparse_attention_is_the_prolog_beside_an_indexer(count: int, at: int):
     report = explained(built(True), count, at)
@@ -73,7 +73,7 @@ def test_sparse_attention_is_the_prolog_beside_an_indexer(count: int, at: int):
     assert launches(report, "") <= 22, report
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_without_a_latent_of_queries_or_in_the_cache_there_is_no_prolog():
     for how in (dict(lora=False), dict(absorbs=False)):
         report = explained(built(False, **how), 1, 40)
@@ -98,7 +98,7 @@ def exact(model: nn.Module) -> nn.Module:
     return held
 
 
-@pytest.mark.parametrize("sparse", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("sparse", [False, pytest.param(True, marks=pytest.mark.rotates)])
 def test_results_and_caches_are_as_near_as_those_of_the_model(sparse: bool):
     of = built(sparse)
     own, other = copy.deepcopy(of), copy.deepcopy(of)
@@ -112,7 +112,7 @@ def test_results_and_caches_are_as_near_as_those_of_the_model(sparse: bool):
 
 @pytest.mark.parametrize(
     ("level", "count"),
-    [("composite", 1), ("decomposed", 1), *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)],
+    [("composite", 1), ("decomposed", 1), *(pytest.param(*each, marks=pytest.mark.rotates) for each in OTHERS)],
 )
 def test_the_formulas_are_the_same_in_float64(level: Level, count: int):
     captured = capture(built(False), (tokens(count), 40 if count == 1 else 0), level)

@@ -18,6 +18,8 @@ from tests.examples import latent_attention_atb_int8 as whole
 from tests.examples import ring_mla
 from tests.support.one_graph import one_graph
 
+pytestmark = pytest.mark.rotates(3)
+
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (
     "npu_fused_infer_attention_score_v2",

@@ -37,13 +37,12 @@ def reads_a_latent(t: Trial) -> bool:
 
 
 def settings() -> Iterator[Any]:
-    """Every spelling in one mode at one level; in all of both every night."""
-    for number, form in enumerate(corpus.SPELLINGS):
-        for place, (mode, level) in enumerate(product(corpus.MODES, LEVELS)):
-            marks = [] if place == (number * 5) % 12 else [pytest.mark.nightly]
-            yield pytest.param(form, mode, level, id=f"{form.__name__}-{mode}-{level}", marks=marks)
+    """Yield every spelling in every mode at every level."""
+    for form, mode, level in product(corpus.SPELLINGS, corpus.MODES, LEVELS):
+        yield pytest.param(form, mode, level, id=f"{form.__name__}-{mode}-{level}")
 
 
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("form", "mode", "level"), settings())
 def test_spelling_attends_to_the_latent(form: Callable[..., Any], mode: str, level: testing.Level):
     of = corpus.MODES[mode]
@@ -53,6 +52,7 @@ def test_spelling_attends_to_the_latent(form: Callable[..., Any], mode: str, lev
     testing.emits_valid_calls(t)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(("form", "reason"), corpus.LOOKALIKES, ids=lambda each: getattr(each, "__name__", ""))
 def test_look_alike_is_no_latent_attention(form: Callable[..., Any], reason: str):
     of = corpus.MODES["speculative"]
@@ -63,6 +63,7 @@ def test_look_alike_is_no_latent_attention(form: Callable[..., Any], reason: str
     testing.means_what_it_says(t)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(("absorbs", "lora", "mode"), list(product((True, False), (True, False), ("prompt", "step"))))
 def test_published_style_keeps_its_order(absorbs: bool, lora: bool, mode: str):
     """Rotated neighbours stay neighbours in the cache; without gains of norms, a rotation and a write, no prolog."""

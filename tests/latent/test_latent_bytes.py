@@ -18,6 +18,8 @@ from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
 from patterns.latent.prolog.prolog import MlaProlog
 from tests.support.tried import cases
 
+pytestmark = pytest.mark.rotates(3)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS, SIZE, TILE, PROMPT = 8, 128, 128, 20
 TABLE = torch.tensor([[3, 6], [0, 5]])
@@ -265,6 +267,7 @@ def rejects() -> Iterator[Any]:
             yield pytest.param(rule, each, id=f"{rule.name} {each.name}")
 
 
+@pytest.mark.rotates(24)
 @pytest.mark.parametrize(("rule", "reject"), rejects())
 def test_what_is_refused_stays_right(rule: fusion.Rule, reject: fusion.Example):
     testing.means_what_it_says(testing.trial(rule, reject, torch.bfloat16))

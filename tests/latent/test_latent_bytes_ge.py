@@ -31,7 +31,7 @@ print(json.dumps(dict(operators=ge.operators(), copied=ge.converted()[-1].before
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @requires_torch_npu
 @pytest.mark.parametrize(
     ("name", "operator"),

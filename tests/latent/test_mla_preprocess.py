@@ -13,6 +13,8 @@ from tests.examples.caches import in_nz, viewed
 from tests.examples.latent_model import Given
 from tests.examples.mla_preprocess import INT8, STATIC, TOKEN, setting, tried
 
+pytestmark = pytest.mark.rotates(3)
+
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager", "disable": frozenset(PROLOGS)}
@@ -88,7 +90,7 @@ def test_whole_queries_and_a_whole_cache_come_from_one_call(fixed: bool):
     assert [list(front.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 16, 128, 32], [9, 4, 128, 16]]
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_float16_has_scales_of_another_form(given: tuple[Tensor, ...]):
     halves = [each.half() if each.dtype == HALF else each for each in given]
     with torch.no_grad():

@@ -12,6 +12,8 @@ from torch.nn.functional import linear, rms_norm
 import fusion
 from fusion.runtime.verification import relative_error
 
+pytestmark = pytest.mark.rotates(3)
+
 HIDDEN, RANK, N, D, C, R, LINE, BLOCKS, SIZE, B = 1024, 1536, 4, 128, 512, 64, 16, 9, 16, 2
 TABLE = torch.tensor([[3, 8, 1], [5, 2, 7]])
 FIA, PRODUCT = "npu::npu_fused_infer_attention_score_v2", "npu::npu_transpose_batchmatmul"

@@ -20,6 +20,8 @@ from tests.examples.quantisation import quantised
 
 from .prolog_cells import IN_PAIRS, INT8, JOINTLY, MODES, ORDERS, STORES, cell, illegal, legal
 
+pytestmark = pytest.mark.rotates(3)
+
 DTYPE = torch.bfloat16
 LAYERS = tuple(INT8)
 """In the order of the modes of the weights."""
@@ -43,6 +45,7 @@ def held(t: testing.Trial) -> None:
         law(t)
 
 
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("layers", "store"), legal())
 def test_what_the_operator_takes_is_one_call_in_its_modes(layers: str, store: str):
     t = testing.trial(MlaProlog(), cell(layers, store), DTYPE)
@@ -73,6 +76,7 @@ def multiplied() -> Iterator[Any]:
         yield pytest.param(layers, store, Factors(row=0.75), id=f"{layers}, {store}, row")
 
 
+@pytest.mark.rotates(18)
 @pytest.mark.parametrize(("layers", "store", "factors"), multiplied())
 def test_a_number_behind_a_norm_is_the_operators(layers: str, store: str, factors: Factors):
     t = testing.trial(MlaProlog(), cell(layers, store, factors), DTYPE)
@@ -81,7 +85,7 @@ def test_a_number_behind_a_norm_is_the_operators(layers: str, store: str, factor
     assert told(t, "kc_scale") == (1 if store == "fresh" else factors.row)  # the model multiplies what it keeps itself
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("orders", ORDERS, ids=" to ".join)
 @pytest.mark.parametrize(("layers", "store"), legal())
 def test_lanes_come_and_go_in_either_order(layers: str, store: str, orders: tuple[str, str]):
@@ -94,7 +98,7 @@ def test_lanes_come_and_go_in_either_order(layers: str, store: str, orders: tupl
 
 @pytest.mark.parametrize("orders", [("half", "half"), ("interleaved", "half")], ids=" to ".join)
 @pytest.mark.parametrize(
-    ("layers", "store"), [JOINTLY[0], *(pytest.param(*e, marks=pytest.mark.nightly) for e in JOINTLY[1:])]
+    ("layers", "store"), [JOINTLY[0], *(pytest.param(*e, marks=pytest.mark.rotates) for e in JOINTLY[1:])]
 )
 def test_layers_of_one_input_may_be_one(layers: str, store: str, orders: tuple[str, str]):
     held(testing.trial(MlaProlog(), cell(layers, store, orders=orders, joint=True), DTYPE))

@@ -14,6 +14,8 @@ import fusion
 from tests.examples import latent_attention_int8 as int8
 from tests.examples import mla_prolog_int8 as prolog
 
+pytestmark = pytest.mark.rotates(3)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {
     "npu::npu_add_rms_norm_dynamic_quant", "npu::npu_mla_prolog_v3", "npu::npu_fused_infer_attention_score_v2",
@@ -53,7 +55,7 @@ def test_a_token_becomes_six_operators_that_pass_whole_numbers_on(example: Modul
         assert "mla_prolog" in str(each.target), "queries go from one operator to the other as they are"
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_prompt_and_tokens_are_as_exact_as_plain_ones_and_so_are_the_caches(example: ModuleType):
     dtypes = (torch.float64, torch.bfloat16, torch.bfloat16)
     exact, plain, fused = blocks(example, *dtypes)

@@ -23,6 +23,8 @@ from fusion.records import Plan
 from fusion.testing import DTYPES, LEVELS
 from tests.support.tried import cases, tried
 
+pytestmark = pytest.mark.rotates(48)
+
 LIBRARY = Path(inspect.getfile(patterns)).parent
 
 
@@ -32,15 +34,11 @@ def recognised(rule: Rule) -> list[Example]:
 
 
 def settings() -> Iterator[Any]:
-    """Every example at every level and in every dtype; those two together in all pairs every night."""
-    for number, (rule, example) in enumerate(cases(installed().rules)):
-        for place, level in enumerate(LEVELS):
-            for other, dtype in enumerate(DTYPES):
-                kind = "reject" if example.refusal else "example"
-                name = f"{rule.name}-{kind} {example.name}-{level}-{str(dtype).removeprefix('torch.')}"
-                nightly = (number + place + other) % len(DTYPES) != 0
-                marks = [pytest.mark.nightly] if nightly else []
-                yield pytest.param(rule, example, dtype, level, id=name, marks=marks)
+    """Yield every example at every level in every dtype."""
+    for (rule, example), level, dtype in product(cases(installed().rules), LEVELS, DTYPES):
+        kind = "reject" if example.refusal else "example"
+        name = f"{rule.name}-{kind} {example.name}-{level}-{str(dtype).removeprefix('torch.')}"
+        yield pytest.param(rule, example, dtype, level, id=name)
 
 
 @pytest.mark.parametrize(("rule", "example", "dtype", "level"), settings())
@@ -132,12 +130,12 @@ def test_a_result_of_a_common_op_comes_before_those_that_it_is_computed_from():
     ("name", "operators", "lowerings"),
     [
         ("sparse_attention", {"npu_transpose_batchmatmul"}, {"indexed[multiplied]", "listed[multiplied]"}),
-        pytest.param("mla_prolog", {"npu_mla_prolog_v3"}, {"older[npu_mla_prolog_v2]"}, marks=pytest.mark.nightly),
+        pytest.param("mla_prolog", {"npu_mla_prolog_v3"}, {"older[npu_mla_prolog_v2]"}, marks=pytest.mark.rotates),
         pytest.param(
             "mla_prolog",
             {"npu_mla_prolog_v3", "npu_mla_prolog_v2"},
             {"older[npu_mla_prolog]"},
-            marks=pytest.mark.nightly,
+            marks=pytest.mark.rotates,
         ),
     ],
 )
@@ -171,7 +169,7 @@ def refusing_texts(source: str) -> set[str]:
     return {text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)}
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_every_reason_to_refuse_is_exercised(monkeypatch):
     given: set[str] = set()
     init = Refused.__init__

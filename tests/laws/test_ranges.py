@@ -15,8 +15,7 @@ from fusion.options import Options
 from tests.support.tried import cases
 
 TARGETS = ("ascend910_93", "host")
-SHARE = 41
-"""By day one in so many."""
+pytestmark = pytest.mark.rotates(48)
 
 UNDECIDED = {
     ("mla_prolog", "W8A8 pages: two at a slot"): "two rows are written to one slot: either may stay",
@@ -29,12 +28,11 @@ UNDECIDED = {
 
 
 def settings(*choices: Any) -> Iterator[Any]:
-    """Every example with every choice; most of them every night."""
+    """Yield every example with every choice."""
     applied = ((rule, each) for rule, each in cases(installed().rules) if not each.refusal or each.instead)
-    for number, ((rule, example), choice) in enumerate(product(applied, choices)):
+    for (rule, example), choice in product(applied, choices):
         name = f"{rule.name}-{example.name}-{choice}".replace("torch.", "")
-        marks = [pytest.mark.nightly] if number % SHARE else []
-        yield pytest.param(rule, example, choice, id=name, marks=marks)
+        yield pytest.param(rule, example, choice, id=name)
 
 
 def trial(rule: Rule, example: Example, dtype: torch.dtype, target: str) -> testing.Trial:
@@ -48,7 +46,7 @@ def test_float16_stays_in_range(rule: Rule, example: Example, target: str):
     testing.stays_in_range(trial(rule, example, torch.float16, target))
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize(("rule", "example", "dtype"), settings(torch.bfloat16, torch.float32))
 def test_other_floats_are_as_near_to_float64(rule: Rule, example: Example, dtype: torch.dtype):
     testing.stays_in_range(trial(rule, example, dtype, "ascend910_93"))

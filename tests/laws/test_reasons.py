@@ -23,6 +23,8 @@ from tests.support.tried import declared
 
 from .cures import CURES
 
+pytestmark = pytest.mark.rotates(4)
+
 REFUSED = re.compile(r"^  refused: \w+: (.*?)(?: x\d+)?$", re.MULTILINE)
 TEXTS = ("require", "lookalike", "Miss", "missed", "Refused", "OnHost")
 CANONICAL = frozenset({"log_sum_exp", "slice_scatter", "write_rows", "write_within", "largest_index", "first_greatest"})
@@ -139,12 +141,10 @@ def test_every_reject_has_a_cure_or_is_listed():
     assert len(listed) <= MOST_UNCURED, "the list of rejects without a cure only gets shorter"
 
 
+@pytest.mark.rotates(48)
 @pytest.mark.parametrize(
     ("rule", "reject", "cure"),
-    [
-        pytest.param(*each, id=f"{each[0]}-{each[1]}", marks=[pytest.mark.nightly] if number % 16 else [])
-        for number, each in enumerate(CURED)
-    ],
+    [pytest.param(*each, id=f"{each[0]}-{each[1]}") for each in CURED],
 )
 def test_a_reject_without_its_obstacle_is_fused(rule: str, reject: str, cure: str):
     """The reason is of the place that it names: where the obstacle is gone, so is the reason, and the rule applies."""

@@ -19,6 +19,8 @@ from fusion.testing import DTYPES
 from fusion.testing.trials import switched_on
 from tests.support.tried import cases
 
+pytestmark = pytest.mark.rotates(48)
+
 
 def settings() -> Iterator[Any]:
     for rule, example in cases(installed().rules):

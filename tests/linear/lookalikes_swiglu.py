@@ -82,7 +82,7 @@ LOOKALIKES = (
     _not_swiglu(sigmoid_gate, "silu|sigmoid"),
     _not_swiglu(sigmoid_of_the_other, "silu|sigmoid|order|half|halves"),
     _not_swiglu(silu_on_the_second_half, "order|second half|first half"),
-    _not_swiglu(alternating_channels, "other slices of one tensor"),
+    _not_swiglu(alternating_channels, "every second lane of one tensor"),
     _not_swiglu(up_plus_one, "half|halves|slice|add", note="GPT-OSS shifts the linear half"),
     _not_swiglu(clamped_gate, "half|halves|slice|clamp", note="GPT-OSS clamps the gate"),
     _not_swiglu(overlapping_slices, "other slices of one tensor"),

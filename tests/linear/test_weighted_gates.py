@@ -71,7 +71,7 @@ def report_and_errors(product: Product, dtype: torch.dtype) -> tuple[fusion.Repo
     return report, fused, plain
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.rotates)], ids=str)
 @pytest.mark.parametrize("product", FUSED.values(), ids=FUSED)
 def test_a_product_in_float32_is_one_operator(product: Product, dtype: torch.dtype):
     report, fused, plain = report_and_errors(product, dtype)

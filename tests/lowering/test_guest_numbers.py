@@ -16,6 +16,8 @@ from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.corpus.test_corpus import SHAPES
 from tests.lowering.guests import HOOKS, check
 
+pytestmark = pytest.mark.rotates(48)
+
 TARGETS = ("host", "ascend910_93")
 ENTRIES = (*SPELLINGS, *LOOKALIKES)
 REFUSED_BY_TORCH = {"weight_only_linear/not/scale_of_tokens"}
@@ -44,7 +46,7 @@ def test_guest_computes_what_eager_does(make: Callable[[], Captured], hook: str,
     check(make(), hook, target)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.skipif(not host.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", ["rms_norm/hf_llama", "swiglu_projections/called", "cache_write/scatter"])

@@ -17,7 +17,7 @@ from tests.lowering.models import LIBRARY
 from tests.lowering.test_inductor_results import AT, CACHE, FORMS, ROWS, follow_the_cache
 
 every_hook = pytest.mark.parametrize(
-    "hook", [HOOKS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in HOOKS[1:])]
+    "hook", [HOOKS[0], *(pytest.param(each, marks=pytest.mark.rotates) for each in HOOKS[1:])]
 )
 LIBRARY.define("double_(Tensor(a!) x) -> ()")
 
@@ -127,6 +127,7 @@ def test_a_guest_whose_lowering_fails_leaves_the_graph_as_it_came(monkeypatch: p
         torch.testing.assert_close(run(x, w), norm(x, w))
 
 
+@pytest.mark.rotates(3)
 def test_what_is_added_has_the_provenance_of_the_rewrite():
     seen: list[torch.fx.Node] = []
 

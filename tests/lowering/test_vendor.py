@@ -44,8 +44,8 @@ def report(route: str, shapes: str) -> dict[str, Any]:
     [
         ("torchair", "dynamic"),
         ("npugraph_ex", "static"),
-        pytest.param("torchair", "static", marks=pytest.mark.nightly),
-        pytest.param("npugraph_ex", "dynamic", marks=pytest.mark.nightly),
+        pytest.param("torchair", "static", marks=pytest.mark.rotates),
+        pytest.param("npugraph_ex", "dynamic", marks=pytest.mark.rotates),
     ],
 )
 def test_the_vendor_graph_runs_and_agrees_with_eager(route: str, shapes: str):

@@ -13,6 +13,8 @@ from fusion.runtime.verification import relative_error
 
 from .families import _DENSE_FIRST, _GROUPED, CONFIGS, LAYERS, build
 
+pytestmark = pytest.mark.rotates(3)
+
 FORMS = ("grouped_mm", "batched_mm")
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
 _ROUTED = dict(n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=0)
@@ -39,6 +41,7 @@ def model(monkeypatch: pytest.MonkeyPatch, family: str, form: str, dtype: torch.
     return built
 
 
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ROUTED)
 def test_the_experts_of_a_layer_are_a_few_launches(monkeypatch: pytest.MonkeyPatch, family: str, form: str):

@@ -38,6 +38,7 @@ print(json.dumps(dict(
 LEGAL = dict(hidden_size=1024, q_lora_rank=1536)
 
 
+@pytest.mark.rotates(12)
 @requires_torch_npu
 @pytest.mark.parametrize(
     ("family", "dtype", "sizes", "expected"),

@@ -24,6 +24,7 @@ BLOCK = {  # beside the projection of queries, keys and values, and that of the 
 REST = {"npu::npu_rms_norm": 2, "npu::npu_add_rms_norm": 1}  # beside gate and up, gelu, their product, and down
 
 
+@pytest.mark.rotates(9)
 @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
 def test_a_step_of_one_layer_more(kind: str, monkeypatch: pytest.MonkeyPatch):
     def report(layers: int) -> Report:

@@ -17,9 +17,11 @@ from fusion.runtime.verification import relative_error
 
 from .families import Built, build, caches
 
+pytestmark = pytest.mark.rotates(2)
+
 FAMILIES = ("Qwen3", "Llama")
 OPTIONS = {"target": "host", "lower": "eager"}
-LONG = [pytest.param(family, 64, marks=pytest.mark.nightly) for family in FAMILIES]
+LONG = [pytest.param(family, 64, marks=pytest.mark.rotates) for family in FAMILIES]
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +85,7 @@ def test_a_cache_that_grows(family, length, reports):
     assert all(matches(reports))
 
 
+@pytest.mark.rotates(4)
 def test_a_backend_with_its_options_can_be_handed_over(reports):
     built = build("Llama", torch.float32)
     call = dict(prompts(built, 3), cache_implementation="static")
@@ -116,8 +119,9 @@ def test_masks_made_by_generate_are_checked(family, name, kind, attention, repor
 REGIONS = {"layer": "", "attention": "self_attn"}
 
 
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
-    "mode", ["prefill", "decode_static", pytest.param("decode_dynamic", marks=pytest.mark.nightly)]
+    "mode", ["prefill", "decode_static", pytest.param("decode_dynamic", marks=pytest.mark.rotates)]
 )
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -47,6 +47,7 @@ def named(report: fusion.Report) -> str:
     return " ".join(str(node.target) for graph in report.graphs for node in graph.graph.nodes)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(
     ("family", "operator", "most"),
     [
@@ -57,7 +58,7 @@ def named(report: fusion.Report) -> str:
         ("Mistral4", "npu::npu_interleave_rope", 25),
     ],
 )
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.rotates)])
 def test_decode_reads_the_latent(family, operator, most, attention):
     of = built(family, attention=attention)
     report = fusion.explain(of.model, **call(of, "decode_static"), options={"target": TARGET})
@@ -70,6 +71,7 @@ def test_decode_reads_the_latent(family, operator, most, attention):
     assert block(report) <= most, report
 
 
+@pytest.mark.rotates(4)
 def test_heads_that_are_no_power_of_two_read_the_latent_beside_heads_of_zeros():
     of = built("DeepseekV3", num_attention_heads=12, num_key_value_heads=12)
     report = fusion.explain(of.model, **call(of, "decode_static", room=512), options={"target": TARGET})
@@ -79,6 +81,7 @@ def test_heads_that_are_no_power_of_two_read_the_latent_beside_heads_of_zeros():
     assert block(report) <= 14, report
 
 
+@pytest.mark.rotates(4)
 def test_heads_that_the_kernel_cannot_turn_cost_no_launch_more():
     """128 heads: norm, prolog, attention, the product behind it and the projection, with the norm of the next block."""
     of = built("DeepseekV3", num_attention_heads=128, num_key_value_heads=128)
@@ -94,7 +97,7 @@ def _expands(node: fx.Node, of: Built) -> bool:
     return isinstance(val, torch.Tensor) and val.dim() == 4 and val.shape[1:3] == (heads, 96) and val.shape[-1] > 1
 
 
-@pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("DeepseekV3, no q_lora", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("DeepseekV3, no q_lora", marks=pytest.mark.rotates)])
 def test_the_formulas_are_the_same_in_float64(family):
     of = built(family)
     captured = capture(of.model, (), **call(of, "decode_static"))
@@ -109,7 +112,7 @@ def test_the_formulas_are_the_same_in_float64(family):
 
 
 @pytest.mark.parametrize(
-    "family", ["DeepseekV3", *(pytest.param(each, marks=pytest.mark.nightly) for each in list(FAMILIES)[1:])]
+    "family", ["DeepseekV3", *(pytest.param(each, marks=pytest.mark.rotates) for each in list(FAMILIES)[1:])]
 )
 def test_a_prompt_and_many_steps(family):
     of, exact = built(family), built(family, torch.float64)
@@ -129,9 +132,9 @@ STEPS = [("static", 4, "left"), ("static", 16, ""), ("static", 1, "right"), ("dy
 
 
 @pytest.mark.parametrize(
-    ("cache", "tokens", "side"), [STEPS[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in STEPS[1:])]
+    ("cache", "tokens", "side"), [STEPS[0], *(pytest.param(*each, marks=pytest.mark.rotates) for each in STEPS[1:])]
 )
-@pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("Mistral4", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("Mistral4", marks=pytest.mark.rotates)])
 def test_several_tokens_and_padded_prompts(family, cache, tokens, side):
     """Speculative queries, a chunk behind others, prompts padded on either side."""
     of, exact = built(family), built(family, torch.float64)
@@ -149,6 +152,7 @@ def test_several_tokens_and_padded_prompts(family, cache, tokens, side):
     assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(("tokens", "absorbed"), [(16, True), (4096, False)])
 def test_the_cost_decides_which_form_a_prompt_takes(tokens, absorbed):
     of = built("DeepseekV3", num_attention_heads=16, num_key_value_heads=16)
@@ -163,6 +167,7 @@ def test_the_cost_decides_which_form_a_prompt_takes(tokens, absorbed):
     assert form in str(report)
 
 
+@pytest.mark.rotates(4)
 def test_the_first_version_of_the_operator_takes_over():
     of = built("DeepseekV3")
     options = {"target": TARGET, "disable": {"npu_fused_infer_attention_score_v2"}}

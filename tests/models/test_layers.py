@@ -53,7 +53,7 @@ def outcome(family: str, mode: str, layers: int, whole: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "layers"), CASES + [pytest.param(*each, marks=pytest.mark.nightly) for each in AT_NIGHT]
+    ("family", "mode", "layers"), CASES + [pytest.param(*each, marks=pytest.mark.rotates) for each in AT_NIGHT]
 )
 def test_layers_become_what_each_would(family: str, mode: str, layers: int, monkeypatch: pytest.MonkeyPatch):
     (folded, results), (whole, expected) = (outcome(family, mode, layers, each, monkeypatch) for each in (False, True))

@@ -18,6 +18,8 @@ from fusion.runtime.verification import relative_error
 
 from .families import LAYERS, MODES, build, caches
 
+pytestmark = pytest.mark.rotates(6)
+
 # Per model of two layers: the first norm has no residual add before it, the last one has.
 NORMS = Counter({"npu::npu_add_rms_norm": 2 * LAYERS, "npu::npu_rms_norm": 1, "npu::npu_swiglu": LAYERS})
 LATENT = NORMS + Counter({"npu::npu_rms_norm": 2 * LAYERS})
@@ -94,7 +96,7 @@ def test_every_mode(mode):
     check("Qwen3", mode, *PAIRS[0])
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates(18)
 @pytest.mark.parametrize(("attention", "dtype", "target"), PAIRS + OTHERS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", [*EXPECTED, *sorted(LISTED)])
@@ -102,6 +104,7 @@ def test_every_model_in_every_mode(family, mode, attention, dtype, target):
     check(family, mode, attention, dtype, target)
 
 
+@pytest.mark.rotates(4)
 def test_through_inductor():
     check("DeepseekV3", "decode_static", "sdpa", torch.bfloat16, "ascend910b", "inductor")
 
@@ -111,7 +114,7 @@ BY_DAY = {("Qwen3", "host"), ("DeepseekV32", "host"), ("DeepseekV3", "ascend910_
 
 
 @pytest.mark.parametrize(
-    ("family", "target"), [each if each in BY_DAY else pytest.param(*each, marks=pytest.mark.nightly) for each in GIVEN]
+    ("family", "target"), [each if each in BY_DAY else pytest.param(*each, marks=pytest.mark.rotates) for each in GIVEN]
 )
 def test_what_inductor_is_given_computes_the_same(family, target, monkeypatch: pytest.MonkeyPatch):
     """Node by node: what Inductor makes of it is Inductor's."""
@@ -123,6 +126,7 @@ def test_what_inductor_is_given_computes_the_same(family, target, monkeypatch: p
     check_results(family, "decode_static", "sdpa", torch.bfloat16, {"target": target, "lower": "inductor"})
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(
     ("family", "operators"),
     [
@@ -157,6 +161,7 @@ def test_other_families_fuse_as_well(family, operators):
     assert dict(report.ops) == operators | ATTENTION
 
 
+@pytest.mark.rotates(4)
 def test_many_layers_share_the_plans():
     """Tables are prepared once per graph, not once per layer."""
     built = build("DeepseekV3", torch.bfloat16)

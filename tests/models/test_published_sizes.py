@@ -17,13 +17,8 @@ STEPS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def settings() -> list[Any]:
-    """Every model, attention and step; a fourth of them for each push."""
-    every = enumerate(product(MOST, ("sdpa", "eager"), STEPS))
-    return [pytest.param(*each, marks=[pytest.mark.nightly] if number % 4 != 1 else []) for number, each in every]
-
-
-@pytest.mark.parametrize(("model", "attention", "step"), settings())
+@pytest.mark.rotates(8)
+@pytest.mark.parametrize(("model", "attention", "step"), product(MOST, ("sdpa", "eager"), STEPS))
 def test_a_block_costs_no_more_than_an_expert_launches(model: str, attention: str, step: dict[str, Any]):
     call = hf.build(hf.Request(model, **{"context": 4096, "layers": 3, "attention": attention} | step))
     report = fusion.explain(call.model, **call.kwargs, options={"target": "ascend910_93"})

@@ -24,6 +24,8 @@ from .indexers import INDEXED, SIZES
 from .latents import PROMPT, ROOM, call, differences, padded, steps
 from .test_models import check_results
 
+pytestmark = pytest.mark.rotates(8)
+
 TARGET = "ascend910_93"
 FAMILIES = ("DeepseekV32", "GlmMoeDsa", "GlmMoeDsa, lists shared")
 SPARSE = {
@@ -50,14 +52,11 @@ def named(report: fusion.Report) -> str:
     return " ".join(str(node.target) for graph in report.graphs for node in graph.graph.nodes)
 
 
-def combinations() -> Iterator[Any]:
-    """Every family, mode and attention; a fifth of them for each push."""
-    modes = ("prefill_static", "decode_static", "prefill_dynamic", "decode_dynamic")
-    for number, each in enumerate(product(FAMILIES, modes, ("sdpa", "eager"))):
-        yield pytest.param(*each, marks=[pytest.mark.nightly] if number % 5 else [])
+MODES = ("prefill_static", "decode_static", "prefill_dynamic", "decode_dynamic")
 
 
-@pytest.mark.parametrize(("family", "mode", "attention"), combinations())
+@pytest.mark.rotates(40)
+@pytest.mark.parametrize(("family", "mode", "attention"), product(FAMILIES, MODES, ("sdpa", "eager")))
 def test_the_experts_sequence(family, mode, attention):
     of = built(family, attention=attention)
     report = fusion.explain(of.model, **call(of, mode), options={"target": TARGET})
@@ -103,6 +102,7 @@ def test_where_every_key_is_listed_rounding_is_the_only_difference(family, atten
         assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.rotates(4)
 def test_the_lists_hold_the_keys_of_the_highest_scores():
     """Compared as sets: what only one of two lists holds differs in score by rounding alone."""
     of = built("DeepseekV32")
@@ -139,14 +139,15 @@ PADDED = {"sdpa": 65, "eager": 76}
 
 
 def paddings() -> Iterator[Any]:
-    """Prompt, step and several tokens over both caches; a seventh of them for each push."""
+    """Yield prompt, step and several tokens over both caches."""
     every = product(("sdpa", "eager"), ("static", "dynamic"), (0, 1, 4), ("", "left", "right"), (5, PROMPT - 1, PROMPT))
-    for number, (*each, side, count) in enumerate(every):
+    for *each, side, count in every:
         whole = count == PROMPT and not each[2]  # transformers asks for a token
         if not (whole or (side == "" and count != 5)):
-            yield pytest.param(*each, side, count, marks=[pytest.mark.nightly] if number % 7 != 3 else [])
+            yield (*each, side, count)
 
 
+@pytest.mark.rotates(48)
 @pytest.mark.parametrize(("attention", "cache", "tokens", "side", "count"), paddings())
 def test_padding_keeps_sparse_attention(attention, cache, tokens, side, count):
     """The model's own list, looked up in the mask; no launch more than dense attention needs, and the same numbers."""
@@ -162,7 +163,7 @@ def test_padding_keeps_sparse_attention(attention, cache, tokens, side, count):
     assert max(differences(Trial(installed(), captured, fused, outcome))) < 1e-12
 
 
-@pytest.mark.parametrize(("cache", "tokens"), [("static", 0), pytest.param("dynamic", 4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("cache", "tokens"), [("static", 0), pytest.param("dynamic", 4, marks=pytest.mark.rotates)])
 def test_padding_keeps_sparse_attention_of_every_layer_that_shares_a_list(cache, tokens):
     """As many rows are listed as there are: both ways read as much, and the list computes less."""
     of = built("GlmMoeDsa, lists shared")
@@ -203,7 +204,8 @@ MASKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["DeepseekV32", pytest.param("GlmMoeDsa", marks=pytest.mark.nightly)])
+@pytest.mark.rotates(24)
+@pytest.mark.parametrize("family", ["DeepseekV32", pytest.param("GlmMoeDsa", marks=pytest.mark.rotates)])
 @pytest.mark.parametrize("mode", ["decode_static", "prefill_static"])
 @pytest.mark.parametrize(("kind", "assumed", "hidden", "expected"), MASKS)
 def test_masks_that_are_passed_in(family, mode, kind, assumed, hidden, expected):
@@ -251,6 +253,7 @@ SELECTIONS = {
 """What the attention of a prompt becomes, of several graphs each once, and why it is refused."""
 
 
+@pytest.mark.rotates(24)
 @pytest.mark.parametrize("family", OTHER_SELECTIONS)
 def test_families_that_choose_otherwise(family):
     """Pooled keys are indexed as keys are, by how many of them are whole; attention to pools or blocks is dense.
@@ -300,6 +303,7 @@ def test_illegal_sizes_fall_to_the_next_best_cover(sizes, expected, limit):
     assert any(limit in each.reason for each in reasons), [str(each) for each in report.refusals]
 
 
+@pytest.mark.rotates(4)
 def test_greedy_tokens_are_the_same():
     of = built("DeepseekV32", torch.float32)
     prompt = torch.randint(3, 90, (2, PROMPT), generator=torch.Generator().manual_seed(2))
@@ -311,6 +315,7 @@ def test_greedy_tokens_are_the_same():
         assert torch.equal(of.model.generate(prompt, **arguments), plain)
 
 
+@pytest.mark.rotates(4)
 def test_a_prompt_of_any_length_keeps_indexer_and_sparse_attention():
     """No length is known, nor which positions are given: the model asks whether they go on by one."""
     of = built("DeepseekV32")

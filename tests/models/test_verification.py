@@ -18,7 +18,7 @@ from .families import build
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 SOUND = [("Qwen3", HALF, "masked_prefill", "eager")]
-SOUND += [pytest.param(*each, marks=pytest.mark.nightly) for each in (
+SOUND += [pytest.param(*each, marks=pytest.mark.rotates) for each in (
     ("Qwen3", BRAIN, "decode_static", "sdpa"),
     ("Llama", HALF, "masked_prefill", "sdpa"),
     ("Gemma", HALF, "prefill_static", "eager"),
@@ -39,6 +39,7 @@ def run(model: Any, **call: Any) -> Any:
         return torch.compile(model, backend="cann_fusion", options=options)(**call)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(("family", "dtype", "mode", "attention"), SOUND)
 def test_sound_models_are_not_accused(family: str, dtype: torch.dtype, mode: str, attention: str):
     built = build(family, dtype, attention)
@@ -66,7 +67,7 @@ def padded() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, torch.float32])
 def test_experts_with_ties_are_not_accused(dtype: torch.dtype):
     model = with_experts(dtype)
@@ -83,7 +84,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(("family", "mode", "target", "change", "rule"), WRONG)
 def test_a_wrong_rewrite_is_found_in_its_layer(
     family: str, mode: str, target: str, change: Change, rule: str, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +98,7 @@ def test_a_wrong_rewrite_is_found_in_its_layer(
     assert raised.value.culprit.module.startswith("model.layers.1")
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_a_wrong_rewrite_is_found_behind_experts_with_ties(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -121,6 +121,7 @@ def is_read(name: str, form: Callable[..., Tensor]) -> bool:
     return "written out" not in name or form is not loop
 
 
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     ("name", "form", "level", "dtype"),
     [(name, *how) for name in ALL for how in FORMS if is_read(name, how[0])],
@@ -139,6 +140,7 @@ def test_other_activations_are_told(name: str):
     assert any("between their two products stands something" in each for each in said), said
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("name", ALL)
 def test_every_activation_stands_between_products_of_int8(name: str):
     """Quantised behind it, as no operator does both."""

@@ -18,7 +18,7 @@ def test_stacks_are_the_vendors_sequence(form: Form):
     check(form, "composite", False, BF16)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize(
     ("level", "dynamic", "dtype"), [("composite", False, BF16), ("core", True, F32), ("decomposed", False, F16)]
 )

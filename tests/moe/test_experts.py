@@ -32,6 +32,8 @@ from tests.moe.experts import (
 )
 from tests.support.torch_npu_host import requires_torch_npu
 
+pytestmark = pytest.mark.rotates(6)
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 A3 = Options(target="ascend910_93")
 # By dtype: what rounding rows twice and weights once may do.
@@ -90,7 +92,7 @@ def test_further_spellings(form: Form):
     test_every_spelling_is_the_vendors_sequence(form, BF16, "composite", dynamic=False)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize(("level", "dynamic"), [("core", True), ("decomposed", False)])
 @pytest.mark.parametrize("form", FURTHER, ids=lambda form: form.__name__)
 def test_further_spellings_at_every_level(form: Form, level: str, dynamic: bool):

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.torch_npu_host import requires_torch_npu, run
 
+pytestmark = pytest.mark.rotates(2)
+
 ROUTER = "MoeGatingTopKSoftmaxV2"
 
 

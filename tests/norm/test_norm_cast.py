@@ -61,6 +61,7 @@ def inputs(dtype: torch.dtype, *lead: int) -> tuple[Tensor, Tensor]:
 READS = (all_tokens, as_they_are, flattened_behind)
 
 
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lead", [(1, 5), (2, 3), (4,)], ids=str)
 @pytest.mark.parametrize("read", READS, ids=lambda each: each.__name__)

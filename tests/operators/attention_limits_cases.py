@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from fusion.operators.attention.int8_cache_limits import CACHE, FLOATS
+from tests.operators.limit_cases import t
 
 Edge = tuple[dict[str, Any], dict[str, Any], str]
-
-
-def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 FULL = t(2048, 2048, dtype=torch.bool)
@@ -404,9 +401,9 @@ KERNEL_EDGES: list[Edge] = [
     (bsnd(n=256, m=8), bsnd(n=264, m=8), "num_query_heads <= 256"),
     (bsnd(n=64, m=1), bsnd(n=128, m=1), "num_query_heads <= 64 * num_key_value_heads"),
     (bsnd(b=1), bsnd(b=65537), "B <= 65536"),
-    (bsnd(d=80), bsnd(d=72), "D % 16 == 0 and D <= 512"),
-    (bsnd(d=512), bsnd(d=528), "D % 16 == 0 and D <= 512"),
-    (bsh(80), bsh(72), "H // num_query_heads % 16 == 0"),
+    (bsnd(d=80), bsnd(d=72), "(D) % 16 == 0 and D <= 512"),
+    (bsnd(d=512), bsnd(d=528), "(D) % 16 == 0 and D <= 512"),
+    (bsh(80), bsh(72), "(H // num_query_heads) % 16 == 0"),
     (bsnd(), bsnd() | {"value": t(2, 7, 2, 64)}, "shape(key) == shape(value)"),
     (bsnd() | CAUSAL, bsnd() | {"sparse_mode": 3}, "given(atten_mask)"),
     (bsnd() | CAUSAL, bsnd() | {"sparse_mode": 3} | mask(1, 1, 5, 7), "size(atten_mask, -1) == 2048"),
@@ -422,7 +419,7 @@ KERNEL_EDGES: list[Edge] = [
     (bnsd("BNSD_NBSD", s=16), bnsd("BNSD_NBSD", s=17), "1 < S and S <= 16"),
     (bsnd(s=1) | CAUSAL, bsnd(s=1) | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 1, 3)"),
     (bsnd(s=1) | mask(2, 7), bsnd(s=1) | mask(2, 7) | {"pre_tokens": 3}, "pre_tokens >= 2147483647"),
-    (bsnd(s=1), bsnd(s=1) | {"inner_precise": 2}, "inner_precise in (0, 1)"),
+    (bsnd(s=1), bsnd(s=1) | {"inner_precise": 2}, "inner_precise in (0, 1) "),
     (bsnd() | {"inner_precise": 3}, bsnd() | {"inner_precise": 4}, "inner_precise in (0, 1, 2, 3)"),
     (pages(bsnd(s=1), 16), pages(bsnd(s=1), 24), "block_size % 16 == 0 and block_size <= 512"),
     (pages(bsnd()), pages(bsnd(), 64), "block_size % 128 == 0"),
@@ -436,7 +433,7 @@ KERNEL_EDGES: list[Edge] = [
     (tnd(d=64, m=8), tnd(d=64, m=8, v=128), "K == D and V == D"),
     (tnd(d=192, v=128), tnd(d=192, v=64), "K == D and V in (128, 192)"),
     (tnd(d=192, m=8, v=192), tnd(d=192, v=192), "V == 128 or num_key_value_heads == 0"),
-    (tnd(d=192, m=8, v=128, ntd=True), tnd(d=192, m=8, v=192, ntd=True), "requires V == 128"),
+    (tnd(d=192, m=8, v=128, ntd=True), tnd(d=192, m=8, v=192, ntd=True), "V == 128 "),
     (pages(tnd(), form=4), pages(tnd(m=8), form=4, m=8), "rank(key) == 3"),
     (
         tnd() | {"actual_seq_qlen": [9] * 4096, "actual_seq_kvlen": [9] * 4096},

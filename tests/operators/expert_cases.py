@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import CHIPS, HOST
+from tests.operators.limit_cases import starts, t
 from tests.operators.quant_cases import grid
 from tests.operators.quant_references import rows as quantised
 from tests.operators.undocumented import Undocumented
@@ -354,10 +355,6 @@ REFERENCES = {ROUTE: route, GROUPED: by_group, GATED: gated, FINISH: finish}
 # limits -------------------------------------------------------------------------------------------------------------
 
 
-def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _route(experts: int = 8, choices: int = 2, **more: Any) -> dict[str, Any]:
     call = routing(3, 1, 8)(torch.bfloat16) | {"x": t(3, 16), "expert_idx": t(3, choices, dtype=torch.int32)}
     return call | {"expert_num": experts, "active_expert_range": [0, experts]} | more
@@ -414,166 +411,29 @@ def _scale(*shape: int) -> Tensor:
 _FIXED: dict[str, Any] = {"quant_mode": 0, "scale": _scale(1), "offset": _scale(1)}
 _DROPPING: dict[str, Any] = {"drop_pad_mode": 1, "expert_capacity": 2}
 EDGES: list[Any] = [
-    (ROUTE, _ALL, _route(2), _route(1), "K <= expert_num"),
-    (ROUTE, _ALL, _route(row_idx_type=1), _route(row_idx_type=2), "row_idx_type in (0, 1)"),
-    (ROUTE, _ALL, _route(quant_mode=1), _route(quant_mode=2), "quant_mode in (-1, 0, 1)"),
-    (ROUTE, _ALL, _route(x=t(3, 16, dtype=I8)), _route(x=t(3, 16, dtype=I8), quant_mode=1), "dtype(x) != 'int8'"),
-    (ROUTE, _ALL, _route(scale=_scale(3)), _route(scale=_scale(2)), "rank(scale) == 1 and Ns == T"),
-    (ROUTE, (HOST,), _route(**_FIXED), _route(**_FIXED | {"scale": None}), "given(scale)"),
-    (ROUTE, (HOST,), _route(**_FIXED), _route(**_FIXED | {"scale": _scale(3)}), "rank(scale) == 1 and Ns == 1"),
-    (ROUTE, (HOST,), _route(**_FIXED), _route(**_FIXED | {"offset": None}), "given(offset)"),
-    (ROUTE, _ALL, _route(), _route(offset=_scale(1)), "not given(offset)"),
-    (
-        ROUTE,
-        _ALL,
+    *starts(
+        _route(2),
+        _route(quant_mode=1),
+        _route(scale=_scale(3)),
+        _route(**_FIXED),
         _route(scale=_scale(8, 16), quant_mode=1),
-        _route(scale=_scale(8, 15), quant_mode=1),
-        "rank(scale) == 2 and Hs == H",
-    ),
-    (
-        ROUTE,
-        _ALL,
         _route(scale=_scale(8, 16), quant_mode=1, active_expert_range=[]),
-        _route(scale=_scale(4, 16), quant_mode=1, active_expert_range=[]),
-        "Ns == 1 or Ns == expert_num",
-    ),
-    (
-        ROUTE,
-        _ALL,
-        _route(scale=_scale(4, 16), quant_mode=1, active_expert_range=[2, 6]),
-        _route(scale=_scale(8, 16), quant_mode=1, active_expert_range=[2, 6]),
-        "Ns == 1 or Ns == item(active_expert_range, 1) - item(active_expert_range, 0)",
-    ),
-    (ROUTE, _ALL, _route(), _route(x_dtype=1), "not given(x_dtype)"),
-    (ROUTE, _ALL, _route(), _route(active_num=-2), "active_num >= -1"),
-    (ROUTE, _ALL, _route(), _route(drop_pad_mode=2), "drop_pad_mode in (0, 1)"),
-    (ROUTE, (HOST,), _route(**_DROPPING), _route(**_DROPPING | {"expert_capacity": -1}), "expert_capacity > 0"),
-    (
-        ROUTE,
-        (HOST,),
         _route(**_DROPPING),
-        _route(**_DROPPING | {"expert_tokens_num_type": 0}),
-        "expert_tokens_num_type == 1",
+        name=ROUTE,
     ),
-    (ROUTE, (HOST,), _route(**_DROPPING), _route(**_DROPPING | {"row_idx_type": 1}), "row_idx_type == 0"),
-    (
-        ROUTE,
-        (HOST,),
-        _route(**_DROPPING),
-        _route(**_DROPPING | {"active_expert_range": [0, 4]}),
-        "length(active_expert_range) == 0 or active_expert_range == (0, expert_num)",
+    *starts(_whole_group(**_PAIRS), _group(**_BIAS), _whole_group(output_dtype=5), name=GROUPED),
+    *starts(_gated(), name=GATED),
+    *starts(
+        _finish(),
+        _finish(scales=None, k=2, skip1=_SKIP),
+        _finish(scales=None, k=2, **_BIASED),
+        _finish(skip1=_SKIP, skip2=_SKIP),
+        name=FINISH,
     ),
-    (ROUTE, _ALL, _route(), _route(expert_tokens_num_type=3), "expert_tokens_num_type in (0, 1, 2)"),
-    (ROUTE, _ALL, _route(), _route(active_expert_range=[8]), "length(active_expert_range) in (0, 2)"),
-    (
-        ROUTE,
-        _ALL,
-        _route(active_expert_range=[0, 4]),
-        _route(active_expert_range=[4, 9]),
-        "item(active_expert_range, 1) <= expert_num",
-    ),
-    (ROUTE, A2_A3, _route(), _route(active_num=5), "active_num == 0"),
     (ROUTE, A2_A3, _route(), _route(**_FIXED), "quant_mode in (-1, 1)"),
     (ROUTE, A2_A3, _route(), _route(**_DROPPING), "drop_pad_mode == 0"),
-    (ROUTE, A2_A3, _route(), _route(expert_tokens_num_flag=False), "expert_tokens_num_type in (1, 2) and"),
-    (ROUTE, A2_A3, _route(10240), _route(10241), "expert_num <= 10240"),
-    (GROUPED, _ALL, _group(), _group(x=[t(3, 16)] * 2), "length(x) == 1 and length(weight) == 1"),
-    (GROUPED, _ALL, _group(), _group(weight=[t(4, 16, 8)] * 2), "length(x) == 1 and length(weight) == 1"),
-    (GROUPED, _ALL, _group(), _group(group_list=None), "given(group_list)"),
-    (GROUPED, _ALL, _group(), _group(group_type=-1), "group_type == 0"),
-    (GROUPED, _ALL, _group(split_item=3), _group(split_item=1), "split_item in (2, 3)"),
-    (GROUPED, _ALL, _group(group_list_type=0), _group(group_list_type=3), "group_list_type in (0, 1, 2)"),
     (GROUPED, _ALL, _group(), _group(group_list=t(4, 2, dtype=torch.int64)), "rank(group_list) == 1"),
-    (GROUPED, _ALL, _whole_group(**_PAIRS), _whole_group(group_list_type=2), "rank(group_list) == 2"),
-    (GROUPED, _ALL, _whole_group(**_PAIRS), _group(**_PAIRS), "dtype(x) == 'int8'"),
-    (GROUPED, _ALL, _group(act_type=5), _group(act_type=3), "act_type in (None, 0, 1, 2, 4, 5)"),
-    *((GROUPED, _ALL, _group(), _group(**{name: [t(8)]}), f"not given({name})") for name in _LISTS),
-    *((GROUPED, _ALL, _group(), _group(**{name: 1}), f"not given({name})") for name in _CODES),
-    (GROUPED, _ALL, _group(), _group(scale=_CHANNELS), "not given(scale)"),
-    (GROUPED, _ALL, _group(), _group(per_token_scale=_ROWS), "not given(per_token_scale)"),
-    (GROUPED, _ALL, _whole_group(), _whole_group(scale=None), "given(scale)"),
-    (GROUPED, A2_A3, _whole_group(), _whole_group(per_token_scale=None), "given(per_token_scale)"),
-    (GROUPED, _ALL, _whole_group(), _whole_group(weight=[t(4, 16, 8)]), "dtype(weight) == 'int8'"),
-    (GROUPED, _ALL, _restored(), _restored(antiquant_scale=None), "dtype(weight) != 'int8'"),
     (GROUPED, _ALL, _whole_group(), _whole_group(antiquant_scale=[t(4, 8)]), "not (dtype(x) == 'int8')"),
     (GROUPED, _ALL, _restored(), _group(antiquant_offset=[t(4, 8)]), "given(antiquant_scale)"),
-    (GROUPED, (HOST,), _group(**_BIAS), _group(bias=[t(4, 8, dtype=torch.int32)]), "dtype(bias) != 'int32'"),
-    (GROUPED, A2_A3, _group(), _group(**_BIAS), "not given(bias)"),
-    *(
-        (GROUPED, A2_A3, _restored(), _restored(**{name: [t(4, 8, dtype=torch.float16)]}), f"dtype({name}) == dtype(x)")
-        for name in ("antiquant_scale", "antiquant_offset")
-    ),
-    (GROUPED, _ALL, _whole_group(), _whole_group(output_dtype=None), "given(output_dtype)"),
-    (GROUPED, _ALL, _whole_group(output_dtype=5), _whole_group(output_dtype=1), "output_dtype in (5, 15)"),
-    (
-        GROUPED,
-        A2_A3,
-        _whole_group(scale=[t(4, 8)]),
-        _whole_group(scale=[t(4, 8)], output_dtype=5),
-        "dtype(scale) == 'float32'",
-    ),
-    (GATED, _ALL, _gated(), _gated(weight=_gated()["weight"] * 2), "length(weight) == 1 and length(weight_scale) == 1"),
-    (GATED, _ALL, _gated(outputs=8), _gated(outputs=7), "N % 2 == 0"),
-    (GATED, _ALL, _gated(group_list_type=0), _gated(group_list_type=2), "group_list_type in (0, 1)"),
-    *(
-        (GATED, _ALL, _gated(), _gated(**{name: other}), f"{name} == {kept}")
-        for name, kept, other in (
-            ("dequant_mode", 0, 1),
-            ("dequant_dtype", 6, 15),
-            ("quant_mode", 0, 1),
-            ("quant_dtype", 1, 23),
-        )
-    ),
-    (GATED, _ALL, _gated(), _gated(smooth_scale=t(4, 4, dtype=F32)), "not given(smooth_scale)"),
-    (GATED, _ALL, _gated(), _gated(bias=t(4, 8, dtype=torch.int32)), "not given(bias)"),
-    *((GATED, _ALL, _gated(), _gated(**{name: 1}), f"not given({name})") for name in _OPERANDS),
-    (GATED, A2_A3, _gated(inputs=65535), _gated(inputs=65536), "K < 65536"),
-    (GATED, A2_A3, _gated(outputs=10240), _gated(outputs=10242), "N <= 10240"),
-    (GATED, A2_A3, _gated(1024), _gated(1025), "G <= 1024"),
-    (GROUPED, A2_A3, _group(inputs=65535), _group(inputs=65536), "K < 65536"),
-    (GROUPED, A2_A3, _group(outputs=65535), _group(outputs=65536), "N < 65536"),
-    (GROUPED, A2_A3, _group(1024), _group(1025), "G <= 1024"),
-    (GROUPED, A2_A3, _group(), _group(weight=[t(4, 16, 8, dtype=F32)]), "dtype(weight) == dtype(x)"),
-    (GROUPED, A2_A3, _group(1, group_list_type=0), _group(1), "G > 1"),
-    (FINISH, _ALL, _finish(), _finish(scales=t(3, 1)), "I == T * K"),
-    (FINISH, _ALL, _finish(), _finish(drop_pad_mode=4), "drop_pad_mode in (None, 0, 1, 2, 3)"),
-    (FINISH, _ALL, _finish(**_PLACES), _finish(drop_pad_mode=3), "rank(expanded_permuted_rows) == 3"),
-    (
-        FINISH,
-        _ALL,
-        _finish(),
-        _finish(**_PLACES | {"drop_pad_mode": 2}),
-        "rank(expanded_permuted_rows) == 2 and R == I",
-    ),
-    (FINISH, _ALL, _finish(k=2), _finish(k=3), "k in (None, 1, K)"),
     (FINISH, _ALL, _finish(**_PLACES), _finish(**_PLACES, **_BIASED), "not given(bias)"),
-    (FINISH, _ALL, _finish(scales=None, k=3), _finish(scales=None, k=4), "not given(k) or k > 0 and I % k == 0"),
-    (
-        FINISH,
-        _ALL,
-        _finish(scales=None, k=2, skip1=_SKIP),
-        _finish(scales=None, k=3, skip1=_SKIP),
-        "given(k) and T * k == I or not given(k) and T == I",
-    ),
-    (
-        FINISH,
-        _ALL,
-        _finish(scales=None, k=2, **_BIASED),
-        _finish(scales=None, k=2, **_BIASED | {"export_for_source_row": t(3, 1, dtype=torch.int32)}),
-        "k == K or not given(k) and K == 1",
-    ),
-    (FINISH, _ALL, _finish(skip1=_SKIP, skip2=_SKIP), _finish(skip2=_SKIP), "given(skip1)"),
-    (FINISH, _ALL, _finish(**_BIASED), _finish(bias=t(8, 16)), "given(export_for_source_row)"),
-    (FINISH, A2_A3, _finish(**_BIASED), _finish(**_BIASED | {"bias": t(8, 16, dtype=F32)}), "dtype(bias)"),
-    (FINISH, A2_A3, _finish(), _finish(scales=t(3, 2, dtype=F32)), "dtype(scales) == dtype(expanded_permuted_rows)"),
-    *(
-        (
-            FINISH,
-            A2_A3,
-            _finish(skip1=_SKIP, skip2=_SKIP),
-            _finish(skip1=_SKIP, skip2=_SKIP) | {name: t(3, 16, dtype=F32)},
-            f"dtype({name}) == dtype(expanded_permuted_rows)",
-        )
-        for name in ("skip1", "skip2")
-    ),
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import CHIPS, HOST
+from tests.operators.limit_cases import t
 
 Make = Callable[[torch.dtype], dict[str, Any]]
 NAMES = ("npu_qkv_rms_norm_rope_cache", "npu_qkv_rms_norm_rope_cache_functional")
@@ -100,10 +101,6 @@ EVERY = (HOST, A2, A3)
 F16, F32 = torch.float16, torch.float32
 
 
-def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def call(
     tokens: int = 5, queries: int = 8, shared: int = 2, width: int = 128, blocks: int = 3, size: int = 32,
     int8: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16, **more: Any,
@@ -129,35 +126,13 @@ def _with(name: str, **changed: Any) -> dict[str, Any]:
 
 _THREE = {f"{name}_scale": t(3, 128, dtype=F32) for name in BOTH}
 _LIMITS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (EVERY, call(), call(qkv=t(5, 11 * 128)), "W == Q + KLines * KLine + VLines * VLine"),
-    (EVERY, call(), call(v_cache=t(3, 8, 32, 16), qkv=t(5, 11 * 128)), "KLines * KLine == VLines * VLine"),
-    (EVERY, call(), call(head_nums=[8]), "length(qkv_size) == 4 and length(head_nums) == 3"),
-    (EVERY, call(), call(head_nums=[4, 2, 2]), "item(head_nums, 0) * D == Q and item(head_nums, 1) * D =="),
-    (EVERY, call(), call(head_nums=[8, 2, 1]), "item(head_nums, 1) == item(head_nums, 2)"),
-    (EVERY, call(), call(qkv_size=[2, 5, 12, 128]), "item(qkv_size, 0) * item(qkv_size, 1) == T and"),
-    (EVERY, call(), call(qkv_size=[1, 5, 12, 64]), "item(qkv_size, 3) == D"),
-    (EVERY, call(int8=BOTH), call(int8=BOTH) | _THREE, "Nk * D == KLines * KLine"),
     (EVERY, call(), call(cos=t(4, 128)), "requires cos as [T D]"),
     (EVERY, call(), call(index=t(4, dtype=torch.int64)), "requires index as [T]"),
-    (EVERY, call(), call(is_output_qkv=True), "is_output_qkv == False"),
-    (EVERY, call(), call(cache_mode="PA_BNSD"), "cache_mode == 'PA_NZ'"),
     ((HOST,), call(width=32), call(width=33, shared=16), "D % 2 == 0"),
     (OLDER, call(), call(width=33, shared=16), "D % 2 == 0"),
-    *((EVERY, _with(n), call(**{f"{n}_scale": t(2, 128, dtype=F32)}), f"dtype({n}_cache) == 'int8'") for n in BOTH),
-    *((EVERY, _with(n), _with(n, scale=None), f"dtype({n}_cache) != 'int8'") for n in BOTH),
-    *((EVERY, _with(n), call(**{f"{n}_offset": t(2, 128, dtype=F32)}), f"not given({n}_offset)") for n in BOTH),
-    *((OLDER, _with(n), _with(n, scale=t(2, 128)), f"requires {n}_scale in float32") for n in BOTH),
     (OLDER, call(), call(width=64), "D == 128"),
-    *(
-        (OLDER, call(dtype=F16), call(**{name: call()[name].half()}), f"dtype({name}) == dtype(qkv)")
-        for name in ("q_gamma", "k_gamma", "cos", "sin", "q_out", "k_cache", "v_cache")
-    ),
     *((OLDER, call(), call(**{f"{n}_cache": t(3, 8, 32, 32)}), f"{n.upper()}Line == 16") for n in BOTH),
     *((OLDER, _with(n), _with(n, cache=t(3, 16, 32, 16, dtype=torch.int8)), f"{n.upper()}Line == 32") for n in BOTH),
     (OLDER, call(queries=6), call(queries=7), "Q % (KLines * KLine) == 0"),
-    (OLDER, call(size=64), call(size=48), "Size % 32 == 0"),
-    (OLDER, call(96), call(97), "Blocks * Size >= T"),
-    (OLDER, call(), call(dtype=F32), "requires qkv in bfloat16, float16"),
-    (OLDER, call(), call(index=t(5, dtype=torch.int32)), "requires index in int64"),
 ]
 EDGES = [(name, *edge) for name in NAMES for edge in _LIMITS]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusion.operators import CHIPS, HOST
 from tests.operators import sparse_references as sparse
+from tests.operators.limit_cases import starts, t
 
 Make = Callable[[torch.dtype], dict[str, Any]]
 HCKV, DR = 32, 16
@@ -122,10 +123,6 @@ EVERY = (HOST, *CHIPS)
 F16, LONG = torch.float16, torch.int64
 
 
-def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def call(
     mode: str = "PA_BNSD", b: int = 2, s: int = 3, hckv: int = 512, dr: int = 64, blocks: int = 9, size: int = 16,
     dtype: torch.dtype = torch.bfloat16, index: Any = None, **more: Any,
@@ -150,44 +147,13 @@ def whole(*names: str, size: int = 32, dr: int = 64, hckv: int = 512, **more: An
 
 _OFFSETS = ("k_rope_offset", "c_kv_offset")
 _LIMITS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    *((EVERY, call(), call(**{name: t(512, dtype=torch.float32)}), f"not given({name})") for name in _OFFSETS),
-    (EVERY, whole("k_cache"), call(k_rope_scale=t(64, dtype=torch.float32)), "dtype(k_cache) == 'int8'"),
-    (EVERY, whole("ckv_cache"), call(c_kv_scale=t(512, dtype=torch.float32)), "dtype(ckv_cache) == 'int8'"),
-    (EVERY, call(), call(k_cache=t(9, 16, 1, 64, dtype=torch.int8)), "dtype(k_cache) != 'int8'"),
-    (EVERY, call(), call(ckv_cache=t(9, 16, 1, 512, dtype=torch.int8)), "dtype(ckv_cache) != 'int8'"),
+    *starts(whole("k_cache"), whole("ckv_cache"), whole(*BOTH, mode="PA_BLK_NZ")),
     (EVERY, whole(*BOTH), whole(*BOTH) | {"c_kv_scale": t(1, dtype=torch.float32)}, "requires c_kv_scale as [Hckv]"),
-    (CHIPS, whole(*BOTH), whole(*BOTH) | {"k_rope_scale": t(64)}, "requires k_rope_scale in float32"),
-    (CHIPS, whole(*BOTH), whole(*BOTH, size=16), "Size % 32 == 0"),
-    (CHIPS, whole("k_cache"), whole("k_cache", size=16), "Size % 32 == 0"),
-    (CHIPS, call(size=16), whole("ckv_cache", size=16), "Size % 32 == 0"),
     ((HOST, A5), whole("k_cache", mode="PA_NZ"), whole("k_cache", mode="PA_NZ", dr=48), "Dr % 32 == 0"),
-    ((HOST, A5), whole(*BOTH, mode="PA_BLK_NZ"), whole(*BOTH, mode="PA_BLK_NZ", hckv=528), "Hckv % 32 == 0"),
     ((A2, A3), whole("k_cache", mode="PA_NZ"), whole("k_cache", mode="PA_NZ", dr=48), "Dr % 32 == 0"),
-    ((A2, A3), whole("ckv_cache", mode="PA_NZ"), whole("ckv_cache", mode="PA_NZ", hckv=528), "Hckv % 32 == 0"),
-    *((EVERY, call(), call(**{name: 1}), f"not given({name})") for name in ("k_cache_dtype", "ckv_cache_dtype")),
-    (EVERY, call(), call(v=t(2, 1, 3, 128)), "not given(v)"),
-    (EVERY, call(is_output_kv=True), call("Norm", is_output_kv=True), "is_output_kv == False"),
     (EVERY, call("PA"), call("PA_BSND"), "requires cache_mode='Norm' or"),
     (EVERY, call("Norm"), call("Norm", index=(2, 4)), "requires index as [B S]"),
-    (EVERY, call("Norm", s=32), call("Norm", s=33), "S <= Length"),
-    (EVERY, call("PA_NZ"), call("PA_NZ", index=(5,)), "I == B * S"),
-    (EVERY, call("PA_BLK_BNSD", s=17), call("PA_BLK_BNSD", s=17, index=(2,)), "I == B * ((S + Size - 1) // Size)"),
-    (EVERY, call(), call(kv=t(2, 1, 3, 640)), "W == Hckv + Dr"),
     (EVERY, call(), call(kv=t(2, 2, 3, 576)), "requires kv as [B 1 S W]"),
-    (EVERY, call(), call(cos=t(2, 1, 1, 64)), "shape(sin) == shape(cos)"),
     (EVERY, call(), call(ckv_cache=t(9, 16, 1, 256)), "requires ckv_cache as [Blocks Size 1 Hckv]"),
-    ((HOST, A5), call(dr=2), call(dr=3), "Dr % 2 == 0"),
-    ((A2, A3), call(), call(dr=63), "Dr % 2 == 0"),
-    ((HOST, A5), call("PA_NZ", dr=32), call("PA_NZ", dr=40), "Hckv % 16 == 0 and Dr % 16 == 0"),
-    ((A2, A3), call("PA_NZ"), call("PA_NZ", hckv=520), "Hckv % 16 == 0 and Dr % 16 == 0"),
-    ((A2, A3), call(), call(hckv=256), "Hckv == 512"),
-    ((A2, A3), call(), call(dr=32), "Dr == 64"),
-    (CHIPS, call(b=9), call(b=10), "Blocks >= B * ((S + Size - 1) // Size)"),
-    *(
-        (CHIPS, call(dtype=F16), call(**{name: call()[name].half()}), f"dtype({name}) == dtype(kv)")
-        for name in ("gamma", "cos", "sin", "k_cache", "ckv_cache")
-    ),
-    (CHIPS, call(), call(dtype=torch.float32), "requires kv in bfloat16, float16"),
-    (CHIPS, call(), call() | {"index": t(6, dtype=torch.int32)}, "requires index in int64"),
 ]
 EDGES = [(name, *edge) for name in NAMES for edge in _LIMITS]

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from fusion.operators import CHIPS, HOST
+from tests.operators.limit_cases import starts, t
 
 Edge = tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any], str]
 A2, A3, A5 = CHIPS
 EVERY = (HOST, *CHIPS)
 F16, F32, INT, LONG = torch.float16, torch.float32, torch.int32, torch.int64
-
-
-def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 # the latent prolog -------------------------------------------------------------------------------------------------
@@ -66,100 +63,19 @@ def whole(choice: tuple[int, int, int], *tokens: int, **more: Any) -> dict[str, 
     return call | {name: eight[name] for name in changed} | scales | modes | more
 
 
-def quantised() -> list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]]:
-    one, two, full, bytes_, channels = (
-        whole(choice) for choice in ((1, 0, 0), (2, 0, 0), (2, 1, 1), (1, 3, 0), (1, 2, 0))
-    )
-    line = t(1, dtype=F32)
-    missing = [
-        *((two, name) for name in ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")),
-        (one, "dequant_scale_w_uq_qr"), (full, "quant_scale_ckv"), (channels, "quant_scale_ckr"),
-        (bytes_, "k_nope_clip_alpha"),
-    ]  # fmt: skip
-    shapes = {"dequant_scale_w_dq": two, "dequant_scale_w_uq_qr": two, "dequant_scale_w_dkv_kr": two,
-              "quant_scale_ckr": channels, "smooth_scales_cq": one, "k_nope_clip_alpha": bytes_}  # fmt: skip
-    wanted = {"dequant_scale_w_dq": "(1, Hcq)", "dequant_scale_w_uq_qr": "(1, Huq)", "k_nope_clip_alpha": "(1,)",
-              "dequant_scale_w_dkv_kr": "(1, Hkv)", "quant_scale_ckr": "(1, Dr)",
-              "smooth_scales_cq": "(1, Hcq)"}  # fmt: skip
-    eight, floats = torch.int8, torch.bfloat16
-    return [
-        (EVERY, full, whole((2, 1, 0)), "query_quant_mode) in ((0, 0, 0)"),
-        (EVERY, bytes_, whole((0, 3, 0)), "query_quant_mode) in ((0, 0, 0)"),
-        *((EVERY, call, call | {name: None}, f"requires given({name})") for call, name in missing),
-        *((EVERY, prolog(), prolog(**{name: line}), f"not given({name})") for _, name in missing),
-        (EVERY, prolog(), prolog(smooth_scales_cq=t(1, 1536, dtype=F32)), "not given(smooth_scales_cq)"),
-        *(
-            (EVERY, call, call | {name: t(2, 2, dtype=F32)}, f"shape({name}) == {wanted[name]}")
-            for name, call in shapes.items()
-        ),
-        (EVERY, two, two | {"dequant_scale_x": t(5, dtype=F32)}, "shape(dequant_scale_x) == (T, 1)"),
-        (
-            EVERY,
-            whole((2, 0, 0), 2, 3),
-            whole((2, 0, 0), 2, 3, dequant_scale_x=t(2, 3, dtype=F32)),
-            "shape(dequant_scale_x) == (B * S, 1)",
-        ),
-        (EVERY, full, full | {"quant_scale_ckv": t(1, 512, dtype=F32)}, "shape(quant_scale_ckv) == (1,)"),
-        (EVERY, channels, channels | {"quant_scale_ckv": line}, "shape(quant_scale_ckv) == (1, Hckv)"),
-        (EVERY, bytes_, bytes_ | {"ckvkr_repo_mode": 0}, "ckvkr_repo_mode == 1 and quant_scale_repo_mode == 1"),
-        (EVERY, full, full | {"quant_scale_repo_mode": 1}, "ckvkr_repo_mode == 0 and quant_scale_repo_mode == 0"),
-        (EVERY, bytes_, bytes_ | {"tile_size": 64}, "tile_size == 128"),
-        (EVERY, one, one | {"kv_cache": t(9, 128, 1, 656)}, "Line == Hckv and Kr == Dr"),
-        (EVERY, bytes_, bytes_ | {"kv_cache": t(9, 128, 1, 512, dtype=eight)}, "Line == Hckv + 2 * Dr"),
-        ((HOST,), bytes_, whole((1, 3, 0), hckv=520), "Hckv % 128 == 0"),
-        (CHIPS, bytes_, whole((1, 3, 0), hckv=520), "Hckv % 128 == 0"),
-        (EVERY, bytes_, whole((1, 3, 0), mode="PA_NZ"), "cache_mode != 'PA_NZ'"),
-        (EVERY, two, two | {"token_x": t(5, 7168)}, "dtype(token_x) == 'int8'"),
-        (EVERY, two, two | {"weight_dq": t(7168, 1536)}, "dtype(weight_dq) == dtype(token_x)"),
-        (EVERY, one, one | {"weight_uq_qr": t(1536, 8 * 192)}, "dtype(weight_uq_qr) == 'int8'"),
-        (EVERY, full, full | {"kv_cache": t(9, 128, 1, 512)}, "dtype(kv_cache) == 'int8'"),
-        (EVERY, channels, channels | {"kr_cache": t(9, 128, 1, 64)}, "dtype(kr_cache) == 'int8'"),
-        ((HOST,), whole((2, 1, 1), mode="PA_NZ", dr=16), whole((2, 1, 1), mode="PA_NZ", dr=24), "Dr % 16 == 0"),
-        (EVERY, whole((2, 1, 1), mode="PA_NZ"), whole((2, 1, 1), mode="PA_NZ", hckv=528), "Hckv % 32 == 0"),
-        ((HOST,), whole((1, 2, 0), mode="PA_NZ", dr=32), whole((1, 2, 0), mode="PA_NZ", dr=16), "Dr % 32 == 0"),
-        (CHIPS, one, one | {n: t(*one[n].shape, dtype=eight) for n in ("token_x", "weight_dq", "weight_dkv_kr")},
-         "dtype(token_x) == 'bfloat16'"),
-        (CHIPS, prolog(), prolog(weight_uq_qr=t(1536, 8 * 192, dtype=eight)), "dtype(weight_uq_qr) == 'bfloat16'"),
-        (CHIPS, one, one | {"kv_cache": t(9, 128, 1, 512, dtype=eight)}, "dtype(kv_cache) == 'bfloat16'"),
-        (CHIPS, full, full | {"kr_cache": t(9, 128, 1, 64, dtype=eight)}, "dtype(kr_cache) == 'bfloat16'"),
-        (CHIPS, one, one | {"dequant_scale_w_uq_qr": t(1, 8 * 192, dtype=floats)}, "requires dequant_scale_w_uq_qr in"),
-    ]  # fmt: skip
-
-
 _PROLOG: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    *quantised(),
+    *starts(prolog(), prolog(mode="TND"), whole((2, 0, 0), 2, 3)),
+    *starts(*map(whole, ((1, 0, 0), (2, 0, 0), (2, 1, 1), (1, 3, 0), (1, 2, 0)))),
+    *starts(whole((2, 1, 1), mode="PA_NZ", dr=16)),
+    ((HOST,), whole((1, 2, 0), mode="PA_NZ", dr=32), whole((1, 2, 0), mode="PA_NZ", dr=16), "Dr % 32 == 0"),
+    *starts(whole((1, 0, 0), smooth_scales_cq=t(1, 1536, dtype=F32))),
     (EVERY, prolog(), prolog(mode="PA_BLK_BSND"), "cache_mode in"),
     (EVERY, prolog(2, 3), prolog(2, 3, mode="PA_BLK_NZ"), "indices of whole blocks are not decomposed"),
     (EVERY, prolog(), prolog(mode="Norm"), "requires cache_mode='BSND' or"),
-    (EVERY, prolog(), prolog(actual_seq_len=t(1, dtype=INT)), "not given(actual_seq_len)"),
-    (EVERY, prolog(), prolog(cache_index=None), "given(cache_index)"),
     (EVERY, prolog(2, 3), prolog(2, 3, cache_index=t(2, 4, dtype=LONG)), "requires cache_index as [B S]"),
-    (EVERY, prolog(mode="TND"), prolog(mode="TND", cache_index=t(5, dtype=LONG)), "not given(cache_index)"),
-    (
-        EVERY,
-        prolog(2, 3, mode="BSND"),
-        prolog(2, 3, mode="BSND", kv_cache=t(2, 4, 1, 512)),
-        "requires kv_cache as [B S",
-    ),
+    (EVERY, prolog(2, 3, mode="BSND"), prolog(2, 3, mode="BSND", kv_cache=t(2, 4, 1, 512)), "kv_cache as [B S"),
     (EVERY, prolog(mode="PA_NZ"), prolog(kv_cache=t(9, 128, 2, 512)), "requires kv_cache as [Blocks Size 1 Line]"),
     (EVERY, prolog(), prolog(rope_sin=t(4, 64)), "requires rope_sin as [T Dr]"),
-    (EVERY, prolog(), prolog(weight_uq_qr=t(1536, 8 * 128)), "Huq == N * (D + Dr)"),
-    (EVERY, prolog(), prolog(weight_dkv_kr=t(7168, 512)), "Hkv == Hckv + Dr"),
-    ((HOST,), prolog(dr=2), prolog(dr=3), "Dr % 2 == 0"),
-    (CHIPS, prolog(), prolog(dr=63), "Dr % 2 == 0"),
-    ((HOST,), prolog(mode="PA_NZ", dr=32), prolog(mode="PA_NZ", dr=40), "Hckv % 16 == 0 and Dr % 16 == 0"),
-    (CHIPS, prolog(mode="PA_NZ"), prolog(mode="PA_NZ", hckv=520), "Hckv % 16 == 0 and Dr % 16 == 0"),
-    (CHIPS, prolog(he=5120), prolog(he=5248), "He in"),
-    (CHIPS, prolog(hcq=2048), prolog(hcq=1024), "Hcq in"),
-    (CHIPS, prolog(n=128), prolog(n=96), "N in"),
-    (CHIPS, prolog(), prolog(hckv=256), "Hckv == 512"),
-    (CHIPS, prolog(d=192), prolog(d=64), "D in (128, 192)"),
-    (CHIPS, prolog(), prolog(dr=32), "Dr == 64"),
-    (CHIPS, prolog(size=1024), prolog(size=1040), "Size % 16 == 0 and Size <= 1024"),
-    (CHIPS, prolog(size=16, mode="PA_NZ"), prolog(size=24, mode="PA_NZ"), "Size % 16 == 0 and Size <= 1024"),
-    (CHIPS, prolog(65536, 1), prolog(65537, 1), "B <= 65536"),
-    (CHIPS, prolog(), prolog(dtype=F16), "requires token_x in bfloat16"),
-    (CHIPS, prolog(), prolog(cache_index=t(5, dtype=INT)), "requires cache_index in int64"),
 ]
 
 
@@ -169,37 +85,13 @@ def older(*tokens: int, **more: Any) -> dict[str, Any]:
 
 _ON_OLDER = (HOST, A2, A3)
 _OLDER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *starts(older(), older(mode="PA_NZ"), older(mode="PA_NZ", dr=32), older(65536, 1)),
     *(
         (_ON_OLDER, older(), older(**{name: t(1, dtype=F32)}), f"not given({name})")
         for name in ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
                      "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")
     ),
-    (_ON_OLDER, older(), older() | {"cache_mode": "BSND"}, "cache_mode in ('PA_BSND', 'PA_NZ')"),
-    (_ON_OLDER, older(), older(weight_uq_qr=t(1536, 32 * 128)), "Huq == N * (D + Dr)"),
-    (_ON_OLDER, older(), older(weight_dkv_kr=t(7168, 512)), "Hkv == Hckv + Dr"),
-    ((HOST,), older(dr=2), older(dr=3), "Dr % 2 == 0"),
-    ((A2, A3), older(), older(dr=63), "Dr % 2 == 0"),
-    ((HOST,), older(mode="PA_NZ", dr=32), older(mode="PA_NZ", dr=40), "Hckv % 16 == 0 and Dr % 16 == 0"),
-    ((A2, A3), older(mode="PA_NZ"), older(mode="PA_NZ", hckv=520), "Hckv % 16 == 0 and Dr % 16 == 0"),
-    ((A2, A3), older(), older(he=6144), "He == 7168"),
-    ((A2, A3), older(), older(hcq=2048), "Hcq == 1536"),
-    ((A2, A3), older(), older(hckv=256), "Hckv == 512"),
-    ((A2, A3), older(), older(d=192), "D == 128"),
-    ((A2, A3), older(), older(dr=32), "Dr == 64"),
-    ((A2, A3), older(size=16), older(size=64), "Size in (16, 128)"),
-    ((A2, A3), older(65536, 1), older(65537, 1), "B <= 65536"),
-    ((A2, A3), older(), older(dtype=F16), "requires token_x in bfloat16"),
 ]  # fmt: skip
-_OLDEST = [
-    *_OLDER,
-    ((A2, A3), older(n=128), older(n=16), "N in (32, 64, 128)"),
-    ((A2, A3), older(4, 1), older(4, 2), "S <= 1"),
-]
-_SECOND = [
-    *_OLDER,
-    ((A2, A3), older(n=16), older(n=96), "N in (1, 2, 4, 8, 16, 32, 64, 128)"),
-    ((A2, A3), older(4, 16), older(4, 17), "S <= 16"),
-]
 
 
 # products per head -------------------------------------------------------------------------------------------------
@@ -212,39 +104,12 @@ def product(x1: tuple[int, ...] = (4, 5, 32), weight: tuple[int, ...] = (4, 32, 
 _ON_ALL = (HOST, A2, A3)
 _FIRST, _TURNED = [1, 0, 2], [0, 2, 1]
 _PRODUCT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    (_ON_ALL, product(), product(perm_x1=[2, 1, 0]), "perm_x1 in"),
-    (_ON_ALL, product(), product(perm_x2=[1, 0, 2]), "perm_x2 in"),
-    (_ON_ALL, product(perm_y=[1, 0, 2]), product(perm_y=[0, 1, 2]), "perm_y == (1, 0, 2)"),
-    (_ON_ALL, product(), product(bias=t(16)), "not given(bias)"),
-    (_ON_ALL, product(), product(scale=t(64)), "not given(scale)"),
-    (_ON_ALL, product(), product(batch_split_factor=0), "given(batch_split_factor) and batch_split_factor > 0"),
-    ((HOST,), product(batch_split_factor=2), product(batch_split_factor=3), "I % batch_split_factor == 0"),
-    (
-        (HOST,),
-        product((5, 4, 32), perm_x1=_FIRST, batch_split_factor=4),
-        product((5, 4, 32), perm_x1=_FIRST, batch_split_factor=5),
-        "J % batch_split_factor == 0",
-    ),
-    ((A2, A3), product(), product(batch_split_factor=2), "batch_split_factor == 1"),
-    (_ON_ALL, product(), product((5, 4, 32)), "I == W"),
-    (_ON_ALL, product((5, 4, 32), perm_x1=_FIRST), product(perm_x1=_FIRST), "J == W"),
-    (_ON_ALL, product(), product(weight=(4, 16, 32)), "K == U"),
-    (_ON_ALL, product(weight=(4, 16, 32), perm_x2=_TURNED), product(perm_x2=_TURNED), "K == V"),
-    ((A2, A3), product(), product((4, 5, 24), (4, 24, 16)), "K % 16 == 0"),
-    ((A2, A3), product(weight=(4, 32, 65520)), product(weight=(4, 32, 65536)), "V % 16 == 0 and V < 65536"),
-    (
-        (A2, A3),
+    *starts(
+        product(),
+        product(perm_y=[1, 0, 2]),
+        product((5, 4, 32), perm_x1=_FIRST),
         product(weight=(4, 16, 32), perm_x2=_TURNED),
-        product(weight=(4, 24, 32), perm_x2=_TURNED),
-        "U % 16 == 0 and U < 65536",
     ),
-    (
-        (A2, A3),
-        product((5, 127, 512), (127, 512, 16), perm_x1=_FIRST),
-        product((5, 128, 512), (128, 512, 16), perm_x1=_FIRST),
-        "K * W < 65536",
-    ),
-    ((A2, A3), product(), product() | {"weight": t(4, 32, 16, dtype=F16)}, "dtype(weight) == dtype(input)"),
 ]
 
 
@@ -332,73 +197,16 @@ def both(
 
 _INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *both(indexer, "key"),
-    (CHIPS, indexer(), indexer(key=indexer()["key"].half()), "dtype(key) == dtype(query)"),
-    (EVERY, indexer(sparse_count=1), indexer(sparse_count=0), "sparse_count > 0"),
-    (CHIPS, indexer(), indexer(d=64), "D == 128"),
-    (CHIPS, indexer(sparse_count=2048), indexer(sparse_count=2049), "sparse_count <= 2048 or sparse_count in"),
-    (CHIPS, indexer(sparse_count=8192), indexer(sparse_count=9216), "sparse_count <= 2048 or sparse_count in"),
-    ((A2, A3), indexer(n=64), indexer(n=65), "N <= 64"),
-    ((A5,), indexer(n=24), indexer(n=40), "N in (8, 16, 24, 32, 64)"),
-    ((A2, A3), indexer(weights=t(9, 8, dtype=F32)), indexer(weights=t(9, 8, dtype=F16)), "dtype(weights) in"),
-    ((A5,), indexer(), indexer(weights=t(9, 8, dtype=F32)), "dtype(weights) == dtype(query)"),
 ]
 _BARE = {"query_rope": None, "key_rope": None}
 _ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *starts(attention(sparse_block_size=16, size=48)),
     *both(attention, "kv"),
-    (CHIPS, attention(), attention(key=attention()["key"].half()), "dtype(key) == dtype(query)"),
-    (EVERY, attention(), attention(attention_mode=0), "attention_mode == 2"),
-    (EVERY, attention(), attention(sinks=t(8, dtype=F32)), "not given(sinks)"),
-    (EVERY, attention(), attention(sparse_block_size=0), "sparse_block_size >= 1"),
-    (EVERY, attention(), attention(key_rope=None), "given(query_rope) and given(key_rope) or not"),
-    (
-        EVERY,
-        attention("TND", "TND", return_softmax_lse=True),
-        attention(return_softmax_lse=True),
-        "return_softmax_lse == False",
-    ),
     (EVERY, attention(), attention(sparse_indices=t(9, 2, 16, dtype=INT)), "requires sparse_indices as [T 1 K]"),
-    (CHIPS, attention(), attention(value=None), "given(value)"),
-    (CHIPS, attention(), attention(value=attention()["value"].half()), "dtype(value) == dtype(query)"),
-    (CHIPS, attention(), attention(**_BARE), "given(query_rope) and given(key_rope)"),
-    (
-        CHIPS,
-        attention(),
-        attention(query_rope=t(9, 8, 64, dtype=F16)),
-        "dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(query)",
-    ),
-    (CHIPS, attention(), attention(d=256), "D == 512"),
-    (CHIPS, attention(), attention(dr=32), "Dr == 64"),
-    ((A2, A3), attention(n=64), attention(n=48), "N in (1, 2, 4, 8, 16, 32, 64, 128)"),
-    ((A5,), attention(n=48), attention(n=129), "N <= 128"),
-    ((A2, A3), attention(sparse_block_size=16), attention(sparse_block_size=6), "sparse_block_size in"),
-    (
-        (A2, A3),
-        attention(sparse_block_size=16, size=48),
-        attention(sparse_block_size=32, size=48),
-        "Size % sparse_block_size == 0",
-    ),
-    ((A5,), attention(), attention(sparse_block_size=2), "sparse_block_size == 1"),
 ]
 _QUANT_INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *both(quant_indexer, "key", (A2, A3)),
-    (EVERY[:3], quant_indexer(sparse_count=1), quant_indexer(sparse_count=0), "sparse_count > 0"),
-    ((A2, A3), quant_indexer(), quant_indexer(d=64), "D == 128"),
-    ((A2, A3), quant_indexer(n=64), quant_indexer(n=65), "N <= 64"),
-    ((A2, A3), quant_indexer(sparse_count=2048), quant_indexer(sparse_count=3072), "sparse_count <= 2048"),
-    *(
-        (EVERY[:3], quant_indexer(), quant_indexer(**{name: 1}), "query_quant_mode == 0 and key_quant_mode == 0")
-        for name in ("query_quant_mode", "key_quant_mode")
-    ),
     (EVERY[:3], quant_indexer(), quant_indexer(key_dequant_scale=t(9, 128, 1, 1, dtype=F16)), "[Blocks Size 1]"),
-    *(
-        (
-            (A2, A3),
-            quant_indexer(),
-            quant_indexer(**{name: quant_indexer()[name].float()}),
-            f"requires {name} in float16",
-        )
-        for name in ("weights", "query_dequant_scale", "key_dequant_scale")
-    ),
     *(
         (EVERY[:3], quant_indexer(), quant_indexer() | {name: quant_indexer()[name].half()}, f"{name}")
         for name in ("query", "key")
@@ -406,39 +214,9 @@ _QUANT_INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]
 ]
 _QUANT_ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *both(quant_attention, "kv", (A2, A3)),
-    (EVERY[:3], quant_attention(), quant_attention(attention_mode=0), "attention_mode == 2"),
-    *(
-        (EVERY[:3], quant_attention(), quant_attention(**{name: 0}), "key_quant_mode == 2 and value_quant_mode == 2")
-        for name in ("key_quant_mode", "value_quant_mode")
-    ),
-    (EVERY[:3], quant_attention(), quant_attention(quant_scale_repo_mode=0), "quant_scale_repo_mode == 1"),
-    *(
-        (EVERY[:3], quant_attention(), quant_attention(**{name: t(4, dtype=F32)}), f"not given({name})")
-        for name in ("key_dequant_scale", "value_dequant_scale")
-    ),
     (EVERY[:3], quant_attention(), quant_attention(sparse_indices=t(9, 2, 16, dtype=INT)), "sparse_indices as [T 1 K]"),
     ((A2, A3), quant_attention(), quant_attention(d=704, row=788), "D == 576"),
     ((A2, A3), quant_attention(), quant_attention(row=676, rope_head_dim=32, tile_size=32), "rope_head_dim == 64"),
-    ((A2, A3), quant_attention(), quant_attention(row=672, tile_size=64), "tile_size == 128"),
-    (EVERY[:3], quant_attention(), quant_attention(tile_size=0), "tile_size >= 1"),
-    (EVERY[:3], quant_attention(), quant_attention(row=640), "Row == D + rope_head_dim + 4 *"),
-    (EVERY[:3], quant_attention(), quant_attention(rope_head_dim=576), "0 < rope_head_dim and rope_head_dim < D"),
-    (EVERY[:3], quant_attention(), quant_attention(value=cache("PA_BSND", 640).to(torch.int8)), "W == Row"),
-    ((A2, A3), quant_attention(n=128), quant_attention(n=48), "N in (1, 2, 4, 8, 16, 32, 64, 128)"),
-    ((A2, A3), quant_attention(sparse_block_size=16), quant_attention(sparse_block_size=32), "sparse_block_size in"),
-    (EVERY[:3], quant_attention(), quant_attention(sparse_block_size=0), "sparse_block_size >= 1"),
-    (
-        (A2, A3),
-        quant_attention(),
-        quant_attention() | {"query": t(9, 8, 576, dtype=F32)},
-        "requires query in bfloat16, float16",
-    ),
-    (
-        (A2, A3),
-        quant_attention(),
-        quant_attention(sparse_indices=t(9, 1, 16, dtype=LONG)),
-        "requires sparse_indices in int32",
-    ),
     *(
         (EVERY[:3], quant_attention(), quant_attention(**{name: cache("PA_BSND", 656)}), f"{name}")
         for name in ("key", "value")
@@ -446,8 +224,12 @@ _QUANT_ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], st
 ]
 EDGES: list[Edge] = [
     *((name, *edge) for name in ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional") for edge in _PROLOG),
-    *((f"npu_mla_prolog.{form}", *edge) for form in ("in_place", "functional") for edge in _OLDEST),
-    *((f"npu_mla_prolog_v2.{form}", *edge) for form in ("in_place", "functional") for edge in _SECOND),
+    *(
+        (f"{name}.{form}", *edge)
+        for name in ("npu_mla_prolog", "npu_mla_prolog_v2")
+        for form in ("in_place", "functional")
+        for edge in _OLDER
+    ),
     *(("npu_transpose_batchmatmul", *edge) for edge in _PRODUCT),
     *(("npu_lightning_indexer", *edge) for edge in _INDEXER),
     *(("npu_sparse_flash_attention", *edge) for edge in _ATTENTION),

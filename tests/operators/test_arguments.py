@@ -155,6 +155,7 @@ def lies_nowhere(got: Any) -> bool:
     return isinstance(got, IndexError | RuntimeError) and "out of" in str(got)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("name", "argument"), pairs("without_effect"))
 def test_an_argument_without_effect_changes_nothing_or_raises_by_name(name: str, argument: str):
     case = first(name)
@@ -177,6 +178,7 @@ def matters(case: Case, argument: str) -> bool:
     return lies_nowhere(got) or argument in str(got)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("name", DECOMPOSITIONS)
 def test_what_is_computed_agrees_with_a_reference_in_a_call_in_which_it_matters(name: str):
     op = OPERATORS[name]
@@ -237,7 +239,7 @@ def scaled(value: Any) -> Any:
     return 1 - value * 2 if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("name", DECOMPOSITIONS)
 def test_the_numbers_of_every_tensor_matter(name: str):
     op = OPERATORS[name]
@@ -267,7 +269,7 @@ def reshaped(x: Tensor) -> Iterator[Tensor]:
         yield x.select(0, 0).contiguous()
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_sizes_that_contradict_each_other_are_refused(case: Case):
     for argument, value in case.arguments(DOUBLE).items():
@@ -290,7 +292,7 @@ def donors(case: Case) -> Iterator[tuple[str, Case]]:
                 yield argument, other
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_what_another_case_gives_agrees_or_raises(case: Case):
     """An argument that a mode ignores would change nothing where the reference reads it."""

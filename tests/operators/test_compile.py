@@ -209,6 +209,7 @@ def counted(seen: list[set[str]], **options: Any) -> Callable[..., Any]:
     return aot_autograd(fw_compiler=compiler, **options)
 
 
+@pytest.mark.rotates(9)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_aot_keeps_the_operators(dynamic: bool):
     seen: list[set[str]] = []
@@ -219,6 +220,7 @@ def test_aot_keeps_the_operators(dynamic: bool):
     assert [len(names) for names in seen] == [len(functional)]
 
 
+@pytest.mark.rotates(4)
 def test_aot_inlines_with_the_table():
     seen: list[set[str]] = []
     compiled = torch.compile(block, backend=counted(seen, decompositions=decompositions()), fullgraph=True)
@@ -226,17 +228,19 @@ def test_aot_inlines_with_the_table():
     assert seen == [set()]
 
 
+@pytest.mark.rotates(2)
 def test_aot_eager():
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs(dtype=torch.bfloat16)), block(*inputs(dtype=torch.bfloat16)))
 
 
+@pytest.mark.rotates(3)
 def test_inductor_calls_the_operators():
     compiled = torch.compile(block, backend="inductor", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs()), block(*inputs()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_inductor_inlines_with_the_table():
     table = {**select_decomp_table(), **decompositions()}
     compiled = torch.compile(block, backend=lambda graph, example: compile_fx(graph, example, decompositions=table))

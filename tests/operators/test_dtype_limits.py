@@ -1,4 +1,4 @@
-"""Every argument of every operator is refused in a dtype that no chip is said to take, and in none that is."""
+"""Every argument of every operator is refused in dtypes that no chip is declared to take, and in none that is."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from fusion.operators import CHIPS, OPERATORS, refusal
 from fusion.operators.predicates import tensors
 from tests.operators.attention_limits_cases import CACHE_HOST_EDGES, HOST_EDGES, KERNEL_EDGES, WHOLE_HOST_EDGES
+from tests.operators.limit_cases import DTYPES
 from tests.operators.test_attention_limits import V1, V2, in_tensors, renamed
-from tests.operators.test_limits import EDGES, qualified, t
+from tests.operators.test_limits import calls as legal_calls
+from tests.operators.test_limits import t
 
 F32, INT32 = torch.float32, torch.int32
-NEVER = torch.complex64
 BESIDE: Mapping[tuple[str, str], Tensor] = {
     ("atb::npu_multi_head_latent_attention.lse", "mask"): t(512, 512),
     ("atb::npu_multi_head_latent_attention.lse", "qk_descale"): t(8, dtype=F32),
@@ -45,7 +46,7 @@ LISTS = {
 
 def calls(name: str) -> Iterator[dict[str, Any]]:
     """Legal calls of the edges of an operator."""
-    yield from (legal for other, _, legal, _, _ in EDGES if qualified(other) == name)
+    yield from legal_calls(name)
     version, _, overload = name.partition(".")
     for legal, _, _ in (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES, *CACHE_HOST_EDGES):
         call = in_tensors(legal) if overload else legal
@@ -66,12 +67,15 @@ def with_tensors(name: str, argument: str) -> dict[str, Any]:
 ARGUMENTS = [(name, each) for name, op in OPERATORS.items() for each in op.dtypes if (name, each) not in LISTS]
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids="-".join)
 def test_an_argument_is_taken_in_its_dtypes_alone(name: str, argument: str):
     op, call = OPERATORS[name], with_tensors(name, argument)
     needs = f"requires {argument} in "
     given = call[argument]
-    other = given.to(NEVER) if isinstance(given, Tensor) else [each.to(NEVER) for each in given]
+    others = {torch.complex64, *DTYPES} - op.dtypes[argument]
     for chip in (chip for chip in CHIPS if chip in op.limits):
         assert needs not in str(refusal(op, chip, (), call))
-        assert needs in str(refusal(op, chip, (), call | {argument: other}))
+        for dtype in others:
+            other = given.to(dtype) if isinstance(given, Tensor) else [each.to(dtype) for each in given]
+            assert needs in str(refusal(op, chip, (), call | {argument: other})), dtype

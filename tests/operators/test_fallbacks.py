@@ -13,6 +13,8 @@ from tests.operators.agreement import new, require_agreement
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
 from tests.operators.references import REFERENCES
 
+pytestmark = pytest.mark.rotates(32)
+
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

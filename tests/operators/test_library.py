@@ -64,6 +64,7 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rotates(2)
 def test_nothing_is_registered_before_it_is_asked_for():
     facts = without_torch_npu("""
 before = hasattr(torch.ops.npu, "npu_rms_norm")
@@ -73,6 +74,7 @@ told(before=before, after=hasattr(torch.ops.npu, "npu_rms_norm"))
     assert facts == {"before": False, "after": True}
 
 
+@pytest.mark.rotates(2)
 def test_an_overload_before_it_is_registered_says_what_to_do():
     facts = without_torch_npu("""
 try:
@@ -84,6 +86,7 @@ except Exception as error:
     assert "call fusion.operators.ensure() first" in facts["error"]
 
 
+@pytest.mark.rotates(2)
 def test_absent():
     facts = without_torch_npu("""
 origin, again = ensure(), ensure()
@@ -98,6 +101,7 @@ told(origin=shown(origin), same=origin is again, runs=runs(), table=len(decompos
     assert facts["schemas"] == facts["declared"]
 
 
+@pytest.mark.rotates(2)
 def test_broken(broken: Path):
     facts = without_torch_npu("told(origin=shown(ensure()), runs=runs())", broken)
     assert facts["origin"]["source"] == "own"
@@ -105,6 +109,7 @@ def test_broken(broken: Path):
     assert facts["runs"]
 
 
+@pytest.mark.rotates(2)
 def test_broken_and_imported_later(broken: Path):
     facts = without_torch_npu(f"""
 import importlib.util, sys
@@ -150,6 +155,7 @@ def assert_own_overloads(facts: dict[str, Any]) -> None:
     assert facts["attended"] == [2, 3, 8]
 
 
+@pytest.mark.rotates(5)
 @requires_torch_npu
 def test_ours_first_then_torch_npu():
     facts = with_torch_npu(f"""
@@ -185,6 +191,7 @@ told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(),
     assert_own_overloads(facts)
 
 
+@pytest.mark.rotates(5)
 @requires_torch_npu
 @pytest.mark.parametrize("imported", ["import torch_npu", ""], ids=["imported", "installed"])
 def test_torch_npu_first(imported: str):
@@ -204,6 +211,7 @@ told(origin=shown(origin), runs=runs(),
     assert_own_overloads(facts)
 
 
+@pytest.mark.rotates(3)
 @requires_torch_npu
 def test_torch_npu_keeps_the_kernels_that_it_has():
     facts = with_torch_npu(f"""
@@ -217,6 +225,7 @@ told(kept=torch.ops.npu.npu_swiglu(torch.ones(2)).tolist(), runs=runs())
     assert facts == {"kept": [42.0, 42.0], "runs": True}
 
 
+@pytest.mark.rotates(2)
 @requires_torch_npu
 def test_the_real_torch_npu_without_its_libraries_is_broken():
     facts = with_torch_npu(f"{RUN}\ntold(origin=shown(ensure()), runs=runs())", LD_LIBRARY_PATH="")
@@ -241,6 +250,7 @@ def test_what_hides_its_writes_is_run_by_the_vendors_own_overload():
     assert [each.tolist() for each in (one, two, cache)] == [[2, 2], [3, 3], [2, 2]]
 
 
+@pytest.mark.rotates(3)
 @requires_torch_npu
 def test_a_device_has_a_kernel_for_what_hides_its_writes():
     facts = with_torch_npu("""

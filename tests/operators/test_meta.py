@@ -18,11 +18,14 @@ from tests.operators.latent_line_cases import line
 from tests.operators.quant_cases import added_static, fixed, product, static
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
+pytestmark = pytest.mark.rotates(32)
+
 
 def moved(arguments: dict[str, Any], to: Any) -> dict[str, Any]:
     return tree_map_only(Tensor, to, arguments)
 
 
+@pytest.mark.rotates(48)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_registered_meta_equals_the_fallback_on_fake_tensors(case: Case, dtype: torch.dtype):

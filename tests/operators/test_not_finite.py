@@ -52,7 +52,8 @@ def expected(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...] | None
         return None
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["one", "all"])
+@pytest.mark.rotates(12)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.rotates)], ids=["one", "all"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_not_finite_is_passed_on(case: Case, whole: bool):
     """In each tensor: one that is planted, and for the night all of them."""

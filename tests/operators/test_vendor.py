@@ -61,6 +61,7 @@ def vendor() -> dict[str, Any]:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOLD ")).removeprefix("TOLD "))
 
 
+@pytest.mark.rotates(7)
 def test_schemas_are_the_vendors(vendor: dict[str, Any]):
     assert vendor["schemas"] == {name: op.schema for name, op in OPERATORS.items()}
 

@@ -28,7 +28,7 @@ def example() -> Iterator[ModuleType]:
         yield importlib.import_module("deepseek_r1_w8a8")
 
 
-@pytest.mark.parametrize("step", [pytest.param(0, id="prompt", marks=pytest.mark.nightly), pytest.param(1, id="token")])
+@pytest.mark.parametrize("step", [pytest.param(0, id="prompt", marks=pytest.mark.rotates), pytest.param(1, id="token")])
 def test_a_block_becomes_six_operators(example: ModuleType, step: int):
     torch.manual_seed(0)
     block = example.converted(example.Attention().state_dict(), torch.bfloat16)
@@ -41,7 +41,7 @@ def test_a_block_becomes_six_operators(example: ModuleType, step: int):
     assert call.kwargs["weight_quant_mode"] == 2
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 def test_the_fused_block_is_as_exact_as_the_plain_one(example: ModuleType):
     torch.manual_seed(0)
     state = example.converted(example.Attention().state_dict(), torch.bfloat16).state_dict()

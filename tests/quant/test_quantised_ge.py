@@ -30,7 +30,7 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @requires_torch_npu
 def test_a_token_converts_to_ge():
     child = run(CHILD)

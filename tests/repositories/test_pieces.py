@@ -18,6 +18,8 @@ from .base import Piece
 from .families import told
 from .pieces import PIECES
 
+pytestmark = pytest.mark.rotates(48)
+
 HOST = Options(target="host", lower="eager")
 NPU = Options(target="ascend910_93", lower="eager")
 LAWS = (testing.means_what_it_says, testing.leaves_the_rest_alone, testing.emits_valid_calls)
@@ -59,13 +61,13 @@ def test_numbers_stay(piece: Piece, level: Level, dtype: torch.dtype):
     check(piece, level, dtype)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize(("piece", "level", "dtype"), names(product(PIECES, LEVELS, DTYPES)))
 def test_numbers_stay_in_every_setting(piece: Piece, level: Level, dtype: torch.dtype):
     check(piece, level, dtype)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize(("piece", "level", "dtype"), names(product(PIECES, LEVELS, DTYPES)))
 def test_no_more_calls_are_made_on_the_target(piece: Piece, level: Level, dtype: torch.dtype):
     counts = calls_on_target(piece, level, dtype)

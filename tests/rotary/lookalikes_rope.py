@@ -170,7 +170,7 @@ LOOKALIKES = (
         note="k alone may fuse",
     ),
     _not_rope(pairs_from_two_ends, "half|halves|pair|flip|order", tables=cos_sin),
-    _not_rope(halves_out_of_order, "sign|order|half|halves", tables=cos_sin),
+    _not_rope(halves_out_of_order, "sign|order|half|halves|factor", tables=cos_sin),
     _not_rope(
         halves_to_pairs,
         "",
@@ -179,7 +179,7 @@ LOOKALIKES = (
         note="the pairs are reordered after",
     ),
     _not_rope(negated_odd_only, "sign", "rope_interleaved", cos_sin),
-    _not_rope(odd_before_even, "order|sign|pair", "rope_interleaved", cos_sin),
-    _not_rope(odd_half_first, "order|half|halves|sign", "rope_interleaved_to_half", cos_sin),
-    _not_rope(even_channels_twice, "term|rotat|pair", "rope_interleaved_to_half", cos_sin),
+    _not_rope(odd_before_even, "order|sign|pair|factor", "rope_interleaved", cos_sin),
+    _not_rope(odd_half_first, "order|half|halves|sign|factor", "rope_interleaved_to_half", cos_sin),
+    _not_rope(even_channels_twice, "term|pair|different tensors", "rope_interleaved_to_half", cos_sin),
 )

@@ -107,13 +107,14 @@ def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") ->
     return t
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("form", ROTATIONS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize(
     ("dtype", "level"),
     [
         (torch.bfloat16, "composite"),
         *(
-            pytest.param(dtype, level, marks=pytest.mark.nightly)
+            pytest.param(dtype, level, marks=pytest.mark.rotates)
             for dtype in (torch.bfloat16, torch.float32)
             for level in ("composite", "decomposed", "core")
         ),

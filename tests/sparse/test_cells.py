@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
 from . import cells as sparse_cells
 from .cells import LARGE, SMALL
 
+pytestmark = pytest.mark.rotates(2)
+
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 TABLES = "the latent and its rotated lanes have one"
 NZ = "its pages are lines of NZ"
@@ -23,10 +24,9 @@ READ = {"rows": "LatentRows", "pages": "LatentPages"}
 REASONS = {"NZ pages": NZ, "two tables": TABLES, "two sizes": TABLES, "NZ indexer": NZ}
 
 
-def cells(s: sparse_cells.Sizes, often: int) -> Iterator[Any]:
-    """The product; one in so many is tried at each push."""
-    for number, example in enumerate(sparse_cells.cells(s)):
-        yield pytest.param(example, id=example.name, marks=[pytest.mark.nightly] if number % often else [])
+def cells(s: sparse_cells.Sizes) -> list[Any]:
+    """Return the product as parameters, by name."""
+    return [pytest.param(example, id=example.name) for example in sparse_cells.cells(s)]
 
 
 def tried(example: Example, target: str) -> Trial:
@@ -49,12 +49,14 @@ def fits(t: Trial, name: str) -> None:
         assert any(wanted in each for each in told), told
 
 
-@pytest.mark.parametrize("example", cells(SMALL, 1))
+@pytest.mark.rotates(16)
+@pytest.mark.parametrize("example", cells(SMALL))
 def test_a_cell_on_the_host(example: Example):
     fits(tried(example, "host"), example.name)
 
 
-@pytest.mark.parametrize("example", cells(LARGE, 3))
+@pytest.mark.rotates(6)
+@pytest.mark.parametrize("example", cells(LARGE))
 def test_a_cell_on_a_chip(example: Example):
     t = tried(example, "ascend910_93")
     fits(t, example.name)

@@ -203,6 +203,7 @@ def tried(shown: Form, level="composite", dtype=torch.bfloat16, low: float = -ma
     return trial(RULE, Example(shown.__name__, form, inputs), dtype, level, HOST)
 
 
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("low", [-math.inf, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("shown", SPELLINGS, ids=lambda each: each.__name__)
 def test_such_lists_are_one_list(shown: Form, low: float):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ from fusion import Example
 from fusion.frontend.library import installed
 from fusion.language import Refused
 from fusion.options import Options
-from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
+from fusion.testing import Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
 from patterns.sparse.attention.listing import IndexedRows
 from tests.latent.test_int8_readings import understood
+from tests.support.grids import grid, named
 
 from . import indexer_lists
 from .indexer_lists import GATHERED, LARGE, LOOKALIKES, RETURNED, Form
@@ -39,16 +40,8 @@ def forms(t: Trial) -> list[str]:
     return [each.match.form for each in t.outcome.chosen if each.match.rule is t.rule]
 
 
-def settings() -> Iterator[Any]:
-    """Every spelling at one level in one dtype; in all of them every night."""
-    for number, form in enumerate(RETURNED):
-        for place in range(len(LEVELS) * len(DTYPES)):
-            level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
-            marks = [pytest.mark.nightly] if place else []
-            yield pytest.param(form, level, dtype, id=f"{form.__name__}-{level}-{dtype}", marks=marks)
-
-
-@pytest.mark.parametrize(("form", "level", "dtype"), settings())
+@pytest.mark.rotates(9)
+@pytest.mark.parametrize(("form", "level", "dtype"), grid(named(RETURNED)))
 def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.dtype):
     t = tried(form, "indexer_topk", dtype, level)
     assert forms(t) == ["listed[Indexer]"], "\n".join(map(str, t.outcome.refusals))
@@ -56,6 +49,7 @@ def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.
     emits_valid_calls(t)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("form", GATHERED, ids=lambda each: each.__name__)
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
@@ -68,7 +62,7 @@ def test_rows_of_a_list_are_attended_to(form: Form):
     emits_valid_calls(t)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("form", [*RETURNED, *GATHERED], ids=lambda each: each.__name__)
 def test_lists_of_the_size_of_a_chip(form: Form):
     rule = "indexer_topk" if form in RETURNED else "sparse_attention"
@@ -78,6 +72,7 @@ def test_lists_of_the_size_of_a_chip(form: Form):
     emits_valid_calls(t)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_look_alike_is_refused(form: Form):
     t = tried(form, "indexer_topk", torch.bfloat16)

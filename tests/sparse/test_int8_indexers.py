@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -38,17 +39,13 @@ def called(t: Trial) -> list[str]:
 
 
 def settings() -> Iterator[Any]:
-    """Every spelling at one level in one dtype and one batch; in all of them every night."""
-    for number, form in enumerate(EVERY):
-        for place in range(len(LEVELS) * len(DTYPES) * 2):
-            level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
-            batch = 1 + (number + place // 9) % 2
-            if form is int8_indexers.both_first and dtype == torch.float16:
-                continue  # of these few keys the plain code is expected to take less time
-            marks = [pytest.mark.nightly] if place else []
-            yield pytest.param(form, level, dtype, batch, id=f"{form.__name__}-{level}-{dtype}-{batch}", marks=marks)
+    """Yield every spelling at every level in every dtype and batch."""
+    for form, level, dtype, batch in product(EVERY, LEVELS, DTYPES, (1, 2)):
+        if form is not int8_indexers.both_first or dtype != torch.float16:  # of few keys the plain code takes less time
+            yield pytest.param(form, level, dtype, batch, id=f"{form.__name__}-{level}-{dtype}-{batch}")
 
 
+@pytest.mark.rotates(18)
 @pytest.mark.parametrize(("form", "level", "dtype", "batch"), settings())
 def test_int8_rows_are_read_as_they_lie(form: Form, level: Level, dtype: torch.dtype, batch: int):
     t = tried(form, lambda: EVERY[form](batch), dtype, level)
@@ -59,6 +56,7 @@ def test_int8_rows_are_read_as_they_lie(form: Form, level: Level, dtype: torch.d
     emits_valid_calls(t)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("form", REFUSED, ids=lambda each: each.__name__)
 def test_look_alike_is_refused(form: Form):
     why, make = REFUSED[form]

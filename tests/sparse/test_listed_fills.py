@@ -50,7 +50,7 @@ LOW: dict[str, Callable[[Tensor], float]] = {
 WIDE: dict[str, Callable[[Tensor], float]] = LOW | {"-1e9": lambda scores: -1e9}
 CASES = [
     pytest.param(low, dtype, wide, id=f"{name}-{dtype}-{'wide' if wide else 'narrow'}",
-                 marks=[] if (name, dtype, wide) == ("the least", torch.bfloat16, False) else [pytest.mark.nightly])
+                 marks=[] if (name, dtype, wide) == ("the least", torch.bfloat16, False) else [pytest.mark.rotates])
     for dtype in (torch.bfloat16, torch.float16)
     for wide in (False, True)
     for name, low in (WIDE if wide else LOW).items()
@@ -66,7 +66,7 @@ def test_a_number_hides_what_a_query_does_not_see_of_its_list(low: Callable[[Ten
 
 
 @pytest.mark.parametrize(
-    "keys", [37, pytest.param(72, marks=pytest.mark.nightly), pytest.param(100, marks=pytest.mark.nightly)]
+    "keys", [37, pytest.param(72, marks=pytest.mark.rotates), pytest.param(100, marks=pytest.mark.rotates)]
 )
 def test_keys_that_no_page_divides_have_room_behind_them(keys: int):
     t = tried(LOW["the least"], torch.bfloat16, False, keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,23 +10,15 @@ import torch
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
+from fusion.testing import Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
 from tests.latent.test_int8_readings import understood
+from tests.support.grids import grid, named
 
 from . import listed_rows
 from .listed_rows import IN_PAGES, LARGE, LOOKALIKES, ONE, SMALL, SPELLINGS, Form, Sizes
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def settings(often: int) -> Iterator[Any]:
-    """Every spelling once at a level and in a dtype, one in so many at each push; in all of them every night."""
-    for number, form in enumerate(SPELLINGS):
-        for place in range(len(LEVELS) * len(DTYPES)):
-            level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
-            marks = [pytest.mark.nightly] if place or number % often else []
-            yield pytest.param(form, level, dtype, id=f"{form.__name__}-{level}-{dtype}", marks=marks)
 
 
 def tried(form: Form, z: Sizes, dtype: torch.dtype, level: Level = "composite", target: str = "host") -> Trial:
@@ -47,18 +38,19 @@ def reads_in_place(t: Trial, paged: bool) -> None:
     emits_valid_calls(t)
 
 
-@pytest.mark.parametrize(("form", "level", "dtype"), settings(2))
+@pytest.mark.rotates(18)
+@pytest.mark.parametrize(("form", "level", "dtype"), grid(named(SPELLINGS)))
 def test_rows_are_read_in_place(form: Form, level: Level, dtype: torch.dtype):
     reads_in_place(tried(form, SMALL, dtype, level), form in IN_PAGES)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
 def test_one_query_of_one_sequence(form: Form):
     reads_in_place(tried(form, ONE, torch.bfloat16), form in IN_PAGES)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
 def test_rows_of_the_size_of_a_chip(form: Form):
     reads_in_place(tried(form, LARGE, torch.bfloat16, target="ascend910_93"), form in IN_PAGES)

@@ -14,6 +14,8 @@ from fusion.runtime.verification import relative_error
 
 from .packed_block import EACH, PLAIN, Model, Sizes, Spelling, any_spelling, inputs
 
+pytestmark = pytest.mark.rotates(2)
+
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "torchair"}
 OPERATORS = {"npu::npu_mla_prolog_v3", "npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention"}
 EXTRA = {("index_rotation", "pairs_to_halves"): 1, ("index_rotation", "pairs"): 1, ("rotation", "complex_pairs"): 4,
@@ -34,11 +36,11 @@ def said(spelling: Spelling) -> str:
 
 
 def by_turns() -> Iterator[Any]:
-    """The plainest, and every spelling of a part: one in three at each push."""
-    for number, spelling in enumerate((PLAIN, *EACH)):
-        yield pytest.param(spelling, id=said(spelling), marks=[pytest.mark.nightly] if number % 3 else [])
+    """Yield the plainest, and every spelling of a part."""
+    yield from (pytest.param(spelling, id=said(spelling)) for spelling in (PLAIN, *EACH))
 
 
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("spelling", by_turns())
 def test_every_spelling_of_a_part_is_the_same_operators(spelling: Spelling):
     report = explained(1, spelling)
@@ -46,7 +48,7 @@ def test_every_spelling_of_a_part_is_the_same_operators(spelling: Spelling):
     assert all("interleaved" in str(each) or "in pairs" in str(each) for each in report.refusals)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("spelling", [PLAIN, *EACH], ids=said)
 def test_a_block_is_thirteen_launches(spelling: Spelling):
     """What is made once for all blocks apart, as tables are."""
@@ -54,7 +56,7 @@ def test_a_block_is_thirteen_launches(spelling: Spelling):
     assert (three - one) / 2 <= 13 + sum(EXTRA.get(each, 0) for each in spelling.items())
 
 
-@pytest.mark.parametrize("seed", [7, 8, *(pytest.param(each, marks=pytest.mark.nightly) for each in range(9, 40))])
+@pytest.mark.parametrize("seed", [7, 8, *(pytest.param(each, marks=pytest.mark.rotates) for each in range(9, 40))])
 def test_any_spelling_of_all_parts_is_the_same_operators(seed: int):
     spelling = any_spelling(seed)
     one, three = explained(1, spelling), explained(3, spelling)
@@ -70,7 +72,7 @@ def test_tables_of_all_layers_are_no_price_of_one():
     assert explained(3, spelling).ops["npu::npu_mla_prolog_v3"] == 3
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, *(pytest.param(each, marks=pytest.mark.nightly) for each in range(4, 24))])
+@pytest.mark.parametrize("seed", [1, 2, 3, *(pytest.param(each, marks=pytest.mark.rotates) for each in range(4, 24))])
 def test_what_runs_is_as_exact_as_the_block(seed: int):
     """Outputs and caches; lists of all keys are equal, however their scores are rounded."""
     torch.manual_seed(seed)

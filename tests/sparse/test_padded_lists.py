@@ -55,6 +55,7 @@ def agrees(t: Trial, padding: str, kind: torch.dtype = torch.int64) -> None:
     assert relative_error(have.nan_to_num(), want.nan_to_num()) < 1e-12
 
 
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", FORMS, ids=lambda each: each.__name__)
 def test_entries_are_looked_up_in_the_mask(form: Form, dtype: torch.dtype):

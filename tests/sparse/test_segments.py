@@ -41,7 +41,7 @@ def test_segments_are_attended_to_in_one_call_of_each_operator(form: Form):
     emits_valid_calls(t)
 
 
-@pytest.mark.nightly
+@pytest.mark.rotates
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("form", ATTENDED, ids=lambda each: each.__name__)
@@ -66,13 +66,8 @@ def test_a_list_of_the_model_is_counted_from_each_segment():
     means_what_it_says(t)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, marks=[pytest.mark.nightly] if number % 2 else [], id=form.__name__)
-        for number, form in enumerate(LOOKALIKES)
-    ],
-)
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_other_masks_keep_the_list_of_the_model(form: Form):
     t = tried(form)
     assert INDEXER not in called(t)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report.outcome import live_calls
-from fusion.testing import LEVELS, Level, capture, emits_valid_calls, means_what_it_says, trial
+from fusion.testing import Level, capture, emits_valid_calls, means_what_it_says, trial
 from tests.examples.selection import (
     SETTING,
     Model,
@@ -30,6 +29,7 @@ from tests.examples.selection import (
     sorted_slots,
     told,
 )  # fmt: skip
+from tests.support.grids import grid
 
 from . import listed_rows
 
@@ -134,15 +134,8 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def settings() -> Iterator[Any]:
-    for number, (name, parts) in enumerate(SPELLINGS.items()):
-        for place in range(len(LEVELS) * len(DTYPES)):
-            level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
-            marks = [pytest.mark.nightly] if place else []
-            yield pytest.param(parts, level, dtype, id=f"{name}-{level}-{dtype}", marks=marks)
-
-
-@pytest.mark.parametrize(("parts", "level", "dtype"), settings())
+@pytest.mark.rotates(9)
+@pytest.mark.parametrize(("parts", "level", "dtype"), grid(SPELLINGS))
 def test_every_spelling_is_one_call(parts: dict[str, Any], level: Level, dtype: torch.dtype):
     t = trial(RULE, Example("", Model(**parts), SETTING), dtype, level, Options(target="host", lower="eager"))
     assert [each.match.rule.name for each in t.outcome.chosen] == [NAME]
@@ -263,6 +256,7 @@ def test_a_step_is_one_call_that_writes_in_place(setting: Setting):
     assert after <= 5
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     ("setting", "options", "reason"),
     [
@@ -458,6 +452,7 @@ def test_nothing_is_said_of_it_unless_it_is_named():
         assert not reasons(outcome)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_lookalikes_are_refused(name: str):
     reason, parts = LOOKALIKES[name]

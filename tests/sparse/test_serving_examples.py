@@ -13,6 +13,8 @@ import torch
 import fusion
 from fusion.runtime.verification import relative_error
 
+pytestmark = pytest.mark.rotates(2)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHES = {"deepseek_v32": 13, "glm5": 14 + 5, "deepseek_v32_w8a8c8": 21}
 """Of one block; of one and another that shares its list."""

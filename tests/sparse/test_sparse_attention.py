@@ -24,6 +24,8 @@ from tests.latent import lookalikes_latent_attention
 from . import lookalikes_sparse_attention, sparse_attention, sparse_attention_blocks, sparse_attention_lists
 from .sparse_attention_base import Entry, reference
 
+pytestmark = pytest.mark.rotates(48)
+
 HOST = Options(target="host", lower="eager")
 SPELLINGS = (
     *sparse_attention.SPELLINGS,
@@ -49,20 +51,14 @@ MISSED: dict[Any, str] = {
 
 
 def settings(entries: tuple[Entry, ...]) -> Any:
-    """A third of the entries, each at one level in one mode; all of them in all of these every night."""
+    """Parametrise a test by every entry at every level in each of its modes."""
 
-    def one(number: int, entry: Entry, place: int) -> Any:
-        mode, level = entry.modes[(number + place) % len(entry.modes)], LEVELS[(number + place // len(entry.modes)) % 3]
+    def one(entry: Entry, mode: str, level: testing.Level) -> Any:
         reason = MISSED.get(entry.name) or MISSED.get((entry.name, level, mode))
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        marks += [pytest.mark.nightly] if place or number % 3 else []
         return pytest.param(entry, mode, level, id=f"{entry.name}-{mode}-{level}", marks=marks)
 
-    chosen = [
-        one(number, each, place)
-        for number, each in enumerate(entries)
-        for place in range(len(each.modes) * len(LEVELS))
-    ]
+    chosen = [one(each, mode, level) for each in entries for mode, level in product(each.modes, LEVELS)]
     return pytest.mark.parametrize(("entry", "mode", "level"), chosen)
 
 

@@ -18,6 +18,8 @@ from . import sparse_attention, sparse_attention_blocks, sparse_attention_lists
 from .sparse_attention_base import HIDDEN, B, C, Entry, R, T, X, tables
 from .test_sparse_attention import usual_error
 
+pytestmark = pytest.mark.rotates(2)
+
 HOST = {"target": "host", "lower": "eager"}
 CAP = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 PROMPT, STEPS = 6, 8
@@ -43,12 +45,12 @@ def sequence(block: Any, entry: Entry, mode: str, dtype: torch.dtype) -> tuple[l
 
 
 def settings() -> Any:
-    """Every spelling, way of keeping and dtype, a few of them for each push."""
+    """Return every spelling, way of keeping and dtype."""
     every = [(name, mode, dtype) for name in CHOSEN for mode in ("chunk", "grow") for dtype in DTYPES]
-    own = [each for each in every if each[1] in ENTRIES[each[0]].modes]
-    return [pytest.param(*each, marks=[pytest.mark.nightly] if place % 5 else []) for place, each in enumerate(own)]
+    return [each for each in every if each[1] in ENTRIES[each[0]].modes]
 
 
+@pytest.mark.rotates(20)
 @pytest.mark.parametrize(("name", "mode", "dtype"), settings(), ids=str)
 def test_a_prompt_and_steps(name: str, mode: str, dtype: torch.dtype):
     entry = ENTRIES[name]
