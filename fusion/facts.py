@@ -14,7 +14,8 @@ KINDS = ("causal", "padding", "window:n")
 ONES = ":ones"
 """Suffix of the kind of a float mask of 0 and 1: 1 where a key is visible, which an additive mask has as 0."""
 LOWERED = ":lowered"
-"""Suffix of the kind of a float padding mask that may mask all keys of a query by finite numbers, not only -inf."""
+"""Suffix of the kind of a padding mask that may mask all keys of a query: a float mask by finite numbers, not only by
+-inf, and a mask [B, T] all keys of a sequence."""
 FORMATS = ("ND", "FRACTAL_NZ")
 """Storage formats of a tensor, without and with blocks: see `fusion.inputs.nz_format`."""
 

@@ -85,6 +85,9 @@ def _computed(x: Value) -> Range | None:
         case "largest_index" | "stable_largest_index":
             size = x.arg.shape[-1]
             return 0, size - 1 if isinstance(size, int) else _LARGEST
+        case "first_greatest":
+            size = x.arg.shape[x.attrs[0] if x.attrs else -1]
+            return 0, size - 1 if isinstance(size, int) else _LARGEST
         case "ascending_index":
             size = x.shape[x.attrs[0]]
             return 0, size - 1 if isinstance(size, int) else _LARGEST

@@ -58,6 +58,10 @@ class Positions(Integers):
         """Return a new evaluation for a mask with the dims `shape`, with the same parameters."""
         return Positions(shape, self._folder, self._assumed, self._keep_lists, self._ones_visible)
 
+    def holds_ones(self, x: Value) -> bool:
+        """Return True if `x` is an input that has only 0 and 1 by an assumption on which a call relies."""
+        return x in self.relied and self._ones_visible(x)
+
     def supposing(self) -> Positions:
         """Return a new evaluation that takes every integer input for a mask of 0 and 1.
 

@@ -118,7 +118,8 @@ class Graph:
     def recipe(self, value: Value) -> Value:
         """Return an equal value whose op builds `value`, which no node has; its arguments are read or built in turn.
 
-        - A value that a node computes in another shape or order is viewed from there, and not computed again.
+        - A value that a node computes in another shape or order, or repeated along dims of size 1, is viewed from
+          there, and not computed again.
         - A reshape of x is viewed from x; where all users of x read it through one reshape, from that, so that the
           producer of that reshape can be replaced.
         - A cat, cast or scale, which the algebra builds of reshaped arguments, is read from an equal value of another
@@ -127,18 +128,21 @@ class Graph:
         - A choice between numbers, or a number and a tensor, fills the number in.
         - A comparison of a choice between two numbers is built from its condition.
         """
+        viewed = self._from_view.get(value)
         if value.op == "below":
-            return self._by_condition(value) or value
+            return self._by_condition(value) or viewed or value
         if value.op == "where":
-            return _filled(self.algebra, value)
+            return viewed or _filled(self.algebra, value)
         if value.op in _RESHAPED_INSIDE:
             alike = (*self._by_size.get(_size(value), ()), self.algebra.reshape(value, but_ones(value.shape)))
-            equal = (each for each in alike if each is not value and self.algebra.reshape(each, value.shape) is value)
+            equal = [each for each in alike if each is not value and self.algebra.reshape(each, value.shape) is value]
+            if viewed is not None and not any(map(self.node, equal)):
+                return viewed
             read = next((each for each in equal if self.node(each) or self._is_available_before(each, value)), None)
         elif value.op == "reshape":
             read = self._read_through_reshape(value.arg)
-        elif value in self._from_permuted:
-            return self._from_permuted[value]
+        elif viewed is not None:
+            return viewed
         else:
             read = None if value.op in _SEEN else self._first_reshape.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
@@ -187,15 +191,24 @@ class Graph:
         return result
 
     @cached_property
-    def _from_permuted(self) -> Mapping[Value, Value]:
-        """For each computed value that no node has in its own order, the view of its first permute that a node has."""
+    def _from_view(self) -> Mapping[Value, Value]:
+        """For each value that nodes have permuted or expanded alone, the first such value viewed in the own shape."""
         result: dict[Value, Value] = {}
         for value in self.places:
-            if value.op == "permute" and value.arg.op not in _SEEN and value.arg not in self.places:
-                back = tuple(value.attrs.index(axis) for axis in range(value.rank))
-                computed = value.arg
-                permuted_back = self.algebra.make("permute", (value,), back, computed.shape, computed.dtype)
-                result.setdefault(computed, permuted_back)
+            if value.op in ("permute", "expand") and value.arg.op not in _SEEN and value.arg not in self.places:
+                result.setdefault(value.arg, self._undone(value))
+        return result
+
+    def _undone(self, view: Value) -> Value:
+        """Build the argument of `view`, a permute or an expand, as a permute or as slices of `view`."""
+        if view.op == "permute":
+            back = tuple(view.attrs.index(axis) for axis in range(view.rank))
+            return self.algebra.make("permute", (view,), back, view.arg.shape, view.dtype)
+        result = view
+        for axis, (size, repeated) in enumerate(zip(view.arg.shape, view.shape, strict=True)):
+            if size != repeated:
+                shape = (*result.shape[:axis], 1, *result.shape[axis + 1 :])
+                result = self.algebra.make("slice", (result,), (axis, 0, 1, 1), shape, view.dtype)
         return result
 
     def _read_through_reshape(self, value: Value) -> Value | None:

@@ -150,7 +150,7 @@ def holds(mask: Tensor, kind: str) -> bool:
 
     "padding" requires one validity per key and sequence, the same for all queries and heads, at any positions (left,
     right or between): a rewrite may read the masked keys from the mask, not count them. So a [B, T] mask may have any
-    zeros and ones.
+    zeros and ones, at least one 1 in each sequence unless the kind ends in `LOWERED`.
 
     A fully masked query occurs in padding masks only, where keys are missing on the left. It is accepted in a bool or
     integer mask and with −inf, for which attention returns zero or NaN. With finite numbers plain attention returns the
@@ -169,7 +169,7 @@ def holds(mask: Tensor, kind: str) -> bool:
         return True
     visible, legal = _read(mask, is_per_key or is_ones, lowered)
     if is_per_key:
-        return bool(legal)
+        return bool(legal if lowered else legal & visible.any(-1).all())
     visible = visible.reshape(mask.shape[0] if mask.dim() > 2 else 1, -1, *mask.shape[-2:])
     shape = _padding(visible) if kind == "padding" else _window(visible, window(kind))
     return bool(legal & (visible == shape).all())
@@ -296,8 +296,11 @@ def assumed(
 
 
 def loosened(source: fx.Graph, facts: Facts) -> Facts:
-    """Return `facts` with `LOWERED` for float padding masks [.., S, T]: finite numbers may mask all keys of a query."""
+    """Return `facts` with `LOWERED` for padding masks that may mask all keys of a query.
+
+    That are masks [B, T], and floats [.., S, T], in which finite numbers may do so.
+    """
     masks = {node.name: node.meta["val"] for node in source.find_nodes(op="placeholder")}
-    added = {name for name, kind in facts.assumed.items() if kind == "padding" and masks[name].is_floating_point()}
-    low = {name: "padding" + LOWERED for name in added if masks[name].dim() > 2}
-    return replace(facts, assumed={**facts.assumed, **low})
+    padding = [name for name, kind in facts.assumed.items() if kind == "padding"]
+    low = [name for name in padding if _is_per_key(masks[name], "padding") or masks[name].is_floating_point()]
+    return replace(facts, assumed={**facts.assumed, **dict.fromkeys(low, "padding" + LOWERED)})

@@ -22,7 +22,7 @@ from torch.nn.functional import rms_norm
 from fusion import Group, Rule, encodings, lowering, pattern, require, rounding, scalar, tensor, variants
 from patterns.cache.pages import in_rows, page_operand
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
-from patterns.kit.int8_scales import STATIC, exact_scale
+from patterns.kit.int8_scales import STATIC, exact_scale, int8_zero_point
 from patterns.latent.prolog.prolog import MlaProlog
 from patterns.latent.prolog.terms import LatentQueries, LatentRow, Tables
 from patterns.quant.quantised_linear import NZ
@@ -216,16 +216,12 @@ def _quantisation(
     return betas, dict(
         quant_mode="per_tensor_quant_asymm",
         quant_scale0=exact_scale(layers.scale, layers.factor, x),
-        quant_offset0=_zero_point(layers.zero_point, layers.shift, x),
+        quant_offset0=int8_zero_point(layers.zero_point, layers.shift, x.device),
         bias0=both[0],
         quant_scale1=exact_scale(layers.scale_cq, layers.factor_cq, x),
-        quant_offset1=_zero_point(layers.zero_point_cq, layers.shift_cq, x),
+        quant_offset1=int8_zero_point(layers.zero_point_cq, layers.shift_cq, x.device),
         bias1=both[1],
     )
-
-
-def _zero_point(zero_point: Tensor | None, shift: float, like: Tensor) -> Tensor:
-    return torch.full((1,), int(shift), dtype=torch.int8, device=like.device) if zero_point is None else zero_point
 
 
 def _or_zeros(bias: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,19 @@ def multipliers(scale: Tensor | None, by: float, width: Any, device: torch.devic
     return torch.reciprocal(scale_of(scale, by, device)).expand(width).contiguous()
 
 
+def int8_zero_point(zero_point: Tensor | None, shift: float, device: torch.device) -> Tensor:
+    """Return the zero point [1] in int8: `zero_point`, or where that is None the number `shift`.
+
+    Raises:
+        Refused: `zero_point` is held in another dtype.
+    """
+    if zero_point is None:
+        return torch.full((1,), int(shift), dtype=torch.int8, device=device)
+    reason = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
+    require(zero_point.dtype == torch.int8, reason, dtype=zero_point.dtype)
+    return zero_point
+
+
 def exact_scale(scale: Tensor | None, by: float, like: Tensor) -> Tensor:
     """Return `scale`, or where `scale` is None the number `by` as a tensor [1], in the dtype of `like`.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, rounding, scalar, tensor, variants
-from patterns.kit.int8_scales import STATIC, exact_scale, scale_of
+from patterns.kit.int8_scales import STATIC, exact_scale, int8_zero_point, scale_of
 from patterns.norm.add_norm import AddNorm, float32_sum, rounded_before_gain
 from patterns.norm.gain import Gain, unit_gain
 from patterns.quant.quantisation import Quantisation
@@ -104,10 +104,10 @@ class Static(Group):
         return (p.quantise(x=norm, encoding=STATIC, scheme="static", **vars(self)),)
 
     def offset(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the zero point [1] in `dtype`."""
-        if self.zero_point is None:
-            return torch.full((1,), int(self.shift), dtype=dtype, device=device)
-        return self.zero_point.to(dtype)
+        """Return the zero point [1] in `dtype`, in which the model holds it unless that is int8."""
+        if self.zero_point is not None and self.zero_point.dtype == dtype:
+            return self.zero_point
+        return int8_zero_point(self.zero_point, self.shift, device).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, attribute, scalar, tensor
+from fusion import Group, attribute, require, scalar, tensor
 from fusion.analysis.dtypes import is_exact
 
 QINT8 = 12
@@ -17,17 +17,19 @@ QINT8 = 12
 
 @dataclass(frozen=True)
 class ConstantScales(Group):
-    """The operands of x / scale + zero, or of x · scale + zero.
+    """The operands of x / scale + zero, or of x · scale + zero, with a tensor or a number as zero point.
 
     Attributes:
         scale: the scale, with as many dims as x, 1 along those that share an entry.
-        zero: the zero point, likewise.
+        zero: the zero point, likewise; None for a number, or none.
+        shift: the zero point as a number; None for a tensor, or none.
         divided: True if x is divided by the scale, False if multiplied.
     """
 
     x: Any = tensor("*B D")
     scale: Any = tensor("*S Ds")
     zero: Any = tensor("*Z Dz", optional=True)
+    shift: Any = scalar()
     divided: Any = attribute()
 
     def refuse(self) -> None:
@@ -56,8 +58,15 @@ class ConstantScales(Group):
         """Return the scale, and the zero point, if any, in a dtype that the operator takes."""
         zero = self.zero
         if zero is None:
-            return [self.scale]
+            return [self.scale] if self.shift is None else [self.scale, self._number(self.shift)]
         return [self.scale, zero if self.divided and not zero.is_floating_point() else zero.to(self.x.dtype)]
+
+    def _number(self, shift: float) -> Tensor:
+        """Return the zero point `shift` for each entry of the scale."""
+        dtype = torch.int32 if self.divided else self.x.dtype
+        reason = "the zero point {shift} is not represented in {dtype}, as npu_quantize requires it; round it"
+        require(is_exact(shift, dtype), reason, shift=shift, dtype=dtype)
+        return torch.full_like(self.scale, int(shift) if self.divided else shift, dtype=dtype)
 
     def _quantize(self, x: Tensor, operands: list[Tensor]) -> Tensor:
         scale, zero = operands if len(operands) == 2 else (*operands, None)

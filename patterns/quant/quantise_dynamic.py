@@ -27,6 +27,10 @@ FLOATS = (
     "rows: they are rounded by a scale of each and stay floats; npu_dynamic_quant gives int8 and requires a "
     "cast; write .to(torch.int8) behind torch.round"
 )
+ASYMMETRIC = (
+    "zero point: one is added to the int8; npu_dynamic_quant requires symmetric int8, round(x / scale); leave the "
+    "zero point out"
+)
 UNSCALED = (
     "scale: it is not the largest of each row; npu_dynamic_quant requires amax(|row|) / 127; write "
     "x.abs().amax(-1, keepdim=True) / 127"
@@ -173,10 +177,7 @@ def dynamic(
     not that of the operator; None where no scale is near. `largest` are the maxima of the graph.
     """
     if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
-        return (
-            "zero point: one is added to the int8; npu_dynamic_quant requires symmetric int8, round(x / "
-            "scale); leave the zero point out"
-        )
+        return ASYMMETRIC
     quotient, outside = unscaled(below.quotient)
     if quotient.op != "mul" or (not below.rounded and not _has_scale(quotient)):
         return None

@@ -3,26 +3,29 @@
     divided     int8(clamp(round(x / s + z)))        multiplied     int8(clamp(round(x · s + z)))
 
 s and z, tensors or numbers, are the same for every token, as for the rows of an int8 cache (C8). The order of rounding
-and clamping does not matter.
+and clamping does not matter, nor that of rounding and adding a zero point that is proven to be a whole number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 import torch
 
 from fusion import reader, word
 from fusion.analysis.nodes import is_computed
-from fusion.analysis.rounding import exact, is_float, rounded, unscaled
+from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.quant.read_quantise import UNBOUNDED
+from patterns.quant.zero_points import rounded_last
 
 INT8_ROWS = word(
     "int8_rows",
     "int8(clamp(round(x / scale + zero))), or x · scale",
-    x="[*B, D]", scale="as many dims as x, 1 where all share it", zero="as the scale; absent for 0",
+    x="[*B, D]", scale="as many dims as x, 1 where all share it", zero="as the scale; absent for 0 and for a number",
+    shift="the zero point as a number; absent for 0 and for a tensor",
     divided="True if x is divided by the scale, False if multiplied",
 )  # fmt: skip
 INT8_BY_NUMBER = word(
@@ -41,7 +44,7 @@ def int8_rows(graph: Graph) -> Iterator[Annotation]:
     for value in graph.places:
         if value.op != "cast" or value.dtype != torch.int8 or not is_computed(graph, value):
             continue
-        below = rounded(value.arg)
+        below = rounded_last(graph.algebra, value.arg)
         if not below.rounded or not is_float(below.quotient):
             continue
         outcome = _scaled(graph.algebra, below.quotient)
@@ -59,7 +62,10 @@ def int8_rows(graph: Graph) -> Iterator[Annotation]:
 def _scaled(a: Algebra, quotient: Value) -> Reading | None:
     """Read `quotient` = x / scale or x · scale, plus an optional zero point; None if it has no constant scale."""
     zero: Value | None = None
-    if quotient.op == "add":
+    shift = 0.0
+    if quotient.op == "shift":
+        quotient, shift = quotient.arg, float(quotient.attrs[0])
+    elif quotient.op == "add":
         pairs = (quotient.args, quotient.args[::-1])
         quotient, zero = next(
             ((x, z) for x, z in pairs if _is_input(z) and x.shape == quotient.shape), (quotient, None)
@@ -71,8 +77,10 @@ def _scaled(a: Algebra, quotient: Value) -> Reading | None:
             continue
         if zero is not None and not _is_per_channel(x, zero):
             return None
-        captures = {"x": exact(x), "scale": _with_rank(a, exact(scale), x.rank), "divided": divided}
-        return Reading("int8_rows", captures | ({} if zero is None else {"zero": _with_rank(a, exact(zero), x.rank)}))
+        captures: dict[str, Any] = {"shift": shift} if shift else {}
+        captures |= {} if zero is None else {"zero": _with_rank(a, exact(zero), x.rank)}
+        captures |= {"x": exact(x), "scale": _with_rank(a, exact(scale), x.rank), "divided": divided}
+        return Reading("int8_rows", captures)
     return None
 
 

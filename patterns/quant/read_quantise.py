@@ -5,7 +5,7 @@
 n = x + bias [D], s = scale · by, z = zero_point [1] + shift; by and shift are numbers, and the tensors are absent where
 there is a number alone. The scale is [1], or without a zero point also one of each channel [C]: the model's own tensor
 where the model divides by it, its reciprocal in float32 where the model multiplies. The order of rounding and clamping
-does not matter; with a zero point, the sum is rounded once, to the nearest.
+does not matter, nor that of rounding and adding a zero point that is proven to be a whole number.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from fusion import Encoding, encodings, reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from patterns.quant.quantise_dynamic import FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
+from patterns.quant.quantise_dynamic import ASYMMETRIC, FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
+from patterns.quant.zero_points import addends, is_unbounded, rounded_last
 
 _PASSED = ("cast", "clip", "clamp", "trunc", "reshape")
 _BEHIND = (
-    "zero point: it is added to rounded numbers; npu_quantize requires that the sum is rounded; write "
-    "torch.round(x / scale + zero_point)"
+    "zero point: it is added to rounded numbers and not proven to be an integer; npu_quantize rounds the sum and "
+    "requires an integer; store the zero point as torch.int8"
 )
 _CUT = (
     "int8: numbers are cut off toward zero; the operator requires rounding to the nearest; write "
     "torch.round(x) before the cast"
 )
-_FLOAT = "zero point: it is {dtype} and may be a fraction; npu_quantize requires int8; store it as torch.int8"
 _PART = "zero point: it is {zero:g}; npu_quantize requires an integer from -128 to 127; round it"
+_BETWEEN = (
+    "int8: quotients are clamped to {low:g} and {high:g} before the zero point is added; npu_quantize clamps the sum "
+    "and requires no other bound; clamp the sum"
+)
 _BOUNDS = (
     "int8 {what}: they are clamped to {low:g} and {high:g}; the operator requires bounds of -128 and 127; "
     "clamp to these"
@@ -64,7 +68,7 @@ QUANTISE = word(
     scale="[*B, 1] or [*B], or a multiple of that, if dynamic; [1] or [D] if static; [N] of heads",
     dtype="of a dynamic scale", times="a multiple of a dynamic scale, as in token_scale",
     axes="dims of a row, as in token_scale", by="a number", shift="a number", bias="[D]",
-    zero_point="[1] in the dtype of the encoding",
+    zero_point="[1] in the dtype of the encoding, or as the model holds it",
 )  # fmt: skip
 TOKEN_SCALE = word(
     "token_scale", "max|x| / bound · times over the dims `axes`, which have size 1 or are absent: [*B, 1] or [*B]",
@@ -83,8 +87,14 @@ def quantised(graph: Graph) -> Iterator[Annotation]:
         if is_rounded_by_row(value) and value not in become_stored:
             yield value, Miss("quantisation", FLOATS)
         encoding = stored.get(value) if value.op == "cast" else None
-        below = None if encoding is None else rounded(value.arg)
-        if encoding is None or below is None or not is_float(below.quotient):
+        if encoding is None:
+            continue
+        below = rounded_last(graph.algebra, value.arg) if encoding.is_integer else rounded(value.arg)
+        if below is None:
+            continue
+        if not is_float(below.quotient):
+            if any(rounded(rest).unbounded for rest, _ in addends(below.quotient)):
+                yield value, Miss("quantisation", UNBOUNDED)
             continue
         heads = _by_head(graph.algebra, encoding, below) if encoding.is_integer else None
         if heads is not None:
@@ -97,10 +107,10 @@ def quantised(graph: Graph) -> Iterator[Annotation]:
             yield value, numbers
             yield scale, multiplier
             continue
-        if tokens is not None:
-            yield value, Miss("quantisation", tokens)
         dynamic_too = tokens not in (None, UNSCALED)
         static = _static(graph.algebra, encoding, below, dynamic_too) if encoding.is_integer else None
+        if tokens is not None and not (tokens == ASYMMETRIC and static is not None):
+            yield value, Miss("quantisation", tokens)
         if static is not None:
             yield value, _outcome("quantise", static)
 
@@ -163,29 +173,28 @@ def _unproven(zero: Value | float, encoding: Encoding, outer: Rounded, inner: Ro
     """Return the reason why the zero point `zero`, added between `inner` and `outer`, differs from the operator's; ""
     if not.
 
-    The quotient is rounded before the sum, or the sum is not; `zero` is no int8; or the sum is not clipped to int8.
+    The quotient is clamped or rounded before the sum, or the sum is not rounded; `zero` is no integer of `encoding`; or
+    the sum is not clipped to its range.
     """
+    if not is_unbounded(inner):
+        return UNBOUNDED if inner.unbounded else _BETWEEN.format(low=inner.low, high=inner.high)
     if inner.rounded:
         return _BEHIND
-    if not outer.rounded:
+    if inner.cut or not outer.rounded:
         return _CUT
-    if isinstance(zero, Value):
-        reason = "" if zero.dtype == encoding.torch_dtype else _FLOAT.format(dtype=zero.dtype)
-    else:
-        reason = (
-            "" if zero == round(zero) and encoding.range[0] <= zero <= encoding.range[1] else _PART.format(zero=zero)
-        )
-    return _unbounded(outer, encoding, "numbers") or reason
+    low, high = encoding.range
+    is_known = isinstance(zero, Value) or (float(zero).is_integer() and low <= zero <= high)
+    return _unbounded(outer, encoding, "numbers") or ("" if is_known else _PART.format(zero=zero))
 
 
 def _split_zero_point(value: Value) -> tuple[Value, Value | float | None]:
     """Split `value` into a rest and its zero point: a number, or a tensor [1] before its cast; None for none."""
-    if value.op == "shift":
-        return value.arg, value.attrs[0]
-    for rest, one in (value.args, value.args[::-1]) if value.op == "add" else ():
+    for rest, one in addends(value):
+        if not isinstance(one, Value):
+            return rest, one
         if prod(one.shape) == 1:
             one = exact(one)
-            return rest, one.arg if one.op == "cast" and one.arg.dtype == torch.int8 else one
+            return rest, one.arg if one.op == "cast" and one.arg.dtype in (torch.int8, torch.int32) else one
     return value, None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from fusion import testing
 from fusion.analysis.affine import Affine, Leaf
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.predicates import Positions
-from fusion.facts import Facts
+from fusion.facts import LOWERED, Facts
 from fusion.frontend.library import installed
 from fusion.graph import Algebra, Value
 from fusion.inputs.assumptions import holds
@@ -141,22 +143,51 @@ def test_without_an_assumption_an_added_mask_is_any_bias():
     assert any("what is added to the scores is not proven" in each.reason for each in outcome.refusals)
 
 
-@pytest.mark.parametrize("added", [lambda mask: mask, lambda mask: (1.0 - mask) * -1e4], ids=["as it is", "turned"])
-def test_ones_of_keys_are_known_to_be_finite(added):
-    """Added as they are they are a bias; turned into numbers of which attention has the sum, another one."""
+def padded(added: Callable[[Tensor], Tensor], q: Tensor, mask: Tensor) -> Tensor:
+    """Attention to the keys of sequences [B, T], by numbers that are `added` to the scores."""
+    return (q @ q.mT / 8 + added(mask)[:, None, None]).softmax(-1) @ q
 
-    def padded(q: Tensor, mask: Tensor) -> Tensor:
-        return (q @ q.mT / 8 + added(mask)[:, None, None]).softmax(-1) @ q
 
-    inputs = (torch.randn(2, 2, 8, 64), (torch.arange(8) < torch.tensor([[0], [5]])).float())
-    graph = testing.capture(padded, inputs, "composite").graph
+def turned(mask: Tensor) -> Tensor:
+    return (1.0 - mask) * -1e4
+
+
+def captures_of_padding(added: Callable[[Tensor], Tensor], kind: str, *lengths: int) -> dict[str, Any]:
+    """The captures of attention under a mask [B, T] of so many ones that is assumed to be of a kind; right numbers."""
+    inputs = (torch.randn(2, 2, 8, 64), (torch.arange(8) < torch.tensor(lengths)[:, None]).float())
+    assert holds(inputs[1], kind), "the test's own mask"
+    graph = testing.capture(partial(padded, added), inputs, "composite").graph
     name = next(n.name for n in graph.graph.find_nodes(op="placeholder") if n.meta["val"].shape == (2, 8))
     fused = copy.deepcopy(graph)
-    outcome = fuse_graph(fused.graph, installed(), HOST, Facts(assumed={name: "padding"}))
+    outcome = fuse_graph(fused.graph, installed(), HOST, Facts(assumed={name: kind}))
     fused.recompile()
     assert [each.match.rule.name for each in outcome.chosen] == ["attention"]
-    assert outcome.chosen[0].match.captures.get("bias") is not None
     torch.testing.assert_close(fused(*inputs), graph(*inputs))
+    assert outcome.assumed == {name}
+    return dict(outcome.chosen[0].match.captures)
+
+
+@pytest.mark.parametrize("added", [lambda mask: mask, turned], ids=["as it is", "turned"])
+def test_ones_of_keys_are_known_to_be_finite(added):
+    """Added as they are they are a bias; turned into numbers of which attention has the sum, another one."""
+    assert "bias.values" in captures_of_padding(added, "padding" + LOWERED, 0, 5)
+
+
+def test_padding_with_a_key_in_each_sequence_is_a_mask_alone():
+    captures = captures_of_padding(turned, "padding", 3, 5)
+    assert "bias.values" not in captures
+    assert captures["seen.fully_masked_row"] == "zero"
+    hidden = captures["seen.mask"].below("expand", "reshape")
+    assert (hidden.op, hidden.below("below", "expand", "reshape").op) == ("below", "input")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_padding_of_keys_has_a_key_in_each_sequence(dtype):
+    some, none = ((torch.arange(8) < torch.tensor([[n], [5]])).to(dtype) for n in (3, 0))
+    assert holds(some, "padding")
+    assert holds(some, "padding" + LOWERED)
+    assert not holds(none, "padding")
+    assert holds(none, "padding" + LOWERED)
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,16 @@ STATICS = (
     static("numbers", quantise=rounded(lambda x, scale, zero: x / 2**-5 + 3)),
     static("no zero point", quantise=rounded(lambda x, scale, zero: x / scale)),
     static(
-        "rounded before the zero point", "added to rounded numbers",
+        "rounded before the zero point",
         quantise=lambda x, scale, zero: ((x.float() / scale.float()).round() + zero).clamp(-128, 127).to(torch.int8),
+    ),
+    static(
+        "a zero point in floats behind the rounding", "added to rounded numbers", WIDE_ZERO,
+        quantise=lambda x, scale, zero: ((x.float() / scale.float()).round() + zero).clamp(-128, 127).to(torch.int8),
+    ),
+    static(
+        "bounded before the zero point", "before the zero point is added",
+        quantise=rounded(lambda x, scale, zero: (x.float() / scale.float()).clamp(-9, 9) + zero),
     ),
     static(
         "cut off", "cut off toward zero",

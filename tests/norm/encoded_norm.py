@@ -89,6 +89,12 @@ class InFloat(W8A8Static):
         return q.to(dtype=torch.int8)
 
 
+class RoundedFirst(W8A8Static):
+    def quantised(self, x):
+        q = torch.round(x.float() * (1.0 / self.input_scale.float())) + self.input_offset
+        return torch.clamp(q, -128, 127).to(torch.int8)
+
+
 class Numbers(W8A8Static):
     def quantised(self, x):
         return (x / SCALE + ZERO).round().clamp(-128, 127).char()
@@ -181,6 +187,7 @@ SPELLINGS = (
     _spelling("bounded_first", Block, "compressed-tensors: zero point added in place, bounds before the rounding",
               linear=BoundedFirst),
     _spelling("in_float", Block, "SmoothQuant and torch-int: in place in float32", linear=InFloat),
+    _spelling("rounded_first", Block, "torchao and PT2E: a zero point behind the rounding", linear=RoundedFirst),
     _spelling("numbers", Block, "a calibrated model whose constants were folded", linear=Numbers),
     _spelling("unrounded_sum", UnroundedSum, "vLLM's native norm: float32 sum, float32 weight"),
     _spelling("scales_of_buffers", Block, "MindIE: lines of a scale in a buffer would cost a launch each", ALONE,
@@ -188,6 +195,7 @@ SPELLINGS = (
     _spelling("read_twice", ReadTwice, "the norm in floats is a result, too", (ADD_RMS_NORM, "npu::npu_quantize")),
     _spelling("no_residual", NoResidual, "the first layer of a model", ALONE),
     _spelling("no_residual_torch", NoResidual, "behind F.rms_norm, in float32", ALONE, norm=torch_norm, linear=InFloat),
+    _spelling("no_residual_rounded", NoResidual, "the same, rounded first", ALONE, linear=RoundedFirst),
     _spelling("no_residual_bias", NoResidualWithBias, "the same with a bias", ALONE),
 )  # fmt: skip
 
@@ -196,7 +204,23 @@ SPELLINGS = (
 
 
 def added_behind(n, scale, zero):
-    return ((n / scale).round() + zero).clamp(-128, 127).to(torch.int8)
+    return ((n / scale).round() + (zero + 0.25)).clamp(-128, 127).to(torch.int8)
+
+
+def bounded_between(n, scale, zero):
+    return ((n / scale).clamp(-20, 20) + zero).round().clamp(-128, 127).to(torch.int8)
+
+
+def bounded_rounded_between(n, scale, zero):
+    return ((n / scale).clamp(-20, 20).round() + zero).clamp(-128, 127).to(torch.int8)
+
+
+def cut_between(n, scale, zero):
+    return ((n / scale).trunc() + zero).round().clamp(-128, 127).to(torch.int8)
+
+
+def whole_between(n, scale, zero):
+    return ((n / scale).round().to(torch.int32) + zero).clamp(-128, 127).to(torch.int8)
 
 
 def cut_off(n, scale, zero):
@@ -237,6 +261,10 @@ def _fused(x, residual, gain, bias, weight, scale, zero):
 _look = partial(look_alike, "encoded_norm", forbid=(ADD_RMS_NORM_QUANT, RMS_NORM_QUANT), inputs=_inputs)
 LOOKALIKES: tuple[LookAlike, ...] = (
     _look(_form(added_behind), "it is added to rounded numbers", meaning=None),
+    _look(_form(bounded_between), "clamped to -20 and 20 before the zero point", meaning=_fused),
+    _look(_form(bounded_rounded_between), "clamped to -20 and 20 before the zero point", meaning=_fused),
+    _look(_form(cut_between), "numbers are cut off toward zero", meaning=_fused),
+    _look(_form(whole_between), "and may overflow there", meaning=None),
     _look(_form(cut_off), "numbers are cut off toward zero", meaning=_fused),
     _look(_form(seven_bits), "bounded by -64 and 63", meaning=_fused),
     _look(_form(other_norm), "", meaning=_fused, note="what is quantised is centred behind the norm"),

@@ -84,6 +84,8 @@ INT8_BY_A_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
     "by the inverse": lambda x: (x * (1 / 0.0625)).round().clip(-128, 127).to(torch.int8),
     "of a function": lambda x: (torch.relu(x) * 16).round().clamp(-128, 127).to(torch.int8),
     "whole zero point": lambda x: (x.float() * 16 - 5).round().clamp(-128, 127).to(torch.int8),
+    "whole zero point behind": lambda x: ((x.float() * 16.1).round() + 5).clamp(-128, 127).to(torch.int8),
+    "even zero point behind": lambda x: ((x * 16).round() - 4).clamp(-128, 127).to(torch.int8),
     "zero point with a fraction": lambda x: (x.float() * 16 + 0.3).round().clamp(-128, 127).to(torch.int8),
 }
 
@@ -103,7 +105,8 @@ def test_a_number_that_the_dtype_does_not_hold_is_multiplied_in_float32():
 
 NO_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
     "cut off": lambda x: (x * 16).clamp(-128, 127).to(torch.int8),
-    "zero point behind": lambda x: ((x * 16).round() + 5).clamp(-128, 127).to(torch.int8),
+    "fraction behind": lambda x: ((x * 16).round() + 0.5).clamp(-128, 127).to(torch.int8),
+    "bounded before": lambda x: ((x * 16).clamp(-20, 20).round() + 4).clamp(-128, 127).to(torch.int8),
     "unbounded": lambda x: (x * 16).round().to(torch.int32).clamp(-128, 127).to(torch.int8),
     "other bounds": lambda x: (x * 16).round().clamp(-127, 127).to(torch.int8),
     "uint8": lambda x: (x * 16 + 128).round().clamp(0, 255).to(torch.uint8),
@@ -126,10 +129,21 @@ def test_fractions_that_are_cut_off_are_left():
     assert not calls(fused(cut_off, inputs(*CHANNELS), torch.bfloat16))
 
 
-def test_a_zero_point_behind_the_rounding_is_left():
+def test_a_zero_point_behind_the_rounding_must_be_whole():
     behind = lambda x, scale, zero: ((x / scale).round() + zero).clamp(-128, 127).to(torch.int8)  # noqa: E731
+    whole = fixed(torch.arange(CHANNELS[0] * CHANNELS[-1], dtype=torch.int8).reshape(CHANNELS))
+    assert calls(fused(behind, inputs(*CHANNELS, more=(whole,)), torch.bfloat16))
     assert not calls(fused(behind, inputs(*CHANNELS, more=(ZERO,)), torch.bfloat16))
     assert calls(fused(shifted, inputs(*CHANNELS, more=(ZERO,)), torch.bfloat16))
+
+
+@pytest.mark.parametrize("shift", [3, 3.0, -128])
+def test_a_number_is_a_zero_point_beside_scales_of_channels(shift: float):
+    form = lambda x, scale: ((x / scale).round() + shift).clamp(-128, 127).to(torch.int8)  # noqa: E731
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert calls(fused(form, inputs(*CHANNELS), dtype))
+    between = lambda x, scale: int8(x / scale + 0.25)  # noqa: E731
+    assert not calls(fused(between, inputs(*CHANNELS), torch.bfloat16))
 
 
 def test_a_scale_of_each_token_is_left():

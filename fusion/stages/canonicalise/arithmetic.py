@@ -131,13 +131,16 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
 
 
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
-    """Translate `op` of x and a positive int, a remainder or a floor division; a remainder of 0 <= x < divisor is x
-    itself.
+    """Translate `op` of x and a positive int, a remainder or a floor division.
+
+    A remainder of 0 <= x < divisor, and a quotient by 1, is x itself.
+
     """
     must(isinstance(x, Value))
     must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= dtype_bounds(x.dtype)[1])
     low, high = bounds(x)
-    return x if op == "remainder" and 0 <= low <= high < divisor else _elementwise(a, op, x, (divisor,))
+    is_same = 0 <= low <= high < divisor if op == "remainder" else divisor == 1
+    return x if is_same else _elementwise(a, op, x, (divisor,))
 
 
 def _elementwise(a: Algebra, op: str, x: Value, attrs: tuple[Any, ...]) -> Value:

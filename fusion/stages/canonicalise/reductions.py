@@ -59,17 +59,16 @@ def _reduce_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value
 
 @translates("aten.max.dim")
 def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    """Translate the maximum of rows; its index has a value for softmax shares alone, the first of equal ones."""
+    """Translate the maximum of rows, and over the last dim its index, the first of equal ones."""
     best = _reduce_dim(a, "greatest", x, dim, keepdim)
-    shares = logic.is_shares(x) and dim % x.rank == x.rank - 1
-    return best, a.make("first_greatest", (x,), (), best.shape, torch.int64) if shares else None
+    is_last = dim % x.rank == x.rank - 1
+    return best, a.make("first_greatest", (x,), (), best.shape, torch.int64) if is_last else None
 
 
 @translates("aten.argmax.default")
 def _argmax(a: Algebra, out: Out, x: Value, dim: int | None = None, keepdim: bool = False) -> Translated:
-    """Translate the first index of the greatest integer or boolean."""
+    """Translate the first index of the greatest number."""
     axis = proven(dim) % x.rank
-    must(x.below("cast").dtype in INDEX_DTYPES or x.below("cast").dtype is torch.bool)
     return a.make("first_greatest", (x,), () if axis == x.rank - 1 else (axis,), out.shape, torch.int64)
 
 

@@ -54,7 +54,9 @@ def attentions(graph: Graph) -> Iterator[Annotation]:
         reading = outcome.get(cores[0].root) if isinstance(outcome, dict) else None
         if isinstance(reading, Reading) and "empty_bias" in reading.captures and is_one_call(graph, value):
             bias = reading.captures["bias"].below("reshape", "expand")
-            outcome = missed(f"{unproven(bias)}; {GUARDED}", value, (bias,))
+            positions = assumed.masks(bias.shape, (), (1, 1, 1, 1)).positions
+            why = unproven(bias, hides_by_truths(positions, Term("add", bias)))
+            outcome = missed(f"{why}; {GUARDED}", value, (bias,))
         yield from annotated(value, cores[0], outcome)
         for diagnose in (wide_result_miss, used_weights_miss) if cores[0].root is value else ():
             miss = diagnose(graph, value, reading)

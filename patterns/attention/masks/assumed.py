@@ -80,7 +80,8 @@ class Assumed:
         """
         positions = Positions(shape, self.folder, self.visible, keep_lists, self.holds_ones)
         positions = positions.supposing() if suppose else positions
-        return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]), self.may_be_lowered)
+        begins = self._begins(positions, *sizes[2:])
+        return Masks(self.algebra, positions, terms, sizes, begins, self.may_be_lowered, self.shows_some)
 
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
         """Return the positions from which the model writes `queries` rows into buffers of at most `keys` rows.
@@ -122,7 +123,11 @@ class Assumed:
 
     def may_be_lowered(self, mask: Value) -> bool:
         """Return True if the assumed `mask` may hide every key of a query, by finite numbers or by -inf."""
-        return self._assumption(mask).endswith(LOWERED)
+        return self._assumption(mask).endswith(LOWERED) and not self._is_of_keys(mask)
+
+    def shows_some(self, mask: Value) -> bool:
+        """Return True if `mask` is assumed to be a padding mask [B, T] with a visible key in each sequence."""
+        return self._is_of_keys(mask) and not self._assumption(mask).endswith(LOWERED)
 
     def _assumption(self, mask: Value) -> str:
         return self.kinds.get(mask.attrs[0], "") if mask.op == "input" and mask.attrs[1] == 0 else ""

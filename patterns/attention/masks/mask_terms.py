@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -212,11 +212,13 @@ def lowered(a: Algebra, terms: Sequence[Term]) -> Value | None:
     return total
 
 
-def hidden_by(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:
-    """Yield for each of `terms` the booleans that are true where it hides a key."""
+def hidden_by(
+    a: Algebra, terms: Sequence[Term], holds_ones: Callable[[Value], bool] = lambda x: False
+) -> Iterator[Value]:
+    """Yield for each of `terms` the booleans that are true where it hides a key; for `holds_ones` see `hidden`."""
     for each in terms:
         if each.how == "add":
-            yield hidden(a, each.mask, each.factor)
+            yield hidden(a, each.mask, each.factor, holds_ones)
             continue
         is_negated = each.mask.op == "not"
         mask = each.mask.arg if is_negated else each.mask

@@ -78,6 +78,7 @@ class Masks:
         sizes: B, N, S and T.
         begins: the positions at which the model writes as many keys as there are queries, all of them within the keys.
         lowered: true if an assumed mask may hide every key of a query, by finite numbers or by -inf.
+        shows_some: true if a mask is assumed to be [B, T] with a visible key in each sequence.
     """
 
     a: Algebra
@@ -86,6 +87,7 @@ class Masks:
     sizes: Sizes
     begins: Collection[Affine] = ()
     lowered: Callable[[Value], bool] = lambda mask: False
+    shows_some: Callable[[Value], bool] = lambda mask: False
 
     def visible(self) -> Formula | str:
         """Return the formula of the positions that all masks show, or the reason why it is unknown."""
@@ -161,6 +163,7 @@ class Masks:
         bounds = self.limits(formula)
         some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
         alike = "zero" if some else self._unseen(empty, over, floor)
+        alike = "zero" if alike != "zero" and self._shows_some(bounds) else alike
         levels = {} if alike or empty.sunk or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
             return NOT_LOST + (_OF_PADDING if self.positions.relied else "") if self.are_shared(empty) else UNSHARED
@@ -193,6 +196,20 @@ class Masks:
         if listed is None:
             return f"{OF_HEADS}; {_ONE}"
         return _OF_LISTS.format(what="keys" if names_keys(listed, self.sizes[3]) else "blocks of keys")
+
+    def _shows_some(self, bounds: Limits) -> bool:
+        """Return True if `bounds` are a mask [B, T] alone, of which a key is assumed to be visible in each sequence.
+
+        The mask is recorded as relied on.
+        """
+        kind, leaf = bounds.rest[0] if len(bounds.rest) == 1 and not isinstance(bounds.rest[0], bool) else ("", None)
+        keys = self.positions.origin[-1:]
+        if kind != "is" or bounds.high is not None or bounds.low is not None or tuple(leaf.index[-1:]) != tuple(keys):
+            return False
+        if leaf.value.shape[-1] != self.sizes[3] or not self.shows_some(leaf.value):
+            return False
+        self.positions.relied.add(leaf.value)
+        return True
 
     def _lists_some(self, bounds: Limits) -> bool:
         """Return True if each query is proven to see a key within `bounds`, whose `rest` is one condition.
@@ -325,7 +342,7 @@ class Masks:
         `_led`.
         """
         terms = [each for each in self.terms if not self._shows_all(each)]
-        first, *others = hidden_by(self.a, terms or self.terms)
+        first, *others = hidden_by(self.a, terms or self.terms, self.positions.holds_ones)
         joined: Value | None = first
         for each in others:
             joined = joined and either(self.a, joined, each)

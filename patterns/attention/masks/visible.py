@@ -2,35 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusion.analysis.constant_folding import COMPARE
+from fusion.analysis.dtypes import rounded_number
+from fusion.analysis.few_numbers import zero_at
 from fusion.graph import Algebra, Value
 
 MASKED = -9984.0
 """A score lowered by this much is masked: -1e4 as bfloat16. Models use -inf, the lowest of a dtype, -1e9 and -1e4."""
 
 
-def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
-    """Return booleans, true where the additive `mask` times `factor` > 0 hides a key: it has 0 or at most `MASKED`."""
+def hidden(
+    a: Algebra, mask: Value, factor: float = 1.0, holds_ones: Callable[[Value], bool] = lambda x: False
+) -> Value:
+    """Return booleans, true where the additive `mask` times `factor` > 0 hides a key: it has 0 or at most `MASKED`.
+
+    `holds_ones` is true for numbers that are known to be 0 or 1.
+    """
     if mask.op == "expand":
-        return a.expand(hidden(a, mask.arg, factor), mask.shape)
+        return a.expand(hidden(a, mask.arg, factor, holds_ones), mask.shape)
     bound = MASKED / 2 / factor
     condition = by_list(a, mask, lambda number: number < bound) or _by_condition(a, mask, bound)
+    condition = condition or _by_truths(a, mask, bound, holds_ones)
     return condition or a.make("below", (mask,), (bound,), mask.shape, torch.bool)
+
+
+def _by_truths(a: Algebra, mask: Value, bound: float, holds_ones: Callable[[Value], bool]) -> Value | None:
+    """Return booleans, true where `mask`, computed from 0 and 1 by casts, sums and products with numbers, is below
+    `bound`.
+
+    None unless the source of `mask` is boolean or `holds_ones` is true for the source, and exactly one of 0 and 1 leads
+    to a number below `bound`.
+    """
+    source = mask.below(*_ARITHMETIC, *_VIEWS)
+    if source is mask or not (source.dtype is torch.bool or holds_ones(source)):
+        return None
+    steps = list[Value]()
+    x = mask
+    while x is not source:
+        steps.insert(0, x)
+        x = x.arg
+    results = [_computed(number, steps) for number in (0.0, 1.0)]
+    below = [number is not None and number < bound for number in results]
+    if None in results or below[0] == below[1]:
+        return None
+    if below[1]:
+        condition = a.cast(source, torch.bool)
+    elif source.dtype is torch.bool:
+        condition = negated(a, source)
+    else:
+        condition = a.make("below", (source,), (1,), source.shape, torch.bool)
+    for each in steps:
+        condition = a.seen_as(condition, each) if each.op in _VIEWS else condition
+    return condition
+
+
+def _computed(number: float, steps: Sequence[Value]) -> float | None:
+    """Apply `steps`, casts, sums and products with numbers, to `number`, rounding to the dtype of each.
+
+    None where torch leaves a conversion open.
+    """
+    result: float | None = number
+    for each in steps:
+        if each.op in _ARITHMETIC and result is not None:
+            change = 0.0 if each.op == "cast" else each.attrs[0]
+            result = rounded_number(result * change if each.op == "scale" else result + change, each.dtype)
+    return result
 
 
 def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
     """Return booleans, true where `mask`, a choice of two numbers, is below `bound`: its condition or the negation.
 
-    None unless the condition has fewer dims than `mask`, and exactly one of the two numbers is below `bound`.
+    The numbers are constants, or 0 as of a float that is chosen where it is 0 itself. None unless exactly one of the
+    two numbers is below `bound`, and the condition has fewer dims than `mask` or a side of `mask` is such a float.
     """
-    if mask.op != "where" or mask.arg.shape == mask.shape or any(each.op != "full" for each in mask.args[1:]):
+    if mask.op != "where":
         return None
-    yes, no = (each.attrs[0] < bound for each in mask.args[1:])
+    zero = zero_at(mask)
+    if zero is None and (mask.arg.shape == mask.shape or any(each.op != "full" for each in mask.args[1:])):
+        return None
+    if any(each.op != "full" for each in mask.args[1:] if each is not zero):
+        return None
+    yes, no = (each is not zero and each.attrs[0] < bound for each in mask.args[1:])
     return None if yes == no else mask.arg if yes else negated(a, mask.arg)
 
 
@@ -78,6 +135,8 @@ def names_keys(listed: Value, keys: Any) -> bool:
     return size == keys or (isinstance(size, int) and isinstance(keys, int) and size > keys)
 
 
+_ARITHMETIC = ("cast", "scale", "shift")
+_VIEWS = ("reshape", "expand", "permute", "slice")
 _OF_LISTS = ("chosen", "counts")
 _OF_LOGIC = (
     "not", "and", "or", "where", "compare", "below", "cast", "slice", "reshape", "expand", "permute", "repeat",

@@ -33,7 +33,7 @@ DROPPED = (
 TRUTHS = (
     "mask: what is added to the scores is computed from numbers that are passed in and may be other than 0 "
     "and 1; npu_fused_infer_attention_score requires a mask; pass booleans, and write torch.where(mask, 0, "
-    "-inf)"
+    "-inf), or name a mask [B, T] that is passed in by the option assume"
 )
 _VIEWS = ("reshape", "permute", "expand", "slice")
 _COMPUTED = ("add", "mul", "scale", "shift", "where", "cast")

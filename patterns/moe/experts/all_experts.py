@@ -15,6 +15,7 @@ from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Value
 from fusion.graph.proof import must, proof, proven
+from patterns.moe.experts.counts import are_indices
 from patterns.moe.experts.expert_rows import ChosenRows
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.moe.experts.weighted_sums import RULE, Total, sum_of_products, summed, total
@@ -29,11 +30,21 @@ class Chosen(NamedTuple):
     places: Value
 
 
+CHOICES = ("largest_index", "first_greatest")
+"""Ops that choose experts: the K largest of a row, and the greatest alone."""
+
+
 class Columns(NamedTuple):
-    """The operands of a weighted sum over all experts: weights [.., E], and the output [.., W] of each of E experts."""
+    """The operands of a weighted sum over experts: weights [.., E] of all, and the outputs [.., W] of `experts`."""
 
     weights: Value
     outputs: tuple[Value, ...]
+    experts: tuple[int, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if there is an output for each of the E experts."""
+        return self.experts == tuple(range(len(self.outputs))) and len(self.outputs) == self.weights.shape[-1]
 
 
 # weights ------------------------------------------------------------------------------------------------------------
@@ -64,7 +75,9 @@ def _placed(inner: Value) -> Chosen | None:
     """
     if inner.op != "placed" or (inner.arg.op, inner.arg.attrs) != ("full", (0,)):
         return None
-    return Chosen(inner.args[2], inner.args[1]) if inner.args[1].op == "largest_index" else None
+    places = inner.args[1]
+    chosen = places.below("reshape") if places.shape[-1] == 1 else places
+    return Chosen(inner.args[2], places) if chosen.op in CHOICES else None
 
 
 @proof
@@ -83,18 +96,20 @@ def _by_one_hot(a: Algebra, x: Value) -> Chosen:
         weights, flags = inner.args
         is_per_choice = weights.shape == (*flags.shape[:-2], 1, flags.shape[-2])
     places = proven(_one_hot(flags.below("cast")))
-    must(is_per_choice and flags.shape == (*places.shape, x.shape[-1]))
+    places = a.reshape(places, flags.shape[:-1]) if places.op == "first_greatest" else places
+    must(is_per_choice and flags.shape == (*places.shape, x.shape[-1]) and are_indices(places, x.shape[-1]))
     return Chosen(a.reshape(weights, places.shape), places)
 
 
 def _one_hot(flags: Value) -> Value | None:
-    """Return the top-k indices [.., K] if `flags` [.., K, E] is their one-hot encoding, by == with 0 … E - 1; else
-    None.
+    """Return `places` [.., K] if `flags` [.., K, E] is their one-hot encoding, by == with 0 … E - 1; else None.
+
+    `places` are top-k indices, or the index of the greatest, then perhaps without the dim of size 1.
     """
     for listed, numbers in (flags.args, flags.args[::-1]) if (flags.op, flags.attrs) == ("compare", ("eq",)) else ():
         places, line = uncast(listed, "reshape"), uncast(numbers, "reshape")
         along = listed.shape[-1:] == (1,) and numbers.shape[-1:] == line.shape == flags.shape[-1:]
-        if along and (line.op, line.attrs) == ("arange", (0, 1)) and places.op == "largest_index":
+        if along and (line.op, line.attrs) == ("arange", (0, 1)) and places.op in CHOICES:
             return places
     return None
 
@@ -121,6 +136,8 @@ def _gathered(a: Algebra, x: Value, places: Value) -> Value:
 def _by_columns(a: Algebra, inner: Value) -> Chosen:
     """Read `inner` [.., E] as zeros into which K weights [.., 1] were written, the k-th at the k-th index of a top-k.
 
+    One weight may be at the index of the greatest.
+
     Unproven if it is anything else.
     """
     columns: list[tuple[Value, Value]] = []
@@ -131,6 +148,8 @@ def _by_columns(a: Algebra, inner: Value) -> Chosen:
     must((inner.op, inner.attrs) == ("full", (0,)) and len(columns) < inner.shape[-1])
     starts = [each.below("reshape") for _, each in columns]
     lists = [each.arg if each.op == "slice" else each for each in starts]
+    if len(lists) == 1 and starts[0].op == "first_greatest":
+        return Chosen(columns[0][0], a.reshape(starts[0], columns[0][0].shape))
     must(lists[-1].op == "largest_index")
     scores, shape = lists[-1].arg, (*columns[0][0].shape[:-1], len(columns))
     places = a.make("largest_index", (scores,), (len(columns),), shape, lists[-1].dtype)
@@ -151,7 +170,7 @@ def columns(a: Algebra, inner: Value, factor: float) -> Columns | None:
 
 @proof
 def _loop_columns(a: Algebra, inner: Value) -> Columns:
-    """Read `inner` as a chain of additions of weights[.., e : e + 1] · (output of expert e), one for each e of 0 … E -
+    """Read `inner` as a chain of additions of weights[.., e : e + 1] · (output of expert e), for several e of 0 … E -
     1.
     """
     outputs: dict[int, Value] = {}
@@ -167,8 +186,8 @@ def _loop_columns(a: Algebra, inner: Value) -> Columns:
         weights.add(all_weights)
     must(len(weights) == 1)
     (joint,) = weights
-    must(sorted(outputs) == list(range(len(outputs))) and joint.shape[-1] == len(outputs) > 1)
-    return Columns(joint, tuple(outputs[expert] for expert in range(len(outputs))))
+    must(len(outputs) > 1 and isinstance(joint.shape[-1], int))
+    return Columns(joint, tuple(outputs[expert] for expert in sorted(outputs)), tuple(sorted(outputs)))
 
 
 def _column(a: Algebra, x: Value) -> tuple[int, Value] | None:
@@ -194,14 +213,15 @@ def _listed(a: Algebra, column: Value) -> tuple[int, Value]:
     weights, flags = proven(_where_listed(elements_below(mean.arg)))
     must((flags.op, flags.attrs) == ("compare", ("eq",)))
     listed, expert = flags.args if flags.args[1].op == "full" else flags.args[::-1]
-    places = uncast(listed, "reshape")
+    chosen = uncast(listed, "reshape")
+    places = a.reshape(chosen, listed.shape) if chosen.op == "first_greatest" else chosen
     must(
         expert.op == "full"
         and float(expert.attrs[0]).is_integer()
-        and places.op == "largest_index"
+        and chosen.op in CHOICES
         and weights.shape == listed.shape == places.shape
     )
-    shape = (*places.shape[:-1], places.arg.shape[-1])
+    shape = (*places.shape[:-1], chosen.arg.shape[-1])
     zeros = a.make("full", (), (0,), shape, weights.dtype)
     return int(expert.attrs[0]), a.make("placed", (zeros, places, weights), (), shape, weights.dtype)
 
@@ -244,7 +264,8 @@ def _stacked_columns(a: Algebra, inner: Value, factor: float) -> Columns:
     must(is_stack or (axis == rank - 1 and joined.shape[-1] == count * width))
     must(len({each.shape for each in joined.args}) == 1)
     shape = (*joined.shape[: rank - 2 if is_stack else rank - 1], width)
-    return Columns(weighted.weights, tuple(rows_below(a.reshape(each, shape)) for each in joined.args))
+    outputs = tuple(rows_below(a.reshape(each, shape)) for each in joined.args)
+    return Columns(weighted.weights, outputs, tuple(range(len(outputs))))
 
 
 # experts ------------------------------------------------------------------------------------------------------------
@@ -264,7 +285,10 @@ def all_experts(graph: Graph) -> Iterator[Annotation]:
             yield from _stacked(graph, inner, factor, several)
             continue
         chosen = chosen_weights(graph, summands.weights)
-        if chosen is not None:
+        if chosen is not None and not summands.is_complete:
+            have, there = len(summands.outputs), summands.weights.shape[-1]
+            yield several[0], Miss(RULE, _SOME.format(have=have, there=there), at=summands.outputs)
+        elif chosen is not None:
             rows = ChosenRows(graph, chosen.places)
             output = proof(rows.rewrite)(summands.outputs)
             yield from _sum_of_chosen(rows, output, chosen, several, Miss(RULE, _DIFFERENT, at=summands.outputs))
@@ -300,7 +324,7 @@ def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Sta
     if weighted is None or rows.op != "take" or rows.arg.rank != 3 or rows.shape[:-1] != weighted.weights.shape:
         return None
     places = uncast(rows.args[1])
-    return (Chosen(weighted.weights, places), Stack(rows.arg, 1, 2)) if places.op == "largest_index" else None
+    return (Chosen(weighted.weights, places), Stack(rows.arg, 1, 2)) if places.op in CHOICES else None
 
 
 def _computes(x: Value) -> bool:
@@ -337,6 +361,10 @@ def _sum_of_chosen(
     yield from sum_of_products(rows.a, weighed, rows.readings.get(output), several)
 
 
+_SOME = (
+    "experts: a loop computes {have} of the {there} experts that tokens choose from, as those of one device; "
+    "npu_grouped_matmul requires rows of each expert that is chosen; sum over all of them"
+)
 _MAYBE = (
     "experts: a loop computes each, and the weights of experts that a token did not choose are not proven to "
     "be 0; npu_grouped_matmul requires that; write zeros.scatter(-1, topk_indices, topk_weights)"

@@ -190,6 +190,8 @@ def _router_list(a: Algebra, listed: Value) -> Value:
     reshapes.
     """
     chosen = uncast(listed, "reshape")
+    if chosen.op == "first_greatest":  # one expert of each token, perhaps without a dim of size 1
+        return a.reshape(chosen, (prod(chosen.shape), 1))
     return a.reshape(chosen, (prod(chosen.shape[:-1]), chosen.shape[-1]))
 
 

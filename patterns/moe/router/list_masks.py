@@ -101,7 +101,7 @@ def _selection_mask(mask: Value, over: Value) -> SelectionMask | None:
 
 def has_topk(graph: Graph) -> bool:
     """Return True if `graph` computes a top-k, without which no experts are selected."""
-    return any(each.op in ("largest", "largest_index") for each in graph.owners)
+    return any(each.op in ("largest", "largest_index", "first_greatest") for each in graph.owners)
 
 
 def uses_topk(mask: Value) -> bool:
