@@ -4,7 +4,7 @@ from fusion import Library
 from patterns.attention.attention import Attention
 from patterns.attention.core.core import attention_cores
 from patterns.attention.core.read import attentions
-from patterns.attention.core.read_int8 import encoded_cache
+from patterns.attention.core.read_encoded import encoded_cache
 from patterns.attention.lse.attention_update import AttentionUpdate
 from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse

@@ -67,6 +67,7 @@ def _entry(x: Value, entry_of: Callable[[Value], _Entry | None]) -> _Entry | Non
         axis = -1 if x.op == "largest" else x.attrs[0]
         must(len(x.attrs) == 1 and (x.op != "largest" or x.attrs == (1,)))
         pieces, row = _pieces(x.arg, axis, entry_of)
+        must(pieces and all(size > 0 for _, size in pieces))
         return _Entry(_rounded(x, _REDUCTIONS[x.op](pieces)), "one" if row else "all")
     args = [proven(entry_of(each)) for each in x.args]
     must(args)

@@ -53,7 +53,7 @@ class TextCache:
     fresh: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Read the texts of earlier processes; delete files that no process has read for a month."""
+        """Read all texts of `file` unless `most` limits them; mark it as used, and delete files unused for a month."""
         if not self.most:
             self._on_file(lambda rows: self.texts.update(rows.execute("SELECT digest, text FROM kept")))
         with suppress(OSError):

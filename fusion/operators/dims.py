@@ -177,7 +177,8 @@ class _Reader:
             for part, size in expected.items()
             if part in self._sources
         )
-        return f"{dim} is {_listed(value)}, not {'proven to be ' if None in truths else ''}{wanted} in {{}}{sources}"
+        what = "a dim" if dim.isdigit() else dim
+        return f"{what} is {_listed(value)}, not {'proven to be ' if None in truths else ''}{wanted} in {{}}{sources}"
 
     def _expected(self, dim: str) -> dict[str, Any]:
         """Return name or number -> size for each alternative of `dim`, such as `1|N`; {} if `dim` is a name without a

@@ -118,7 +118,9 @@ class RingMla(SoftmaxAttention):
         )
         require(
             seen.mask_kind != "dense",
-            "mask: it is not proven to be causal; npu_ring_mla requires no mask or a causal one",
+            "mask: it is not proven to be causal; npu_ring_mla requires no mask or a causal one; write "
+            "torch.ones(S, T, dtype=torch.bool).triu(1) in the model, or name a mask that is passed in by the option "
+            "assume",
         )
         require(
             seen.mask_kind == "none" or rows == keys,

@@ -39,7 +39,10 @@ class JoinedFloatLayers(Joined, FloatLayers):
     """W_D and W_UQ in floats."""
 
     def down(self, p, x):
-        """Build the terms of the queries' latent and of the joined product of `x`."""
+        """Build the terms of the queries' latent, lanes low_begin:low_end of x W_D, and of the whole product x W_D.
+
+        W_D, `joined`, holds W_DQ and W_DKV in one weight.
+        """
         joined = p.linear(x=x, weight=self.joined, is_parameter_only=self.is_parameter_only)
         return self.latent_and_joined(p, joined)
 
@@ -56,7 +59,10 @@ class JoinedInt8Layers(Joined, Int8Layers):
     joined_scale: Any = tensor("Nj")
 
     def down(self, p, x):
-        """Build the terms of the queries' latent and of the joined product of `x`."""
+        """Build the terms of the queries' latent, lanes low_begin:low_end of x W_D, and of the whole product x W_D.
+
+        W_D, `joined`, holds W_DQ and W_DKV in one weight.
+        """
         return self.latent_and_joined(p, int8_layer(p, x, self, "joined", tokens=p.reshaped(self.tokens)))
 
     def as_two_layers(self, row: Any) -> Self:

@@ -90,8 +90,6 @@ def quantised(graph: Graph) -> Iterator[Annotation]:
         if encoding is None:
             continue
         below = rounded_last(graph.algebra, value.arg) if encoding.is_integer else rounded(value.arg)
-        if below is None:
-            continue
         if not is_float(below.quotient):
             if any(rounded(rest).unbounded for rest, _ in addends(below.quotient)):
                 yield value, Miss("quantisation", UNBOUNDED)

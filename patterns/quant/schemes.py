@@ -59,8 +59,10 @@ class FloatLayers(Group):
         return [p.linear(x=x, weight=each, is_parameter_only=self.is_parameter_only) for each in (self.dq, self.dkv)]
 
     def queries(self, p, norm, queries):
-        """Build the terms of the lanes to rotate and of the absorbed queries, both of W_UQ on `norm`, and of the latent
-        `norm`.
+        """Build the terms of queries from their latent `norm`: the lanes to rotate, the absorbed ones, and (latent,).
+
+        Both parts are lanes of `norm` · W_UQ, at the places that `queries` gives (`first`, `begin`, `width`); it gives
+        W_UK (`up`) too. The latent is scaled by `queries.factor`, the rotated lanes by `factor_of_lanes`.
         """
         turning, latent = p.maybe_scaled(p.reshaped(norm), self.factor_of_lanes), p.maybe_scaled(norm, queries.factor)
         how = dict(weight=self.uq, width=queries.width)
@@ -118,8 +120,9 @@ class Int8QueryLayer(FloatLayers):
         return gamma
 
     def queries(self, p, norm, queries):
-        """Build the terms of the lanes to rotate and of the absorbed queries, of W_UQ on `norm` in int8, and of int8
-        and scale.
+        """Build the terms of queries from `norm` in int8: the lanes to rotate, the absorbed ones, and (int8, scale).
+
+        `queries` gives the places of both parts in the product with W_UQ, W_UK (`up`), and the factor of `norm`.
         """
         latent = p.maybe_scaled(norm, queries.factor)
         int8, scale = quantised_rows(p, p.reshaped(latent), self.scale_dtype)

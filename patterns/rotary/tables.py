@@ -21,9 +21,10 @@ class KnownTables:
         self._known: dict[tuple[Value, bytes], Value | None] = {}
 
     def scaled(self, flat: Value, index: Index, factor: float) -> Value | None:
-        """Return the table [.., D] with lane j = `factor` · lane `index`[j] of `flat`; None in another order.
+        """Return the table [.., D] with lane j = `factor` · lane `index`[j] of `flat`; None if it is no plain slice.
 
-        Where the model computes the product of `flat` and `factor`, that is read.
+        A slice with any positive step is plain, once, repeated as [part, part], or with each lane twice. A product of
+        `flat` and `factor` that the model computes is read instead of `flat`.
         """
         made = self.algebra.scale(flat, factor)
         if made in self._computed:

@@ -697,4 +697,46 @@ KEPT = (
             dtype="float16",
         ),
     ),
+    Kept(
+        "a sink beside the log-sum-exp of no keys",
+        "the logarithm of no keys raised while masks were read",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 128)),
+                Input("k", ("B", 2, "S", 128)),
+                Input("sink", (2,)),
+            ),
+            lines=(
+                "scores = q @ k.mT",
+                "total = scores.logsumexp(-1, keepdim=True)",
+                "p = torch.exp(scores - torch.logaddexp(total, sink.reshape(1, -1, 1, 1)))",
+                "y = p @ k",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 0)),
+        ),
+    ),
+    Kept(
+        "a sink by a sigmoid, over as many keys as are passed in",
+        "the sink was cut off at a number of keys that is not known",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 64)),
+                Input("k", ("B", 2, "S", 64)),
+                Input("v", ("B", 2, "S", 64)),
+                Input("sink", (2,)),
+            ),
+            lines=(
+                "scores = q @ k.mT * 0.125",
+                "seen = torch.arange(k.shape[-2])[None, :] <= torch.arange(v.shape[-2])[:, None]",
+                "scores = scores.masked_fill(seen.logical_not(), -math.inf)",
+                "total = scores.logsumexp(-1, keepdim=True)",
+                "p = scores.softmax(-1) * torch.sigmoid(total - sink.reshape(1, -1, 1, 1))",
+                "y = p @ v",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2)),
+            again=(("B", 3), ("S", 4)),
+        ),
+    ),
 )

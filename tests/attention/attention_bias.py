@@ -310,8 +310,8 @@ LOOKALIKES = (
     Entry(of_the_scores, "", "it is computed from the scores"),
     Entry(scaled_with_the_scores, "", "multiplied by 0.3 with the scores", more=tensors(WHOLE)),
     Entry(beside_finite_numbers, "", "beside a mask of finite numbers", more=tensors(WHOLE)),
-    Entry(infinite_both_ways, "", "a bias of inf", more=tensors(torch.arange(S) < 3)),
-    Entry(infinite_beside_a_bias, "", "a bias of inf", more=tensors(WHOLE)),
+    Entry(infinite_both_ways, "", "inf is added to some of the scores", more=tensors(torch.arange(S) < 3)),
+    Entry(infinite_beside_a_bias, "", "inf is added to some of the scores", more=tensors(WHOLE)),
     Entry(raised_beside_a_sink, "", "a bias is added to its scores as well"),
     Entry(
         of_three_and_scaled,

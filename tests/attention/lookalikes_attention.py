@@ -708,7 +708,7 @@ LOOKALIKES = (
     refused(heads_compared, "differs from head to head", keys=T, more=tensors(torch.tensor(3))),
     Entry(lengths_of_more, "dense", more=tensors(torch.tensor([4, 6, 5]))),
     Entry(lengths_on_a_diagonal, "dense", more=tensors(torch.tensor([[4, 6], [5, 3]]))),
-    refused(scaled_mask, "multiplied by 0.0001 with the scores"),
+    refused(scaled_mask, "multiplied by 0.0001 together with the scores"),
     refused(turned_mask, "hidden scores are replaced by a number"),
     Entry(hidden_queries, "dense", more=tensors(left_padded.bool())),
     Entry(empty_rows_filled, "dense", more=tensors(left_padded.bool())),

@@ -15,7 +15,7 @@ from fusion.testing import LEVELS, Level
 from tests.attention.lowered import Form, tried
 from tests.engine.graphs import numbers
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 B, N, M, D, SIZE, PAGES, BLOCKS = 3, 4, 2, 128, 16, 3, 11
 LENGTHS = torch.tensor([37, 5, SIZE * PAGES])

@@ -67,7 +67,7 @@ def test_a_cell_on_the_host(rule: str, example: Example):
     assert ("int8" in form) == (not in_floats)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("source", ["rows", "pages"])
 @pytest.mark.parametrize("rule", ["attention", "plain", "int8"])
 def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str, source: str):
@@ -90,6 +90,9 @@ def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str
 def test_a_cell_on_a_chip(rule: str, example: Example):
     t = tried(rule, example, "ascend910_93")
     *encoding, source, visibility, _ = example.name.split(", ")
+    if encoding == ["int8"] and "lse" in example.name:  # which no chip gives of int8
+        assert not chosen(t)
+        return
     if encoding == ["int8"] and (source != "NZ pages" or visibility != "causal"):
         assert not chosen(t)
         reasons = [each.reason for each in t.outcome.refusals if each.rule == rule]
@@ -113,7 +116,7 @@ GATHERED = [
 ]
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(("rule", "example", "reason"), GATHERED)
 def test_pages_that_cannot_be_read_in_place_are_gathered(rule: str, example: Example, reason: str):
     assert "Rows" in chosen(tried(rule, example, "host"))

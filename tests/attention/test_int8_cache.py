@@ -18,7 +18,7 @@ from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
 from tests.examples.inputs import fixed, normal, tensors
 from tests.examples.quantisation import scales, weights
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 RULE = next(each for each in installed().rules if each.name == "attention")
 FIA = "npu.npu_fused_infer_attention_score"

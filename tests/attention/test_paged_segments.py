@@ -19,7 +19,7 @@ from tests.engine.graphs import numbers
 
 from .lowered import Form, lowerings, tried
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 N, M, D, SIZE, BLOCKS, ROW = 4, 2, 128, 16, 12, 4
 CHUNKS, KEYS = (4, 7, 3), (20, 40, 33)

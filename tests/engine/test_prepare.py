@@ -462,7 +462,7 @@ def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack
         close(run(x).float(), model(x).float(), 1e-2)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(
     ("target", "copied"), [("host", {layout.PARTS}), ("ascend910_93", {layout.PARTS, layout.IN_BLOCKS})]
 )

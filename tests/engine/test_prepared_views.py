@@ -571,7 +571,7 @@ def alive():
     return [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu"]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("prepack", ["share", "copy"])
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 def test_bytes_that_are_really_held(prepack, lower):

@@ -181,7 +181,7 @@ def test_what_has_no_elements_is_refused_with_its_shape():
     build = Build()
     build(aten.rms_norm.default, build.input(0, 64), [64], build.input(64), 1e-6)
     reasons = [each.reason for each in build.fused().refusals if each.rule == "rms_norm"]
-    assert reasons == ["without elements"]
+    assert ["without elements" in each for each in reasons] == [True]
 
 
 def test_the_empty_cache_of_a_first_step_is_joined_as_ever():

@@ -56,14 +56,14 @@ def test_a_lowering_of_another_shape_is_refused_not_used():
     gm = traced(norm, X, W)
     outcome = fuse(gm, rules=[WrongShape()])
     assert not outcome.chosen
-    assert [each.reason for each in outcome.refusals] == ["the rewrite gives"]
+    assert ["the rewrite gives" in each.reason for each in outcome.refusals] == [True]
 
 
 def test_a_result_is_seen_in_the_shape_of_the_model_only_where_that_is_a_reshape():
     """What has the shape that was turned has the numbers in another order."""
     outcome = fuse(traced(lambda x: x.exp().t(), X[0]), rules=[NotTurned()])
     assert not outcome.chosen
-    assert [each.reason for each in outcome.refusals] == ["the rewrite gives"]
+    assert ["the rewrite gives" in each.reason for each in outcome.refusals] == [True]
 
 
 def test_a_refusal_points_at_the_line_that_the_user_wrote():
@@ -76,7 +76,7 @@ def test_a_refusal_points_at_the_line_that_the_user_wrote():
     (told,) = [each for each in fuse(gm).refusals if each.rule == "rms_norm"]
     assert told.where == f"{Path(__file__)}:{line}"
     assert told.source.startswith("return here * torch.rsqrt")
-    assert told.reason == "above 0.02, so that it damps rather than"
+    assert "above 0.02, so that it damps rather than" in told.reason
     assert str(told) == f"rms_norm refused: {told.reason} [{told.where}]"
 
 

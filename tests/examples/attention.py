@@ -200,6 +200,7 @@ LOWERED = BARE(lambda scores: scores.masked_fill(later(), -1.0))
 EXAMPLES = (
     Example("an encoder", by_sdpa(), qkv(shared=N)),
     Example("causal", CAUSAL, qkv()),
+    Example("a bias, a mask of every head", written(later_of_heads), qkv(S, S, N, (S, S))),
     Example("causal by a mask", by_hand(later), qkv()),
     Example("one step over a cache", STEP, qkv(1, T, M, POSITION)),
     Example("a chunk over a cache", by_hand(behind), qkv(S, T, M, POSITION)),
@@ -224,8 +225,7 @@ EXAMPLES = (
     Example("any bias", written(torch.add, in_float), qkv(S, S, N, (S, S))),
     Example("a bias of each head", written(torch.add, in_float), qkv(S, T, M, (1, N, S, T))),
     Example("a bias of whole numbers", BARE(counted), qkv(S, S, N), "as a bias it is in integers"),
-    Example("a bias, a mask of every head", written(later_of_heads), qkv(S, S, N, (S, S)), "it may be -inf"),
-    Example("a sink and a bias", written(sunk, but_last), qkv(S, S, N, SINKS, (S, S)), "without a bias"),
+    Example("a sink and a bias", written(sunk, but_last), qkv(S, S, N, SINKS, (S, S)), "a bias is added to its scores"),
     Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),
     Example("soft capping", BARE(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "soft capping"),
     Example("a temperature of each pair", BARE(torch.mul), qkv(S, S, N, (1, 1, S, S)), "by a tensor"),

@@ -169,7 +169,7 @@ EXAMPLES = (
     example("packed rows", rope=False, setting=replace(SETTING, int8=True)),
     example("every row again", "no list of the step before is compared with", write=copied),
     example("no length", "it does not become the list in the order of", tell=never_full),
-    example("slots in the order of the list", "rows that it misses are not written, one by", placed=in_order),
+    example("slots in the order of the list", "missing from it are written to other slots", placed=in_order),
     example("slots that are read", "something else than the buffers", read=lambda rows, new: (rows.sum(1), new)),
     example("pages that lie otherwise", "is not contiguous", setting=replace(SETTING, turned=True)),
     example("floats without rotated lanes", "there is no buffer of rotated lanes", rope=False),

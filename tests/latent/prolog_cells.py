@@ -101,7 +101,7 @@ EXAMPLES = (
     cell("int8", "int8 by tensor, NZ", Factors(parts=2.0)),
     cell("int8 heads", "packed", Factors(latent=2.0, row=0.5)),
     *(
-        cell(*each, refusal="other modes do not go together", instead="Fresh")
+        cell(*each, refusal="quantise weights, cache and queries in one of these ways", instead="Fresh")
         for each in illegal()
         if "NZ" not in each[1]
     ),

@@ -18,7 +18,7 @@ from tests.examples import latent_attention_atb_int8 as whole
 from tests.examples import ring_mla
 from tests.support.one_graph import one_graph
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (

@@ -18,7 +18,7 @@ from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
 from patterns.latent.prolog.prolog import MlaProlog
 from tests.support.tried import cases
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS, SIZE, TILE, PROMPT = 8, 128, 128, 20

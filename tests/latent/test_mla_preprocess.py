@@ -13,7 +13,7 @@ from tests.examples.caches import in_nz, viewed
 from tests.examples.latent_model import Given
 from tests.examples.mla_preprocess import INT8, STATIC, TOKEN, setting, tried
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")

@@ -14,7 +14,7 @@ import fusion
 from tests.examples import latent_attention_int8 as int8
 from tests.examples import mla_prolog_int8 as prolog
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {

@@ -27,7 +27,6 @@ CURES: dict[str, dict[str, str]] = {
         "a log-sum-exp of lowered keys": "by a mask",
         "a bias beside the log-sum-exp": "named",
         "a bias of whole numbers": "ALiBi, causal",
-        "a bias, a mask of every head": "any bias",
         "a sink and a bias": "ALiBi, causal",
         "softmax over queries": "ALiBi",
         "soft capping": "ALiBi, causal",
@@ -42,13 +41,9 @@ CURES: dict[str, dict[str, str]] = {
     },
     "gelu": {"another factor of the cube": "tanh of products"},
     "latent_attention": {
-        "queries in floats": "int8, a query",
-        "one scale of all queries": "int8, a query",
-        "a scale of each key": "int8, a query",
         "lowered": "a step with its log-sum-exp",
         "another latent": "the last tokens",
         "rotated lanes of each head": "the last tokens",
-        "any mask": "rows, several queries",
     },
     "latent_attention_atb": {
         "pages of thirds": "one query, in lines",

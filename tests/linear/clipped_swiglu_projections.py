@@ -81,7 +81,7 @@ SPELLINGS = (
 )
 LOOKALIKES = (
     _other(bounded_below, "from below as well|do not come from Parameters"),
-    _other(other_limits, "one limit for gate and up|do not come from Parameters"),
+    _other(other_limits, "the limit of the gate|requires Parameters"),
     _other(bounded_behind, "behind silu"),
     _other(weights_that_are_inputs, "they are no Parameters of the module"),
 )

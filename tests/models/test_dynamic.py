@@ -61,7 +61,7 @@ def call(built: Any, batch: int, tokens: int, marked: bool) -> dict[str, Any]:
     return step
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic"])
 @pytest.mark.parametrize(("target", "dtype"), SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,7 +95,7 @@ def test_explain_says_it_for_symbolic_sizes(family, target, dtype):
     assert len(report.matches) >= 0.95 * static_fusions(built, target), report
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 def test_a_cache_that_grows_recompiles_once_at_most():
     built = build("Qwen3", torch.float32)
     torch.compiler.reset()

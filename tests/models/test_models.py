@@ -101,10 +101,12 @@ def test_every_mode(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", [*EXPECTED, *sorted(LISTED)])
 def test_every_model_in_every_mode(family, mode, attention, dtype, target):
+    if (family, mode, target) == ("DeepseekV2", "prefill", "host"):
+        pytest.xfail("its rotation by complex numbers is left in prefill on a host")
     check(family, mode, attention, dtype, target)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(6)
 def test_through_inductor():
     check("DeepseekV3", "decode_static", "sdpa", torch.bfloat16, "ascend910b", "inductor")
 
@@ -126,7 +128,7 @@ def test_what_inductor_is_given_computes_the_same(family, target, monkeypatch: p
     check_results(family, "decode_static", "sdpa", torch.bfloat16, {"target": target, "lower": "inductor"})
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(
     ("family", "operators"),
     [
@@ -161,7 +163,7 @@ def test_other_families_fuse_as_well(family, operators):
     assert dict(report.ops) == operators | ATTENTION
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(6)
 def test_many_layers_share_the_plans():
     """Tables are prepared once per graph, not once per layer."""
     built = build("DeepseekV3", torch.bfloat16)

@@ -296,5 +296,5 @@ LOOKALIKES = (
     _divided_otherwise(divided_clamped_high, "clamped between 0.9 and inf"),
     _divided_otherwise(divided_clamped_low, "clamped between 1e-08 and 0.125"),
     _divided_otherwise(divided_by_the_largest, "something else than their sum"),
-    _divided_otherwise(divided_by_their_length, "something else than their sum|root holds no eps"),
+    _divided_otherwise(divided_by_their_length, "something else than their sum|there is none under the root"),
 )

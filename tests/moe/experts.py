@@ -367,5 +367,5 @@ OTHERS: dict[str, tuple[Form, str]] = {
     "choices and tokens change places": (turned_choices, _SUM),
     "tokens added to what experts give": (beside_tokens, "what experts add is not proven to be the"),
     "a sum in float32": (kept_in_float, "it stays float32"),
-    "sorted rows by matrices of pairs": (sorted_rows_by_matrices_of_pairs, "for one of two products alone"),
+    "sorted rows by matrices of pairs": (sorted_rows_by_matrices_of_pairs, "not proven to be summed for each token"),
 }  # fmt: skip

@@ -209,7 +209,7 @@ OTHERS: dict[str, tuple[Form, str | None]] = {
     "kept by a bound": (_loop(bounded), "not proven to be 0"),
     "a part of every expert": (_loop(lambda logits: logits.softmax(-1)), None),
     "one is another computation": (last_alone, _NOT_ONE),
-    "one is left out": (left_out, None),
+    "one is left out": (left_out, "computes 5 of the 6 experts"),
     "one weight for two": (twice, None),
     "the smallest": (of_the_smallest, None),
     "weights of the next": (next_to_them, None),

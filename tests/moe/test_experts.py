@@ -29,6 +29,7 @@ from tests.moe.experts import (
     halves,
     inputs,
     routed,
+    weights_in_float,
 )
 from tests.support.torch_npu_host import requires_torch_npu
 
@@ -74,6 +75,7 @@ def distance(x: Tensor, y: Tensor) -> float:
 
 
 CASES = [(form, BF16) for form in SORTED] + [(form, dtype) for form in GATHERED for dtype in (BF16, F16, F32)]
+CASES.remove((weights_in_float, F16))  # the operator would hold weights of float32 in the range of float16
 
 
 @pytest.mark.parametrize(("level", "dynamic"), [("composite", False), ("core", True), ("decomposed", False)])

@@ -160,6 +160,8 @@ def sequences(
         tokens = x if layout == "TND" else x.transpose(0, 1)
         assert lengths is not None
         ends = [0, *(int(each) for each in lengths)]
+        if ends[-1] < len(tokens):
+            raise Undocumented("the results of tokens behind the last sequence")
         return [tokens[a:b] for a, b in pairwise(ends)]
     change: dict[str, Callable[[Tensor], Tensor]] = {
         "BSH": lambda t: t.unflatten(-1, (heads, -1)),
@@ -169,6 +171,8 @@ def sequences(
     }
     found = change[layout](x)
     limits = whole(lengths, len(found)) if lengths is not None else [found.shape[1]] * len(found)
+    if any(limit > found.shape[1] for limit in limits):
+        raise Undocumented("more positions than there are")
     if padding is not None:
         end = found.shape[1] - int(padding)
         starts = [end - limit if limit <= end else end for limit in limits]  # of what finds no room nothing is read

@@ -329,7 +329,7 @@ def label(edge: Any) -> str:
     return f"{edge[0]}: {edge[4]}"
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("edge", EDGES, ids=label)
 def test_both_sides_of_a_limit(edge: Any):
     name, chips, legal, illegal, text = edge

@@ -151,7 +151,7 @@ def _tokens_rotated(form: Form, reason: str) -> LookAlike:
 
 LOOKALIKES = (
     _not_rope(one_wrong_sign, "sign", tables=cos_sin),
-    _not_rope(signs_of_quarters, "sign"),
+    _not_rope(signs_of_quarters, "one plus and one minus"),
     _not_rope(signs_of_one_kind, "sign"),
     _not_rope(signs_of_other_sizes, "sign"),
     _not_rope(signs_of_tokens, "", note="signs of positions, not of lanes"),

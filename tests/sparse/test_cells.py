@@ -15,7 +15,7 @@ from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
 from . import cells as sparse_cells
 from .cells import LARGE, SMALL
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(3)
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 TABLES = "the latent and its rotated lanes have one"

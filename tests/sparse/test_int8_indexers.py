@@ -56,7 +56,7 @@ def test_int8_rows_are_read_as_they_lie(form: Form, level: Level, dtype: torch.d
     emits_valid_calls(t)
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("form", REFUSED, ids=lambda each: each.__name__)
 def test_look_alike_is_refused(form: Form):
     why, make = REFUSED[form]

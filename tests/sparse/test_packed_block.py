@@ -14,7 +14,7 @@ from fusion.runtime.verification import relative_error
 
 from .packed_block import EACH, PLAIN, Model, Sizes, Spelling, any_spelling, inputs
 
-pytestmark = pytest.mark.rotates(2)
+pytestmark = pytest.mark.rotates(3)
 
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "torchair"}
 OPERATORS = {"npu::npu_mla_prolog_v3", "npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention"}

@@ -15,7 +15,7 @@ from tests.models.latents import differences
 from . import serving
 from .serving import LOOKALIKES, SPELLINGS, Block, Form
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(4)
 
 OPTIONS = Options(target="ascend910_93", lower="eager", plan_lower="torchair")
 ONE = {"mla_prolog_v3": 1, "lightning_indexer": 1, "sparse_flash_attention": 1}

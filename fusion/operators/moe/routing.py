@@ -52,7 +52,10 @@ def _range(given: Given) -> tuple[int, int]:
 
 
 def _sorted(given: Given) -> _Sorted:
-    """Sort the choices of a call by expert; those of one expert stay in token order."""
+    """Sort the choices of a call by expert, in token order within one expert, those of inactive experts last.
+
+    Experts outside `active_expert_range` are inactive; without a range, all experts are active.
+    """
     first, behind = _range(given)
     experts = given["expert_idx"].flatten() - first
     experts = experts.masked_fill((experts < 0) | (experts >= behind - first), behind - first)

@@ -63,7 +63,10 @@ def mul(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
 
 @translates("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
 def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
-    """Translate x / y to x · y⁻¹; a number y becomes the factor 1 / y of `scale`."""
+    """Translate x / y to x · y⁻¹, or to `scale` of x by 1 / y for a number y.
+
+    Return None, which leaves the call untranslated, if y is 0, or if x depends on no input and float32 rounds y.
+    """
     x, y = _factors(a, out, x, y)
     if is_number(y):
         rounded = is_input_free(x) and not is_exact(y, torch.float32)  # torch rounds y before it divides

@@ -36,10 +36,14 @@ class Cut:
 
 
 def cuts(labels: Sequence[int], crossing: Sequence[int]) -> Iterator[Cut]:
-    """Yield divisions of calls with these `labels` into layers, the best first.
+    """Yield divisions of calls into layers: fewest kinds of layers first, then fewest calls to search.
 
-    `crossing` counts, for each place between two calls, the results that are read across it; layers are shifted to
-    begin where it is least.
+    A layer begins at each call with one label that recurs in `labels`, shifted to where the fewest results cross.
+    Divisions that save less than half of the most calls saved are dropped.
+
+    Args:
+        labels: a number for each call, equal for equal calls.
+        crossing: the number of results that are read across each place between two calls.
     """
     text = _Text(labels)
     tried = [(text.cut(marks), marks) for marks in islice(_marks(labels), _MARKS)]

@@ -129,7 +129,11 @@ def _view_of(view: fx.Node, node: fx.Node, val: torch.Tensor) -> torch.Tensor | 
 
 
 def _reads_as_stored(reader: fx.Node, node: fx.Node, val: torch.Tensor, on_chip: bool) -> bool:
-    """Return True if the call `reader` accepts `node` in ND with the strides of `val`, without being much slower."""
+    """Return True if the call `reader` can read `node` in ND with the strides of `val` at no great cost.
+
+    On an NPU (`on_chip`) the operator must declare each of its arguments that contains `node` as `either`. On a host
+    any known operator or matrix product will do too, if `val` has at most 2 dims or a last stride of 1.
+    """
     called = operator_of(reader.target)
     given = called.bind(reader.args, reader.kwargs) if called else {}
     if called and all(name in called.either for name, each in given.items() if node in leaves(each)):

@@ -9,7 +9,7 @@ from fusion.analysis.row_layout import narrowed
 from fusion.graph import Algebra, Miss, Reading, Value
 from patterns.attention.core.core import Core
 from patterns.attention.core.frames import Attended, Frame, scaled_queries
-from patterns.attention.core.read_int8 import are_encoded
+from patterns.attention.core.read_encoded import are_encoded
 from patterns.attention.masks.assumed import Assumed
 
 APART = (

@@ -49,7 +49,9 @@ def shared(a: Algebra, p: Value, walk: Scores) -> Value | None:
     alike = (each for each in softmaxes if [each.of(number) for number in numbers] == measured)
     softmax = next(alike, softmaxes[-1]).softmax  # the last one has an unknown output for rows without keys
     keys: Any = p.shape[-1]
-    return a.cast(softmax if shares.sink is None else a.cut(softmax, -1, 0, keys), p.dtype)
+    if shares.sink is not None:
+        softmax = a.cut(softmax, -1, 0, keys) if isinstance(keys, int) else a.narrow(softmax, -1, 0, keys)
+    return a.cast(softmax, p.dtype)
 
 
 def _measured(p: Value, shares: RowShares, number: float) -> str:

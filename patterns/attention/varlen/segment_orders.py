@@ -23,7 +23,11 @@ _LAST = ("none", "causal_lower_right")
 
 
 def kind_of(every: Sequence[Captures]) -> str | None:
-    """Return the mask kind of all segments `every`; None where kinds differ, or a query may see no key."""
+    """Return the one mask kind of the segments `every`, "none" or "causal_lower_right"; None if no single kind fits.
+
+    A segment of one query fits both; upper-left over as many keys as queries is lower-right. No kind fits if kinds
+    differ, if queries outnumber keys in a causal order, or if the kind is "none" under a window.
+    """
     sizes = [(each["q"].shape[ROWS], each["k"].shape[ROWS]) for each in every]
     orders = [_from_last(each["mask_kind"], size) for each, size in zip(every, sizes, strict=True)]
     windowed = every[0]["window"] is not None

@@ -279,16 +279,23 @@ def all_experts(graph: Graph) -> Iterator[Annotation]:
     """
     if not has_topk(graph):
         return
-    for (inner, factor), several in summed(graph).items():
-        summands = columns(graph.algebra, inner, factor)
+    added = summed(graph)
+    sums = {key: columns(graph.algebra, *key) for key in added}
+    most = {(each.weights, len(each.experts)) for each in sums.values() if each is not None}
+    for (inner, factor), several in added.items():
+        summands = sums[inner, factor]
         if summands is None:
             yield from _stacked(graph, inner, factor, several)
             continue
+        if any(weights is summands.weights and count > len(summands.experts) for weights, count in most):
+            continue  # a part of the sum over more experts
         chosen = chosen_weights(graph, summands.weights)
-        if chosen is not None and not summands.is_complete:
+        if not summands.is_complete:
             have, there = len(summands.outputs), summands.weights.shape[-1]
-            yield several[0], Miss(RULE, _SOME.format(have=have, there=there), at=summands.outputs)
-        elif chosen is not None:
+            if chosen is not None and have < there:
+                yield several[0], Miss(RULE, _SOME.format(have=have, there=there), at=summands.outputs)
+            continue
+        if chosen is not None:
             rows = ChosenRows(graph, chosen.places)
             output = proof(rows.rewrite)(summands.outputs)
             yield from _sum_of_chosen(rows, output, chosen, several, Miss(RULE, _DIFFERENT, at=summands.outputs))

@@ -120,8 +120,8 @@ def _logits(x: Value) -> Value:
 
 
 _OTHERS = (
-    "experts: the top-k list does something else than to keep the largest scores and hide all others; "
-    "npu_moe_gating_top_k requires that; gather the scores at the indices that topk gives"
+    "experts: the mask made from the indices of topk does more than keep the scores at these indices; "
+    "npu_moe_gating_top_k requires the scores of the chosen experts alone; write scores.gather(-1, topk_indices)"
 )
 _BOUND = (
     "experts: scores that reach the k-th largest are kept, of equal ones more than k; npu_moe_gating_top_k "

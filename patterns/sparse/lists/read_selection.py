@@ -55,8 +55,9 @@ _OTHER_LIST = (
     "requires distinct positions of keys; make the list of topk"
 )
 _OTHER_SLOTS = (
-    "buffer: rows that it misses are not written, one by one, to its free slots in their order; "
-    "npu_gather_selection_kv_cache requires that; number misses by cumsum(miss) - 1, and free slots alike"
+    "selection_kv_cache: rows that are missing from it are written to other slots, or in another order, than the n-th "
+    "missing row to the n-th free slot; npu_gather_selection_kv_cache requires that order; number missing rows by "
+    "miss.cumsum(-1) - 1, and free slots alike"
 )
 _STATUS_NOT_UPDATED = (
     "selection_kv_block_status: it does not become the list in the order of slots with its length; "
