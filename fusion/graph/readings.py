@@ -81,10 +81,6 @@ class Readings:
         """List the pairs of a value and a miss with one of `rules`, or all of them."""
         return [(value, each) for value, each in self._misses if not rules or each.rule in rules]
 
-    def misses_of(self, value: Value, *rules: str) -> tuple[Miss, ...]:
-        """Return the misses about `value` with one of `rules`, or all of them."""
-        return tuple(each for other, each in self._misses if other is value and (not rules or each.rule in rules))
-
     def is_superseded(self, value: Value, rule: str) -> bool:
         """Return True if a reader that supersedes `rule` has read `value`, or said why not."""
         return (value, rule) in self._superseded

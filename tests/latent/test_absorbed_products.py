@@ -53,8 +53,8 @@ def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
 @pytest.mark.rotates(27)
 @pytest.mark.parametrize(("form", "of"), settings(corpus.UNROTATED + corpus.PLAIN))
 def test_neither_keys_nor_values_are_computed(form: Callable[..., Any], of: corpus.Setting):
-    if form.__name__ == "by_baddbmm" and of.dtype == torch.bfloat16:
-        pytest.xfail("a mask of bfloat16 that baddbmm adds is not always read")
+    if form.__name__ == "by_baddbmm" and of.dtype == torch.bfloat16 and of.level == "core":
+        pytest.xfail("its keys are cast to float32 before the product: it is attention over keys that are computed")
     t = tried(form, of)
     absorbed = applied(t) & {"absorbed_products", "latent_attention"}
     attended = of.dtype == torch.float16 and (testing.lacks_range(t) or "attention" in applied(t))

@@ -81,7 +81,9 @@ def int8_product(x: Tensor, weight: Tensor, scales: Tensor, smooth: Tensor | Non
 def of_int8_product(dtype: torch.dtype, smooth: bool) -> Made:
     weight = torch.randint(-127, 128, (DIM, 512), dtype=torch.int8)
     smoothed = torch.rand(1, DIM) + 0.5 if smooth else None
-    return int8_product, (normal(dtype, 16, DIM), weight, torch.rand(512) * 1e-3, smoothed)
+    rows = normal(dtype, 16, DIM).clamp(-1.9, 1.9)
+    rows[:, 0] = 251 / 64  # a prime, by which no quotient of 16 bits is halfway between two integers
+    return int8_product, (rows, weight, torch.rand(512) * 1e-3, smoothed)
 
 
 def softmax(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from patterns.attention.core.addends import product_in
 from patterns.attention.core.divided_late import Finish
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.core.joined_heads import with_all_heads
-from patterns.attention.core.places import ATTENDING, only_arranges
+from patterns.attention.core.places import may_attend
 from patterns.attention.core.products import contraction
 from patterns.attention.core.scores import Scores, scores_of
 from patterns.attention.core.weights import Weights, dropped, empty_rows, weights_of
@@ -63,7 +63,7 @@ def attention_cores(graph: Graph) -> Iterator[Annotation]:
         if value.op == "aten.scaled_dot_product_attention.default":  # which the canonicaliser has not expanded
             yield value, Miss("softmax_attention", why_not_decomposed(graph.places[value][0]))
         joined = with_all_heads(graph.algebra, value) if value.op in ("cat", "matmul") else None
-        if joined is None and (value.op not in ATTENDING or only_arranges(graph, value)):
+        if joined is None and not may_attend(graph, value):
             continue
         result = cores_of(assumed, value if joined is None else joined)
         if isinstance(result, Miss):

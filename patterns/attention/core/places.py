@@ -9,6 +9,11 @@ ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
 
 
+def may_attend(graph: Graph, value: Value) -> bool:
+    """Return True if `value` has an op of `ATTENDING` and is no mere arrangement of attention that is read already."""
+    return value.op in ATTENDING and not only_arranges(graph, value)
+
+
 def is_one_call(graph: Graph, value: Value) -> bool:
     """Return True if a node of `value` is a call of scaled_dot_product_attention."""
     return any("scaled_dot_product" in str(node.target) for node in graph.places[value])

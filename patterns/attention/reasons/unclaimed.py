@@ -12,7 +12,7 @@ import torch.fx as fx
 from fusion import reader
 from fusion.graph import Annotation, Graph, Value
 from patterns.attention.core.divided_late import stripped
-from patterns.attention.core.places import ATTENDING, only_arranges
+from patterns.attention.core.places import ATTENDING, may_attend
 from patterns.attention.reasons.blame import RULE, missed
 from patterns.attention.reasons.not_softmax import called, why_not_attention, without_softmax
 
@@ -55,7 +55,7 @@ def unclaimed_attentions(graph: Graph) -> Iterator[Annotation]:
     claimed |= {mask for mask, _ in graph.readings.all("attention_mask")}
     parts = {part for value in claimed for part in value.sources(_below_product)}
     for value in list(graph.places):
-        if value in parts or value.op not in ATTENDING or only_arranges(graph, value):
+        if value in parts or not may_attend(graph, value):
             continue
         product = stripped(value)[0]
         reason = why_not_attention(product) or without_softmax(graph, product)

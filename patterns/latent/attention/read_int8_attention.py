@@ -11,9 +11,10 @@ from fusion.graph import Annotation, Graph, Miss, Value
 from patterns.attention.core.core import Core, cores_of
 from patterns.attention.core.frames import Frame, scaled_queries
 from patterns.attention.core.operands import Outcome, Read
-from patterns.attention.core.places import ATTENDING, is_end, only_arranges
+from patterns.attention.core.places import is_end, may_attend
 from patterns.attention.core.read import annotated, cores_by_value, read_attention
 from patterns.attention.masks.assumed import Assumed
+from patterns.attention.reasons.blame import RULE
 from patterns.latent.attention import int8_operands
 from patterns.latent.attention.int8_probabilities import int8_probability_attention
 from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROBABILITY_ATTENTION
@@ -27,15 +28,13 @@ def int8_latent_attentions(graph: Graph) -> Iterator[Annotation]:
     if torch.int8 not in graph.dtypes:
         return
     assumed = Assumed.of(graph)
-    read = set[Value]()
+    read = {value for value, _ in (*graph.readings.all(RULE), *graph.readings.missed(RULE))}
     for value, cores in cores_by_value(graph):
         outcome = _over_int8(assumed, cores)
         read |= {value} if outcome else set()
         yield from annotated(value, cores[0], outcome)
     for value in list(graph.places):
-        if value in read or value.op not in ATTENDING or only_arranges(graph, value):
-            continue
-        if graph.readings.of(value, "softmax_attention") or graph.readings.misses_of(value, "softmax_attention"):
+        if value in read or not may_attend(graph, value):
             continue
         rounded = int8_probability_attention(graph.algebra, value, lambda root: _at(assumed, root))
         if isinstance(rounded, Miss):
@@ -52,7 +51,7 @@ def _at(assumed: Assumed, root: Value) -> Outcome | Miss | None:
 
 def _over_int8(assumed: Assumed, cores: list[Core]) -> Outcome | Miss | None:
     outcome = read_attention(assumed, cores, "int8_latent_attention", _in_int8)
-    return None if isinstance(outcome, Miss) and outcome.rule == "softmax_attention" else outcome
+    return None if isinstance(outcome, Miss) and outcome.rule == RULE else outcome
 
 
 def _in_int8(assumed: Assumed, core: Core, frame: Frame, q: Value, k: Value, v: Value) -> Read | Miss | None:
