@@ -47,10 +47,10 @@ from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.quantisation import Quantisation
 from patterns.quant.quantised_linear import QuantisedLinear
-from patterns.quant.read_channels import int8_rows
 from patterns.quant.read_matmul import int8_matmuls
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
+from patterns.quant.read_static_scales import int8_rows
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
 from patterns.rotary.read import rotations

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusion._torch.nested import leaves, map_only
 from fusion._torch.operators import is_composite
-from fusion._torch.tensors import leaves, map_only
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]  # re-exported from torch
 

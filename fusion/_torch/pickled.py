@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import fx
 
 from fusion._torch.fakes import fresh_fake_mode
-from fusion._torch.tensors import map_only
+from fusion._torch.nested import map_only
 from fusion._torch.tracing import copied
 
 _METADATA = ("val", "stack_trace", "nn_module_stack", "fusion")

@@ -1,4 +1,4 @@
-"""Tensors, sizes and attributes of graphs: properties that torch records, and maps over nested arguments of calls."""
+"""Properties that torch records of tensors, sizes, and attributes of graphs."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,42 +14,11 @@ from torch import fx
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary as WeakTensors
 
-__all__ = [
-    "WeakTensors",
-    "is_traceable_wrapper_subclass",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-]  # re-exported from torch
+__all__ = ["WeakTensors", "is_traceable_wrapper_subclass"]  # re-exported from torch
 
 aten = torch.ops.aten
-
-
-def leaves(*arguments: Any) -> list[Any]:
-    """Flatten `arguments`, nested in lists, tuples and dicts; faster than torch's pytrees."""
-    result: list[Any] = []
-    for each in arguments:
-        if isinstance(each, (list, tuple)):
-            result.extend(leaves(*each))
-        elif isinstance(each, dict):
-            result.extend(leaves(*each.values()))
-        else:
-            result.append(each)
-    return result
-
-
-def map_only(kinds: type | tuple[type, ...], change: Callable[[Any], Any], argument: Any) -> Any:
-    """Map the leaves of `argument` that are instances of `kinds` by `change`, in nested lists, tuples and dicts."""
-    if isinstance(argument, tuple):
-        return tuple([map_only(kinds, change, each) for each in argument])
-    if isinstance(argument, list):
-        return [map_only(kinds, change, each) for each in argument]
-    if isinstance(argument, dict):
-        return {name: map_only(kinds, change, each) for name, each in argument.items()}
-    return change(argument) if isinstance(argument, kinds) else argument
 
 
 def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:

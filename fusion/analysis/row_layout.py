@@ -143,7 +143,7 @@ def _taken(size: Any, left: Any) -> Any:
     return left if quotient(size, left) is not None else None
 
 
-def carried(a: Algebra, x: Value, layout: Arrangement, source: Dims, target: Dims) -> Value | None:
+def rearranged(a: Algebra, x: Value, layout: Arrangement, source: Dims, target: Dims) -> Value | None:
     """Reshape and permute `x` [*source dims, T, E] to [*atoms in the order of `target`, T, E].
 
     Each source dim has its size in `layout`, or 1 where `x` is broadcast; None otherwise.

@@ -20,8 +20,9 @@ import torch
 import torch.fx as fx
 
 from fusion._torch.fakes import FakeTensor, fake_tensor
+from fusion._torch.nested import map_only
 from fusion._torch.operators import OpOverload
-from fusion._torch.tensors import attribute_of, map_only
+from fusion._torch.tensors import attribute_of
 from fusion._torch.tracing import refill
 from fusion.caching.text_cache import TextCache, text_cache
 from fusion.facts import Facts

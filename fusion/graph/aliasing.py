@@ -10,8 +10,9 @@ from typing import Any
 
 import torch.fx as fx
 
+from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, given, schema_of, short_name
-from fusion._torch.tensors import count, leaves
+from fusion._torch.tensors import count
 from fusion._torch.tracing import rename
 
 _RESERVING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fusion._torch.nested import leaves
 from fusion._torch.operators import short_name
-from fusion._torch.tensors import leaves, shares_memory
+from fusion._torch.tensors import shares_memory
 from fusion.graph.aliasing import is_write, reserves
 
 _VIEWS = {

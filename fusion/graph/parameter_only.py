@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, is_random
-from fusion._torch.tensors import is_traceable_wrapper_subclass, leaves
+from fusion._torch.tensors import is_traceable_wrapper_subclass
 from fusion._torch.tracing import dynamo_position
 from fusion.graph import dims_of
 from fusion.graph.aliasing import is_write, is_written

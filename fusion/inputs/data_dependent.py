@@ -17,8 +17,8 @@ import numpy
 import torch
 
 from fusion._torch.fakes import FakeTensor, FakeTensorMode, in_fake_mode
+from fusion._torch.nested import leaves, map_only
 from fusion._torch.operators import higher_order
-from fusion._torch.tensors import leaves, map_only
 from fusion.errors import FusionError
 from fusion.inputs.known_ints import GivenNumbers, Numbers
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from fusion._torch.fakes import FakeTensor, without_fakes
+from fusion._torch.nested import leaves, map_only
 from fusion._torch.operators import OpOverload, arguments_of, is_random, schema_of, short_name
-from fusion._torch.tensors import WeakTensors, leaves, map_only, storage_of
+from fusion._torch.tensors import WeakTensors, storage_of
 
 MOST = 2**16
 """Most elements of a tensor whose numbers are computed."""

@@ -11,8 +11,9 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
+from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, schema_of, short_name
-from fusion._torch.tensors import count, hint, leaves
+from fusion._torch.tensors import count, hint
 from fusion.graph.launches import is_data_dtype, is_reshaping_copy, is_view
 from fusion.planning.target import Target
 

@@ -20,8 +20,9 @@ from fusion._torch.fakes import (
     without_guards,
     without_view_tracking,
 )
+from fusion._torch.nested import leaves, map_only
 from fusion._torch.operators import OpOverload, schema_of
-from fusion._torch.tensors import as_distinct, leaves, map_only
+from fusion._torch.tensors import as_distinct
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fusion._torch.functional import functional_graph
+from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, is_composite
-from fusion._torch.tensors import leaves
 from fusion.graph.subgraphs import bodies
 from fusion.operators import decompositions
 from fusion.routes.expand import Table, expand

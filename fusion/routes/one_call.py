@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from torch import fx
 
-from fusion._torch.tensors import map_only
+from fusion._torch.nested import map_only
 from fusion.planning.plan_json import frozen
 
 

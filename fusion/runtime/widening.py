@@ -16,8 +16,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from fusion._torch.nested import tree_map_only
 from fusion._torch.operators import OpOverload, arguments_of, is_random, schema_of
-from fusion._torch.tensors import tree_map_only
 from fusion.graph.subgraphs import with_bodies
 from fusion.operators.encodings import STORED
 

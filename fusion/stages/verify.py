@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.tensors import map_only
+from fusion._torch.nested import map_only
 from fusion.errors import FormatError, VerificationError
 from fusion.graph import dims_of
 from fusion.graph.aliasing import closing_writes, is_write, memory_of, outputs, sharing, written_by

@@ -12,7 +12,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fusion._torch.tensors import shares_memory, tree_leaves
+from fusion._torch.nested import tree_leaves
+from fusion._torch.tensors import shares_memory
 from fusion.frontend.library import examples
 from fusion.graph.aliasing import is_write
 from fusion.language import Example, Rule

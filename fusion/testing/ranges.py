@@ -16,8 +16,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from fusion._torch.nested import tree_leaves
 from fusion._torch.operators import arguments_of, short_name
-from fusion._torch.tensors import tree_leaves
 from fusion.operators import operator_of
 from fusion.runtime.verification import relative_error
 from fusion.runtime.widening import widen

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion._torch.memory import copied
-from fusion._torch.tensors import tree_map_only
+from fusion._torch.nested import tree_map_only
 from fusion.frontend.library import installed
 from fusion.language import Example, Library, Rule
 from fusion.options import Options

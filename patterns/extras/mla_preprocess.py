@@ -23,10 +23,10 @@ from fusion import Group, Rule, encodings, lowering, pattern, require, rounding,
 from patterns.cache.pages import in_rows, page_operand
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
 from patterns.kit.int8_scales import STATIC, exact_scale, int8_zero_point
+from patterns.latent.prolog.layers import StaticInt8Layers, TokenInt8Layers
 from patterns.latent.prolog.prolog import MlaProlog
 from patterns.latent.prolog.terms import LatentQueries, LatentRow, Tables
 from patterns.quant.quantised_linear import NZ
-from patterns.quant.schemes import StaticInt8Layers, TokenInt8Layers
 from patterns.rotary.orders import HALF, RowOrder
 from patterns.rotary.token_tables import rotated_lanes
 

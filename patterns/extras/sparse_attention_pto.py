@@ -27,10 +27,10 @@ from patterns.cache import pages
 from patterns.cache.stores import Pages
 from patterns.latent.attention.encodings import Plain
 from patterns.latent.head_projection import expanded
+from patterns.latent.prolog.layers import FloatLayers
 from patterns.latent.prolog.prolog import Queries, read
 from patterns.latent.prolog.terms import LatentRow, Tables
 from patterns.quant.quantised_linear import prepared
-from patterns.quant.schemes import FloatLayers
 from patterns.sparse.attention.listing import Listing
 from patterns.sparse.attention.pages import LatentPages, refuse_nz
 from patterns.sparse.attention.sparse_attention import VALUES

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusion import Encoding, Group, Rule, attribute, encodings, lowering, pattern, require, scalar, tensor, variants
-from patterns.quant.constant_scales import ConstantScales, KnownScale
+from patterns.quant.static_scales import ConstantScales, KnownScale
 
 
 def quantised_rows(p, x, dtype, scheme="dynamic", encoding=encodings.INT8, **more):

@@ -20,7 +20,7 @@ from fusion.analysis.rounding import exact, unscaled
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import proof
-from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_one, times_ones
+from patterns.quant.product_scales import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_one, times_ones
 
 _SEVERAL = (
     "weight: rows are multiplied by {number} int8 weights in one product; npu_quant_matmul requires one "

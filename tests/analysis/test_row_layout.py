@@ -8,7 +8,16 @@ import pytest
 import torch
 from sympy import Symbol
 
-from fusion.analysis.row_layout import arranged, arrangement, broadcast_arranged, carried, named, once, row_step, uncast
+from fusion.analysis.row_layout import (
+    arranged,
+    arrangement,
+    broadcast_arranged,
+    named,
+    once,
+    rearranged,
+    row_step,
+    uncast,
+)
 from fusion.graph import Algebra, Value
 
 from .numbers import leaf
@@ -73,7 +82,7 @@ def test_what_has_other_rows_is_not_carried():
     found = arrangement((2, 3), [("permute", (1, 0))])
     assert found is not None
     for lead, known in (((2, 3), 1), ((1, 3), 1), ((2, 1), 1), ((2,), 0), ((2, 3, 1), 0), ((2, 2), 0)):
-        assert (carried(a, leaf(a, "x", *lead, 4, 5)[0], found, found.before, found.after) is not None) == known
+        assert (rearranged(a, leaf(a, "x", *lead, 4, 5)[0], found, found.before, found.after) is not None) == known
 
 
 def test_what_all_rows_share_and_repeat_is_carried_as_it_is():
@@ -81,7 +90,7 @@ def test_what_all_rows_share_and_repeat_is_carried_as_it_is():
     found = arrangement((2, 3), [("reshape", (6,))])
     assert found is not None
     x, numbers = leaf(a, "x", 1, 1, 5)
-    made = carried(a, a.expand(x, (1, 4, 5)), found, found.after, found.before)
+    made = rearranged(a, a.expand(x, (1, 4, 5)), found, found.after, found.before)
     assert made is not None
     assert torch.equal(computed(made, {x: numbers}), numbers.expand(1, 1, 4, 5))
 

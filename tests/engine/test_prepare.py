@@ -21,7 +21,7 @@ from fusion.frontend import hf
 from fusion.graph.parameter_only import derived, marks, parameter_inputs
 from fusion.pipeline import fuse_graph
 from fusion.stages import prepare as stage
-from fusion.stages.prepare import layout
+from fusion.stages.prepare import adjacent_parameters as adjacent
 from fusion.stages.verify import contract, verify
 from fusion.testing import capture
 
@@ -214,7 +214,7 @@ def test_verification_accepts_exactly_the_inputs_that_were_added():
 
 @pytest.mark.parametrize(
     ("shapes", "why"),
-    [(((32, 16, 1), (32, 16, 1)), ""), (((3, 5, 1), (3, 5, 1)), layout.UNEVEN.format(60, 64))],
+    [(((32, 16, 1), (32, 16, 1)), ""), (((3, 5, 1), (3, 5, 1)), adjacent.UNEVEN.format(60, 64))],
     ids=["aligned", "not aligned"],
 )
 def test_parameters_become_views_of_their_concatenation(shapes, why):
@@ -224,9 +224,9 @@ def test_parameters_become_views_of_their_concatenation(shapes, why):
     assert (each.copied, each.joined) == (why, not why)
     assert each.bytes == (2 * a.numel() * 4 if why else 0)
     _, other = prepared(lambda x, a, b: gated(x, a * 2, b), x, a, b)
-    assert other.prepared[0].copied == layout.COMPUTED
+    assert other.prepared[0].copied == adjacent.COMPUTED
     _, kept = prepared(gated, x, a, b, prepack="copy")
-    assert (kept.prepared[0].copied, kept.prepared[0].bytes) == (layout.BY_OPTION, 2 * a.numel() * 4)
+    assert (kept.prepared[0].copied, kept.prepared[0].bytes) == (adjacent.BY_OPTION, 2 * a.numel() * 4)
 
 
 def test_a_parameter_becomes_a_view_of_one_join():
@@ -237,7 +237,7 @@ def test_a_parameter_becomes_a_view_of_one_join():
 
     gm, outcome = prepared(thrice, X, A, B, C)
     first, second = outcome.prepared
-    assert (first.copied, second.copied) == ("", layout.TAKEN)
+    assert (first.copied, second.copied) == ("", adjacent.TAKEN)
     assert first.key != second.key
     assert inputs_of(gm)[-2:] == [first.name, second.name]
 
@@ -248,7 +248,7 @@ def test_a_cast_to_the_format_of_a_chip_is_a_step_that_other_machines_skip():
     assert "npu.npu_format_cast.default" in names(each.module)
     assert "npu.npu_format_cast.default" not in names(gm)
     assert torch.equal(each.module(A, B), torch.cat([A, B]))
-    assert each.copied == layout.IN_BLOCKS
+    assert each.copied == adjacent.IN_BLOCKS
 
 
 def explain(model, rule=CountedGate(), **options):
@@ -265,9 +265,9 @@ def test_explain_tells_the_bytes_and_runs_nothing():
     assert '"bytes": 8192' in report.to_json()
     assert not RAN
     shared = explain(Layers(Gate(), Gate(factor=3.0)), JoinedGate())
-    assert (shared.prepared_bytes, shared.copies) == (weights // 2, {layout.COMPUTED: (1, weights // 2)})
+    assert (shared.prepared_bytes, shared.copies) == (weights // 2, {adjacent.COMPUTED: (1, weights // 2)})
     assert "in place of the Parameters" in str(shared)
-    assert f"a copy: {layout.COMPUTED}" in str(shared)
+    assert f"a copy: {adjacent.COMPUTED}" in str(shared)
     assert "fusion.refresh" in str(shared)
 
 
@@ -405,21 +405,22 @@ def transposed_copy(build):
     ("form", "why"),
     [
         (joined(itself, itself), ""), (joined(itself, transposed_back), ""), (joined(itself, itself, dim=()), ""),
-        (joined(itself, itself, dim=(-2,)), ""), (joined(itself, itself, dim=(1,)), layout.REORDERED),
-        (joined(itself, itself, dim=(-1,)), layout.REORDERED), (joined(part, part), layout.PARTS),
-        (joined(transposed, transposed), layout.REORDERED), (joined(itself, half), layout.CAST.format(torch.float32)),
-        (joined(itself, transposed_square), layout.REORDERED), (joined(itself, columns_first), layout.REORDERED),
-        (joined(itself, columns_first_transposed), layout.REORDERED), (joined(in_heads, in_heads), ""),
+        (joined(itself, itself, dim=(-2,)), ""), (joined(itself, itself, dim=(1,)), adjacent.REORDERED),
+        (joined(itself, itself, dim=(-1,)), adjacent.REORDERED), (joined(part, part), adjacent.PARTS),
+        (joined(transposed, transposed), adjacent.REORDERED),
+        (joined(itself, half), adjacent.CAST.format(torch.float32)),
+        (joined(itself, transposed_square), adjacent.REORDERED), (joined(itself, columns_first), adjacent.REORDERED),
+        (joined(itself, columns_first_transposed), adjacent.REORDERED), (joined(in_heads, in_heads), ""),
         (joined(itself, itself, target=aten.stack.default), ""),
-        (joined(itself, itself, target=aten.stack.default, dim=(1,)), layout.REORDERED), (interleaved, ""),
-        (joined(row, row, target=aten.cat.default, dim=(1,)), ""), (with_an_empty_line, layout.REORDERED),
-        (joined(itself, reshaped_in_another_order), layout.REORDERED), (cast, layout.CAST.format(torch.float16)),
-        (twice, layout.REORDERED), (transposed_copy, layout.REORDERED),
+        (joined(itself, itself, target=aten.stack.default, dim=(1,)), adjacent.REORDERED), (interleaved, ""),
+        (joined(row, row, target=aten.cat.default, dim=(1,)), ""), (with_an_empty_line, adjacent.REORDERED),
+        (joined(itself, reshaped_in_another_order), adjacent.REORDERED), (cast, adjacent.CAST.format(torch.float16)),
+        (twice, adjacent.REORDERED), (transposed_copy, adjacent.REORDERED),
     ],
 )  # fmt: skip
 def test_parameters_become_views_of_what_lays_them_one_behind_the_other(form, why):
     node = form(Build())
-    assert layout.why_copied(node, stage._closure(node), layout.parts(node)) == why
+    assert adjacent.why_copied(node, stage._closure(node), adjacent.parts(node)) == why
 
 
 def test_nothing_is_prepared_where_a_graph_takes_nothing():
@@ -448,7 +449,7 @@ class Int8(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])
-@pytest.mark.parametrize(("prepack", "why"), [("share", {}), ("copy", {layout.BY_OPTION: (1, 96 * 64)})])
+@pytest.mark.parametrize(("prepack", "why"), [("share", {}), ("copy", {adjacent.BY_OPTION: (1, 96 * 64)})])
 def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack, why):
     model, x = Int8(), numbers(32, 64)
     options = {"target": target, "lower": "eager", "prepack": prepack}
@@ -464,20 +465,24 @@ def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack
 
 @pytest.mark.rotates(6)
 @pytest.mark.parametrize(
-    ("target", "copied"), [("host", {layout.PARTS}), ("ascend910_93", {layout.PARTS, layout.IN_BLOCKS})]
+    ("target", "copied"),
+    [
+        ("host", {adjacent.PARTS}),
+        ("ascend910_93", {adjacent.PARTS, adjacent.IN_BLOCKS}),
+    ],
 )
 def test_latent_attention_holds_what_its_operators_cannot_read_as_stored(target, copied):
     call = hf.build(hf.Request("deepseek_v3", mode="decode", layers=1))
     report = fusion.explain(call.model, **call.kwargs, options={"target": target, "lower": "eager"})
     assert report.ops["npu::npu_mla_prolog_v3"] == 1
-    assert report.copies.keys() - {layout.CONSTANT} == copied
+    assert report.copies.keys() - {adjacent.CONSTANT} == copied
     assert report.prepared_bytes < (0.02 if target == "host" else 0.12) * report.parameter_bytes
 
 
 def test_parameters_are_named_in_the_order_of_their_memory():
     node = interleaved(Build())
     given = node.graph.find_nodes(op="placeholder")
-    assert layout.parts(node) == [given[number] for number in (0, 3, 1, 4, 2, 5)]
+    assert adjacent.parts(node) == [given[number] for number in (0, 3, 1, 4, 2, 5)]
 
 
 class Experts(nn.Module):

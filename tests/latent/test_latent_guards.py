@@ -15,9 +15,9 @@ from patterns.cache.stores import Fresh, Pages
 from patterns.extras.mla_preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
+from patterns.latent.prolog.layers import StaticInt8Layers
 from patterns.latent.prolog.prolog import Int8QueryPages, MlaProlog
 from patterns.latent.prolog.terms import LatentQueries, LatentRow
-from patterns.quant.schemes import StaticInt8Layers
 from patterns.rotary.orders import HALF, INTERLEAVED, RowOrder
 
 NOTHING = SimpleNamespace(guard=lambda *args: None, guard_order=lambda order: None)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fusion import operators
 from fusion._torch.fakes import TorchDispatchMode
+from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, arguments_of, short_name
-from fusion._torch.tensors import leaves
 from fusion.graph.aliasing import memory_of, written_by
 from fusion.graph.origin import place_of
 from fusion.runtime.verification.numbers import TOLERANCE

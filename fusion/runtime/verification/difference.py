@@ -14,7 +14,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion._torch.memory import copied
-from fusion._torch.tensors import attribute_of, leaves, map_only
+from fusion._torch.nested import leaves, map_only
+from fusion._torch.tensors import attribute_of
 from fusion.graph.aliasing import is_write
 from fusion.planning.plan_json import frozen
 from fusion.runtime.verification.judge import Judge

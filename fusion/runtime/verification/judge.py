@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fusion._torch.tensors import leaves
+from fusion._torch.nested import leaves
 from fusion.graph.origin import look
 from fusion.report.failures import worded
 from fusion.runtime.verification.choices import Moved, Recorded, Replayed, Steady, coarsest_dtypes

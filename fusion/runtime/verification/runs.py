@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fusion._torch.fakes import TorchDispatchMode
 from fusion._torch.memory import copied
+from fusion._torch.nested import tree_leaves
 from fusion._torch.operators import is_random
-from fusion._torch.tensors import tree_leaves
 from fusion.graph.aliasing import is_written
 from fusion.records import Prepared
 from fusion.runtime.verification.choices import Choices

@@ -18,8 +18,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from fusion._torch.nested import map_only
 from fusion._torch.operators import OpOverload, higher_order
-from fusion._torch.tensors import attribute_of, map_only
+from fusion._torch.tensors import attribute_of
 from fusion.errors import FusionError
 from fusion.graph.origin import location, look
 from fusion.runtime.verification.judge import Judge

@@ -8,7 +8,7 @@ from itertools import accumulate, islice, pairwise
 
 import torch.fx as fx
 
-from fusion._torch.tensors import leaves
+from fusion._torch.nested import leaves
 from fusion.facts import Facts
 from fusion.graph.aliasing import outputs
 from fusion.stages.layers.cuts import Cut, crossing, cuts

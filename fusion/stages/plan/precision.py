@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fusion._torch.nested import leaves
 from fusion._torch.operators import short_name
-from fusion._torch.tensors import leaves
 from fusion.analysis.magnitudes import largest
 from fusion.analysis.rounding import exact
 from fusion.graph import Graph, Value

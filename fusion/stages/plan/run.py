@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion._torch.tensors import leaves, map_only
+from fusion._torch.nested import leaves, map_only
 from fusion.graph.launches import is_data, is_view
 from fusion.operators import operator_of
 from fusion.planning.cost import aten_flops, call_cost

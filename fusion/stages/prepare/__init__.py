@@ -17,8 +17,8 @@ from fusion.graph.aliasing import is_returned, is_written
 from fusion.graph.launches import is_view
 from fusion.graph.parameter_only import derived
 from fusion.records import Prepared
-from fusion.stages.prepare.layout import BY_OPTION, TAKEN, parts, why_copied
-from fusion.stages.prepare.stored import read_as_stored
+from fusion.stages.prepare.adjacent_parameters import BY_OPTION, TAKEN, parts, why_copied
+from fusion.stages.prepare.stored_order import read_as_stored
 
 __all__ = ["prepare", "read_as_stored"]
 

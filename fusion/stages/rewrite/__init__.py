@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.tensors import leaves, map_only
+from fusion._torch.nested import leaves, map_only
 from fusion.graph import Graph, Value
 from fusion.graph.aliasing import is_written, memory_of, reserves, sort
 from fusion.graph.launches import is_contiguous_copy

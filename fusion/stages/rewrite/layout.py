@@ -9,7 +9,8 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch.tensors import hint, leaves
+from fusion._torch.nested import leaves
+from fusion._torch.tensors import hint
 from fusion.errors import VerificationError
 from fusion.graph import Dim, but_ones, dims_of, is_dense
 from fusion.graph.aliasing import is_copy_unseen, shown

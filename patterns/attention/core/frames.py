@@ -16,7 +16,7 @@ from typing import Any
 
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.repetition import unrepeated
-from fusion.analysis.row_layout import Arrangement, Dims, arranged, arrangement, carried, once
+from fusion.analysis.row_layout import Arrangement, Dims, arranged, arrangement, once, rearranged
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
@@ -179,7 +179,7 @@ class Attended:
         """
         a = self.a
         dims = (*(1,) * (len(own) + 1 - kv.rank), *kv.shape[:-2], 1, *kv.shape[-2:])  # a dim of size 1 for queries
-        placed = carried(a, a.reshape(kv, dims), rows, own, wanted)
+        placed = rearranged(a, a.reshape(kv, dims), rows, own, wanted)
         if placed is None:
             return None
         ends = [len(wanted[0]), sum(map(len, wanted[:-1]))]

@@ -26,10 +26,10 @@ from fusion import Rule, attribute, bounded, calls, lowering, pattern, require, 
 from fusion.analysis.rounding import exact
 from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.kit.int8_scales import multipliers
+from patterns.latent.prolog.joined_layers import JOINED
+from patterns.latent.prolog.layers import FloatLayers, Int8Layers, Int8QueryLayer
 from patterns.latent.prolog.terms import LatentQueries, LatentRow, Tables
-from patterns.quant.joined_schemes import JOINED
 from patterns.quant.quantisation import quantised_rows, rounded_scale
-from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 from patterns.rotary.orders import INTERLEAVED, RowOrder
 from patterns.rotary.token_tables import rotated_lanes
 

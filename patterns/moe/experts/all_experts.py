@@ -15,12 +15,12 @@ from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Value
 from fusion.graph.proof import must, proof, proven
+from patterns.moe.experts.chosen_rows import ChosenRows
 from patterns.moe.experts.counts import are_indices
-from patterns.moe.experts.expert_rows import ChosenRows
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.moe.experts.weighted_sums import RULE, Total, sum_of_products, summed, total
-from patterns.moe.router.list_masks import has_topk
 from patterns.moe.router.read_weights import MaskedRows, masked_rows
+from patterns.moe.router.selection_masks import has_topk
 
 
 class Chosen(NamedTuple):

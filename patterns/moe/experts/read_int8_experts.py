@@ -19,7 +19,7 @@ from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value, 
 from fusion.graph.contractions import swapped
 from patterns.moe.experts.pairs import Arranged, Pairs, expert_vectors, repeated_tokens, sorted_tokens, sorts
 from patterns.moe.experts.weighted_sums import RULE
-from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_ones
+from patterns.quant.product_scales import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_ones
 
 _MOVED = ("index", "take", "expand", "reshape", "permute")
 """Gathers and views of rows."""

@@ -16,7 +16,7 @@ from fusion.graph import Algebra, Dim, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proven
 from patterns.linear.read_gates import half_of_lanes
-from patterns.moe.experts.expert_rows import ChosenRows
+from patterns.moe.experts.chosen_rows import ChosenRows
 from patterns.moe.experts.weighted_sums import total
 
 

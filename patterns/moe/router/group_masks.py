@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.graph import Algebra, Value
-from patterns.moe.router.list_masks import masked, uses_topk
+from patterns.moe.router.selection_masks import masked, uses_topk
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fusion import reader
 from fusion.analysis.rounding import exact, is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.proof import proven
-from patterns.moe.router.list_masks import Masked, has_topk, masked
+from patterns.moe.router.selection_masks import Masked, has_topk, masked
 from patterns.moe.words import KEPT
 
 RULE = "expert_routing"

@@ -18,7 +18,7 @@ from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.proof import must, proof, proven
 from patterns.quant.read_unpacked_rows import latent, unpacked
-from patterns.sparse.lists.flat_numbers import split
+from patterns.sparse.lists.flat_row_numbers import split
 
 
 @dataclass(frozen=True)

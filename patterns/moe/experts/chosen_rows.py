@@ -19,8 +19,8 @@ from fusion.graph import Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proven
 from patterns.kit.linear_layers import linear
+from patterns.quant.product_scales import Product
 from patterns.quant.read_matmul import Layers
-from patterns.quant.scaled_products import Product
 
 _ELEMENTWISE = ("gelu", "sigmoid", "tanh", "exp", "log", "abs", "relu", "clip", "clamp")
 """Elementwise ops, other than those that `_rebuilt` builds by the algebra."""

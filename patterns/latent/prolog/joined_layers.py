@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from fusion import Group, attribute, tensor
-from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer, int8_layer
+from patterns.latent.prolog.layers import FloatLayers, Int8Layers, Int8QueryLayer, int8_layer
 
 
 @dataclass(frozen=True)

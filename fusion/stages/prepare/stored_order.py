@@ -17,15 +17,16 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch.fakes import run_on_fakes
+from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, short_name
-from fusion._torch.tensors import leaves, shares_memory
+from fusion._torch.tensors import shares_memory
 from fusion.facts import Facts
 from fusion.graph.aliasing import is_returned, is_written
 from fusion.graph.launches import is_view
 from fusion.graph.origin import inherit
 from fusion.graph.parameter_only import derived
 from fusion.operators import operator_of
-from fusion.stages.prepare.layout import JOINS, order_of, parts
+from fusion.stages.prepare.adjacent_parameters import JOINS, order_of, parts
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default})
