@@ -70,10 +70,14 @@ def guest(program: Program, target: str, loose: float) -> tuple[str, ...]:
 
 
 def exported(program: Program, target: str, loose: float) -> tuple[str, ...]:
-    """Export, fuse and run; aliases and strides of results are not those of a program."""
+    """Export, fuse and run; aliases and strides of results are not those of a program.
+
+    A case is untraced where torch's own decomposed program cannot run, as where it copies back into an expanded input.
+    """
     made = torch.export.export(Model(program), tuple(arguments(program)))
     options = {"target": target, "disable": frozenset(program.disabled)}
     plain = made.run_decompositions({})  # torch cannot where inputs share memory
+    _called(plain.module(), program)
     with blamed(f"{target}: exported: "), warnings.catch_warnings():
         warnings.filterwarnings("error", "cann-fusion could not")
         fused = fusion.fuse_exported(plain, options=options)
