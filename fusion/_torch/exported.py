@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from functools import reduce
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion._torch.operators import OpOverload, schema_of
-from fusion._torch.tracing import copied
+from fusion._torch.tracing import casts_itself, copied
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -40,6 +41,30 @@ def functional(program: ExportedProgram) -> ExportedProgram:
         return program.run_decompositions({})
     gm = fx.GraphModule(program.graph_module, copied(program.graph))
     return _with_graph(program, gm, copy.deepcopy(program.graph_signature), program.state_dict)
+
+
+def cast_inside(program: ExportedProgram) -> list[fx.Node]:
+    """List the calls of composite operators whose operands autocast casts inside of the operator, such as aten.einsum.
+
+    `run_decompositions` of torch traces a composite in one piece, and so computes these without the casts.
+    """
+    regions = program.graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.wrap_with_autocast
+    )
+    found: list[fx.Node] = []
+    for region in regions:
+        device, _, _, _, body, *_ = region.args
+        code = getattr(program.graph_module, str(cast(fx.Node, body).target))
+        found += [node for node in code.graph.nodes if _is_cast_inside(node, str(device))]
+    return found
+
+
+def _is_cast_inside(node: fx.Node, device: str) -> bool:
+    if not isinstance(node.target, OpOverload) or casts_itself(node.target, device):
+        return False
+    vals = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    made, *given = [each.dtype for each in vals if isinstance(each, Tensor) and each.is_floating_point()] or [None]
+    return node.target._can_decompose() and bool(given) and made != reduce(torch.promote_types, given)
 
 
 def parameters(signature: ExportGraphSignature) -> frozenset[str]:

@@ -39,8 +39,11 @@ def extended(run: Boxed, more: Callable[[Sequence[Any]], Iterable[Any]]) -> Boxe
     return call
 
 
-def preserve_composites() -> AbstractContextManager[None]:
-    """Preserve the `COMPOSITES` in graphs that are traced inside the context, instead of decomposing them.
+def preserve_composites(gm: fx.GraphModule) -> AbstractContextManager[None]:
+    """Preserve the `COMPOSITES` where `gm` is traced inside the context, instead of decomposing them.
+
+    Where autocast is on, a composite without a kernel of its own for it is decomposed: autocast casts the operands of
+    the products that `aten.einsum` is made of, and would cast nothing of a preserved one.
 
     For AOT autograd and `run_decompositions` only: a bare make_fx in it recurses without end. Leave the context before
     anything else is traced, a vendor's second AOT included: it would preserve the composites as well.
@@ -49,7 +52,30 @@ def preserve_composites() -> AbstractContextManager[None]:
     from torch._export.utils import _special_op_to_preserve_cia
     from torch.export.exported_program import _override_composite_implicit_decomp
 
-    return _override_composite_implicit_decomp(dict.fromkeys(COMPOSITES, _special_op_to_preserve_cia))
+    devices = autocast_devices(gm)
+    kept = [each for each in COMPOSITES if all(casts_itself(each, device) for device in devices)]
+    return _override_composite_implicit_decomp(dict.fromkeys(kept, _special_op_to_preserve_cia))
+
+
+def autocast_devices(gm: fx.GraphModule) -> frozenset[str]:
+    """Return the device types for which autocast is on where `gm` is called, or is turned on inside of `gm`."""
+    from torch.amp.autocast_mode import _enter_autocast
+
+    types = ("cpu", "cuda", torch._C._get_privateuse1_backend_name())
+    around = {each for each in types if torch.is_autocast_enabled(each)}
+    graphs = [each.graph for each in gm.modules() if isinstance(each, fx.GraphModule)]
+    regions = (_enter_autocast, torch.ops.higher_order.wrap_with_autocast)
+    entered = [node for graph in graphs for node in graph.nodes if node.target in regions]
+    return frozenset({*around, *(str(node.args[0]) for node in entered)})
+
+
+def casts_itself(op: OpOverload, device: str) -> bool:
+    """Return True if autocast for `device` has a kernel for `op`, which casts its operands before it is traced.
+
+    Private: `torch._C._dispatch_key_for_device`, `torch._C._dispatch_has_kernel_for_dispatch_key`.
+    """
+    key = f"Autocast{torch._C._dispatch_key_for_device(device)}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def tracing_apart(gm: fx.GraphModule) -> AbstractContextManager[Any]:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.exported import functional, parameters, return_writes, with_buffers, write_at_end
+from fusion._torch.exported import cast_inside, functional, parameters, return_writes, with_buffers, write_at_end
 from fusion._torch.tracing import copied, keep_names
-from fusion.errors import OptionError, StageError
+from fusion.errors import OperatorError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.frontend.backend import FusionBackend
 from fusion.graph.aliasing import name_results, outputs
+from fusion.graph.origin import place_of
 from fusion.language import Library, Reader, Rule
 from fusion.options import Options
 from fusion.planning.target import Target
@@ -53,9 +54,10 @@ def fuse_exported(
 
     Raises:
         OptionError: an option is wrong, or checks calls, of which an exported program has none.
+        OperatorError: `program` calls an operator that torch traces without the casts of autocast.
         RuleError: a rule is declared wrongly.
     """
-    plain, backend = functional(program), _backend(options, rules)
+    plain, backend = _functional(program), _backend(options, rules)
     report = _report(plain, backend)
     warn(report.failures)
     try:
@@ -75,10 +77,11 @@ def explain_exported(
 
     Raises:
         OptionError: an option is wrong, or checks calls, of which an exported program has none.
+        OperatorError: `program` calls an operator that torch traces without the casts of autocast.
         RuleError: a rule is declared wrongly.
     """
     backend = _backend(options, rules)
-    return Report(Target.resolve(backend.options.target).name, (_report(functional(program), backend),))
+    return Report(Target.resolve(backend.options.target).name, (_report(_functional(program), backend),))
 
 
 def _backend(
@@ -92,6 +95,21 @@ def _backend(
                 "called, and nothing of this package sees the calls of a program; compile its module to use the option"
             )
     return FusionBackend(checked, rules)
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """Return a functional program that computes what `program` does.
+
+    Raises:
+        OperatorError: `program` calls an operator that torch traces without the casts of autocast.
+    """
+    for node in cast_inside(program):
+        raise OperatorError(
+            f"fusing an exported program: {node.target} {place_of(node)} is called under autocast, which casts its "
+            "operands inside; torch's run_decompositions leaves these casts out; cast the operands in the model, or "
+            "write the call by torch.matmul"
+        )
+    return functional(program)
 
 
 def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:

@@ -43,5 +43,5 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Co
         return compile_graph(captured, inputs)
 
     with context:
-        context.enter_context(preserve_composites())
+        context.enter_context(preserve_composites(gm))
         return aot_inference(gm, example_inputs, compile_once)

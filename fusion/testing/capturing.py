@@ -81,7 +81,7 @@ def capture(
         return boxed(stop)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with preserve_composites() if level == "composite" else nullcontext():
+        with preserve_composites(gm) if level == "composite" else nullcontext():
             return aot_inference(
                 gm, example_inputs, partial(compile_graph, Known.from_dynamo(gm, example_inputs)), table
             )

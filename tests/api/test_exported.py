@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.nn import functional as F
 
 import fusion
-from fusion.errors import OptionError
+from fusion.errors import OperatorError, OptionError
 from fusion.frontend.exported import STAY
 from fusion.routes import host
 from tests.engine.graphs import norm, numbers
@@ -206,6 +206,27 @@ def test_where_a_stage_fails_the_program_is_as_it_came(monkeypatch: pytest.Monke
 def test_options_that_check_calls_are_refused(option: dict[str, Any]):
     with pytest.raises(OptionError, match=next(iter(option))):
         fusion.fuse_exported(exported(), options=option)
+
+
+class Einsum(nn.Module):
+    """A product that autocast computes in bfloat16."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.einsum("bsd,btd->bst", q, k)
+
+
+def test_a_call_that_torch_traces_without_the_casts_of_autocast_is_an_error():
+    program = export(Einsum(), (numbers(1, 2, 4), numbers(1, 3, 4, seed=1)))
+    for door in (fusion.fuse_exported, fusion.explain):
+        with pytest.raises(OperatorError, match=r"einsum.* at .*test_exported\.py:\d+ is called under autocast"):
+            door(program)
+    wide = export(Einsum(), (half(1, 2, 4), half(1, 3, 4)))
+    assert fusion.fuse_exported(wide).module()(half(1, 2, 4), half(1, 3, 4)).dtype == torch.bfloat16
+
+
+def half(*shape: int) -> Tensor:
+    return numbers(*shape).bfloat16()
 
 
 def test_rules_may_be_handed_over():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,3 +106,32 @@ def test_a_reshape_that_copies_is_a_launch_of_an_exported_graph():
 
     gm = exported(lambda x: (x.transpose(0, 1).reshape(-1), x.reshape(-1), x.transpose(0, 1).flatten()), numbers(2, 3))
     assert sum(each.launches for each in counted(gm.graph).values()) == 2
+
+
+UNDER_AUTOCAST: dict[str, Function] = {
+    "einsum": lambda x, w: torch.einsum("bd,ed->be", x, w),
+    "matmul": lambda x, w: x @ w.mT,
+    "linear": F.linear,
+    "sdpa": lambda x, w: F.scaled_dot_product_attention(x[None], w[None], w[None]),
+    "softmax": lambda x, w: (x @ w.mT).softmax(-1),
+    "layer_norm": lambda x, w: F.layer_norm(x @ w.mT, (4,)),
+    "rms_norm": lambda x, w: F.rms_norm(x @ w.mT, (4,)),
+    "repeat_interleave": lambda x, w: (x @ w.mT).repeat_interleave(2, 0),
+}
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_autocast_casts_inside_of_composites_as_in_eager_code(name: str, around: bool):
+    def inside(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", bf16):
+            return UNDER_AUTOCAST[name](x, w)
+
+    function = UNDER_AUTOCAST[name] if around else inside
+    x, w = numbers(3, 64), numbers(4, 64, seed=1)
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="cann_fusion", options={"target": "host", "lower": "eager"})
+    with torch.no_grad(), torch.autocast("cpu", bf16) if around else nullcontext():
+        want, have = function(x, w), compiled(x, w)
+    assert have.dtype == want.dtype
+    torch.testing.assert_close(have.float(), want.float(), atol=2e-2, rtol=2e-2)

@@ -31,7 +31,7 @@ class Backend:
             return self.inner(captured, inputs)
 
         with preserving:
-            preserving.enter_context(preserve_composites())
+            preserving.enter_context(preserve_composites(gm))
             return aot_module_simplified(
                 gm,
                 example_inputs,
