@@ -63,8 +63,9 @@ def _is_cast_inside(node: fx.Node, device: str) -> bool:
     if not isinstance(node.target, OpOverload) or casts_itself(node.target, device):
         return False
     vals = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    made, *given = [each.dtype for each in vals if isinstance(each, Tensor) and each.is_floating_point()] or [None]
-    return node.target._can_decompose() and bool(given) and made != reduce(torch.promote_types, given)
+    dtypes = [each.dtype for each in vals if isinstance(each, Tensor) and each.is_floating_point()]
+    is_cast = len(dtypes) > 1 and dtypes[0] != reduce(torch.promote_types, dtypes[1:])
+    return is_cast and node.target._can_decompose()
 
 
 def parameters(signature: ExportGraphSignature) -> frozenset[str]:
