@@ -320,7 +320,7 @@ LOOKALIKES = (
         more=tensors(WHOLE, activations(7, N, 1, S)),
     ),
     Entry(capped, "", "soft capping", more=tensors(WHOLE)),
-    Entry(beside_a_sink, "", "without a bias", more=tensors(WHOLE)),
+    Entry(beside_a_sink, "", "a bias is added to its scores as well", more=tensors(WHOLE)),
     Entry(
         of_no_keys,
         "",
