@@ -8,6 +8,7 @@ from fusion.frontend.explain import explain
 from fusion.frontend.exported import fuse_exported
 from fusion.frontend.library import installed
 from fusion.language import (
+    Captures,
     Example,
     Group,
     Library,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from fusion.frontend.passes import FusionPass
 
 __all__ = [
+    "Captures",
     "Encoding",
     "Example",
     "FusionBackend",

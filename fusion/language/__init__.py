@@ -1,7 +1,7 @@
 """The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
 
 from fusion.language.forms import Pattern, captured
-from fusion.language.groups import Group, attribute, scalar, tensor
+from fusion.language.groups import Captures, Group, attribute, scalar, tensor
 from fusion.language.marks import alternative, calls, lookalike, lowering, pattern, refused_on, variants
 from fusion.language.meanings import relied
 from fusion.language.ranges import bounded, rounding
@@ -12,6 +12,7 @@ from fusion.language.terms import Bindings, Capture, Term
 __all__ = [
     "Bindings",
     "Capture",
+    "Captures",
     "Example",
     "Group",
     "Library",

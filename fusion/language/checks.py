@@ -222,8 +222,7 @@ def _check_terms(rule: Rule, form: Pattern) -> None:
 
 def _check_parameters(rule: Rule, method: str, known: Collection[str]) -> None:
     """Require that all parameters of `method` are among the names `known` of captures."""
-    function: Any = getattr(rule, method)
-    for name in parameters_of(getattr(function, "__func__", function)):
+    for name in parameters_of(getattr(rule, method)):
         if name in known:
             continue
         near = get_close_matches(name, sorted(known), 1)

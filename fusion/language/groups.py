@@ -1,4 +1,6 @@
-"""Groups: several captures declared once as a dataclass, which forms, guards and lowerings take as one parameter.
+"""Groups and match records: several captures as one parameter.
+
+A *group* is declared once as a dataclass, and forms, guards and lowerings take it as one parameter:
 
     @dataclass(frozen=True)
     class Tables(Group):
@@ -88,6 +90,22 @@ class Group:
 def _named(kind: type[Group], name: str) -> tuple[tuple[str, str, Any], ...]:
     """List (field, "name.field", declaration) for each field of the group class `kind`."""
     return tuple((each.name, f"{name}.{each.name}", each.default) for each in fields(kind))
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Base of match records: frozen dataclasses whose fields are names of captures.
+
+        @dataclass(frozen=True)
+        class Match(Captures):
+            x: Any
+            eps: float
+
+        def run(self, match: Match, version): ...        here match.x and match.eps are captured values
+
+    A guard or a lowering takes a record as one parameter, annotated with its class, in place of one parameter for each
+    capture. A field without a capture is None.
+    """
 
 
 def is_group(declared: Any) -> TypeGuard[type[Group]]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import chain
 from string import Formatter
 from typing import Any, ClassVar
 
 import torch
 
 from fusion.language.forms import Pattern, State, traced
-from fusion.language.groups import is_group
+from fusion.language.groups import Captures, is_group
 from fusion.language.marks import each_variant, marked
 
 
@@ -218,17 +219,45 @@ def ask_guard(rule: Rule, captures: Mapping[str, Any]) -> None:
 def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
     """Call `method` with those of the `captures` that are its parameters; None for a name without a capture.
 
-    A group in `captures` is passed as an instance with the captures of its fields.
+    A group in `captures` is passed as an instance with the captures of its fields; so is a parameter that is annotated
+    with a match record.
     """
-    return method(**{name: _argument(name, captures) for name in parameters_of(getattr(method, "__func__", method))})
+    records = records_of(method)
+    return method(**{name: _argument(name, captures, records.get(name)) for name in _parameters(method)})
 
 
-def _argument(name: str, captures: Mapping[str, Any]) -> Any:
+def _argument(name: str, captures: Mapping[str, Any], record: type[Captures] | None = None) -> Any:
+    if record is not None:
+        return record(**{each.name: _argument(each.name, captures) for each in fields(record)})
     given = captures.get(name)
     return given.bound(name, captures) if is_group(given) else given
 
 
+def parameters_of(method: Callable[..., Any]) -> tuple[str, ...]:
+    """List the names of captures that `method` takes, as parameters or as fields of match records."""
+    records = records_of(method)
+    named = (
+        [each.name for each in fields(records[name])] if name in records else [name] for name in _parameters(method)
+    )
+    return tuple(chain.from_iterable(named))
+
+
+def _parameters(method: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(_signature(getattr(method, "__func__", method)))
+
+
+def records_of(method: Callable[..., Any]) -> Mapping[str, type[Captures]]:
+    """Map the parameters of `method` that are annotated with a match record to the class of the record."""
+    function = getattr(method, "__func__", method)
+    return {name: kind for name, kind in _signature(function).items() if kind is not None}
+
+
 @cache
-def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """List the parameter names of `function` but for `self`."""
-    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+def _signature(function: Callable[..., Any]) -> Mapping[str, type[Captures] | None]:
+    """Map the parameters of `function` but for `self` to the match record that each is annotated with, or None."""
+    given = inspect.signature(function).parameters
+    known: Mapping[str, Any] = getattr(function, "__globals__", {})
+    kinds = {name: known.get(str(each.annotation), each.annotation) for name, each in given.items() if name != "self"}
+    return {
+        name: kind if isinstance(kind, type) and issubclass(kind, Captures) else None for name, kind in kinds.items()
+    }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
+from fusion import Captures, Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 from patterns.cache.stores import Pages
 from patterns.latent.prolog.terms import Tables
 from patterns.quant.quantisation import quantised_rows
@@ -133,6 +133,19 @@ class HeadWeights(Group):
 
 
 @dataclass(frozen=True)
+class IndexerMatch(Captures):
+    """Captures of an indexer's prologue: hidden states `x` [*B, He], queries, keys, head weights, tables, cache."""
+
+    x: Tensor
+    queries: Int8Queries
+    keys: Int8Keys
+    heads: HeadWeights
+    lanes: Lanes
+    tables: Tables
+    storage: Pages
+
+
+@dataclass(frozen=True)
 class LightningIndexerPrologPto(Rule):
     """Queries, keys and head weights of an int8 indexer over pages, with the writes of keys and of their scales."""
 
@@ -184,8 +197,9 @@ class LightningIndexerPrologPto(Rule):
         """int8(rope(c W_IQ) H_q) without keys, head weights or writes"""
         return queries.quantised(p, queries.rows(p, lanes, tables))[0]
 
-    def guard(self, x: Any, queries: Int8Queries, keys: Int8Keys, heads: HeadWeights, lanes: Lanes, storage: Pages):
+    def guard(self, match: IndexerMatch):
         """Refuse an epsilon, factor, dtype or lane order that the operator does not have, and NZ pages."""
+        x, queries, keys, storage = match.x, match.queries, match.keys, match.storage
         reason = (
             "eps: that of the norm of the indexer's keys is {eps}; npu_lightning_indexer_prolog_pto requires "
             "{own}, which it has compiled in"
@@ -204,21 +218,22 @@ class LightningIndexerPrologPto(Rule):
             "D]; allocate the cache so",
         )
         storage.guard(x)
-        heads.guard(lanes.end)
+        match.heads.guard(match.lanes.end)
 
     @lowering
-    def run(self, x, queries, keys, heads, lanes, tables, storage):
+    def run(self, match: IndexerMatch):
         """Emit npu_lightning_indexer_prolog_pto: int8 queries [.., N, D], scales, both caches, weights [.., N].
 
         The caches are those of the keys and of their scales.
         """
+        x, queries, keys, storage = match.x, match.queries, match.keys, match.storage
         rows = x.reshape(-1, x.shape[-1])
-        cos, sin = tables.in_halves(x, keys.result, lanes.split, x.dtype)
+        cos, sin = match.tables.in_halves(x, keys.result, match.lanes.split, x.dtype)
         key_cache, scale_cache = storage.caches(x, (None, None), x)
         query, scale, weights, *caches = torch.ops.custom_pypto.npu_lightning_indexer_prolog_pto.functional(
             rows, queries.latent.reshape(rows.shape[0], -1), queries.tokens.float().reshape(-1, 1),
             prepared(queries.weight), queries.scale.float().reshape(-1, 1), prepared(keys.weight),
-            prepared(heads.weight), keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
+            prepared(match.heads.weight), keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
             *(each.reshape(rows.shape[0], -1) for each in (cos, sin)), queries.matrix(), keys.matrix(), key_cache,
             scale_cache, storage.slots.to(torch.int64).reshape(-1), EPSILON_OF_KEYS,
         )  # fmt: skip

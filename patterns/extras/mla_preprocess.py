@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from fusion import Group, Rule, encodings, lowering, pattern, require, rounding, scalar, tensor, variants
+from fusion import Captures, Group, Rule, encodings, lowering, pattern, require, rounding, scalar, tensor, variants
 from patterns.cache.pages import in_rows, page_operand
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
 from patterns.kit.int8_scales import STATIC, exact_scale, int8_zero_point
@@ -96,6 +96,19 @@ class Int8Pages(Int8LatentPages):
 
 
 @dataclass(frozen=True)
+class PreprocessMatch(Captures):
+    """Captures of the prologue with its first norm: hidden states `x` [*B, He], norm, W8A8 layers, caches, tables."""
+
+    x: Tensor
+    norm: Norm
+    projection: TokenInt8Layers
+    storage: Pages
+    queries: Queries
+    row: LatentRow
+    tables: Tables
+
+
+@dataclass(frozen=True)
 class MlaPreprocess(Rule):
     """Prologue of latent attention with W8A8 layers, from the norm of the hidden states to the writes into caches."""
 
@@ -128,15 +141,16 @@ class MlaPreprocess(Rule):
         rows = row.terms(p, both, tables, queries.gamma)
         return *storage.queries(p, rotated, absorbed), *storage.written(p, *rows)
 
-    def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
+    def guard(self, match: PreprocessMatch):
         """Refuse norms with another epsilon than 1e-6, heads and rows with other lanes, rotated lanes that the cache
         has in pairs.
 
         And what `projection` (biases) and `storage` (slots, NZ blocks) refuse.
         """
+        projection, storage, queries, row = match.projection, match.storage, match.queries, match.row
         queries.guard(row)
         row.guard(projection.dkv)
-        for eps in (norm.eps, queries.eps, row.eps):
+        for eps in (match.norm.eps, queries.eps, row.eps):
             require(
                 eps == EPSILON,
                 "eps: a norm adds {eps}; npu_mla_preprocess requires 1e-6, which its kernel has compiled in",
@@ -144,11 +158,13 @@ class MlaPreprocess(Rule):
             )
         projection.guard()
         storage.guard_order(row.result)
-        storage.guard(x)
+        storage.guard(match.x)
 
     @lowering
-    def run(self, x, norm, queries, row, tables, projection, storage):
+    def run(self, match: PreprocessMatch):
         """Emit npu_mla_preprocess, which writes rows to the pages and queries to fresh memory."""
+        x, norm, queries, row = match.x, match.norm, match.queries, match.row
+        projection, storage, tables = match.projection, match.storage, match.tables
         cos, sin = (each.flatten(0, -2) for each in tables.for_tokens(x, row, x.dtype))
         tokens, turning, (heads, _, width) = storage.slots.numel(), cos.shape[-1], queries.up.shape
         order = JoinedRows(RowOrder(turning, HALF), heads, queries.source, row.source)

@@ -28,7 +28,7 @@ from patterns.cache.stores import Pages
 from patterns.latent.attention.encodings import Plain
 from patterns.latent.head_projection import expanded
 from patterns.latent.prolog.layers import FloatLayers
-from patterns.latent.prolog.prolog import Queries, read
+from patterns.latent.prolog.prolog import PrologMatch, Queries
 from patterns.latent.prolog.terms import LatentRow, Tables
 from patterns.quant.quantised_linear import prepared
 from patterns.sparse.attention.listing import Listing
@@ -267,17 +267,17 @@ class SparseAttentionPto(Rule):
         Returns y in the layout of the model, and the caches of the latent, of its rotated lanes and of the indexer's
         keys.
         """
-        queries, row, storage, table = prolog.queries, prolog.row, prolog.storage, attended.table
-        projection, keys = queries.reordered_layers(prolog.projection, row), index.keys
+        storage, table, keys = prolog.storage, attended.table, index.keys
         x = x.reshape(table.block_table.shape[0], -1, x.shape[-1])  # of tokens that the model may have packed
-        x, dq, uq, up, dkv, gain_q, gain, sin, cos = read(x, projection, queries, row, prolog.tables)
+        match = PrologMatch(x, prolog.projection, storage, prolog.queries, prolog.row, prolog.tables)
+        x, dq, uq, up, dkv, gain_q, gain, sin, cos = match.operands(match.layers())
         mode, lengths = attended.listing.lengths(x, table.block_table.shape[1] * table.size, None)
         require(
             mode == 3 or x.shape[1] == 1,
             "mask: each query sees keys behind it; npu_sparse_attention_pto requires a causal order; mask keys "
             "behind the query",
         )
-        kv_cache, kr_cache = storage.caches(x, row.widths, up)
+        kv_cache, kr_cache = match.caches()
         weights = (prepared(each) for each in (index.queries.weight, keys.weight, index.queries.head_weight))
         y, kv, kr, written = torch.ops.custom_pypto.npu_sparse_attention_pto.functional(
             x, dq, uq, up, dkv, gain_q, gain, sin, cos, storage.index(x).int(), kv_cache, kr_cache,
@@ -285,4 +285,4 @@ class SparseAttentionPto(Rule):
             pages.in_rows(keys.cache, None),
         )  # fmt: skip
         y = viewed(expanded(y, attended.heads.up_value, values), attended.result.view)
-        return y, *storage.restored(*row.reordered(kv, kr)), written.reshape(keys.cache.shape)
+        return y, *match.stored((kv, kr)), written.reshape(keys.cache.shape)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusion
 from fusion import (
+    Captures,
     FusionBackend,
     FusionPass,
     Group,
@@ -191,6 +192,18 @@ def within_of_another_name(self, fctor):
     return frozenset()
 
 
+@dataclass(frozen=True)
+class MisnamedMatch(Captures):
+    """A record with a field that no form captures."""
+
+    x: Tensor
+    factr: float
+
+
+def run_of_a_misnamed_match(self, match: MisnamedMatch):
+    return match.x * match.factr
+
+
 METHODS = {
     "guard, argument": (dict(guard=guard_of_another_name), "argument 'factr'; did you mean 'factor'?"),
     "guard, result": (dict(guard=guard_that_returns), "it returns a value, which refuses nothing; refuse with require"),
@@ -201,6 +214,10 @@ METHODS = {
     "remark, argument": (dict(remark=remark_of_another_name), "argument 'machin'; did you mean 'machine'?"),
     "within, argument": (dict(within=within_of_another_name), "argument 'fctor'; did you mean 'factor'?"),
     "lowering, argument": (dict(run=lowering(lambda self, y: y)), "no form captures its argument 'y'"),
+    "lowering, field of its record": (
+        dict(run=lowering(run_of_a_misnamed_match)),
+        "no form captures its argument 'factr'; did you mean 'factor'?",
+    ),
     "lowering, result": (dict(run=lowering(lambda self, x: None)), "it returns nothing; return the tensors"),
     "no form": (dict(written=None), "it is recognised in no form; mark a method with @pattern"),
     "no lowering": (dict(run=None), "there is no way to run it; mark a method with @lowering"),

@@ -1,14 +1,16 @@
-"""Groups of captures: what a form, a guard and a lowering are given of one, and of one that holds others."""
+"""Groups of captures, groups of groups, and match records: the arguments of forms, guards and lowerings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from fusion import Group, Library, Rule, lowering, pattern, require, scalar, tensor, testing
+from fusion import Captures, Group, Library, Rule, lowering, pattern, require, scalar, tensor, testing
+from fusion.language import Refused, ask_guard
 from fusion.options import Options
 from tests.engine.graphs import numbers
 
@@ -52,6 +54,44 @@ class Curved(Rule):
         """In one call of each."""
         inner, outer = curve.inner, curve.outer
         return torch.addcmul(outer.offset, torch.square(x * inner.slope + inner.offset), torch.tensor(outer.slope))
+
+
+@dataclass(frozen=True)
+class CurveMatch(Captures):
+    """All captures of a curve."""
+
+    x: Tensor
+    curve: Curve
+
+    def inner(self) -> Tensor:
+        """The first line of x."""
+        return self.x * self.curve.inner.slope + self.curve.inner.offset
+
+
+@dataclass(frozen=True)
+class CurvedByMatch(Curved):
+    """The same, with the captures as one record."""
+
+    def guard(self, match: CurveMatch):
+        """Refuse equal slopes."""
+        require(match.curve.inner.slope != match.curve.outer.slope, "both slopes are equal")
+
+    @lowering
+    def run(self, match: CurveMatch) -> Tensor:
+        """In one call of each."""
+        outer = match.curve.outer
+        return torch.square(match.inner()) * outer.slope + outer.offset
+
+
+def test_a_match_record_holds_what_was_captured():
+    x, a, b = numbers(2, 4), numbers(4, seed=1), numbers(4, seed=2)
+    slopes = {"curve.inner.slope": 3.0, "curve.outer.slope": 2.0}
+    captures = {"x": x, "curve": Curve, "curve.inner.offset": a, "curve.outer.offset": b, **slopes}
+    way = CurvedByMatch().lowerings()[0]
+    torch.testing.assert_close(way.run(CurvedByMatch(), captures), torch.square(x * 3.0 + a) * 2.0 + b)
+    ask_guard(CurvedByMatch(), captures)
+    with pytest.raises(Refused, match="both slopes are equal"):
+        ask_guard(CurvedByMatch(), captures | {"curve.outer.slope": 3.0})
 
 
 def test_a_group_may_hold_groups():

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fusion import Target, lowering, pattern, require, scalar, variants
+from torch import Tensor
+
+from fusion import Captures, Target, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import Call
 from patterns.attention.masks.visibility import Dense, Structured, Visibility
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
@@ -27,6 +29,30 @@ VARIANTS = dict(seen=(Structured, Dense), values=("transposed", "heads first", "
 """Variants of the lowerings: the mask as parameters or as a tensor, the product with W_UV, the operator's version."""
 JOINED_VARIANTS = {**VARIANTS, "values": ("transposed", "multiplied")}
 """Variants of lowerings whose result never has heads first in memory."""
+
+
+@dataclass(frozen=True)
+class LatentMatch(Captures):
+    """Captures of attention over a latent: its facets, and the factor `scale` of the scores."""
+
+    encoding: Any
+    source: Any
+    result: Any
+    seen: Any
+    scale: float
+
+    @property
+    def keys(self) -> Keys:
+        """The rows or pages of the latent that queries attend to, and the mask."""
+        return Keys(self.source, self.seen, self.encoding.first_rows)
+
+    def call(self, version: int) -> Call:
+        """Build the options of a call of operator `version`."""
+        return Call(self.scale, version, self.result.lse)
+
+    def projected(self, y: Tensor, lse: Tensor, values: str) -> Any:
+        """Return `y` [B, N, S, C] times W_UV, by the product `values` (see `expanded`), and `lse` if it is a result."""
+        return self.result.restored(self.encoding.expanded(y.transpose(1, 2), values), lse, self.seen)
 
 
 @dataclass(frozen=True)
@@ -72,49 +98,47 @@ class LatentAttention(SoftmaxAttention):
 
     @lowering
     @variants(**VARIANTS)
-    def apart(self, encoding, source, result, seen, scale, values, version):
+    def apart(self, match: LatentMatch, values: str, version: int):
         """Emit npu_fused_infer_attention_score with the latent and its rotated lanes as separate arguments."""
-        keys, scales = Keys(source, seen, encoding.first_rows), encoding.scales(version)
-        dense_rows = isinstance(seen, Dense) and not source.paged
+        scales = match.encoding.scales(version)
+        dense_rows = isinstance(match.seen, Dense) and not match.source.paged
         require(
             not (scales and dense_rows),
             "mask: it is a tensor, and int8 keys are rows; npu_fused_infer_attention_score_v2 requires pages "
             "beside such a mask; write the mask as a causal order or lengths",
         )
-        call, heads_first = Call(scale, version, result.lse), values == "heads first"
-        y, lse = calls.apart(encoding.queries(), keys, call, heads_first=heads_first, **scales)
-        return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
+        queries, heads_first = match.encoding.queries(), values == "heads first"
+        y, lse = calls.apart(queries, match.keys, match.call(version), heads_first=heads_first, **scales)
+        return match.projected(y, lse, values)
 
     @lowering
     @variants(**JOINED_VARIANTS)
-    def joined(self, encoding, source, result, seen, scale, values, version):
+    def joined(self, match: LatentMatch, values: str, version: int):
         """Emit npu_fused_infer_attention_score on latent and rotated lanes joined to one key head [.., C + Dr].
 
         It applies to widths that the operator does not take as separate arguments.
         """
-        keys, q = Keys(source, seen, encoding.first_rows), encoding.queries()
         require(
-            not encoding.scales(version),
+            not match.encoding.scales(version),
             "int8 queries: their rotated lanes are apart; a call on joined lanes requires floats",
         )
-        y, lse = calls.joined(q, keys, Call(scale, version, result.lse))
-        return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
+        y, lse = calls.joined(match.encoding.queries(), match.keys, match.call(version))
+        return match.projected(y, lse, values)
 
     @lowering
     @variants(**JOINED_VARIANTS)
-    def unrotated(self, encoding, source, result, seen, scale, values, version):
+    def unrotated(self, match: LatentMatch, values: str, version: int):
         """Emit npu_fused_infer_attention_score with the latent as keys and values of one head, no rotated lanes."""
-        keys = Keys(source, seen, encoding.first_rows)
-        y, lse = calls.unrotated(encoding.unrotated(values), keys, Call(scale, version, result.lse))
-        return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
+        y, lse = calls.unrotated(match.encoding.unrotated(values), match.keys, match.call(version))
+        return match.projected(y, lse, values)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
-    def expanded(self, encoding, source, result, seen, scale, version):
+    def expanded(self, match: LatentMatch, version: int):
         """Emit npu_fused_infer_attention_score on keys and values of all heads, expanded from the latent.
 
         With many queries this costs less than absorption.
         """
-        keys, (q, up) = Keys(source, seen, encoding.first_rows), encoding.parts_of_heads()
-        y, lse = calls.expanded(q, keys, up, Call(scale, version, result.lse))
-        return result.restored(y, lse, seen)
+        q, up = match.encoding.parts_of_heads()
+        y, lse = calls.expanded(q, match.keys, up, match.call(version))
+        return match.result.restored(y, lse, match.seen)

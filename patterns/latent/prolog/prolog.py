@@ -15,6 +15,7 @@ versions run.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, bounded, calls, lowering, pattern, require, scalar, tensor, variants
+from fusion import Captures, Rule, attribute, bounded, calls, lowering, pattern, require, scalar, tensor, variants
 from fusion.analysis.rounding import exact
 from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.kit.int8_scales import multipliers
@@ -116,6 +117,45 @@ STORES = (Rows, *PAGES, Fresh, PackedPages, Int8QueryPages)
 
 
 @dataclass(frozen=True)
+class PrologMatch(Captures):
+    """Captures of the prologue: hidden states `x` [*B, He], linear layers, the caches, queries, row of keys, tables."""
+
+    x: Tensor
+    projection: FloatLayers
+    storage: Any
+    queries: Queries
+    row: LatentRow
+    tables: Tables
+
+    def layers(self) -> FloatLayers:
+        """Return the linear layers with rotated lanes in interleaved order, as the operators read them."""
+        return self.queries.reordered_layers(self.projection, self.row)
+
+    def operands(self, layers: FloatLayers) -> tuple[Tensor, ...]:
+        """Return the operands x, W_DQ, W_UQ, W_UK, W_DKV, gains of the queries' and the keys' latent, sin and cos.
+
+        Operators of all versions begin with them. Gains and tables are in the dtype of W_UK; the weights are those of
+        `layers`.
+        """
+        queries, row, dtype = self.queries, self.row, self.queries.up.dtype
+        dq, uq, dkv = layers.weights()
+        cos, sin = (each.contiguous() for each in self.tables.for_tokens(self.x, row, dtype))
+        return self.x, dq, uq, queries.up.contiguous(), dkv, queries.gamma.to(dtype), row.gamma.to(dtype), sin, cos
+
+    def caches(self) -> tuple[Tensor, ...]:
+        """Return both caches as the operators take them."""
+        return self.storage.caches(self.x, self.row.widths, self.queries.up)
+
+    def quantisation(self) -> dict[str, Any]:
+        """Return the arguments by which npu_mla_prolog_v3 quantises the latent and the queries; {} for floats."""
+        return self.storage.prolog_arguments(self.row.widths, self.x.device)
+
+    def stored(self, caches: Sequence[Tensor]) -> Any:
+        """Return `caches` as the model has them after the write."""
+        return self.storage.restored(*self.row.reordered(*caches))
+
+
+@dataclass(frozen=True)
 class MlaProlog(Rule):
     """Prologue of latent attention: projections, norms, rotations and the writes into both caches."""
 
@@ -162,12 +202,13 @@ class MlaProlog(Rule):
         queried = storage.queries(p, rotated, absorbed)
         return *queried, *latent, *storage.written(p, *row.terms(p, both, tables, like))
 
-    def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow):
+    def guard(self, match: PrologMatch):
         """Refuse heads and rows with other lanes than those to absorb, to rotate and to store, and latents times 0 or
         less.
 
         And what `projection` (two factors) and `storage` (slots, NZ blocks, order of rotated lanes) refuse.
         """
+        projection, storage, queries, row = match.projection, match.storage, match.queries, match.row
         queries.guard(row)
         projection.guard_row(row)
         projection.guard(queries)
@@ -178,59 +219,47 @@ class MlaProlog(Rule):
             factor=lowest,
         )
         storage.guard_order(row.result)
-        storage.guard(x)
+        storage.guard(match.x)
 
     @lowering
-    def run(self, x, projection, storage, queries, row, tables):
+    def run(self, match: PrologMatch):
         """Emit npu_mla_prolog_v3, and reorder its results to the layout of the model."""
-        projection = queries.reordered_layers(projection, row)
-        operands = *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up)
+        layers, queries, row, storage = match.layers(), match.queries, match.row, match.storage
+        operands = *match.operands(layers), *match.caches()
         with bounded():  # the model itself has the result of each layer in this dtype
             query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
                 *operands, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
-                qc_qr_scale=projection.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(x),
-                cache_index=storage.index(x), **projection.arguments(),
-                **storage.prolog_arguments(row.widths, x.device),
+                qc_qr_scale=layers.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(match.x),
+                cache_index=storage.index(match.x), **layers.arguments(), **match.quantisation(),
             )  # fmt: skip
         queried = storage.restored_queries(queries, query, rope, scales)
-        return *queried, *projection.restored(latent, scale), *storage.restored(*row.reordered(*caches))
+        return *queried, *layers.restored(latent, scale), *match.stored(caches)
 
     @lowering
     @variants(version=("npu_mla_prolog_v2", "npu_mla_prolog"))
     @calls("npu::{version}.functional")
-    def older(self, x, projection, storage, queries, row, tables, version):
+    def older(self, match: PrologMatch, version: str):
         """Emit the prolog operator `version`, older than v3, and linear and npu_rms_norm for the latent of the queries.
 
         Older versions do not return that latent. They are taken without quantisation and factors, and write to pages
         alone.
         """
+        x, queries, row, storage = match.x, match.queries, match.row, match.storage
         index = storage.index(x)
         require(index is not None, "cache: it is contiguous; npu_mla_prolog and npu_mla_prolog_v2 require pages")
-        quantised = projection.arguments() or storage.prolog_arguments(row.widths, x.device)
         require(
-            not quantised,
+            not (match.projection.arguments() or match.quantisation()),
             "weights, cache: they are quantised; npu_mla_prolog and npu_mla_prolog_v2 are called on floats and "
             "require these",
         )
         ones = queries.factor == row.factor == 1
         require(ones, "latent: it is multiplied by a number; npu_mla_prolog and npu_mla_prolog_v2 require none")
-        projection = queries.reordered_layers(projection, row)
-        operands = *read(x, projection, queries, row, tables), index, *storage.caches(x, row.widths, queries.up)
+        layers = match.layers()
+        operands = *match.operands(layers), index, *match.caches()
         with bounded():  # the model itself has the result of each layer in this dtype
             query, rope, *caches = getattr(torch.ops.npu, version).functional(
                 *operands, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, cache_mode=storage.layout(x)
             )
-            low = torch.nn.functional.linear(x, projection.dq)
+            low = torch.nn.functional.linear(x, layers.dq)
         latent = torch.ops.npu.npu_rms_norm(low, queries.gamma, queries.eps)[0]
-        return *queries.restored(query, rope), latent, *storage.restored(*row.reordered(*caches))
-
-
-def read(x: Tensor, projection: FloatLayers, queries: Queries, row: LatentRow, tables: Tables) -> tuple[Tensor, ...]:
-    """Return the leading operands of npu_mla_prolog of any version, gains and tables in the dtype of W_UK.
-
-    These are x, W_DQ, W_UQ, W_UK, W_DKV, gains of the queries' and of the keys' latent, sin and cos. `row` says in
-    which order the model has the tables.
-    """
-    (dq, uq, dkv), dtype = projection.weights(), queries.up.dtype
-    cos, sin = (each.contiguous() for each in tables.for_tokens(x, row, dtype))
-    return x, dq, uq, queries.up.contiguous(), dkv, queries.gamma.to(dtype), row.gamma.to(dtype), sin, cos
+        return *queries.restored(query, rope), latent, *match.stored(caches)

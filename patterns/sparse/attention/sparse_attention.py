@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, lowering, pattern, require, scalar, variants
+from fusion import Captures, Rule, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import viewed
 from patterns.attention.masks.visibility import Visibility
 from patterns.attention.results import Output
@@ -30,6 +30,50 @@ from patterns.sparse.indexer.indexer import INDEXERS
 SOURCES = (LatentRows, LatentPages, PackedRows, PackedPages)
 VALUES = ("transposed", "multiplied")
 """Products of a result with W_UV, see `expanded`."""
+
+
+@dataclass(frozen=True)
+class SparseMatch(Captures):
+    """Captures of attention over listed keys: its facets, and the factor `scale` of the scores.
+
+    Attributes:
+        indexer: the indexer that gives the list; None for a list that the model computes in another way.
+        listing: the facet of the list, which gives the lengths of keys and restores the results of empty lists.
+        encoding: the encoding of the latent, which gives the absorbed queries.
+        source: rows or pages of the latent.
+        result: the facet of the output.
+        seen: captures of the mask; None where the rows are gathered.
+    """
+
+    indexer: Any
+    listing: Any
+    encoding: Any
+    source: Any
+    result: Any
+    seen: Any
+    scale: float
+
+    def attended(self, listed: Tensor) -> Tensor:
+        """Emit attention of absorbed queries over the rows of the latent that `listed` names: [B, S, N, C].
+
+        `listed` is int32 [B, S, 1, K], -1 after the last key.
+        """
+        listing, source = self.listing, self.source
+        query, rope = listing.posed(*(each.transpose(1, 2) for each in self.encoding.queries()))
+        room = source.keys(query.shape[0])
+        keys = room if self.encoding.first_rows is None else self.encoding.first_rows
+        ends = listing.segment_ends()
+        if ends is not None:
+            y = source.attended_in_segments((query, rope), listed, self.scale, ends)
+        else:
+            mode, lengths = listing.lengths(query, keys, None if source.paged else room)
+            how = dict(sparse_mode=mode, actual_seq_lengths_kv=lengths)
+            y = source.attended((query, rope), listed, self.scale, **how)
+        return listing.restored(y, listed, self.seen, lambda: source.mean(query.shape[0], keys))
+
+    def projected(self, y: Tensor, values: str) -> Tensor:
+        """Return `y` [B, S, N, C] times W_UV, by the product `values` (see `expanded`), in the view of the model."""
+        return viewed(expanded(y, self.encoding.up_value, values), self.result.view)
 
 
 @dataclass(frozen=True)
@@ -104,52 +148,27 @@ class SparseAttention(Rule):
         attended = dict(listing.gathered(p, indexer), scale=scale)
         return encoding.terms(p, source, result, attended, "listed_attention")
 
-    def guard(self, indexer: Any, listing: Any, source: Any, seen: Any):
+    def guard(self, match: SparseMatch):
         """Refuse NZ pages of the latent or of the indexer's keys, and lists that name a key twice if the operator
         miscounts them.
 
         Refused as well are masks `seen` whose queries without keys give what cannot be restored, see `Listing.refuse`.
         """
-        if indexer is not None:
-            indexer.refuse_blocks()
-        listing.refuse(seen, indexer, source.averaged)
-        source.refuse_blocks()
-        source.refuse_lists(listing.is_distinct())
+        if match.indexer is not None:
+            match.indexer.refuse_blocks()
+        match.listing.refuse(match.seen, match.indexer, match.source.averaged)
+        match.source.refuse_blocks()
+        match.source.refuse_lists(match.listing.is_distinct())
 
     @lowering
     @variants(values=VALUES)
-    def indexed(self, indexer, listing, encoding, source, result, seen, scale, values):
+    def indexed(self, match: SparseMatch, values: str):
         """Emit the operator of the indexer, sparse attention over its list, and a product with W_UV of each head."""
-        require(indexer is not None, "list of keys: no indexer gives it; this call requires one")
-        y = _attended(indexer.select(listing), listing, encoding, source, seen, scale)
-        return viewed(expanded(y, encoding.up_value, values), result.view)
+        require(match.indexer is not None, "list of keys: no indexer gives it; this call requires one")
+        return match.projected(match.attended(match.indexer.select(match.listing)), values)
 
     @lowering
     @variants(values=VALUES)
-    def listed(self, listing, encoding, source, result, seen, scale, values):
+    def listed(self, match: SparseMatch, values: str):
         """Emit sparse attention over the list that the model computes itself, and a product with W_UV of each head."""
-        y = _attended(listing.own(seen), listing, encoding, source, seen, scale)
-        return viewed(expanded(y, encoding.up_value, values), result.view)
-
-
-def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, seen: Any, scale: float) -> Tensor:
-    """Emit attention of absorbed queries over the `listed` rows of the latent of `source`: [B, S, N, C].
-
-    Args:
-        listed: lists of keys, int32 [B, S, 1, K], -1 after the last key.
-        listing: the facet of the list, which gives the lengths of keys and restores the results of empty lists.
-        encoding: the encoding of the latent, which gives the absorbed queries.
-        source: rows or pages of the latent.
-        seen: captures of the mask, None where the rows are gathered.
-        scale: factor of the scores.
-    """
-    query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
-    room = source.keys(query.shape[0])
-    keys = room if encoding.first_rows is None else encoding.first_rows
-    ends = listing.segment_ends()
-    if ends is not None:
-        y = source.attended_in_segments((query, rope), listed, scale, ends)
-        return listing.restored(y, listed, seen, lambda: source.mean(query.shape[0], keys))
-    mode, lengths = listing.lengths(query, keys, None if source.paged else room)
-    y = source.attended((query, rope), listed, scale, sparse_mode=mode, actual_seq_lengths_kv=lengths)
-    return listing.restored(y, listed, seen, lambda: source.mean(query.shape[0], keys))
+        return match.projected(match.attended(match.listing.own(match.seen)), values)
