@@ -39,7 +39,8 @@ def applied(t: Trial) -> set[str]:
 def costs_less_expanded(t: Trial) -> bool:
     """Whether a latent is read, but the operator of attention takes less for what the model expands."""
     graph, _ = read(canonicalise(t.captured.graph.graph, t.captured.facts), installed().readers)
-    return "attention" in applied(t) and bool(graph.readings.all("unrotated_keys"))
+    latents = [graph.readings.all(each) for each in ("unrotated_keys", "latent_keys")]
+    return "attention" in applied(t) and any(latents)
 
 
 def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
