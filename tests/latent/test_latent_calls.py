@@ -21,7 +21,7 @@ from patterns.attention.varlen.pages import Pages
 from patterns.extras.latent_attention_atb import LatentAttentionAtb
 from patterns.extras.latent_attention_atb_call import AnyPages
 from patterns.latent.attention import attention_call as calls
-from patterns.latent.attention.attention import LatentAttention
+from patterns.latent.attention.attention import LatentAttention, LatentMatch
 from patterns.latent.attention.attention_call import Keys
 from patterns.latent.attention.encodings import Floats, Int8, Int8ByHead
 
@@ -126,7 +126,7 @@ def test_what_is_not_read_apart_is_refused():
         calls.apart(q, Keys(rows, NONE, None), Call(SCALE), heads_first=True, query_quant_mode=3)
     seen = replace(shown(S, T), fully_masked_row="zero")
     with pytest.raises(Refused, match="it is a tensor, and int8 keys are rows"):
-        LatentAttention().apart(int8(), rows, Output(()), seen, SCALE, "multiplied", 2)
+        LatentAttention().apart(LatentMatch(int8(), rows, Output(()), seen, SCALE), "multiplied", 2)
 
 
 ATB = LatentAttentionAtb()

@@ -12,11 +12,11 @@ import torch
 from fusion.graph import Algebra
 from fusion.language import Refused
 from patterns.cache.stores import Fresh, Pages
-from patterns.extras.mla_preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
+from patterns.extras.mla_preprocess import EPSILON, JoinedRows, MlaPreprocess, PreprocessMatch, _pages
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
 from patterns.latent.prolog.layers import StaticInt8Layers
-from patterns.latent.prolog.prolog import Int8QueryPages, MlaProlog
+from patterns.latent.prolog.prolog import Int8QueryPages, MlaProlog, PrologMatch
 from patterns.latent.prolog.terms import LatentQueries, LatentRow
 from patterns.rotary.orders import HALF, INTERLEAVED, RowOrder
 
@@ -30,7 +30,8 @@ def older(told: dict[str, Any], index: Any, first: float = 1.0, second: float = 
     )
     of = SimpleNamespace(arguments=lambda: told)
     row = SimpleNamespace(widths=(8, 4), factor=second)
-    MlaProlog().older(X, of, storage, SimpleNamespace(factor=first), row, None, "npu_mla_prolog")
+    match = PrologMatch(X, of, storage, SimpleNamespace(factor=first), row, None)
+    MlaProlog().older(match, "npu_mla_prolog")
 
 
 def test_the_older_versions_take_less():
@@ -48,12 +49,16 @@ def norms(*eps: float) -> dict[str, Any]:
     return dict(norm=first, queries=second, row=third)
 
 
+def matched(**captures: Any) -> PreprocessMatch:
+    return PreprocessMatch(X, tables=None, **captures)
+
+
 @pytest.mark.parametrize("place", range(3))
 def test_every_norm_adds_what_the_kernel_adds(place: int):
     rule, rest = MlaPreprocess(), dict(projection=SimpleNamespace(dkv=None, guard=NOTHING.guard), storage=NOTHING)
-    rule.guard(X, **norms(EPSILON, EPSILON, EPSILON), **rest)
+    rule.guard(matched(**norms(EPSILON, EPSILON, EPSILON), **rest))
     with pytest.raises(Refused, match=r"a norm adds 0\.5"):
-        rule.guard(X, **norms(*(0.5 if each == place else EPSILON for each in range(3))), **rest)
+        rule.guard(matched(**norms(*(0.5 if each == place else EPSILON for each in range(3))), **rest))
 
 
 @pytest.mark.parametrize("block", [None, 16])
@@ -134,7 +139,7 @@ def test_a_cache_keeps_the_order_that_it_has():
     rest = dict(projection=SimpleNamespace(dkv=None, guard=NOTHING.guard), storage=pages)
     row = SimpleNamespace(eps=EPSILON, guard=NOTHING.guard, result=INTERLEAVED)
     with pytest.raises(Refused, match="its lanes are in pairs"):
-        MlaPreprocess().guard(X, **norms(EPSILON, EPSILON, EPSILON) | dict(row=row), **rest)
+        MlaPreprocess().guard(matched(**norms(EPSILON, EPSILON, EPSILON) | dict(row=row), **rest))
 
 
 def row_of(**other: Any) -> LatentRow:
