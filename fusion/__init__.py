@@ -34,7 +34,7 @@ from fusion.operators.encodings import Encoding
 from fusion.options import Options
 from fusion.planning.target import Target
 from fusion.report.report import Report
-from fusion.runtime.prepared import refresh
+from fusion.runtime.prepared_weights import refresh
 
 if TYPE_CHECKING:
     from fusion.frontend.passes import FusionPass

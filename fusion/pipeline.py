@@ -16,14 +16,14 @@ from typing import cast
 import torch.fx as fx
 
 from fusion import operators
-from fusion._torch.gc import uncollected
+from fusion._torch.frame_stack import roomy
+from fusion._torch.garbage_collection import uncollected
 from fusion._torch.operators import higher_order
-from fusion._torch.stack import roomy
 from fusion._torch.tracing import copied, refill
 from fusion.caching.text_cache import text_cache
 from fusion.errors import Failure, FormatError, StageError
 from fusion.facts import Facts
-from fusion.graph.overlay import NodeValue
+from fusion.graph.node_values import NodeValue
 from fusion.graph.subgraphs import bodies
 from fusion.language import Library, needed
 from fusion.options import Options

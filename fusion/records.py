@@ -179,7 +179,8 @@ class Step:
         args: the positional arguments, tensors as `Input` or `Output`.
         kwargs: the keyword arguments.
         result: the fake result.
-        covered: True if the lowering declares that float16 has the range for the results (`fusion.language.ranges`).
+        covered: True if the lowering declares that float16 has the range for the results, see
+            `fusion.language.float16_ranges`.
     """
 
     target: OpOverload

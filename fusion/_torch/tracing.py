@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusion._torch.agreed_sizes import agree_on_sizes
 from fusion._torch.fakes import fake_mode_of
 from fusion._torch.operators import COMPOSITES
+from fusion._torch.size_guards import agree_on_sizes
 from fusion._torch.tensors import as_distinct
 
 Boxed = Callable[[list[Any]], Any]

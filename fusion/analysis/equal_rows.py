@@ -15,7 +15,7 @@ import numpy as np
 from fusion.analysis.constant_folding import COMPARE
 from fusion.analysis.dtypes import rounded_number
 from fusion.graph import Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 _VIEWS = ("reshape", "expand", "permute", "slice")
 UNKNOWN = 3

@@ -15,7 +15,7 @@ from math import isfinite
 from typing import Any
 
 from fusion.graph import Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 TERMS = 64
 """The largest number of terms to which a product of sums is expanded."""

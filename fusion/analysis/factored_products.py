@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.dequantised import grid_of
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.grids import grid_of
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import matmul, swapped
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 WIDE = torch.float32
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fusion.graph import Value, but_ones
-from fusion.graph.identities import below_greatest
+from fusion.graph.simplifications import below_greatest
 
 
 def differences(x: Value) -> list[tuple[Value, Value]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import is_exact
-from fusion.analysis.repetition import unrepeated
+from fusion.analysis.repeated_entries import unrepeated
 from fusion.graph import Algebra, Value, but_ones
 from fusion.graph.algebra import widens
 from fusion.graph.dims import quotient

@@ -28,7 +28,7 @@ from fusion.caching.text_cache import TextCache, text_cache
 from fusion.facts import Facts
 from fusion.graph.origin import inherit
 from fusion.language import Library
-from fusion.language.code import keys_of
+from fusion.language.cache_keys import keys_of
 from fusion.options import Options
 from fusion.planning.plan_json import Maker, UnwrittenError, read, written
 from fusion.planning.target import Target

@@ -20,7 +20,7 @@ import torch
 
 from fusion import operators
 from fusion.language import Library
-from fusion.language.code import loaded
+from fusion.language.cache_keys import loaded
 from fusion.options import Options
 
 log = logging.getLogger("fusion")

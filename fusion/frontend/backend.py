@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch.fx.immutable_collections import immutable_dict
 
-from fusion._torch.gc import uncollected
+from fusion._torch.garbage_collection import uncollected
 from fusion._torch.inductor import inductor_mode
 from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
 from fusion.caching import graph_cache
@@ -34,7 +34,7 @@ from fusion.planning.target import Target
 from fusion.report.failures import stage, warn
 from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
-from fusion.runtime.prepared import foreseen, obstacles, supply
+from fusion.runtime.prepared_weights import foreseen, obstacles, supply
 from fusion.runtime.verification import Subject, verified
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route

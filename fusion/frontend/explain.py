@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusion._torch.breaks import UNRESUMED, Departures, listening, stack_of
 from fusion._torch.exported import is_exported
 from fusion._torch.fakes import OUTSIDE, CopyMode, fresh_fake_mode, real_causal_biases
+from fusion._torch.graph_breaks import UNRESUMED, Departures, listening, stack_of
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
 from fusion.frontend.backend import Explainer, FusionBackend
 from fusion.frontend.exported import explain_exported

@@ -25,7 +25,7 @@ from fusion.records import Prepared
 from fusion.report.failures import stage, warn
 from fusion.report.outcome import GraphReport
 from fusion.report.report import Report
-from fusion.routes.guest import decompose_added
+from fusion.routes.inductor_guest import decompose_added
 from fusion.stages.lower import handed_on
 
 if TYPE_CHECKING:

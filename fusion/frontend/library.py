@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 
 from fusion.errors import NoRulesError, OptionError, RuleError
 from fusion.language import Example, Library, Rule
+from fusion.language.cache_keys import names_read
 from fusion.language.checks import check_library
-from fusion.language.code import names_read
 from fusion.operators import OPERATORS, provide
 from fusion.options import Options, check_names
 

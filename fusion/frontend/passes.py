@@ -18,15 +18,15 @@ from fusion.errors import StageError
 from fusion.frontend.library import completed, library_for
 from fusion.graph.aliasing import name_results, outputs
 from fusion.language import Library, Reader, Rule
-from fusion.language.code import keys_of, loaded
+from fusion.language.cache_keys import keys_of, loaded
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.planning.target import Target
 from fusion.report.failures import stage, warn
 from fusion.report.outcome import Outcome
 from fusion.routes import vendor
-from fusion.routes.guest import decompose_added, is_on_npu
 from fusion.routes.inductor import copy_results, guest_table
+from fusion.routes.inductor_guest import decompose_added, is_on_npu
 
 
 class FusionPass(CustomGraphPass):

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fusion.graph import identities, reshapes
+from fusion.graph import reshapes, simplifications
 from fusion.graph.dims import Dim, broadcast, but_ones, equal_trailing
-from fusion.graph.signs import is_nonnegative
+from fusion.graph.nonnegative import is_nonnegative
 from fusion.graph.value import Value
 
 LARGE = 700.0  # log of a number within the range of float64
@@ -225,8 +225,8 @@ class Algebra:
         if x is y:
             return self.power(x, 2)
         x, y = _unexpanded(x, y)
-        softmax = identities.softmax(self, x, y) or identities.softmax(self, y, x)
-        normalised = identities.normalised(self, x, y) or identities.normalised(self, y, x)
+        softmax = simplifications.softmax(self, x, y) or simplifications.softmax(self, y, x)
+        normalised = simplifications.normalised(self, x, y) or simplifications.normalised(self, y, x)
         return softmax or self._commuted("mul", *(normalised or (x, y)))
 
     def _commuted(self, op: str, x: Value, y: Value) -> Value | None:
@@ -240,12 +240,14 @@ class Algebra:
         if x is y:
             return self.scale(x, 2)
         x, y = _unexpanded(x, y)
-        gain = identities.gain(self, x, y) or identities.gain(self, y, x)
+        gain = simplifications.gain(self, x, y) or simplifications.gain(self, y, x)
         if gain is not None:
             return self.mul(*gain)
         orders = ((x, y), (y, x))
         simplified = (
-            identity(self, *each) for identity in (identities.variance, identities.second_moment) for each in orders
+            identity(self, *each)
+            for identity in (simplifications.variance, simplifications.second_moment)
+            for each in orders
         )
         return next(filter(None, simplified), None) or self._commuted("add", x, y)
 
@@ -282,7 +284,7 @@ class Algebra:
                 "nothing" (each exp(x) is 0), "log_sum" (log Σ exp x, where the dtype of `x` may lose log of the number
                 of keys), "log_of_sum" (the same by exponentials of `x` itself, which are 0) or "unknown".
         """
-        if (scores := identities.below_greatest(x, axis % x.rank - x.rank)) is not None:
+        if (scores := simplifications.below_greatest(x, axis % x.rank - x.rank)) is not None:
             x, less = scores, "greatest"
         return self.make("softmax", (x,), (axis % x.rank - x.rank, empty, less), x.shape, x.dtype)
 

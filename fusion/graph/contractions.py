@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Value, broadcast
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 
 @proof

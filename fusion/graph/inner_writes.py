@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import must, proof
+from fusion.graph.proof_steps import must, proof
 
 _WRITES = ("write", "write_rows", "write_within")
 _CACHES = ("reshape", "slice", "slice_scatter", *_WRITES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion.graph.algebra import Algebra
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from fusion.graph.value import Value
 
 Part = tuple[int, int, Value, Value]

@@ -1,13 +1,13 @@
 """The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
 
-from fusion.language.forms import Pattern, captured
-from fusion.language.groups import Captures, Group, attribute, scalar, tensor
-from fusion.language.marks import alternative, calls, lookalike, lowering, pattern, refused_on, variants
-from fusion.language.meanings import relied
-from fusion.language.ranges import bounded, rounding
+from fusion.language.captures import Captures, Group, attribute, scalar, tensor
+from fusion.language.decorators import alternative, calls, lookalike, lowering, pattern, refused_on, variants
+from fusion.language.float16_ranges import bounded, rounding
+from fusion.language.form_tracing import Pattern, captured
 from fusion.language.reader import Library, Reader, Word, levels, needed, ordered, reader, word
 from fusion.language.rule import Example, Lowering, Refused, Rule, ask_guard, call, require
 from fusion.language.terms import Bindings, Capture, Term
+from fusion.language.word_terms import relied
 
 __all__ = [
     "Bindings",

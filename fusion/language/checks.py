@@ -18,9 +18,9 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from fusion.errors import RuleError
-from fusion.language.forms import Pattern, place_of
-from fusion.language.groups import Group, is_group
-from fusion.language.marks import marked
+from fusion.language.captures import Group, is_group
+from fusion.language.decorators import marked
+from fusion.language.form_tracing import Pattern, place_of
 from fusion.language.reader import Library, Word, levels, ordered, require_known
 from fusion.language.rule import Rule, lacking, parameters_of
 from fusion.language.terms import Operation, Term

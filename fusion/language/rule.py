@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from fusion.language.forms import Pattern, State, traced
-from fusion.language.groups import Captures, is_group
-from fusion.language.marks import each_variant, marked
+from fusion.language.captures import Captures, is_group
+from fusion.language.decorators import each_variant, marked
+from fusion.language.form_tracing import Pattern, State, traced
 
 
 class Refused(Exception):  # noqa: N818 - a decision, not an error

@@ -12,7 +12,7 @@ from functools import cached_property, reduce
 from typing import Any, Protocol
 
 from fusion.graph import Graph, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 Bindings = Mapping[Any, Any]
 """Term -> value; `Parameter` -> constant; dim name, such as "D" -> size; `meanings.RELIES` -> names of inputs."""

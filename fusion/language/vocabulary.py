@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fusion.errors import RuleError
-from fusion.language.meanings import Meaning
-from fusion.language.steps import Cast, Scaled, Typed
+from fusion.language.optional_steps import Cast, Scaled, Typed
 from fusion.language.terms import Apply, Capture, Parameter, Term
-from fusion.language.views import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped
+from fusion.language.view_terms import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped
+from fusion.language.word_terms import Meaning
 
 
 class Vocabulary:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fusion.operators.contract import Operator
 from fusion.operators.legality import refusal, unchecked
 from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.registration import OPERATORS, Origin, decompositions, ensure, operator_of, provide
 
 __all__ = [

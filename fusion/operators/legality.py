@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusion.errors import OperatorError
-from fusion.operators import dims as named_dims
-from fusion.operators import predicates
+from fusion.operators import limit_texts, named_dims
 from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
 
 if TYPE_CHECKING:
-    from fusion.operators.contract import Operator
+    from fusion.operators.operator import Operator
 
 _HAS_ELEMENTS = Limit("size > 0")
 
@@ -76,7 +75,7 @@ def require_decomposed(op: Operator, given: Mapping[str, Any]) -> None:
 def without_elements(op: Operator, given: Mapping[str, Any]) -> OperatorError | None:
     """Return an error that blames empty tensors for the failure of the decomposition of `op` in the call `given`; None
     if no tensor is empty, or inside `unchecked()`."""
-    empty = [name for name, value in given.items() if any(0 in each.shape for each in predicates.tensors(value))]
+    empty = [name for name, value in given.items() if any(0 in each.shape for each in limit_texts.tensors(value))]
     if not empty or not _checking.get():
         return None
     shown = ", ".join(f"{name} is {_shown(given[name])}" for name in empty)
@@ -124,12 +123,12 @@ def _complaint(op: Operator, given: Mapping[str, Any]) -> str | None:
     """Return as text which argument the decomposition does not compute and what to do; None if it computes the call."""
     for name, because in op.uncomputed.items():
         default = op.default(name)
-        if not predicates.same(_as_tuple(given[name]), default):
+        if not limit_texts.same(_as_tuple(given[name]), default):
             return (
                 f"{name} is {_shown(given[name])}, and the decomposition does not compute it: {because}; "
                 f"leave {name} at its default, {default!r}"
             )
-    bound = named_dims.bind(op.dims, given, predicates.hinted)
+    bound = named_dims.bind(op.dims, given, limit_texts.hinted)
     if isinstance(bound, named_dims.Misfit):
         return f"{bound.problem}; the decomposition requires {bound.required}; pass tensors whose dims agree"
     broken = _broken(op, {**given, **bound})
@@ -147,10 +146,10 @@ def _broken(op: Operator, values: Mapping[str, Any]) -> Limit | None:
 
     Symbolic sizes are taken as in the traced call; a limit that is undecided by that is not broken.
     """
-    if all(map(predicates.is_plain, values.values())) and _all_hold(op, HOST, None)(values):
+    if all(map(limit_texts.is_plain, values.values())) and _all_hold(op, HOST, None)(values):
         return None
     limits = _limits(op, HOST, None)
-    return next((each for each in limits if each.evaluate(values, predicates.hinted) is False), None)
+    return next((each for each in limits if each.evaluate(values, limit_texts.hinted) is False), None)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -160,7 +159,7 @@ def _as_tuple(value: Any) -> Any:
 def _described(op: Operator, limit: Limit, values: Mapping[str, Any]) -> str:
     """Format the terms of `limit` by argument: `query: D (last dim) is 32, N is 8; num_heads: 4; mask: absent`."""
     shown: dict[str, list[str]] = {}
-    for term, value in predicates.facts(limit.text, values).items():
+    for term, value in limit_texts.facts(limit.text, values).items():
         subject, text = _fact(op, term, value, values)
         shown.setdefault(subject, []).append(text)
     return "; ".join(f"{subject}: {', '.join(texts)}" for subject, texts in shown.items())
@@ -177,7 +176,7 @@ def _fact(op: Operator, term: str, value: Any, values: Mapping[str, Any]) -> tup
     layouts = {each: text for each, text in op.dims.items() if term in named_dims.names(text)}
     if not layouts:
         return term, _shown(value)
-    carrier = next((each for each in layouts if predicates.tensors(values[each])), next(iter(layouts)))
+    carrier = next((each for each in layouts if limit_texts.tensors(values[each])), next(iter(layouts)))
     meaning = _MEANINGS.get(term) or _place(term, named_dims.layouts(layouts[carrier]))
     return carrier, f"{term}{f' ({meaning})' if meaning else ''} is {value}"
 
@@ -237,7 +236,7 @@ def _kind_refusal(op: Operator, values: Mapping[str, Any]) -> str | None:
     """
     for name, accepted in op.dtypes.items():
         kinds = set(map(_kind, accepted))
-        wrong = next((each.dtype for each in predicates.tensors(values[name]) if _kind(each.dtype) not in kinds), None)
+        wrong = next((each.dtype for each in limit_texts.tensors(values[name]) if _kind(each.dtype) not in kinds), None)
         if wrong is not None:
             return f"{name}: it is {_kind(wrong)}; {op.short} requires {' or '.join(sorted(kinds))}"
     return None
@@ -261,7 +260,7 @@ def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | 
     if chip == HOST:
         return None
     for name, accepted in op.dtypes.items():
-        wrong = next((each.dtype for each in predicates.tensors(values[name]) if each.dtype not in accepted), None)
+        wrong = next((each.dtype for each in limit_texts.tensors(values[name]) if each.dtype not in accepted), None)
         if wrong is not None:
             listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in accepted))
             return (
@@ -292,7 +291,7 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
 
     On the host dtypes must be of the accepted kinds, too.
     """
-    all_hold = all(map(predicates.is_plain, values.values())) and _all_hold(op, chip, lowering)(values)
+    all_hold = all(map(limit_texts.is_plain, values.values())) and _all_hold(op, chip, lowering)(values)
     for limit in () if all_hold else _limits(op, chip, lowering):
         satisfied = limit.verdict(values)
         if satisfied:
@@ -316,7 +315,7 @@ def _limits(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
 
 @cache
 def _all_hold(op: Operator, chip: str, lowering: str | None) -> Callable[[Mapping[str, Any]], bool]:
-    return predicates.all_hold((limit.text, limit.when) for limit in _limits(op, chip, lowering))
+    return limit_texts.all_hold((limit.text, limit.when) for limit in _limits(op, chip, lowering))
 
 
 def _known(name: str, known: tuple[str, ...], what: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.operators import predicates
+from fusion.operators import limit_texts
 
 CHIPS = ("ascend910b", "ascend910_93", "ascend950")
 """Chips with limits: Atlas A2, Atlas A3, Ascend 950."""
@@ -31,17 +31,17 @@ class Limit:
 
         A limit that is not proven for symbolic sizes, but holds for their hints, becomes a guard of the graph.
         """
-        satisfied = self.evaluate(values, predicates.proven)
-        if satisfied is None and self.evaluate(values, predicates.hinted):
-            return self.evaluate(values, predicates.guarded)
+        satisfied = self.evaluate(values, limit_texts.proven)
+        if satisfied is None and self.evaluate(values, limit_texts.hinted):
+            return self.evaluate(values, limit_texts.guarded)
         return satisfied
 
-    def evaluate(self, values: Mapping[str, Any], decide: predicates.Decide) -> bool | None:
+    def evaluate(self, values: Mapping[str, Any], decide: limit_texts.Decide) -> bool | None:
         """Evaluate the limit for `values`, comparing symbolic sizes by `decide`: True, False, or None if undecided."""
-        applies = predicates.holds(self.when, values, decide) if self.when else True
+        applies = limit_texts.holds(self.when, values, decide) if self.when else True
         if applies is False:
             return True
-        satisfied = predicates.holds(self.text, values, decide)
+        satisfied = limit_texts.holds(self.text, values, decide)
         return satisfied if applies or satisfied else None
 
 

@@ -26,8 +26,8 @@ from torch.library import Library, register_fake
 
 from fusion._torch.operators import OpOverload, has_kernel, schema_of
 from fusion.errors import OperatorError
-from fusion.operators.contract import Operator
 from fusion.operators.legality import unchecked
+from fusion.operators.operator import Operator
 
 _VENDOR = "torch_npu"
 _DEVICES = ("CPU", "CUDA")

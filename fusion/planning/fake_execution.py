@@ -24,9 +24,9 @@ from fusion._torch.nested import leaves, map_only
 from fusion._torch.operators import OpOverload, schema_of
 from fusion._torch.tensors import as_distinct
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
-from fusion.graph.recipe import build, buildable
+from fusion.graph.rebuilding import build, buildable
 from fusion.language import Refused
-from fusion.language.ranges import is_covered
+from fusion.language.float16_ranges import is_covered
 from fusion.operators import unchecked
 from fusion.planning.plan_json import frozen
 from fusion.planning.symbolic_sizes import SizeNodes

@@ -15,7 +15,7 @@ from fusion._torch.operators import OpOverload
 from fusion._torch.tracing import trace
 from fusion.errors import FusionError
 from fusion.operators.attention.softmax import shared_matmul
-from fusion.operators.dtypes import compute_dtype
+from fusion.operators.dtype_sets import compute_dtype
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import fx
 from fusion.graph.origin import PROVENANCE
 from fusion.graph.subgraphs import with_bodies
 from fusion.routes.expand import Table, expand
-from fusion.routes.one_call import alone, signature
+from fusion.routes.single_calls import alone, signature
 
 aten = torch.ops.aten
 

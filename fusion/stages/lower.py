@@ -10,7 +10,7 @@ import torch.fx as fx
 from fusion import operators
 from fusion._torch.tracing import Boxed
 from fusion.planning.target import Target
-from fusion.routes import host, vendor
+from fusion.routes import cpu_gpu, vendor
 from fusion.routes.inline import inline
 
 
@@ -23,7 +23,7 @@ def route(lower: str) -> str:
         return lower
     if Target.detect().is_npu:
         return "torchair"
-    return "inductor" if host.has_compiler() else "eager"
+    return "inductor" if cpu_gpu.has_compiler() else "eager"
 
 
 def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str) -> Boxed:
@@ -33,8 +33,8 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str) -> Boxed:
     """
     gm.recompile()  # even for Inductor, which compiles a copy: the report shows this graph
     compilers: Mapping[str, Callable[[], Boxed]] = {
-        "eager": lambda: host.eager(gm, example_inputs),
-        "inductor": lambda: host.inductor(gm, example_inputs, operators.decompositions()),
+        "eager": lambda: cpu_gpu.eager(gm, example_inputs),
+        "inductor": lambda: cpu_gpu.inductor(gm, example_inputs, operators.decompositions()),
         "torchair": lambda: vendor.torchair(gm, example_inputs),
         "npugraph_ex": lambda: vendor.npugraph_ex(gm, example_inputs),
     }

@@ -5,7 +5,7 @@ widen(graph)                                   the same in float64, so that only
 check(rule, example, dtype, level)             raises where a law is broken
 """
 
-from fusion.runtime.widening import widen, widened
+from fusion.runtime.float64 import widen, widened
 from fusion.testing.capturing import LEVELS, Captured, Level, capture, captured
 from fusion.testing.laws import (
     DTYPES,
@@ -21,7 +21,7 @@ from fusion.testing.laws import (
     refuses,
     saves_what_it_claims,
 )
-from fusion.testing.ranges import further, grains, keeps_float64, refuses_float64, stays_in_range
+from fusion.testing.precision_laws import further, grains, keeps_float64, refuses_float64, stays_in_range
 from fusion.testing.trials import Trial, trial, trial_of
 
 __all__ = [

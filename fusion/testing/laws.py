@@ -21,8 +21,8 @@ from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.report.outcome import live_calls
+from fusion.runtime.float64 import widen
 from fusion.runtime.verification import relative_error
-from fusion.runtime.widening import widen
 from fusion.testing.capturing import Level
 from fusion.testing.trials import Trial, switched_on, trial
 

@@ -17,7 +17,7 @@ from fusion.frontend.library import installed
 from fusion.language import Example, Library, Rule
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
-from fusion.runtime.widening import widen, widened
+from fusion.runtime.float64 import widen, widened
 from fusion.testing.capturing import Captured, Level, captured
 
 

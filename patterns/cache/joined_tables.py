@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fusion.analysis.runs import wrapped
+from fusion.analysis.consecutive_positions import wrapped
 from fusion.graph import Algebra, Value
 
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion import reader, word
+from fusion.analysis.consecutive_positions import iota, wrapped
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import uncast
-from fusion.analysis.runs import iota, wrapped
 from fusion.graph import Algebra, Annotation, Graph, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.cache.joined_tables import joined_table
 
 PAGED_ROWS = word(

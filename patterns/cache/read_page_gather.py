@@ -16,8 +16,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fusion import reader, word
+from fusion.analysis.consecutive_positions import wrapped
 from fusion.analysis.constant_folding import Folder
-from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.inputs.nz_format import holds_lines
 from patterns.cache.read_block_tables import Gather, gathers, unflattened

@@ -14,10 +14,10 @@ import torch
 
 from fusion import reader, word
 from fusion.analysis.affine import Affine, Formula, Leaf, negation
+from fusion.analysis.consecutive_positions import wrapped
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import bounds
-from fusion.analysis.predicates import Positions
-from fusion.analysis.runs import wrapped
+from fusion.analysis.mask_formulas import Positions
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
 
 _ELEMENT_WRITES = (

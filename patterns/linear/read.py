@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from fusion import reader, word
-from fusion.analysis.nodes import is_handed_out
+from fusion.analysis.node_predicates import is_handed_out
 from fusion.graph import Annotation, Graph, Reading, Value
 from patterns.kit.linear_layers import Parts, Places, linear
 

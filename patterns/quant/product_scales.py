@@ -16,7 +16,7 @@ import torch
 
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Dim, Value
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 
 SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of int8 products are computed; float16 overflows at 65504."""

@@ -19,7 +19,7 @@ import torch
 from fusion import Encoding
 from fusion.analysis.rounding import Rounded, exact, is_float, unscaled
 from fusion.graph import Graph, Reading, Value, but_ones
-from fusion.graph.signs import is_nonnegative
+from fusion.graph.nonnegative import is_nonnegative
 
 _NARROW = (torch.float16, torch.bfloat16)
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")

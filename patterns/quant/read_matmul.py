@@ -15,11 +15,11 @@ import torch
 
 from fusion import reader, word
 from fusion.analysis.factored_products import scaled_int8
-from fusion.analysis.nodes import are_read_by, is_computed
+from fusion.analysis.node_predicates import are_read_by, is_computed
 from fusion.analysis.rounding import exact, unscaled
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
-from fusion.graph.proof import proof
+from fusion.graph.proof_steps import proof
 from patterns.quant.product_scales import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_one, times_ones
 
 _SEVERAL = (

@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from fusion import reader, word
-from fusion.analysis.nodes import is_computed
+from fusion.analysis.node_predicates import is_computed
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 
 _ORDER = (

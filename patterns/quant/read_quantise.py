@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusion import Encoding, encodings, reader, word
-from fusion.analysis.nodes import is_computed
+from fusion.analysis.node_predicates import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.quant.quantise_dynamic import ASYMMETRIC, FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of

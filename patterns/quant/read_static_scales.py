@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusion import reader, word
-from fusion.analysis.nodes import is_computed
+from fusion.analysis.node_predicates import is_computed
 from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.quant.read_quantise import UNBOUNDED

@@ -14,7 +14,7 @@ import torch
 
 from fusion import reader, word
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 _ATTENDING = ("latent_keys", "latent_values", "listed_attention")
 _ORDER = (

@@ -15,11 +15,11 @@ import torch
 
 from fusion import reader, word
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.nodes import are_read_by, is_computed
+from fusion.analysis.node_predicates import are_read_by, is_computed
 from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.kit.linear_layers import linear
 
 INT8_WEIGHT_LINEAR = word(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fusion.analysis.dtypes import is_integer
 from fusion.analysis.rounding import Rounded, rounded
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 
 _VIEWS = ("reshape", "permute", "expand", "slice")
 

@@ -9,11 +9,11 @@ import torch
 from sympy import Symbol
 from torch import Tensor
 
-from fusion.analysis.elements import arranged_pick, cut
 from fusion.analysis.exp_monomials import Powers, Share, divides, generator, total
-from fusion.analysis.exponentials import Exponentials
+from fusion.analysis.softmax_shares import Exponentials
+from fusion.analysis.stacked_entries import arranged_pick, cut
 from fusion.graph import Algebra, Value, but_ones
-from fusion.graph.recipe import build
+from fusion.graph.rebuilding import build
 
 from .numbers import leaf
 

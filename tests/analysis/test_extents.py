@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.analysis.affine import Affine, Formula, conjunction, disjunction, negation, number
-from fusion.analysis.extents import Extent
+from fusion.analysis.formula_decisions import Extent
 from fusion.graph import Algebra
 
 SHAPE = 3, 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sympy import Symbol
 
-from fusion.analysis.floors import absorbs, is_above
+from fusion.analysis.lower_bounds import absorbs, is_above
 from fusion.graph import Algebra, Value
 
 K, E = 4, 32

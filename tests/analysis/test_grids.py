@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion.analysis.grids import grid_of
+from fusion.analysis.dequantised import grid_of
 from fusion.graph import Algebra, Value
 
 

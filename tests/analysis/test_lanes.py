@@ -14,7 +14,7 @@ from torch import Tensor
 from fusion.analysis.lane_products import Leaves, factor, terms
 from fusion.analysis.lanes import NONE, descend, rows, same_lanes
 from fusion.graph import Algebra, Value
-from fusion.graph.recipe import build
+from fusion.graph.rebuilding import build
 
 from .numbers import leaf
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.analysis.exponentials import Exponentials
 from fusion.analysis.logarithms import decomposed, summed
+from fusion.analysis.softmax_shares import Exponentials
 from fusion.graph import Algebra
 from tests.engine.graphs import numbers, value
 

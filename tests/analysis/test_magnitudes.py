@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from fusion.analysis.magnitudes import largest
+from fusion.analysis.upper_bounds import largest
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 
 
 def positions(a: Algebra, first: int, size: int, dtype: torch.dtype = torch.float32) -> Value:

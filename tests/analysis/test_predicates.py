@@ -10,9 +10,9 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, negation
 from fusion.analysis.constant_folding import Folder
-from fusion.analysis.predicates import Positions
+from fusion.analysis.mask_formulas import Positions
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import constant
+from fusion.graph.comparisons import constant
 
 i64, f32, b8 = torch.int64, torch.float32, torch.bool
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.analysis.repetition import unrepeated
+from fusion.analysis.repeated_entries import unrepeated
 from fusion.graph import Value
 from fusion.testing import capture
 from tests.engine.graphs import read_graph

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.analysis.rounded_later import RoundedLater
+from fusion.analysis.rounded_before_use import RoundedLater
 from fusion.stages.canonicalise import canonicalise
 from fusion.testing import LEVELS, Level, capture
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion.analysis.runs import Run, iota, run
+from fusion.analysis.consecutive_positions import Run, iota, run
 from fusion.graph import Algebra, Value
 
 LONG = torch.int64

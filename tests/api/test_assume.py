@@ -24,7 +24,7 @@ from fusion.errors import OptionError
 from fusion.frontend import backend
 from fusion.inputs import assumptions
 from fusion.inputs.assumptions import holds
-from fusion.routes.host import has_compiler
+from fusion.routes.cpu_gpu import has_compiler
 
 from ..engine.graphs import norm, numbers
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import fusion
 from fusion.errors import OperatorError, OptionError
 from fusion.frontend.exported import STAY
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from tests.engine.graphs import norm, numbers
 from tests.support.child import child
 
@@ -301,7 +301,7 @@ def test_it_saves_and_loads():
 
 
 @pytest.mark.rotates
-@pytest.mark.skipif(not host.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
+@pytest.mark.skipif(not cpu_gpu.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("way", ["fused", "fused for inductor", "guest", "guest of fused"])
 def test_aot_inductor_compiles_it(tmp_path: Path, way: str, dynamic: bool):

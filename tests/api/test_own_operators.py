@@ -12,7 +12,7 @@ from torch import Tensor
 import fusion
 from fusion import Library, Limit, Operator, Rule, lowering, pattern, tensor
 from fusion.errors import OperatorError, RuleError
-from fusion.language.code import keys_of
+from fusion.language.cache_keys import keys_of
 from fusion.operators import OPERATORS, provide
 
 HALF = frozenset({torch.bfloat16, torch.float16})

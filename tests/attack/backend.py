@@ -19,7 +19,7 @@ from fusion.frontend.library import installed
 from fusion.inputs.dynamo_inputs import Known
 from fusion.options import Options
 from fusion.report.outcome import GraphReport
-from fusion.runtime.prepared import supply
+from fusion.runtime.prepared_weights import supply
 from fusion.runtime.verification import relative_error
 from fusion.stages.capture import capture
 from fusion.stages.lower import lower

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion import testing
 from fusion.analysis.affine import Affine, Leaf
 from fusion.analysis.constant_folding import Folder
-from fusion.analysis.predicates import Positions
+from fusion.analysis.mask_formulas import Positions
 from fusion.facts import LOWERED, Facts
 from fusion.frontend.library import installed
 from fusion.graph import Algebra, Value

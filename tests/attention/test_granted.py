@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import constant, either, where
+from fusion.graph.comparisons import constant, either, where
 from patterns.attention.masks.assume_true import assume_true
 
 A = Algebra()

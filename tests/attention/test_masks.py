@@ -16,14 +16,14 @@ from torch import Tensor
 from fusion.analysis.affine import Affine, Leaf
 from fusion.analysis.affine import number as number_of
 from fusion.analysis.constant_folding import Folder
-from fusion.analysis.predicates import Positions
+from fusion.analysis.mask_formulas import Positions
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.contractions import matmul, swapped
 from fusion.graph.dims import dims_of
-from fusion.graph.proof import proof
-from fusion.graph.recipe import build
-from fusion.stages.canonicalise import logic
-from fusion.stages.canonicalise.translate import TRANSLATORS, Out
+from fusion.graph.proof_steps import proof
+from fusion.graph.rebuilding import build
+from fusion.stages.canonicalise import comparisons
+from fusion.stages.canonicalise.translators import TRANSLATORS, Out
 from fusion.testing import capture
 from patterns.attention import cores_of, read_attention
 from patterns.attention.masks import bounds as bounds_of
@@ -498,7 +498,9 @@ def is_told_right(t: Twins, mask: Twin, shape: tuple[int, int, int], softmax: st
     batch, queries, keys = shape
     q, k, v = (t.input(torch.zeros(batch, 2, size, D)).value for size in (queries, keys, keys))
     scores = matmul(t.a, q, swapped(t.a, k))
-    masked = logic.where(t.a, mask.value, scores, logic.constant(t.a, -torch.inf, (), torch.float32), torch.float32)
+    masked = comparisons.where(
+        t.a, mask.value, scores, comparisons.constant(t.a, -torch.inf, (), torch.float32), torch.float32
+    )
     root = matmul(t.a, t.a.softmax(masked, -1, softmax), v)
     cores = cores_of(Assumed(t.a), root)
     assert isinstance(cores, list)

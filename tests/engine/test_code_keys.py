@@ -20,7 +20,7 @@ import torch
 
 import fusion
 from fusion import FusionBackend, FusionPass, Library
-from fusion.language.code import UnkeyedError, digest_of, key_of, keys_of, names_read
+from fusion.language.cache_keys import UnkeyedError, digest_of, key_of, keys_of, names_read
 from fusion.language.reader import Reader
 
 from ..support.child import child
@@ -123,7 +123,7 @@ KEY = """
     import sys
     sys.path.insert(0, {path!r})
     from tests.engine.test_code_keys import made
-    from fusion.language.code import key_of
+    from fusion.language.cache_keys import key_of
     print(key_of(made()))
 """
 

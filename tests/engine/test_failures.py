@@ -17,7 +17,7 @@ from fusion.errors import StageError
 from fusion.frontend.backend import FusionBackend
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.stages.canonicalise import translate
+from fusion.stages.canonicalise import translators
 
 from .graphs import HOST, names, norm, numbers, traced
 from .rules import DoubleExp
@@ -120,14 +120,14 @@ def described(graph: fx.Graph) -> list[str]:
 
 
 def test_a_failure_names_the_node_its_module_its_line_and_its_text(monkeypatch):
-    from fusion.stages.canonicalise import translate
+    from fusion.stages.canonicalise import translators
 
     class Inner(torch.nn.Module):
         def forward(self, x):
             return x.cos()
 
     line = Inner.forward.__code__.co_firstlineno + 1
-    monkeypatch.setitem(translate.TRANSLATORS, torch.ops.aten.cos.default, planted)
+    monkeypatch.setitem(translators.TRANSLATORS, torch.ops.aten.cos.default, planted)
     report = fusion.explain(torch.nn.Sequential(torch.nn.Identity(), Inner()), X, options=OPTIONS)
     (failure,) = report.failures
     assert (failure.stage, failure.node, failure.module) == ("canonicalise", "cos", "1")
@@ -138,7 +138,7 @@ def test_a_failure_names_the_node_its_module_its_line_and_its_text(monkeypatch):
 
 
 def test_a_translator_that_fails_names_the_node_that_it_translates(monkeypatch):
-    monkeypatch.setitem(translate.TRANSLATORS, torch.ops.aten.sigmoid.default, planted)
+    monkeypatch.setitem(translators.TRANSLATORS, torch.ops.aten.sigmoid.default, planted)
     _, (told,) = warned(lambda x, w: (norm(x, w), x.sigmoid()), X, W)
     assert "stage canonicalise failed at node sigmoid" in told
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusion.runtime import widening
+from fusion.runtime import float64
+from fusion.runtime.float64 import run_wide, widen, widened
 from fusion.runtime.verification.choices import Recorded, Replayed, Steady
 from fusion.runtime.verification.difference import difference
 from fusion.runtime.verification.judge import Judge
 from fusion.runtime.verification.numbers import distances, gross_rows, is_close, is_further, other_rows
 from fusion.runtime.verification.runs import Call
-from fusion.runtime.widening import run_wide, widen, widened
 from fusion.testing import capture
 
 from .graphs import norm, numbers, traced
@@ -46,7 +46,7 @@ def test_one_widened_weight_at_a_time_is_alive(monkeypatch: pytest.MonkeyPatch):
 
     inputs = [numbers(4, 64), *(numbers(64, 64, seed=seed) for seed in range(3))]
     gm = traced(chain, *inputs)
-    monkeypatch.setattr(widening, "widened", tracked)
+    monkeypatch.setattr(float64, "widened", tracked)
     have = run_wide(gm, inputs)
     assert (len(made), max(alive)) == (4, 2)  # the first reads two inputs
     assert torch.equal(have[0], widen(gm)(*widened(inputs))[0])

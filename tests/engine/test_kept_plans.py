@@ -24,7 +24,7 @@ from fusion.language import Library, Rule, lowering, pattern, tensor
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.planning.fake_execution import Fakes
-from fusion.stages.plan import recorded as recorded_plans
+from fusion.stages.plan import plan_records as recorded_plans
 from fusion.testing import capture
 
 from .kept_files import block, inputs, later

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sympy import Symbol
 
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.logic import last_index
+from fusion.stages.canonicalise.comparisons import last_index
 
 from .graphs import numbers, read_graph, traced
 

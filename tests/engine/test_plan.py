@@ -24,8 +24,8 @@ from fusion.records import Repeats
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
-from fusion.stages.plan.fit import _follows_index_strides, _in_order
-from fusion.stages.plan.recorded import PlanBook
+from fusion.stages.plan.plan_records import PlanBook
+from fusion.stages.plan.result_fit import _follows_index_strides, _in_order
 from fusion.stages.plan.sharing import Sharing
 from fusion.testing import capture
 

@@ -13,7 +13,7 @@ from torch.nn.functional import conv1d, silu
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fusion
-import fusion.runtime.joined
+import fusion.runtime.joined_parameters
 from fusion import Library, Options
 from fusion.errors import VerificationError
 from fusion.facts import Facts
@@ -274,9 +274,12 @@ def test_explain_tells_the_bytes_and_runs_nothing():
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda model: nn.Parameter(model.gate.weight.data), fusion.runtime.joined.SHARED),
-        (lambda model: setattr(model.gate.weight, "data", numbers(64, 16, 1)[:32]), fusion.runtime.joined.SLICE),
-        (lambda model: model.gate.weight.share_memory_(), fusion.runtime.joined.PROCESSES),
+        (lambda model: nn.Parameter(model.gate.weight.data), fusion.runtime.joined_parameters.SHARED),
+        (
+            lambda model: setattr(model.gate.weight, "data", numbers(64, 16, 1)[:32]),
+            fusion.runtime.joined_parameters.SLICE,
+        ),
+        (lambda model: model.gate.weight.share_memory_(), fusion.runtime.joined_parameters.PROCESSES),
     ],
 )
 def test_explain_foresees_which_parameters_stay_where_they_are(spoil, why):

@@ -11,7 +11,7 @@ from torch import nn
 
 import fusion
 from fusion._torch.memory import stamps
-from fusion.runtime import prepared
+from fusion.runtime import prepared_weights
 
 from .graphs import numbers
 from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, Layers, agree, backend, close
@@ -27,7 +27,7 @@ OTHERS = []
 def fresh():
     torch.compiler.reset()
     RAN.clear()
-    OTHERS[:] = prepared._RECIPES.values()
+    OTHERS[:] = prepared_weights._RECIPES.values()
 
 
 def compiled(model, rule=CountedGate(), dynamic=None, **options):
@@ -35,7 +35,7 @@ def compiled(model, rule=CountedGate(), dynamic=None, **options):
 
 
 def entries():
-    own = [recipe for recipe in list(prepared._RECIPES.values()) if not any(recipe is each for each in OTHERS)]
+    own = [recipe for recipe in list(prepared_weights._RECIPES.values()) if not any(recipe is each for each in OTHERS)]
     return [entry for recipe in own for entry in recipe.entries.values()]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fusion
 from fusion._torch.memory import RUNS, samples
-from fusion.runtime import joined, prepared
+from fusion.runtime import joined_parameters, prepared_weights
 
 from .graphs import numbers
 from .prepared_rules import RAN, WIDE, CountedGate, Gate, JoinedGate, X, backend, close, fresh
@@ -142,7 +142,7 @@ def test_writes_to_parameters_of_inference_mode(write, rule):
         run = torch.compile(model, backend=backend(rule))
         close(run(X), model(X))
         assert all(each.is_inference() for each in model.parameters())
-        assert all((joined.home(each) is not None) is (rule == JoinedGate()) for each in model.parameters())
+        assert all((joined_parameters.home(each) is not None) is (rule == JoinedGate()) for each in model.parameters())
         before = run(X)
         write(model)
         close(run(X), model(X))
@@ -211,7 +211,7 @@ def test_not_a_number_is_like_itself():
 
 def test_devices_whose_writes_are_not_looked_for_are_warned_of_once(monkeypatch):
     """On a device the host would have to wait; here a device that holds nothing stands for it."""
-    monkeypatch.setattr(prepared, "_WARNED", set())
+    monkeypatch.setattr(prepared_weights, "_WARNED", set())
     for _ in range(2):
         torch.compiler.reset()
         model = Gate().to("meta")
@@ -235,4 +235,4 @@ def test_an_array_of_numpy_keeps_its_parameter():
             close(run(X), model(X))
         array *= 2
         close(run(X), model(X))
-    assert joined.home(model.up.weight) is not None, "the other is a view"
+    assert joined_parameters.home(model.up.weight) is not None, "the other is a view"

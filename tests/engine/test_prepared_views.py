@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fusion import Options
-from fusion.runtime import joined, prepared
+from fusion.runtime import joined_parameters, prepared_weights
 
 from .graphs import numbers
 from .prepared_rules import RAN, WIDE, Gate, JoinedGate, Layers, X, agree, backend, close, fresh
@@ -41,7 +41,7 @@ def started(model=None, **options):
 
 
 def are_views(*parameters):
-    return [joined.home(each) is not None for each in parameters]
+    return [joined_parameters.home(each) is not None for each in parameters]
 
 
 def both_are_views(model):
@@ -319,7 +319,9 @@ def test_a_parameter_that_waits_is_looked_at_without_its_mappings(monkeypatch, t
 
 
 def test_a_storage_format_of_a_chip_stays(monkeypatch):
-    monkeypatch.setattr(joined, "is_fractal", lambda tensor: tensor.shape == (32, 16, 1) and tensor[0, 0, 0] == 7)
+    monkeypatch.setattr(
+        joined_parameters, "is_fractal", lambda tensor: tensor.shape == (32, 16, 1) and tensor[0, 0, 0] == 7
+    )
     model = Gate()
     with torch.no_grad():
         model.gate.weight[0, 0, 0] = 7
@@ -412,7 +414,7 @@ def test_graphs_that_join_the_same_parameters_otherwise(first, second, views):
             for layer in model.layers:
                 layer.weight.data += 0.5
     assert bool([each for each in told if "another compiled graph" in str(each.message)]) is not views
-    joins = [entry for recipe in prepared._RECIPES.values() for entry in recipe.entries.values() if entry.block]
+    joins = [entry for recipe in prepared_weights._RECIPES.values() for entry in recipe.entries.values() if entry.block]
     blocks = {id(entry.block[0]) for entry in joins}
     assert (len(blocks) == 1) is views
 
@@ -422,7 +424,7 @@ def test_prefill_and_decode_share_one_join():
     run = compiled(model, dynamic=False)
     for length in (7, 1):
         agree(run, model, numbers(2, 16, length))
-    assert len([entry for recipe in prepared._RECIPES.values() for entry in recipe.entries.values()]) == 1
+    assert len([entry for recipe in prepared_weights._RECIPES.values() for entry in recipe.entries.values()]) == 1
     assert both_are_views(model)
 
 
@@ -499,7 +501,7 @@ def test_a_weight_that_is_computed_by_the_model(make, seen):
 
 def test_freed_with_the_model():
     run, model = started()
-    memory = [weakref.ref(joined.home(model.gate.weight)[0].memory), weakref.ref(model.gate.weight)]
+    memory = [weakref.ref(joined_parameters.home(model.gate.weight)[0].memory), weakref.ref(model.gate.weight)]
     del run, model
     gc.collect()
     assert [each() for each in memory] == [None, None]
@@ -508,7 +510,7 @@ def test_freed_with_the_model():
 @pytest.mark.rotates
 def test_freed_where_all_parameters_have_moved():
     run, model = started()
-    memory = weakref.ref(joined.home(model.gate.weight)[0].memory)
+    memory = weakref.ref(joined_parameters.home(model.gate.weight)[0].memory)
     model.double()
     agree(run, model, X.double())
     gc.collect()
@@ -544,12 +546,12 @@ def test_threads_call_one_graph_for_the_first_time():
 def test_a_block_holds_every_dtype(dtype):
     values = [numbers(32, 16, seed=seed).mul(9).to(dtype) for seed in range(3)]
     parameters = [nn.Parameter(each.clone(), requires_grad=False) for each in values]
-    block = joined.Block.allocate(parameters)
+    block = joined_parameters.Block.allocate(parameters)
     assert block.update(parameters, 0) == ["", "", ""]
     assert all(torch.equal(each.data, value) for each, value in zip(parameters, values, strict=True))
     assert are_views(*parameters) == [True] * 3
-    assert joined.run_of(parameters[1:]) == (block, 1)
-    assert joined.run_of(parameters[::-1]) is None
+    assert joined_parameters.run_of(parameters[1:]) == (block, 1)
+    assert joined_parameters.run_of(parameters[::-1]) is None
 
 
 class Attention(nn.Module):

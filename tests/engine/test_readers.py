@@ -15,8 +15,8 @@ from fusion.errors import RuleError
 from fusion.frontend.library import installed
 from fusion.graph import Algebra, Miss, Reading, Readings
 from fusion.language import Reader, needed, ordered
+from fusion.language.cache_keys import files_of, keys_of
 from fusion.language.checks import check_library
-from fusion.language.code import files_of, keys_of
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
 
@@ -24,7 +24,7 @@ from .graphs import numbers, read_graph, traced
 
 OTHER_MEANINGS = {
     ("inner_writes.py", "write"),
-    ("parts.py", "write"),
+    ("slice_updates.py", "write"),
     ("cost.py", "linear"),  # an operator of aten
     ("hf.py", "attention"),  # an argument of transformers
     ("buffers.py", "write"),  # canonical ops of values

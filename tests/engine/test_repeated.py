@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion.graph import Algebra, Value
-from fusion.language.views import _once
+from fusion.language.view_terms import _once
 
 
 def given(a: Algebra, *shape: int) -> Value:

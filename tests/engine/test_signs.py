@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.graph.signs import is_nonnegative
+from fusion.graph.nonnegative import is_nonnegative
 from tests.engine.graphs import numbers, read_graph, traced
 
 X = numbers(2, 3, 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion._torch.stack import roomy
+from fusion._torch.frame_stack import roomy
 
 
 def depth(number: int) -> int:

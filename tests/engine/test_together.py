@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from fusion.stages.plan.joint import _sharing
+from fusion.stages.plan.joint_rewrites import _sharing
 
 from .graphs import Build
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fusion.graph import Algebra
-from fusion.graph.proof import proof
-from fusion.stages.canonicalise import canonicalise, logic
-from fusion.stages.canonicalise.translate import Out
+from fusion.graph.proof_steps import proof
+from fusion.stages.canonicalise import canonicalise, comparisons
+from fusion.stages.canonicalise.translators import Out
 from fusion.testing import capture
 
 from .graphs import Build, numbers, said, value
@@ -653,7 +653,7 @@ def test_numbers_that_the_code_writes_down_are_known(number, form):
 def test_what_is_chosen_by_a_mask_is_not_chosen_by_places():
     a = Algebra()
     x, mask = (a.make("input", (), (name,), (4,), dtype) for name, dtype in (("x", f32), ("mask", b8)))
-    assert proof(logic.index)(a, Out((2,), f32), x, [mask]) is None
+    assert proof(comparisons.index)(a, Out((2,), f32), x, [mask]) is None
 
 
 OF_SIZES = {

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fusion._torch.operators import COMPOSITES
 from fusion.errors import FusionError
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from fusion.routes.expand import attention, expand, rms_norm
 from tests.lowering.models import LIBRARY, TABLE, Block, aten, inputs, operators, scaled_silu
 from tests.support.capture import compiled
@@ -34,7 +34,7 @@ def model() -> Block:
 
 
 def captured(function: Callable[..., Any], values: list[Any], *, dynamic: bool | None = False) -> fx.GraphModule:
-    run, backend = compiled(function, host.eager, dynamic=dynamic)
+    run, backend = compiled(function, cpu_gpu.eager, dynamic=dynamic)
     with torch.no_grad():
         run(*values)
     return backend.graphs[0]
@@ -77,7 +77,7 @@ def test_as_exact_as_the_captured_graph(model: Block, dtype: torch.dtype):
     values = inputs(batch=3, length=5, dtype=dtype)
     exact_values = [value.double() if value.is_floating_point() else value for value in values]
     outputs, caches = [], []
-    for inner in (host.eager, lambda gm, example: host.eager(expand(gm, TABLE), example)):
+    for inner in (cpu_gpu.eager, lambda gm, example: cpu_gpu.eager(expand(gm, TABLE), example)):
         run, _ = compiled(block, inner)
         given = [value.clone() for value in values]
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_as_exact_as_the_captured_graph(model: Block, dtype: torch.dtype):
 
 @pytest.mark.rotates(4)
 def test_symbolic_sizes_survive_and_serve_other_sizes(model: Block):
-    run, backend = compiled(model, lambda gm, values: host.eager(expand(gm, TABLE), values), dynamic=None)
+    run, backend = compiled(model, lambda gm, values: cpu_gpu.eager(expand(gm, TABLE), values), dynamic=None)
     for batch, length in ((3, 5), (5, 7)):
         ours, plain = inputs(batch, length), inputs(batch, length)
         mark_dynamic(ours)

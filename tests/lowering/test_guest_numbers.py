@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusion.frontend.library import installed
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from fusion.testing import DTYPES, Captured, capture, captured, cases
 from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.corpus.test_corpus import SHAPES
@@ -47,7 +47,7 @@ def test_guest_computes_what_eager_does(make: Callable[[], Captured], hook: str,
 
 
 @pytest.mark.rotates
-@pytest.mark.skipif(not host.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
+@pytest.mark.skipif(not cpu_gpu.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", ["rms_norm/hf_llama", "swiglu_projections/called", "cache_write/scatter"])
 def test_guest_with_kernels_of_inductor(name: str, hook: str):

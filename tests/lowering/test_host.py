@@ -13,18 +13,18 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from fusion._torch import operators, tracing
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from tests.lowering.models import TABLE, Block, inputs, scaled_silu
 from tests.support.capture import Backend, Inner, compiled
 
-needs_compiler = pytest.mark.skipif(not host.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
+needs_compiler = pytest.mark.skipif(not cpu_gpu.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
 
 
 def inductor(gm: Any, values: Any) -> Any:
-    return host.inductor(gm, values, TABLE)
+    return cpu_gpu.inductor(gm, values, TABLE)
 
 
-ROUTES = [pytest.param(host.eager, id="eager"), pytest.param(inductor, id="inductor", marks=needs_compiler)]
+ROUTES = [pytest.param(cpu_gpu.eager, id="eager"), pytest.param(inductor, id="inductor", marks=needs_compiler)]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_inductor_leaves_the_graph_as_it_was(model: Block):
 def test_an_edited_decomposition_is_not_answered_from_a_cache():
     def twice(factor: float) -> Tensor:
         table = {scaled_silu: lambda x, scale: x * scale * factor}
-        run, _ = compiled(lambda x: scaled_silu(x, 1.0), lambda gm, values: host.inductor(gm, values, table))
+        run, _ = compiled(lambda x: scaled_silu(x, 1.0), lambda gm, values: cpu_gpu.inductor(gm, values, table))
         with torch.no_grad():
             return run(torch.ones(5))
 
@@ -149,7 +149,7 @@ def test_a_boxed_call_empties_its_list():
 
 @pytest.mark.rotates(4)
 def test_composites_are_decomposed_again_outside_the_context(model: Block):
-    backend = Backend(host.eager)
+    backend = Backend(cpu_gpu.eager)
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(model, backend=backend, fullgraph=True)(*inputs(3, 5))
@@ -167,4 +167,4 @@ def test_no_compiler_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", nothing)
-    assert not host.has_compiler("cpu")
+    assert not cpu_gpu.has_compiler("cpu")

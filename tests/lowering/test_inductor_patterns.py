@@ -15,10 +15,10 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusion.operators import decompositions, ensure
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from tests.support.capture import compiled
 
-pytestmark = pytest.mark.skipif(not host.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
+pytestmark = pytest.mark.skipif(not cpu_gpu.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
 
 Form = Callable[..., Tensor]
 
@@ -72,7 +72,7 @@ def error(form: Form, run: Any) -> float:
 
 def inner(gm: Any, values: Any) -> Any:
     ensure()
-    return host.inductor(gm, values, decompositions())
+    return cpu_gpu.inductor(gm, values, decompositions())
 
 
 @pytest.mark.rotates(4)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._inductor import config
 
 from fusion.operators.attention.layouts import paged_heads
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from tests.engine.graphs import numbers
 
-pytestmark = pytest.mark.skipif(not host.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
+pytestmark = pytest.mark.skipif(not cpu_gpu.has_compiler("cpu"), reason="needs a C++ compiler and Python.h")
 
 CACHE, ROWS, AT = numbers(2, 9, 3, 64), numbers(2, 3, 64, seed=1), torch.tensor([7, 0])
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion._torch.operators import COMPOSITES
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from fusion.routes.inline import inline
 from tests.lowering.models import LIBRARY, TABLE, Block, inputs, operators, scaled_silu
 from tests.support.capture import compiled
@@ -25,7 +25,7 @@ second_of = torch.ops.lowering_test.second_of.default
 @pytest.fixture(scope="module")
 def graph() -> torch.fx.GraphModule:
     torch.manual_seed(0)
-    run, backend = compiled(Block().eval(), host.eager)
+    run, backend = compiled(Block().eval(), cpu_gpu.eager)
     with torch.no_grad():
         run(*inputs(3, 5))
     return backend.graphs[0]
@@ -58,7 +58,7 @@ def test_equal_calls_that_one_call_reads_stay_two():
         return second_of(first, second)
 
     table = {halves: lambda x: (x[..., ::2].clone(), x[..., 1::2].clone()), second_of: lambda x, y: y * 2 - x}
-    run, _ = compiled(model, lambda gm, values: host.eager(inline(gm, table), values))
+    run, _ = compiled(model, lambda gm, values: cpu_gpu.eager(inline(gm, table), values))
     x, y = torch.randn(2, 8), torch.randn(2, 8)
     with torch.no_grad():
         assert torch.equal(run(x, y), model(x, y))
@@ -75,7 +75,7 @@ def test_several_results_and_constants_of_a_decomposition():
         again, _ = halves(x * torch.tensor([1.0, 2.0, 3.0, 4.0]))
         return even - odd + again
 
-    run, backend = compiled(model, lambda gm, values: host.eager(inline(gm, {halves: parts}), values))
+    run, backend = compiled(model, lambda gm, values: cpu_gpu.eager(inline(gm, {halves: parts}), values))
     x = torch.randn(3, 4)
     with torch.no_grad():
         torch.testing.assert_close(run(x), model(x))
@@ -96,7 +96,7 @@ def test_equal_calls_are_traced_once_and_what_nobody_reads_is_left_out():
         fourth, _ = halves((x + 2).double())
         return first, second, third, fourth
 
-    run, backend = compiled(model, host.eager)
+    run, backend = compiled(model, cpu_gpu.eager)
     with torch.no_grad():
         run(torch.randn(3, 4))
     aten, inlined = torch.ops.aten, inline(backend.graphs[0], {halves: parts})
@@ -114,7 +114,7 @@ def test_calls_of_one_tensor_and_of_two_are_told_apart():
     def model(x: Tensor, y: Tensor) -> Tensor:
         return torch.add(x, x) * torch.add(x, y)
 
-    run, backend = compiled(model, host.eager)
+    run, backend = compiled(model, cpu_gpu.eager)
     with torch.no_grad():
         run(torch.randn(3), torch.randn(3))
     aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 import fusion
 from fusion._torch.functional import functional_graph
 from fusion._torch.tracing import Boxed, boxed
-from fusion.routes import host
+from fusion.routes import cpu_gpu
 from fusion.runtime.verification import relative_error
 
 from .families import LAYERS, MODES, build, caches
@@ -126,7 +126,7 @@ def test_what_inductor_is_given_computes_the_same(family, target, monkeypatch: p
     def given(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         return boxed(functional_graph(gm, select_decomp_table()).forward)
 
-    monkeypatch.setattr(host, "compile_repaired", given)
+    monkeypatch.setattr(cpu_gpu, "compile_repaired", given)
     check_results(family, "decode_static", "sdpa", torch.bfloat16, {"target": target, "lower": "inductor"})
 
 

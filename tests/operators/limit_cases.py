@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fusion.errors import OperatorError
-from fusion.operators import HOST, Limit, Operator, dims, refusal
-from fusion.operators.predicates import all_hold, holds, names, parse, proven, tensors
+from fusion.operators import HOST, Limit, Operator, named_dims, refusal
+from fusion.operators.limit_texts import all_hold, holds, names, parse, proven, tensors
 
 Call = dict[str, Any]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int32, torch.int64, torch.bool)
@@ -168,10 +168,10 @@ def valued(op: Operator, call: Call) -> dict[str, Any] | None:
     """Return argument or dim -> value of a call; None if its tensors do not have the declared dims."""
     try:
         values = op.bind((), call)
-        bound = dims.bind(op.dims, values)
+        bound = named_dims.bind(op.dims, values)
     except (OperatorError, TypeError, AttributeError, IndexError):
         return None
-    return None if isinstance(bound, dims.Misfit) else values | bound
+    return None if isinstance(bound, named_dims.Misfit) else values | bound
 
 
 def resized(op: Operator, call: Call, dim: str, size: int) -> Call:
@@ -197,9 +197,11 @@ def _new_shape(op: Operator, values: Mapping[str, Any], name: str, dim: str, siz
 
 def _layout(op: Operator, values: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return the dims of the argument `name` in the layout that the call has."""
-    count = max(len(dims.layouts(text)) for text in op.dims.values())
+    count = max(len(named_dims.layouts(text)) for text in op.dims.values())
     for place in range(count):
-        choice = {each: dims.layouts(text)[place % len(dims.layouts(text))] for each, text in op.dims.items()}
+        choice = {
+            each: named_dims.layouts(text)[place % len(named_dims.layouts(text))] for each, text in op.dims.items()
+        }
         shapes = [(each, x.ndim) for each in choice for x in tensors(values[each])]
         if all(one.selected(values) for one in choice.values()) and all(choice[n].fits(r) for n, r in shapes):
             return choice[name].dims

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import CHIPS, OPERATORS, refusal
-from fusion.operators.predicates import tensors
+from fusion.operators.limit_texts import tensors
 from tests.operators.attention_limits_cases import CACHE_HOST_EDGES, HOST_EDGES, KERNEL_EDGES, WHOLE_HOST_EDGES
 from tests.operators.limit_cases import DTYPES
 from tests.operators.test_attention_limits import V1, V2, in_tensors, renamed

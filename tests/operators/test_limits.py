@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
-from fusion.operators.predicates import all_hold, holds
+from fusion.operators.limit_texts import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.expert_cases import EDGES as EXPERT_EDGES

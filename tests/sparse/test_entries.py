@@ -11,8 +11,8 @@ from sympy import Symbol
 
 from fusion.analysis.affine import Formula, Leaf
 from fusion.graph import Algebra, Reading, Value
-from fusion.graph.logic import compare, constant, positions, where
-from fusion.graph.proof import proven
+from fusion.graph.comparisons import compare, constant, positions, where
+from fusion.graph.proof_steps import proven
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import Term

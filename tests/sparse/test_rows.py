@@ -7,7 +7,7 @@ import torch
 from sympy import Symbol
 
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import positions
+from fusion.graph.comparisons import positions
 from patterns.sparse.lists.rows import Gathered, gathered
 
 B, S, T, K, D = 2, 3, 8, 4, 6

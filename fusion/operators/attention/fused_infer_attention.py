@@ -25,9 +25,9 @@ from fusion.operators.attention.layouts import (
 from fusion.operators.attention.softmax import Visible, fused_softmax, written_softmax
 from fusion.operators.attention.visibility import Band, Lengths, visible
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, in_tensors
-from fusion.operators.dtypes import INT64, compute_dtype
+from fusion.operators.dtype_sets import INT64, compute_dtype
 from fusion.operators.flops import causal, longest, number_of, scores
+from fusion.operators.operator import Operator, in_tensors
 
 
 @dataclass(frozen=True)

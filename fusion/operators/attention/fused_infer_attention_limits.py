@@ -11,7 +11,7 @@ from fusion.operators.attention.int8_cache_limits import CACHE, Antiquant
 from fusion.operators.attention.int8_latent_limits import FLOAT_QUERIES, INT8_HOST, INT8_KERNEL
 from fusion.operators.attention.layouts import LAYOUTS, in_layouts
 from fusion.operators.attention.visibility import mask_limits
-from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
+from fusion.operators.dtype_sets import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
 from fusion.operators.encodings import STORED
 from fusion.operators.limits import A2_A3, Limit
 

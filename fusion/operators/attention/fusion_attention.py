@@ -11,9 +11,9 @@ from fusion.operators.attention.layouts import heads_first, is_packed, lse_shape
 from fusion.operators.attention.softmax import softmax_statistics
 from fusion.operators.attention.visibility import Band, visible
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOAT32, FLOATS
+from fusion.operators.dtype_sets import FLOAT32, FLOATS
 from fusion.operators.limits import Limit
+from fusion.operators.operator import Operator
 
 _LANES = 8
 """Number of times that each statistic is repeated, along the last dim."""

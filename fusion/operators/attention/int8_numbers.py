@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import encodings
-from fusion.operators.dtypes import compute_dtype
+from fusion.operators.dtype_sets import compute_dtype
 
 
 @dataclass(frozen=True)

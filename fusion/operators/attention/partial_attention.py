@@ -19,10 +19,10 @@ from fusion._torch.tensors import count, hint
 from fusion.operators.attention.softmax import rounded_softmax
 from fusion.operators.attention.visibility import Band, visible
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOAT32, FLOATS, HALVES, INT32, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, FLOATS, HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
 from fusion.operators.limits import A2_A3, CHIPS, Limit
+from fusion.operators.operator import Operator
 
 
 def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusion._torch.tensors import known_true
-from fusion.operators.dtypes import compute_dtype
+from fusion.operators.dtype_sets import compute_dtype
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 from fusion.operators import encodings
 from fusion.operators.cache.pages import Put, stored
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, HALVES, INT8, INT64, compute_dtype
 from fusion.operators.limits import A2_A3, Limit
 from fusion.operators.norm.norms import normalised
+from fusion.operators.operator import Operator, functional
 from fusion.operators.rotary.rope import half
 
 _CACHES = ("k", "v")

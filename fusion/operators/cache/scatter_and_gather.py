@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fusion.operators.attention.visibility import packed_tokens
 from fusion.operators.cache.pages import Put, negatives_to_end, page_places, stored
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import HALVES, INT8, INT32, INT64
+from fusion.operators.dtype_sets import HALVES, INT8, INT32, INT64
 from fusion.operators.limits import CHIPS, LOWERINGS, Limit
+from fusion.operators.operator import Operator, functional
 
 _STORED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int64, torch.bool})
 _PAGED = frozenset({torch.float16, torch.bfloat16, torch.int8})

@@ -21,10 +21,10 @@ from fusion.operators.attention.softmax import Visible, rounded_softmax
 from fusion.operators.attention.visibility import counted, packed_tokens
 from fusion.operators.cache.pages import ATB_NZ, in_pages, pages_of
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, in_tensors
-from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import longest, scores
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator, in_tensors
 
 _SPECULATIVE = "calc_type == 'calc_type_spec'"
 

@@ -16,10 +16,10 @@ from fusion._torch.tensors import hint
 from fusion.operators import encodings
 from fusion.operators.cache.pages import Put, stored
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, INT64, compute_dtype
+from fusion.operators.dtype_sets import BFLOAT16, FLOAT16, FLOAT32, INT8, INT64, compute_dtype
 from fusion.operators.flops import products
 from fusion.operators.limits import Limit
+from fusion.operators.operator import Operator, functional
 from fusion.operators.quant.quantisation import int8_product
 from fusion.operators.rotary.rope import first_rotated
 

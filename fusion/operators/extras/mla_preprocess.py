@@ -18,11 +18,11 @@ from torch import Tensor
 from fusion.operators import encodings
 from fusion.operators.cache.pages import ATB_NZ, Put, in_pages, stored
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import products
 from fusion.operators.limits import A2_A3, Limit, only
 from fusion.operators.norm.norms import normalised
+from fusion.operators.operator import Operator, functional
 from fusion.operators.rotary.rope import half, rotated
 
 EPSILON = 1e-6

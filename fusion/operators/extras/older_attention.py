@@ -17,9 +17,9 @@ from fusion.operators.attention.int8_numbers import both_grids, int8_result
 from fusion.operators.attention.layouts import with_strides_of
 from fusion.operators.attention.visibility import Band, mask_limits
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, in_tensors
-from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
+from fusion.operators.dtype_sets import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator, in_tensors
 
 _MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
 _QUERY = "input_layout=BSND: B S N D / input_layout=BNSD: B N S D"

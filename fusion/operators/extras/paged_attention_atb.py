@@ -12,10 +12,10 @@ from fusion.operators.attention.fused_infer_attention import Attention, computed
 from fusion.operators.attention.visibility import Band
 from fusion.operators.cache.pages import Put
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import HALVES, INT32
+from fusion.operators.dtype_sets import HALVES, INT32
 from fusion.operators.flops import longest, scores
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator, functional
 
 
 def _attended(put: Put, query: Tensor, out: Tensor, given: Given) -> tuple[Tensor]:

@@ -19,12 +19,12 @@ from torch.nn.functional import layer_norm
 from fusion._torch.tensors import count, hint
 from fusion.operators.cache.pages import Put, stored
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import BFLOAT16, INT32, compute_dtype
+from fusion.operators.dtype_sets import BFLOAT16, INT32, compute_dtype
 from fusion.operators.flops import causal, products, scores
 from fusion.operators.latent.mla_prolog import MLA_PROLOG_V3
 from fusion.operators.latent.mla_prolog_numbers import computed
 from fusion.operators.limits import Limit
+from fusion.operators.operator import Operator, functional
 from fusion.operators.rotary.rope import first_rotated
 from fusion.operators.sparse.lightning_indexer import LIGHTNING_INDEXER
 from fusion.operators.sparse.sparse_flash_attention import SPARSE_FLASH_ATTENTION

@@ -17,11 +17,11 @@ from torch import Tensor
 from fusion._torch.tensors import count, hint
 from fusion.operators.cache.pages import Put
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype
+from fusion.operators.dtype_sets import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype
 from fusion.operators.flops import products
 from fusion.operators.latent.mla_prolog_numbers import computed
 from fusion.operators.limits import A2_A3, CHIPS, Limit, only
+from fusion.operators.operator import Operator, functional
 
 
 def _outputs(given: Given) -> tuple[Tensor, ...]:

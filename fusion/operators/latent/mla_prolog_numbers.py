@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion.operators import encodings
 from fusion.operators.cache.pages import Put, by_lines, stored
 from fusion.operators.calling import Given
-from fusion.operators.dtypes import compute_dtype
+from fusion.operators.dtype_sets import compute_dtype
 from fusion.operators.linear.transpose_batchmatmul import transpose_batchmatmul
 from fusion.operators.norm.norms import normalised
 from fusion.operators.quant.quantisation import int8_product

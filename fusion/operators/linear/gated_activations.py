@@ -10,9 +10,9 @@ from torch.nn.functional import gelu, silu
 
 from fusion.operators import encodings
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOAT32, FLOATS, INT32, INT64, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, FLOATS, INT32, INT64, compute_dtype
 from fusion.operators.limits import A2_A3, CHIPS, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.quant.quantisation import INT8_CODE, by_group_of_row
 
 

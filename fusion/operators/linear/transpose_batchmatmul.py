@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOATS, INT8
+from fusion.operators.dtype_sets import FLOATS, INT8
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator
 
 
 def _permuted(

@@ -17,10 +17,10 @@ from torch.nn.functional import gelu, silu
 
 from fusion.operators import encodings
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import BFLOAT16, FLOAT32, FLOATS, HALVES, INT8, INT32, INT64, compute_dtype
+from fusion.operators.dtype_sets import BFLOAT16, FLOAT32, FLOATS, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, HOST, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.quant.quantisation import CODES, group_of_rows, int8_product, result_dtype
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from fusion.operators import encodings
 from fusion.operators.cache.pages import negatives_to_end
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOAT32, FLOATS, INT8, INT32, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, FLOATS, INT8, INT32, compute_dtype
 from fusion.operators.limits import A2_A3, HOST, Limit
+from fusion.operators.operator import Operator
 
 _STATIC, _DYNAMIC = 0, 1
 """Values of `quant_mode`: one scale and one offset for all rows, or a scale computed per row."""

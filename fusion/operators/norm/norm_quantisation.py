@@ -7,10 +7,10 @@ from torch import Tensor
 
 from fusion.operators import encodings
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
+from fusion.operators.dtype_sets import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
 from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.norm.norms import added, rstd
+from fusion.operators.operator import Operator
 from fusion.operators.quant.quantisation import INT8_CODE
 
 _OTHERS = "other results than int8 are not decomposed"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOATS, HALVES, compute_dtype
+from fusion.operators.dtype_sets import FLOATS, HALVES, compute_dtype
 from fusion.operators.limits import A2_A3, CHIPS, Limit
+from fusion.operators.operator import Operator
 
 _RANK = "rank(input) <= 8"
 _TRAILING = {"gamma": "*D", "input": "*B *D"}

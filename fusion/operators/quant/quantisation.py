@@ -15,12 +15,12 @@ from torch import Tensor
 from fusion.operators import encodings
 from fusion.operators.attention.layouts import with_strides_of
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
+from fusion.operators.dtype_sets import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
 from fusion.operators.encodings import FLOAT8, Encoding
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.norm.norms import added, rstd
+from fusion.operators.operator import Operator
 
 EXACT = 1024
 """Number of products of two int8 whose sum float32 always represents exactly: 1024 · 128² = 2²⁴."""

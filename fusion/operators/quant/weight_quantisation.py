@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOAT32, HALVES, INT8, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, HALVES, INT8, compute_dtype
 from fusion.operators.flops import product
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.quant.quantisation import INT4_CODE, INT8_CODE, RESULTS
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fusion._torch.tensors import memory_order
 from fusion.operators.attention.layouts import with_strides_of
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOATS, compute_dtype
+from fusion.operators.dtype_sets import FLOATS, compute_dtype
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator
 
 _PAGES = "op-plugin: torch_npu.{0}; CANN: {1}; kernel and tiling: ops-transformer posembedding/{2}"
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from fusion._torch.tensors import count
 from fusion.operators.cache.pages import Put
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator, functional
-from fusion.operators.dtypes import HALVES, INT8, INT32
+from fusion.operators.dtype_sets import HALVES, INT8, INT32
 from fusion.operators.flops import unlisted
 from fusion.operators.limits import Limit
+from fusion.operators.operator import Operator, functional
 
 
 @dataclass(frozen=True)

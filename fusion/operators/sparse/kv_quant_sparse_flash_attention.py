@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import HALVES, INT8, INT32, compute_dtype
+from fusion.operators.dtype_sets import HALVES, INT8, INT32, compute_dtype
 from fusion.operators.flops import scores, unlisted
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.sparse import sparse_limits
 from fusion.operators.sparse.sparse_flash_attention import BLOCKS, KeyRows, gather_rows, listed_attention
 

@@ -17,10 +17,10 @@ from fusion._torch.tensors import count, hint, known_true
 from fusion.operators.attention.visibility import rows_of
 from fusion.operators.cache.pages import pages_of
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOAT32, HALVES, compute_dtype
+from fusion.operators.dtype_sets import FLOAT32, HALVES, compute_dtype
 from fusion.operators.flops import causal
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.sparse import sparse_limits
 
 _FEW = 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import FLOAT16, INT8, compute_dtype
+from fusion.operators.dtype_sets import FLOAT16, INT8, compute_dtype
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.sparse import sparse_limits
 from fusion.operators.sparse.lightning_indexer import chosen, groups_of, indexer_flops, list_shape
 

@@ -17,10 +17,10 @@ from fusion._torch.tensors import count, hint, known_true
 from fusion.operators.attention.softmax import Visible, rounded_softmax
 from fusion.operators.attention.visibility import Rows, rows_of
 from fusion.operators.calling import Given
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import HALVES, INT32, compute_dtype
+from fusion.operators.dtype_sets import HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores, unlisted
 from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.operator import Operator
 from fusion.operators.sparse import sparse_limits
 
 _PART = 1 << 26

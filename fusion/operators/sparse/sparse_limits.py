@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fusion.operators.dtypes import INT32
+from fusion.operators.dtype_sets import INT32
 from fusion.operators.limits import LOWERINGS, Limit, only
 
 _PAGED = "PA_BSND"

@@ -18,8 +18,8 @@ from fusion._torch.nested import tree_leaves
 from fusion._torch.operators import is_random
 from fusion.graph.aliasing import is_written
 from fusion.records import Prepared
+from fusion.runtime.float64 import run_wide, widened
 from fusion.runtime.verification.choices import Choices
-from fusion.runtime.widening import run_wide, widened
 
 _WITH_FLOAT64 = frozenset({"cpu", "cuda"})
 

@@ -19,18 +19,27 @@ from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Value, dims_of
 from fusion.graph.aliasing import closing_writes, is_write, reserves, written_by
 from fusion.graph.dims import dim_of
-from fusion.graph.overlay import NodeValue
+from fusion.graph.node_values import NodeValue
 from fusion.graph.parameter_only import derived
-from fusion.graph.proof import proof, proven
-from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
-from fusion.stages.canonicalise.banded import banded
+from fusion.graph.proof_steps import proof, proven
+from fusion.stages.canonicalise import arithmetic, comparisons, complex_numbers
+from fusion.stages.canonicalise.band_buffers import banded
 from fusion.stages.canonicalise.composites import Composites
-from fusion.stages.canonicalise.translate import COMPLEX_MODES, Out, Translated, translator_of
+from fusion.stages.canonicalise.translators import COMPLEX_MODES, Out, Translated, translator_of
 
 __all__ = ["canonicalise"]
 
 # importing a family registers its translators
-for _family in ("buffers", "contractions", "groups", "lists", "reductions", "sdpa", "shapes", "writes"):
+for _family in (
+    "buffers",
+    "contractions",
+    "grouped_rows",
+    "listed_positions",
+    "reductions",
+    "sdpa",
+    "shapes",
+    "writes",
+):
     import_module(f"{__name__}.{_family}")
 
 
@@ -113,7 +122,7 @@ class _Walk:
             return None
         shape = dims_of(val.shape)
         if len(numbers) == 1 and (val.is_floating_point() or not shape):
-            return logic.constant(self.algebra, numbers[0], shape, val.dtype)
+            return comparisons.constant(self.algebra, numbers[0], shape, val.dtype)
         return self.algebra.make("constant", (), (numbers,), shape, val.dtype)
 
     def _operand(self, argument: Any) -> Any:

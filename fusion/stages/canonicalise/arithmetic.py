@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import INTEGERS, is_exact, is_integer, rounded_number
-from fusion.analysis.floors import absorbs, is_above
 from fusion.analysis.intervals import bounds, dtype_bounds
+from fusion.analysis.lower_bounds import absorbs, is_above
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, is_input_free
+from fusion.graph.comparisons import moved
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
-from fusion.graph.logic import moved
-from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise.translate import Out, Translated, is_number, promote, translates, translations
+from fusion.graph.proof_steps import must, proven
+from fusion.stages.canonicalise.translators import Out, Translated, is_number, promote, translates, translations
 
 
 def _converted(out: Out, number: Any) -> Any:

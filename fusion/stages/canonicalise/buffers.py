@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusion.graph import Algebra, Value, inner_writes, joined_writes, parts
+from fusion.graph import Algebra, Value, inner_writes, joined_writes, slice_updates
 from fusion.graph.algebra import MAX_STOP
-from fusion.graph.logic import number
-from fusion.graph.proof import must, proven
+from fusion.graph.comparisons import number
+from fusion.graph.proof_steps import must, proven
 from fusion.stages.canonicalise.shapes import arranges, first_of
-from fusion.stages.canonicalise.translate import Out, Translated
+from fusion.stages.canonicalise.translators import Out, Translated
 
 
 @arranges("aten.slice_scatter.default")
@@ -39,7 +39,7 @@ def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any
     begin = first_of(size, source.shape[axis], start, end)
     if begin is not None:
         part = a.narrow(x, axis, begin, source.shape[axis])
-        changed = parts.with_part(a, x, part, source, axis, begin)
+        changed = slice_updates.with_part(a, x, part, source, axis, begin)
         if changed is not None:
             return changed
     if end - start != source.shape[axis]:
@@ -62,7 +62,7 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     first = _first_sequences(a, x, source, a.slice(x, 0, 0, stop))
     if first is not None:
         return first
-    changed = parts.with_part(a, x, a.cut(x, axis, start, stop), source, axis, start)
+    changed = slice_updates.with_part(a, x, a.cut(x, axis, start, stop), source, axis, start)
     changed = changed or inner_writes.within(a, x, source, axis, start, stop)
     if changed is not None:
         return changed

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
+from fusion.graph.proof_steps import must, proven
+from fusion.stages.canonicalise.translators import Out, Translated, is_number, translates
 
 on_complex = partial(translates, complex_mode="whole")
 

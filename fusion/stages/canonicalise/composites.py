@@ -16,7 +16,7 @@ from fusion._torch.fakes import fake_mode_of, without_guards
 from fusion._torch.functional import functional_graph
 from fusion._torch.operators import OpOverload, is_composite
 from fusion.graph.aliasing import is_write
-from fusion.routes.one_call import alone, signature
+from fusion.routes.single_calls import alone, signature
 
 log = logging.getLogger("fusion")
 

@@ -18,8 +18,8 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
-from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
+from fusion.graph.proof_steps import must, proven
+from fusion.stages.canonicalise.translators import Out, Translated, is_number, translates
 
 
 def _row_product(a: Algebra, out: Out, x: Value, y: Value) -> Translated:

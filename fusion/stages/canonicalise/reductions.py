@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.lists import listed
+from fusion.analysis.list_masks import listed
 from fusion.analysis.logarithms import differences, log_sum
 from fusion.graph import Algebra, Value
+from fusion.graph.comparisons import negated
 from fusion.graph.dims import INDEX_DTYPES
-from fusion.graph.logic import negated
-from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise import logic
-from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
+from fusion.graph.proof_steps import must, proven
+from fusion.stages.canonicalise import comparisons
+from fusion.stages.canonicalise.translators import Out, Translated, translates, translations
 
 
 def _axes(x: Value, dim: Any) -> Sequence[int]:
@@ -168,7 +168,7 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
         if total.x is z:
             return a.softmax(z, -1, *how)
         count = z.shape[-1]
-        if logic.top_k(a, total.x, count)[0] is z:
+        if comparisons.top_k(a, total.x, count)[0] is z:
             shares = a.softmax(total.x, -1, *how)
             return a.make("largest", (shares,), (count,), x.shape, x.dtype)
     return a.unary("exp", x)

@@ -7,10 +7,10 @@ import math
 import torch
 
 from fusion.graph import Algebra, Value
+from fusion.graph.comparisons import compare, constant, positions, where
 from fusion.graph.contractions import matmul, swapped
-from fusion.graph.logic import compare, constant, positions, where
-from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion.graph.proof_steps import must, proven
+from fusion.stages.canonicalise.translators import Out, Translated, translates
 
 
 @translates("aten.scaled_dot_product_attention.default")

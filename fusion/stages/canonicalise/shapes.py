@@ -12,10 +12,10 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
-from fusion.graph.logic import constant
-from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise import lists
-from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
+from fusion.graph.comparisons import constant
+from fusion.graph.proof_steps import must, proven
+from fusion.stages.canonicalise import listed_positions
+from fusion.stages.canonicalise.translators import Out, Translated, translates, translations
 
 arranges = partial(translates, complex_mode="parts")
 
@@ -32,7 +32,7 @@ def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translat
 @arranges("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
 def _cast(a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Translated:
     unproven = device is not None and not x.rank  # a 0-d tensor may come from another device
-    named = lists.any_named(a, "ne", x, constant(a, 0, (), x.dtype)) if out.dtype is torch.bool else None
+    named = listed_positions.any_named(a, "ne", x, constant(a, 0, (), x.dtype)) if out.dtype is torch.bool else None
     return None if unproven else named or a.cast(x, out.dtype)
 
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.consecutive_positions import Run, run, wrapped
 from fusion.analysis.intervals import bounds
-from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Dim, Value, but_ones, unviewed
+from fusion.graph.comparisons import number
 from fusion.graph.dims import INDEX_DTYPES, broadcast
-from fusion.graph.logic import number
-from fusion.graph.proof import must, proof, proven
-from fusion.stages.canonicalise import buffers, groups, lists, logic, shapes
-from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion.graph.proof_steps import must, proof, proven
+from fusion.stages.canonicalise import buffers, comparisons, grouped_rows, listed_positions, shapes
+from fusion.stages.canonicalise.translators import Out, Translated, translates
 
 # translators -------------------------------------------------------------------------------------------------------
 
@@ -42,15 +42,15 @@ def _index_put(
     axes = [axis for axis, index in enumerate(indices) if index is not None]
     indexed = [index for index in indices if index is not None]
     if accumulate:
-        return groups.put_rows(a, cache, indexed, rows) if axes == [0] else None
+        return grouped_rows.put_rows(a, cache, indexed, rows) if axes == [0] else None
     if len(indexed) == 1 and indexed[0].dtype is torch.bool:
         return _masked(a, cache, indexed[0], rows, axes[0])
     must(all(index.dtype in INDEX_DTYPES for index in indexed))
     if len(indexed) == 1:
         return _one_index(a, cache, indexed[0], rows, axes[0])
-    listed = logic.last_index(a, cache, indexed) if rows.dtype == cache.dtype else None
+    listed = comparisons.last_index(a, cache, indexed) if rows.dtype == cache.dtype else None
     if listed is not None and rows.op == "full" and unviewed(cache).op != "input":
-        return lists.marked(a, cache, -1, listed, rows)
+        return listed_positions.marked(a, cache, -1, listed, rows)
     placed = None if listed is None else _listed(a, cache, -1, listed, rows)
     if placed is not None:
         return placed
@@ -67,7 +67,7 @@ def _masked(a: Algebra, x: Value, mask: Value, number: Value, axis: int) -> Valu
     must(number.op == "full" or unviewed(x).op != "input")
     behind = x.rank - axis - mask.rank
     condition = a.reshape(mask, (*mask.shape, *(1,) * behind))
-    return logic.where(a, condition, number, x, x.dtype)
+    return comparisons.where(a, condition, number, x, x.dtype)
 
 
 def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -> Value | None:
@@ -133,12 +133,16 @@ def _by_page(a: Algebra, cache: Value, indices: Sequence[Value], rows: Value, ax
 @translates("aten.scatter.src")
 def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
     """Translate cache.scatter(dim, index, rows), where `index` may be expanded along the other dims."""
-    mask = lists.marked(a, cache, dim, index, rows) if rows.op == "full" else None
+    mask = listed_positions.marked(a, cache, dim, index, rows) if rows.op == "full" else None
     if mask is not None:
         return mask
     must(index.shape == rows.shape)
     placed = _listed(a, cache, dim, index, rows)
-    return placed or _scattered(a, cache, dim % cache.rank, index, rows) or lists.placed(a, cache, dim, index, rows)
+    return (
+        placed
+        or _scattered(a, cache, dim % cache.rank, index, rows)
+        or listed_positions.placed(a, cache, dim, index, rows)
+    )
 
 
 @proof
@@ -157,13 +161,15 @@ def _listed(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Va
     None if rows share positions, or if these are consecutive.
     """
     is_own = places.op != "expand" and _start(a, places) is None and math.prod(numbers.shape) == math.prod(places.shape)
-    return lists.placed(a, x, dim, places, a.reshape(numbers, places.shape)) if is_own else None
+    return listed_positions.placed(a, x, dim, places, a.reshape(numbers, places.shape)) if is_own else None
 
 
 @translates("aten.index_select.default")
 def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Translated:
     """Translate consecutive positions to a slice, all positions modulo the size to a roll, others to an index."""
-    return _consecutive(a, out, x, dim % x.rank, index) or logic.index(a, out, x, (*[None] * (dim % x.rank), index))
+    return _consecutive(a, out, x, dim % x.rank, index) or comparisons.index(
+        a, out, x, (*[None] * (dim % x.rank), index)
+    )
 
 
 def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:

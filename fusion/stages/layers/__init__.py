@@ -7,7 +7,7 @@ kinds may follow each other in any order.
 
 from fusion.stages.layers.correspondence import NotRepeatedError
 from fusion.stages.layers.fold import Folded, divide, fold, paired
-from fusion.stages.layers.origins import Origins
+from fusion.stages.layers.fold_origins import Origins
 from fusion.stages.layers.unfold import unfold
 
 __all__ = ["Folded", "NotRepeatedError", "Origins", "divide", "fold", "paired", "unfold"]

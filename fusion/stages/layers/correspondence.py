@@ -10,9 +10,9 @@ import torch.fx as fx
 
 from fusion.errors import FusionError
 from fusion.graph.aliasing import memory_of, outputs, reserves
-from fusion.graph.overlay import NodeValue
+from fusion.graph.node_values import NodeValue
 from fusion.records import Rewritten
-from fusion.stages.layers.origins import BEFORE, Origins
+from fusion.stages.layers.fold_origins import BEFORE, Origins
 from fusion.stages.layers.signatures import described
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 
-from fusion.stages.layers.walk import contexts, retained
+from fusion.stages.layers.searched_layers import contexts, retained
 
 FEWEST = 4
 """Least number of layers of which one can be left out: the first, one of those in the middle, and the last stay."""

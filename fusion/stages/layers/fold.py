@@ -13,8 +13,8 @@ from fusion.facts import Facts
 from fusion.graph.aliasing import outputs
 from fusion.stages.layers.cuts import Cut, crossing, cuts
 from fusion.stages.layers.layer import Division, Layer, divided
+from fusion.stages.layers.searched_layers import contexts, retained, stand_ins
 from fusion.stages.layers.signatures import Calls, calls_of
-from fusion.stages.layers.walk import contexts, retained, stand_ins
 
 _CUTS = 3
 """Greatest number of divisions that are compared in full."""

@@ -13,11 +13,11 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion.graph.aliasing import outputs, sort
+from fusion.graph.node_values import NodeValue
 from fusion.graph.origin import PROVENANCE, inherit
-from fusion.graph.overlay import NodeValue
 from fusion.records import Candidate, Rewritten
 from fusion.stages.layers.correspondence import Correspondence, NotRepeatedError
-from fusion.stages.layers.origins import BEFORE, Origins
+from fusion.stages.layers.fold_origins import BEFORE, Origins
 
 Instance = tuple[fx.Node, int]
 """A node of the folded graph, and the number of one of the layers for which its layer stands."""

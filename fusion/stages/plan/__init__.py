@@ -27,13 +27,13 @@ from fusion.planning.fake_execution import Fakes
 from fusion.planning.target import Target
 from fusion.records import CLOSE, Candidate, Made, Match, Plan, Refusal, Repeats
 from fusion.report.failures import failure, raised
-from fusion.stages.plan import joint
+from fusion.stages.plan import joint_rewrites
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.dead_nodes import DeadNodes
-from fusion.stages.plan.fit import mismatch
+from fusion.stages.plan.lowering_run import Run
+from fusion.stages.plan.plan_records import PlanBook, Plans
 from fusion.stages.plan.precision import Precision
-from fusion.stages.plan.recorded import PlanBook, Plans
-from fusion.stages.plan.run import Run
+from fusion.stages.plan.result_fit import mismatch
 from fusion.stages.plan.sharing import Sharing
 
 _T = TypeVar("_T")
@@ -91,7 +91,7 @@ class Planner:
                 offers[match] = self._with_reader(offers[match], match.unheld, offers, shared)
             best = self._best(match, plans[match], offers[match])
             candidates.extend(() if best is None else (best,))
-        return [*candidates, *joint.pairs(candidates, self._on_top)]
+        return [*candidates, *joint_rewrites.pairs(candidates, self._on_top)]
 
     def _on_top(self, one: Candidate, other: Candidate) -> Candidate:
         """Return `one` as a candidate that needs `other`, with what it saves in addition if `other` is rewritten as

@@ -2,8 +2,8 @@
 
 Between its calls a plan computes tensors that the model does not, and some kernels round internally
 (`Operator.rounds`). A tensor that is in float16 there must be in float16 in the model too, or be covered by a statement
-of the lowering (`fusion.language.ranges`). bfloat16 has the range of float32, and laws bound its error. If a match
-reads or gives float64, or depends on float64 inputs alone, then the model and the plan must compute all of it in
+of the lowering (`fusion.language.float16_ranges`). bfloat16 has the range of float32, and laws bound its error. If a
+match reads or gives float64, or depends on float64 inputs alone, then the model and the plan must compute all of it in
 float64, unless every reader of its results rounds them to 16 bits.
 """
 
@@ -19,12 +19,12 @@ import torch.fx as fx
 
 from fusion._torch.nested import leaves
 from fusion._torch.operators import short_name
-from fusion.analysis.magnitudes import largest
 from fusion.analysis.rounding import exact
+from fusion.analysis.upper_bounds import largest
 from fusion.graph import Graph, Value
 from fusion.graph.launches import is_view
 from fusion.language import Refused
-from fusion.language.ranges import narrows
+from fusion.language.float16_ranges import narrows
 from fusion.operators import operator_of
 from fusion.records import Input, Match, Output, Plan, Step, outputs_of
 

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from fusion.graph import Graph, Value
 from fusion.records import Match, Plan, Repeats
-from fusion.stages.plan.recorded import Plans
+from fusion.stages.plan.plan_records import Plans
 
 
 class Call(NamedTuple):

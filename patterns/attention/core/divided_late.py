@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from fusion.analysis.row_layout import Step, row_step
-from fusion.analysis.row_sums import row_shares
+from fusion.analysis.softmax_weights import row_shares
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 
 Finish = tuple[Step, ...]
 """Reshapes, permutes and casts of a product of weights and values, innermost first."""

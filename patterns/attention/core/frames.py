@@ -15,12 +15,12 @@ from math import prod
 from typing import Any
 
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.repetition import unrepeated
+from fusion.analysis.repeated_entries import unrepeated
 from fusion.analysis.row_layout import Arrangement, Dims, arranged, arrangement, once, rearranged
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
+from fusion.graph.comparisons import number
 from fusion.graph.contractions import swapped
-from fusion.graph.logic import number
 from patterns.attention.core.row_heads import in_groups
 from patterns.attention.core.scores import Scores
 from patterns.attention.core.weights import Weights

@@ -10,7 +10,7 @@ from math import prod
 
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.core.products import VIEWS
 
 _ON_SCORES = ("cast", "scale", "shift", "add", "where", "mul", "clip")

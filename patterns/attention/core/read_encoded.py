@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fusion import encodings, reader, word
-from fusion.analysis.grids import Grid, grid_of
-from fusion.analysis.repetition import unrepeated
+from fusion.analysis.dequantised import Grid, grid_of
+from fusion.analysis.repeated_entries import unrepeated
 from fusion.analysis.rounding import exact, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 

@@ -18,9 +18,9 @@ from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.logarithms import differences, log_sum
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, broadcast_arranged, row_step
-from fusion.graph import Algebra, Value, logic
+from fusion.graph import Algebra, Value, comparisons
 from fusion.graph.contractions import matmul, swapped
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.core.addends import addends_of, computed_from, product_in
 from patterns.attention.core.empty_rows import Shift
 from patterns.attention.masks.mask_terms import Term, mask_on
@@ -291,7 +291,7 @@ def _masked_by_factor(a: Algebra, z: Value) -> Value | None:
             while rest.op == "scale" and rest is not inverse:
                 rest, number = rest.arg, number * rest.attrs[0]
             if seen is not None and rest is inverse and _is_of_products(scores):
-                return logic.where(a, seen, scores, logic.constant(a, number, (), z.dtype), z.dtype)
+                return comparisons.where(a, seen, scores, comparisons.constant(a, number, (), z.dtype), z.dtype)
     return None
 
 
@@ -312,7 +312,11 @@ def truth_of(a: Algebra, x: Value) -> Value | None:
         return x.arg if x.arg.dtype is torch.bool else truth_of(a, x.arg)
     if x.op == "mul":
         both = [each if each.dtype is torch.bool else truth_of(a, each) for each in x.args]
-        return logic.pointwise(a, "and", [proven(each) for each in both], (), torch.bool) if None not in both else None
+        return (
+            comparisons.pointwise(a, "and", [proven(each) for each in both], (), torch.bool)
+            if None not in both
+            else None
+        )
     chosen = x.op == "where" and x.arg.shape == x.shape and [each.op for each in x.args[1:]] == ["full", "full"]
     return x.arg if chosen and [each.attrs[0] for each in x.args[1:]] == [1, 0] else None
 

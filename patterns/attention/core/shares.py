@@ -15,9 +15,9 @@ from fusion.analysis.dtypes import rounded_number
 from fusion.analysis.equal_rows import on_equal_rows
 from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import exact
-from fusion.analysis.row_sums import RowShares, row_shares
+from fusion.analysis.softmax_weights import RowShares, row_shares
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.core.empty_rows import Empty, Shift, leaf_of, result
 from patterns.attention.core.scores import Scores, scores_of, swallows
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.equal_rows import counted, share
 from fusion.analysis.row_layout import Arrangement, arrangement, row_step
-from fusion.graph import Algebra, Value, logic
+from fusion.graph import Algebra, Value, comparisons
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.core.scores import PLAIN, Scores, scores_of, truth_of
 from patterns.attention.core.shares import shared
@@ -91,7 +91,7 @@ def _multiplied(a: Algebra, p: Value, walk: Scores) -> Value | None:
     for weights, factor in (p.args, p.args[::-1]):
         seen = truth_of(a, factor)
         if seen is not None:
-            hidden = _hidden_below(a, logic.negated(a, seen), weights, walk)
+            hidden = _hidden_below(a, comparisons.negated(a, seen), weights, walk)
             return hidden and a.cast(a.softmax(hidden.scores, -1, hidden.times_zero, hidden.less), p.dtype)
     return shared(a, p, walk)
 
@@ -102,7 +102,7 @@ def _zeroed(a: Algebra, p: Value, walk: Scores) -> Value | None:
     zero = [each.op == "full" and each.attrs[0] == 0 for each in sides]
     if zero.count(True) != 1:
         return None
-    gone = condition if zero[0] else logic.negated(a, condition)
+    gone = condition if zero[0] else comparisons.negated(a, condition)
     hidden = _hidden_below(a, gone, sides[zero.index(False)], walk)
     return hidden and a.cast(a.softmax(hidden.scores, -1, "zero", hidden.less), p.dtype)
 
@@ -142,12 +142,12 @@ def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | 
     """
     softmax = _softmax_below(a, p, walk)
     scores = None if softmax is None else _unrounded(softmax.arg)
-    if softmax is None or scores is None or scores.op != "where" or not logic.hides(a, gone, scores, MASKED):
+    if softmax is None or scores is None or scores.op != "where" or not comparisons.hides(a, gone, scores, MASKED):
         return None
     place = next(place for place in (1, 2) if scores.args[place].op == "full" and scores.args[place].attrs[0] <= MASKED)
     if not all(map(_hides_no_key, scores.args[3 - place].sources(_score_arguments))):
         return None
-    fill, infinite = scores.args[place].attrs[0], logic.constant(a, -math.inf, (), scores.dtype)
+    fill, infinite = scores.args[place].attrs[0], comparisons.constant(a, -math.inf, (), scores.dtype)
     args = [infinite if at == place else each for at, each in enumerate(scores.args)]
     hidden = a.cast(a.make("where", args, (), scores.shape, scores.dtype), softmax.dtype)
     finite = math.isfinite(share(softmax, fill, counted(softmax.shape[-1])))

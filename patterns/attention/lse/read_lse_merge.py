@@ -15,15 +15,15 @@ import torch
 
 from fusion import reader
 from fusion.analysis.dtypes import rounded_number
-from fusion.analysis.elements import Pick, Picked, arranged_pick, cut, pick_on, stacked
 from fusion.analysis.equal_rows import on_equal_rows
 from fusion.analysis.exp_monomials import ONE, Share, divides, total
-from fusion.analysis.exponentials import Exponentials
 from fusion.analysis.logarithms import bare
 from fusion.analysis.rounding import exact, is_float
+from fusion.analysis.softmax_shares import Exponentials
+from fusion.analysis.stacked_entries import Pick, Picked, arranged_pick, cut, pick_on, stacked
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
-from fusion.graph.proof import proof, proven
+from fusion.graph.proof_steps import proof, proven
 from patterns.attention.masks.visible import MASKED
 from patterns.attention.words import LSE_MERGE, PARTS
 

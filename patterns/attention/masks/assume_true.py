@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import constant, pointwise
+from fusion.graph.comparisons import constant, pointwise
 from patterns.attention.masks.visible import negated
 
 _VIEWS = ("reshape", "expand", "permute")

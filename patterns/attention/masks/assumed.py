@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
+from fusion.analysis.consecutive_positions import run
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_integer
-from fusion.analysis.nodes import sorted_by_scores
-from fusion.analysis.predicates import Positions
-from fusion.analysis.rounded_later import RoundedLater
+from fusion.analysis.mask_formulas import Positions
+from fusion.analysis.node_predicates import sorted_by_scores
+from fusion.analysis.rounded_before_use import RoundedLater
 from fusion.analysis.rounding import is_float
-from fusion.analysis.runs import run
 from fusion.facts import LOWERED, ONES, plain, window
 from fusion.graph import Algebra, Graph, Value
 from patterns.attention.masks.mask_terms import Term

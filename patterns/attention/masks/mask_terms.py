@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion.analysis.affine import Formula, conjunction, disjunction, negation
-from fusion.analysis.predicates import Positions
+from fusion.analysis.mask_formulas import Positions
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import constant, where
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.comparisons import constant, where
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.visible import MASKED, by_list, hidden, negated
 from patterns.attention.reasons.blame import unproven

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fusion.analysis.affine import Affine, Formula, conjuncts
-from fusion.analysis.elements import lists_all
-from fusion.analysis.predicates import Positions
+from fusion.analysis.mask_formulas import Positions
+from fusion.analysis.stacked_entries import lists_all
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import either
+from fusion.graph.comparisons import either
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.assume_true import assume_true
 from patterns.attention.masks.bounds import Limits, bound, is_counted, per_sequence, sees_some

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from fusion.analysis.dtypes import Array, is_integer, is_rounding, rounded_to
-from fusion.analysis.magnitudes import largest
-from fusion.analysis.predicates import Positions
+from fusion.analysis.mask_formulas import Positions
 from fusion.analysis.rounding import exact, is_float
 from fusion.analysis.row_layout import broadcast_arranged, row_step
+from fusion.analysis.upper_bounds import largest
 from fusion.graph import Algebra, Value, broadcast
-from fusion.graph.logic import constant, where
-from fusion.graph.proof import proven
-from fusion.graph.signs import is_nonnegative
+from fusion.graph.comparisons import constant, where
+from fusion.graph.nonnegative import is_nonnegative
+from fusion.graph.proof_steps import proven
 from patterns.attention.core.frames import Frame
 from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import LOST, Term, added_numbers

@@ -9,7 +9,7 @@ import torch
 
 from fusion.analysis.constant_folding import COMPARE
 from fusion.analysis.dtypes import rounded_number
-from fusion.analysis.few_numbers import zero_at
+from fusion.analysis.number_formulas import zero_at
 from fusion.graph import Algebra, Value
 
 MASKED = -9984.0

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Graph, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.varlen.segment_orders import ROWS
 
 Results = Mapping[Value, tuple[Value, Reading]]

@@ -15,7 +15,7 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.row_layout import named
 from fusion.graph import Algebra, Annotation, Graph, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.varlen.joined_results import Part, Results, each_alone, joins, part_of, views_between
 from patterns.attention.varlen.segment_orders import ROWS
 from patterns.attention.words import SOFTMAX_ATTENTION

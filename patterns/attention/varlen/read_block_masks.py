@@ -16,7 +16,7 @@ import numpy as np
 
 from fusion.analysis.constant_folding import Folder
 from fusion.graph import Annotation, Graph, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.masks.visible import MASKED
 from patterns.attention.varlen.segment_orders import ROWS
 

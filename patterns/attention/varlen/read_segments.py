@@ -17,7 +17,7 @@ from fusion import reader
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.row_layout import named
 from fusion.graph import Algebra, Annotation, Graph, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.varlen.joined_results import VIEWS, Results, Steps, joins, part_of, steps_of
 from patterns.attention.varlen.read_block_masks import block_masked
 from patterns.attention.varlen.segment_orders import ROWS, Captures, in_one_window, kind_of

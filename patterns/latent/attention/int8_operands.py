@@ -16,7 +16,7 @@ from typing import Any
 from fusion.analysis.factored_products import WIDE, ScaledInt8, factors_of, product_of, scaled_int8
 from fusion.analysis.row_layout import arranged, once, row_step, uncast
 from fusion.graph import Algebra, Miss, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.kit.lanes import joined_parts
 
 Parts = tuple[dict[str, Any], dict[Value, Reading | Miss]]

@@ -19,7 +19,7 @@ from fusion.analysis.factored_products import WIDE, Peeled, factors_of, peeled, 
 from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.analysis.row_layout import arranged
 from fusion.graph import Algebra, Miss, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 STEPS = 127
 """Weight 1 in steps of the rounding."""

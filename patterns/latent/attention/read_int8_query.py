@@ -8,7 +8,7 @@ from typing import Any
 
 from fusion import reader
 from fusion.graph import Algebra, Annotation, Graph, Readings, Value
-from fusion.graph.proof import proof, proven
+from fusion.graph.proof_steps import proof, proven
 from patterns.kit.lanes import sources
 from patterns.latent.read.absorption import absorption, query_sources, rotations
 from patterns.latent.read.head_lanes import HeadLanes, opened_heads, placed, unscaled_lanes

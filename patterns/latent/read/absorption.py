@@ -13,7 +13,7 @@ from fusion.analysis.rounding import unscaled
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Algebra, Reading, Readings, Value
 from fusion.graph.contractions import matmul
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.kit.lanes import sources
 from patterns.latent.read.head_lanes import HeadLanes, head_projection
 

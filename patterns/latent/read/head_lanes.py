@@ -17,7 +17,7 @@ from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.dims import but_ones
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.kit.lanes import sources
 
 

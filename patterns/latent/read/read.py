@@ -18,7 +18,7 @@ from fusion.analysis.row_layout import once
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Readings, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.dims import but_ones
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.kit.lanes import joined_parts, lanes
 from patterns.latent.read.absorption import Operands, absorb, absorption, query_sources, rotations
 from patterns.latent.read.head_lanes import HeadProjection, heads_projection

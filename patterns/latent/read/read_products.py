@@ -24,7 +24,7 @@ from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, named, uncast
 from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.contractions import swapped
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.latent.read.head_lanes import heads_projection
 from patterns.latent.read.read import KeysOfLatent, first_rows, keys_of_latent, read_keys
 from patterns.latent.words import LATENT_CONTEXT, LATENT_SCORES, LATENT_SDPA

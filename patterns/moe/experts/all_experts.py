@@ -14,7 +14,7 @@ from fusion.analysis.dtypes import elements_below, rows_below
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.moe.experts.chosen_rows import ChosenRows
 from patterns.moe.experts.counts import are_indices
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack

@@ -17,7 +17,7 @@ import torch
 from fusion.analysis.rounding import is_float
 from fusion.graph import Graph, Reading, Value
 from fusion.graph.contractions import swapped
-from fusion.graph.proof import must, proven
+from fusion.graph.proof_steps import must, proven
 from patterns.kit.linear_layers import linear
 from patterns.quant.product_scales import Product
 from patterns.quant.read_matmul import Layers

@@ -10,7 +10,7 @@ from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.rounding import exact
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import swapped
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 
 
 def gathered_rows(a: Algebra, x: Value, y: Value) -> tuple[Value, Value, Value] | None:

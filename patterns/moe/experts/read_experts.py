@@ -16,7 +16,7 @@ from math import prod
 from fusion import reader
 from fusion.analysis.dtypes import elements_below
 from fusion.analysis.intervals import uncast
-from fusion.analysis.nodes import is_handed_out
+from fusion.analysis.node_predicates import is_handed_out
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast
 from patterns.moe.experts.all_experts import all_experts

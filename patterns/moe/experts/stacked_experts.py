@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fusion.analysis.dtypes import elements_below, is_rounding
 from fusion.graph import Algebra, Dim, Graph, Reading, Value
 from fusion.graph.contractions import swapped
-from fusion.graph.proof import must, proven
+from fusion.graph.proof_steps import must, proven
 from patterns.linear.read_gates import half_of_lanes
 from patterns.moe.experts.chosen_rows import ChosenRows
 from patterns.moe.experts.weighted_sums import total

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fusion import reader
 from fusion.analysis.rounding import exact, is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 from patterns.moe.router.selection_masks import Masked, has_topk, masked
 from patterns.moe.words import KEPT
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from fusion.analysis.affine import conjuncts
+from fusion.analysis.consecutive_positions import wrapped
 from fusion.analysis.intervals import bounds
 from fusion.analysis.row_layout import Step, named, uncast
-from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Miss, Reading, Value
-from fusion.graph.logic import constant, where
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.comparisons import constant, where
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.masks import Masks, unseen
 from patterns.sparse.lists.entries import Entries, unclamped

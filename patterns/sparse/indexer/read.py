@@ -16,7 +16,7 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, number
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.elements import lists_all
+from fusion.analysis.stacked_entries import lists_all
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.masks import MOVED, Masks, Term, mask_on

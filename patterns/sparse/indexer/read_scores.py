@@ -22,7 +22,7 @@ from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, un
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
-from fusion.graph.signs import is_nonnegative
+from fusion.graph.nonnegative import is_nonnegative
 from patterns.sparse.indexer.score_rows import heads_before_keys, in_order, unflattened, with_batch_dims, with_one_more
 
 NOT_A_SUM = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from fusion.analysis.affine import Affine, Leaf, number
 from fusion.graph import Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.masks.bounds import Limits, per_query, per_sequence, sees_some
 from patterns.attention.masks.masks import Masks
 from patterns.attention.varlen.read_segment_ids import segments_below

@@ -13,7 +13,7 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.dims import INDEX_DTYPES
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 
 @dataclass(frozen=True)

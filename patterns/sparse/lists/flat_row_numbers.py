@@ -8,10 +8,10 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from fusion.analysis.consecutive_positions import iota
 from fusion.analysis.intervals import bounds, uncast
-from fusion.analysis.runs import iota
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import must, proof
+from fusion.graph.proof_steps import must, proof
 
 
 class Split(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, moved, number
 from fusion.analysis.intervals import is_exact, uncast
-from fusion.analysis.nodes import is_handed_out
+from fusion.analysis.node_predicates import is_handed_out
 from fusion.graph import Annotation, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
 from patterns.attention.masks.assumed import Assumed

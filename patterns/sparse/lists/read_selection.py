@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from fusion import reader
+from fusion.analysis.consecutive_positions import wrapped
 from fusion.analysis.intervals import bounds
-from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.sparse.lists.buffer_slots import (
     Compared,
     choice,

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.runs import Run, run, wrapped
+from fusion.analysis.consecutive_positions import Run, run, wrapped
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.quant.read_unpacked_rows import latent, unpacked
 from patterns.sparse.lists.flat_row_numbers import split
 

@@ -12,7 +12,7 @@ import torch
 
 from fusion.analysis.intervals import uncast
 from fusion.graph import Algebra, Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 from patterns.cache.read_block_tables import row_number_table
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from fusion._torch.nested import tree_leaves
 from fusion._torch.operators import arguments_of, short_name
 from fusion.operators import operator_of
+from fusion.runtime.float64 import widen
 from fusion.runtime.verification import relative_error
-from fusion.runtime.widening import widen
 from fusion.testing.laws import WIDENED, observed
 from fusion.testing.trials import Trial
 

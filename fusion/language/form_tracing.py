@@ -12,11 +12,11 @@ from types import CodeType
 from typing import Any
 
 from fusion.errors import RuleError
-from fusion.language.groups import Attribute, Tensor, is_group
-from fusion.language.marks import each_variant, marked
-from fusion.language.meanings import Meaning
+from fusion.language.captures import Attribute, Tensor, is_group
+from fusion.language.decorators import each_variant, marked
 from fusion.language.terms import Capture, Parameter, Term
 from fusion.language.vocabulary import Vocabulary
+from fusion.language.word_terms import Meaning
 
 
 @dataclass(frozen=True)

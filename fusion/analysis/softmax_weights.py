@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fusion.analysis.elements import Pick
 from fusion.analysis.exp_monomials import ONE, Share, generator, total
-from fusion.analysis.exponentials import Exponentials
 from fusion.analysis.logarithms import bare, differences
 from fusion.analysis.rounding import exact
+from fusion.analysis.softmax_shares import Exponentials
+from fusion.analysis.stacked_entries import Pick
 from fusion.graph import Algebra, Value, but_ones
-from fusion.graph.logic import constant
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.comparisons import constant
+from fusion.graph.proof_steps import must, proof, proven
 
 _ABSORBED = 2.0**-54
 """An addend that changes no number of at least 1 in float64."""

@@ -28,11 +28,11 @@ from fusion.analysis.intervals import bounds, keeps_integers, uncast
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
+from fusion.graph.comparisons import compare, constant, moved, negated, number, pointwise, positions, where
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
-from fusion.graph.logic import compare, constant, moved, negated, number, pointwise, positions, where
-from fusion.graph.proof import must, proof, proven
-from fusion.stages.canonicalise import lists
-from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
+from fusion.graph.proof_steps import must, proof, proven
+from fusion.stages.canonicalise import listed_positions
+from fusion.stages.canonicalise.translators import Out, Translated, translates, translations
 
 _LARGEST_INDICES = ("largest_index", "stable_largest_index")
 
@@ -96,7 +96,7 @@ def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> 
     other = y if isinstance(y, Value) else _converted(a, y, (), dtype)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
     left, right = (right, left) if swap else (left, right)
-    return lists.any_named(a, op, left, right) or compare(a, op, left, right)
+    return listed_positions.any_named(a, op, left, right) or compare(a, op, left, right)
 
 
 def _connective(op: str, a: Algebra, out: Out, x: Any, y: Any) -> Translated:

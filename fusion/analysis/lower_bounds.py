@@ -9,7 +9,7 @@ import torch
 
 from fusion.analysis.dtypes import is_rounding, rows_below
 from fusion.graph import Value
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 
 _ROUNDED = 0.98
 """The factor by which rounding a softmax and a sum of its weights to 16 bits may lower a floor."""

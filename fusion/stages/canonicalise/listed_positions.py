@@ -4,7 +4,7 @@ x.scatter(-1, places, value)            → where(chosen(places), value, x)   ch
 x.scatter(-1, places, values)           → placed(x, places, values)
 zeros.scatter_add(-1, places, ones)     → where(chosen(places), 1, 0)       of distinct positions; a scatter_reduce by
                                                                             amax gives the same of any positions
-(places == arange).any(-1)              → chosen(places)                    see `fusion.analysis.lists`
+(places == arange).any(-1)              → chosen(places)                    see `fusion.analysis.list_masks`
 counts > 0                              → chosen(places)                    of counts of entries, all or masked ones
 """
 
@@ -16,11 +16,11 @@ import torch
 
 from fusion.analysis.constant_folding import COMPARE
 from fusion.analysis.intervals import uncast
-from fusion.analysis.lists import listed, named_by
+from fusion.analysis.list_masks import listed, named_by
 from fusion.graph import Algebra, Value, unviewed
-from fusion.graph.logic import constant, negated, where
-from fusion.graph.proof import must, proof, proven
-from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion.graph.comparisons import constant, negated, where
+from fusion.graph.proof_steps import must, proof, proven
+from fusion.stages.canonicalise.translators import Out, Translated, translates
 
 
 @translates("aten.scatter.value")

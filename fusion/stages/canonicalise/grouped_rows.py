@@ -15,9 +15,9 @@ from typing import Any
 
 from fusion.graph import Algebra, Value
 from fusion.graph.dims import INDEX_DTYPES
-from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise import lists
-from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion.graph.proof_steps import must, proven
+from fusion.stages.canonicalise import listed_positions
+from fusion.stages.canonicalise.translators import Out, Translated, translates
 
 
 @translates("aten.histc.default")
@@ -65,11 +65,11 @@ def _index_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: Val
 
 @translates("aten.scatter_add.default")
 def _scatter_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: Value) -> Translated:
-    """Translate a scatter_add of counts, as `lists.counted` does, or of full rows to `add_rows`.
+    """Translate a scatter_add of counts, as `listed_positions.counted` does, or of full rows to `add_rows`.
 
     The index of full rows is expanded along them.
     """
-    counts = lists.counted(a, x, dim, index, rows)
+    counts = listed_positions.counted(a, x, dim, index, rows)
     if counts is not None:
         return counts
     must(dim % x.rank == 0 and index.shape == rows.shape)

@@ -14,8 +14,8 @@ import torch
 
 from fusion.graph import Algebra, Dim, Value, unviewed
 from fusion.graph.algebra import widens
-from fusion.graph.logic import constant, where
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.comparisons import constant, where
+from fusion.graph.proof_steps import must, proof, proven
 
 _WRITTEN = ("input", "full", "write", "write_rows", "slice_scatter", "cat")
 """Ops of buffers and caches, which take rows."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, TypeVar
 
-from fusion.language.groups import is_group
+from fusion.language.captures import is_group
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

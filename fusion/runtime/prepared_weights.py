@@ -1,8 +1,8 @@
 """Prepared weights at run time: tensors computed from the Parameters of a call, shared by graphs.
 
 Every call looks prepared tensors up by the identity of its Parameters. Parameters that are joined become views of the
-result where nobody else reads their memory (`fusion.runtime.joined`). A copy is computed again, in place, when a
-change of a Parameter is detected: by its version, its address or, on the host, by samples of its elements.
+result where nobody else reads their memory (`fusion.runtime.joined_parameters`). A copy is computed again, in place,
+when a change of a Parameter is detected: by its version, its address or, on the host, by samples of its elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusion._torch.memory import forget_freed, samples, stamps
 from fusion._torch.tensors import shares_memory
 from fusion._torch.tracing import Boxed, dynamo_position, extended
 from fusion.records import Prepared
-from fusion.runtime.joined import SHARED, Block, forget_moved, is_shared, obstacle, run_of
+from fusion.runtime.joined_parameters import SHARED, Block, forget_moved, is_shared, obstacle, run_of
 
 Ids = tuple[int, ...]
 TWICE = "one Parameter stands in it twice"

@@ -17,10 +17,10 @@ import torch
 from fusion.analysis.affine import Affine, Formula, Leaf, number, spread
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_integer
-from fusion.analysis.extents import Extent
+from fusion.analysis.formula_decisions import Extent
 from fusion.analysis.intervals import is_exact
 from fusion.graph import Value, but_ones
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 
 class Integers(Extent):

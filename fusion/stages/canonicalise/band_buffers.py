@@ -8,8 +8,8 @@ import torch
 
 from fusion.facts import Band
 from fusion.graph import Algebra, Value
-from fusion.graph.logic import compare, constant, moved, negated, pointwise, positions, where
-from fusion.graph.proof import proof, proven
+from fusion.graph.comparisons import compare, constant, moved, negated, pointwise, positions, where
+from fusion.graph.proof_steps import proof, proven
 
 
 @proof

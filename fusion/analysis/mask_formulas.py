@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, disjunction, negation, spread
+from fusion.analysis.affine_integers import Integers
 from fusion.analysis.constant_folding import COMPARE, Folder, band
 from fusion.analysis.dtypes import is_integer
-from fusion.analysis.elements import lists_all
-from fusion.analysis.few_numbers import indicator, logarithm, merged, zero_at
-from fusion.analysis.integers import Integers
+from fusion.analysis.number_formulas import indicator, logarithm, merged, zero_at
 from fusion.analysis.rounding import is_float
+from fusion.analysis.stacked_entries import lists_all
 from fusion.graph import Value
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
 """(input mask, positions) -> assumed formula that is true where a key is visible; None without an assumption."""

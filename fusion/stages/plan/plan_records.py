@@ -21,7 +21,7 @@ from fusion.caching.text_cache import TextCache
 from fusion.errors import Failure
 from fusion.graph import Graph, Value, but_ones, dims_of, lie_alike, unviewed
 from fusion.language import Lowering, Refused
-from fusion.language.code import key_of
+from fusion.language.cache_keys import key_of
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
 from fusion.planning.fake_execution import Fakes
@@ -29,8 +29,8 @@ from fusion.planning.plan_json import UnwrittenError, frozen, read, written
 from fusion.planning.target import Target
 from fusion.records import Input, Match, Plan, Step
 from fusion.report.failures import failure, raised
-from fusion.stages.plan.fit import has_unreliable_strides, mismatch
-from fusion.stages.plan.run import Run
+from fusion.stages.plan.lowering_run import Run
+from fusion.stages.plan.result_fit import has_unreliable_strides, mismatch
 
 Plans = Mapping[str, Plan | Refused]
 """For the name of each lowering its plan, or the reason why it has none."""

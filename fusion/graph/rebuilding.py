@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.graph.dims import Dim
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 from fusion.graph.value import Value
 
 Sizes = Callable[[Dim], "int | torch.SymInt"]

@@ -10,7 +10,7 @@ import torch
 
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.dims import INDEX_DTYPES, is_symbolic
-from fusion.graph.proof import proven
+from fusion.graph.proof_steps import proven
 
 i64 = torch.int64
 

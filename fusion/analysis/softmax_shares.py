@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from fusion.analysis.elements import Pick, arranged_pick, cut, pick_on, stacked, without
 from fusion.analysis.exp_monomials import ONE, Powers, Share, divides, generator, moved, total
 from fusion.analysis.logarithms import decomposed
 from fusion.analysis.rounding import is_float
+from fusion.analysis.stacked_entries import Pick, arranged_pick, cut, pick_on, stacked, without
 from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.algebra import widens
-from fusion.graph.proof import must, proof, proven
+from fusion.graph.proof_steps import must, proof, proven
 
 
 @dataclass

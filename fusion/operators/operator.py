@@ -12,8 +12,7 @@ import torch
 
 from fusion._torch.operators import OpOverload
 from fusion.errors import OperatorError
-from fusion.operators import calling, legality, predicates
-from fusion.operators import dims as named_dims
+from fusion.operators import calling, legality, limit_texts, named_dims
 from fusion.operators.limits import CHIPS, HOST, LOWERINGS, Limit
 
 
@@ -36,11 +35,11 @@ class Operator:
     `compute` then returns all results, and after them each written tensor that is not among the results.
     """
     dims: Mapping[str, str]
-    """Argument, or several as in `"cos sin"` -> named dims, in the notation of `fusion.operators.dims`."""
+    """Argument, or several as in `"cos sin"` -> named dims, in the notation of `fusion.operators.named_dims`."""
     dtypes: Mapping[str, frozenset[torch.dtype]]
     """Argument, or several -> dtypes that at least one chip accepts."""
     limits: Mapping[str, tuple[Limit | str, ...]]
-    """Chip or `"host"` -> predicates over dims and arguments, in the notation of `fusion.operators.predicates`."""
+    """Chip or `"host"` -> predicates over dims and arguments, in the notation of `fusion.operators.limit_texts`."""
     source: str
     """Page of CANN or op-plugin, or kernel source, from which the contract was read."""
     summary: str
@@ -142,7 +141,7 @@ class Operator:
         limits = (*self._left_at_defaults(), *declared) if chip == HOST else declared
         known = self._sizes | self.arguments.keys()
         for limit in limits:
-            named = predicates.names(limit.text) | predicates.names(limit.when or "True")
+            named = limit_texts.names(limit.text) | limit_texts.names(limit.when or "True")
             self._require(named - known, f"names in the limit {limit.text!r}", tuple(known))
         return limits
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusion.errors import OperatorError
-from fusion.operators.predicates import Decide, proven, same, tensors
+from fusion.operators.limit_texts import Decide, proven, same, tensors
 
 Size = int | torch.SymInt
 Bound = dict[str, Any]

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Graph, Value
-from fusion.language.steps import Above
+from fusion.language.optional_steps import Above
 from fusion.language.terms import Bindings, Context, Operation, Term, attributes, matched
 
 
