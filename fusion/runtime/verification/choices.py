@@ -319,8 +319,10 @@ def _far_places(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor
 def _far_steps(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
     """Return where the recorded rounded numbers `made` differ from float64's `own` by more than a step and `_noise` of
     the input.
+
+    A rounded number that is not finite is the result of an overflow before, which the results of the graph show.
     """
-    return _gap(made.double(), own.double()) > 1 + _noise(choice.x, eps)
+    return made.isfinite() & (_gap(made.double(), own.double()) > 1 + _noise(choice.x, eps))
 
 
 def _far_comparisons(choice: Choice, made: Tensor, own: Tensor, eps: float) -> Tensor:
