@@ -114,7 +114,8 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "cumsum": lambda value, x: x.cumsum(value.attrs[0]),
     "index": _index,
     "floor_divide": lambda value, x: x // value.attrs[0],
-    "remainder": lambda value, x: x % value.attrs[0],
+    "remainder": lambda value, x: x % value.attrs[0] if isinstance(value.attrs[0], int) else None,
+    "clamp": lambda value, x: np.clip(x, *value.attrs),
 }
 
 

@@ -121,7 +121,7 @@ def _arithmetic(x: Value) -> Range | None:
             low, high = _range(x.arg)
             return low // x.attrs[0], high // x.attrs[0]
         case "remainder":
-            return 0, x.attrs[0] - 1
+            return 0, (x.attrs[0] if isinstance(x.attrs[0], int) else _LARGEST) - 1
         case "clamp":
             low, high = _range(x.arg)
             least, most = x.attrs

@@ -114,7 +114,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "mean": lambda value, sizes, x: x.mean(value.attrs, keepdim=True),
         "real": lambda value, sizes, z: torch.view_as_real(z).select(-1, 0),
         "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
-        "remainder": lambda value, sizes, x: x.remainder(value.attrs[0]),
+        "remainder": lambda value, sizes, x: x.remainder(sizes(value.attrs[0])),
         "clamp": lambda value, sizes, x: x.clamp(*(each if math.isfinite(each) else None for each in value.attrs)),
         "parts": lambda value, sizes, z: torch.view_as_real(z).movedim(-1, 0),
         "at_most": _at_most,

@@ -34,12 +34,18 @@ KEPT = word(
     fill="the number at all other places",
 )
 
+_ORDER = (
+    "[R], index t · K + k of the pair of token t and its k-th expert for each row, or k · T + t; absent where it is "
+    "t · K + k = 0 … R - 1"
+)
+_ACTIVE = "(first, count, E): the matrices are those of the experts first … first + count - 1 of all E"
+
 ROUTED_ROWS = word(
     "routed_rows",
     "tokens repeated once for each of their K experts [R, H], R = T · K, in the order of `order`",
     tokens="[T, H]",
     experts="[T, K], indices of the experts",
-    order="[R], index t · K + k of the pair of token t and its k-th expert for each row; absent where it is 0 … R - 1",
+    order=_ORDER,
 )
 EXPERT_PRODUCT = word(
     "expert_product",
@@ -49,6 +55,7 @@ EXPERT_PRODUCT = word(
     bias="[E, N], absent without a bias",
     experts="[T, K], indices of the experts",
     is_sorted="true where rows are sorted by expert, not listed token by token",
+    active=_ACTIVE,
     is_parameter_only="true where the matrices are computed from Parameters alone",
 )
 INT8_EXPERT_PRODUCT = word(
@@ -61,6 +68,7 @@ INT8_EXPERT_PRODUCT = word(
     bias="[E, N] in floats, absent without a bias",
     experts="[T, K], indices of the experts",
     is_sorted="true where rows are sorted by expert, not listed token by token",
+    active=_ACTIVE,
     is_parameter_only="true where matrices and scales are computed from Parameters alone",
     dtype="dtype of the result",
 )
@@ -68,8 +76,9 @@ EXPERT_SUM = word(
     "expert_sum",
     "y[t] = Σ_k weights[t, k] · (row of token t and its k-th expert) + addend[t]",
     rows="[R, H], R = T · K",
-    weights="[T, K]",
-    order="[R], index t · K + k of the pair of token t and its k-th expert for each row; absent where it is 0 … R - 1",
+    weights="[T, K]; absent where all are 1",
+    active="(first, count, E): rows of other experts than first … first + count - 1 of all E are left out",
+    order=_ORDER,
     shape="shape of the result, whose elements are [T, H]",
     addend="[T, H], added to the sum; absent without one",
 )

@@ -107,8 +107,9 @@ class AddNorm(Rule):
 
     @variants(norm=(RmsNorm, LayerNorm))
     @lookalike(
-        "addends: one of them is broadcast or multiplied; the operator requires two tensors of the same "
-        "shape, added as they are; expand or multiply it before the sum, or leave both norms as they are"
+        "addends: one of them is broadcast or multiplied; npu_add_rms_norm, as npu_add_layer_norm, requires two "
+        "tensors of the same shape, added as they are; expand or multiply it before the sum, or leave both norms as "
+        "they are"
     )
     def other_sum(self, p, norm, a=tensor("*A"), b=tensor("*C"), eps=scalar()):
         """norm(a + b) of addends that are broadcast or scaled"""
@@ -124,7 +125,7 @@ class AddNorm(Rule):
         """Emit npu_add_rms_norm, with the gain in the dtype of the addends."""
         require(
             a.dtype == b.dtype,
-            "addends: their dtypes differ; the operator requires one; cast one of them to that of the other",
+            "addends: their dtypes differ; npu_add_rms_norm requires one; cast one of them to that of the other",
         )
         gain = norm.like(a)
         with rounding("the sum of the addends", total, a.dtype):
@@ -137,7 +138,7 @@ class AddNorm(Rule):
         """Emit npu_add_layer_norm, with weight and bias both in the dtype of the addends or both in float32."""
         require(
             a.dtype == b.dtype,
-            "addends: their dtypes differ; the operator requires one; cast one of them to that of the other",
+            "addends: their dtypes differ; npu_add_layer_norm requires one; cast one of them to that of the other",
         )
         gamma = unit_gain(a) if norm.gamma is None else norm.gamma
         lines = gamma, torch.zeros_like(unit_gain(a)) if norm.beta is None else norm.beta

@@ -152,7 +152,7 @@ class EncodedNorm(Rule):
     @variants(source=SUMS, result=(TokenScales,))
     def by_token(self, source: RoundedSum, result: TokenScales, gain: Gain, eps: float):
         """Emit npu_add_rms_norm_dynamic_quant, and cast its scales to the dtype of the model."""
-        addends, weight = _addends(source), gain.like(source.a)
+        addends, weight = _addends(source, "npu_add_rms_norm_dynamic_quant"), gain.like(source.a)
         with _rounded(source):
             y, _, s, scale, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
                 *addends, weight, epsilon=eps, output_mask=[True, False]
@@ -171,7 +171,12 @@ class EncodedNorm(Rule):
             scale = scale_of(result.scale, result.by, x.device)
             offset = result.offset(torch.int32, x.device)
         lines = [each.expand(x.shape[-1]).contiguous() for each in (scale, offset)]
-        given = (*_addends(source), gain.like(x), *lines, None if bias is None else _exact_bias(bias, x))
+        given = (
+            *_addends(source, "npu_add_rms_norm_quant"),
+            gain.like(x),
+            *lines,
+            None if bias is None else _exact_bias(bias, x),
+        )
         with _rounded(source):
             y, _, s = torch.ops.npu.npu_add_rms_norm_quant(*given, epsilon=eps)
         return y, s
@@ -189,16 +194,17 @@ class EncodedNorm(Rule):
     @variants(source=SUMS, result=(Widened,), tokens=("apart", "in one dim"))
     def widened(self, source: RoundedSum, gain: Gain, eps: float, tokens: str):
         """Emit npu_add_rms_norm_cast; the float32 result may have the tokens of all sequences in one dim [T, D]."""
-        addends, weight = _addends(source), gain.like(source.a)
+        addends, weight = _addends(source, "npu_add_rms_norm_cast"), gain.like(source.a)
         with _rounded(source):
             wide, y, _, s = torch.ops.npu.npu_add_rms_norm_cast(*addends, weight, eps)
         return wide if tokens == "apart" else wide.flatten(0, -2), y, s
 
 
-def _addends(source: RoundedSum) -> tuple[Tensor, Tensor]:
+def _addends(source: RoundedSum, operator: str) -> tuple[Tensor, Tensor]:
     require(
         source.a.dtype == source.b.dtype,
-        "addends: their dtypes differ; the operator requires one; cast one of them to that of the other",
+        "addends: their dtypes differ; {operator} requires one; cast one of them to that of the other",
+        operator=operator,
     )
     return source.a, source.b
 

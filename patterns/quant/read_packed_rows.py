@@ -12,15 +12,16 @@ from fusion.analysis.node_predicates import is_computed
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 
 _ORDER = (
-    "packed row: its bytes are {what}; the operator requires int8 of the latent, bfloat16 of the rotated key, "
+    "packed row: its bytes are {what}; npu_mla_prolog_v3 requires int8 of the latent, bfloat16 of the rotated key, "
     "then float32 scales; store the parts in these dtypes and this order"
 )
 _UNPROVEN = (
-    "packed row: its int8 are not tiles of lanes that are divided by the largest of each tile / 127; the "
-    "operator requires that; write x.unflatten(-1, (-1, 128)), and divide by abs().amax(-1, keepdim=True) / 127"
+    "packed row: its int8 are not tiles of lanes that are divided by the largest of each tile / 127; "
+    "npu_mla_prolog_v3 requires that; write x.unflatten(-1, (-1, 128)), and divide by abs().amax(-1, keepdim=True) "
+    "/ 127"
 )
 _SCALES = (
-    "packed row: the scales in it are not those that its int8 were divided by; the operator requires these; "
+    "packed row: the scales in it are not those that its int8 were divided by; npu_mla_prolog_v3 requires these; "
     "store the same tensor"
 )
 
@@ -53,7 +54,8 @@ def _packed_row(graph: Graph, value: Value) -> Reading | str | None:
     quantised = next((e for value, e in rows if e.captures["scheme"] == "dynamic" and _is_view(a, int8, value)), None)
     if quantised is None:
         misses = graph.readings.missed("quantisation")
-        return next((each.reason for value, each in misses if _is_view(a, int8, value)), _UNPROVEN)
+        reason = next((each.reason for value, each in misses if _is_view(a, int8, value)), _UNPROVEN)
+        return reason.replace("npu_dynamic_quant", "npu_mla_prolog_v3")  # the same scales, by the operator of the row
     latent, scale = (quantised.captures[name] for name in ("x", "scale"))
     if "times" in quantised.captures or not _is_view(a, scales, scale):
         return _SCALES

@@ -29,7 +29,7 @@ _BEHIND = (
     "requires an integer; store the zero point as torch.int8"
 )
 _CUT = (
-    "int8: numbers are cut off toward zero; the operator requires rounding to the nearest; write "
+    "int8: numbers are cut off toward zero; npu_quantize requires rounding to the nearest; write "
     "torch.round(x) before the cast"
 )
 _PART = "zero point: it is {zero:g}; npu_quantize requires an integer from -128 to 127; round it"
@@ -38,11 +38,10 @@ _BETWEEN = (
     "and requires no other bound; clamp the sum"
 )
 _BOUNDS = (
-    "int8 {what}: they are clamped to {low:g} and {high:g}; the operator requires bounds of -128 and 127; "
-    "clamp to these"
+    "int8 {what}: they are clamped to {low:g} and {high:g}; {operator} requires bounds of -128 and 127; clamp to these"
 )
 UNBOUNDED = (
-    "int8: numbers are cast to int32 before they are clamped, and may overflow there; the operator requires "
+    "int8: numbers are cast to int32 before they are clamped, and may overflow there; npu_quantize requires "
     "the clamp first; write .round().clamp(-128, 127) before the cast"
 )
 _SEVERAL = (
@@ -53,8 +52,8 @@ _TIMES = (
     "scale: rows with a zero point are multiplied by it; npu_quantize requires that they are divided; write x / scale"
 )
 _DIVIDED = (
-    "scale of queries: they are divided by it; the operator multiplies by one of each head and requires that; "
-    "store the inverse"
+    "scale of queries: they are divided by it; npu_multi_head_latent_attention requires that they are multiplied by "
+    "one of each head; store the inverse"
 )
 
 QUANTISE = word(
@@ -117,12 +116,16 @@ def _outcome(rule: str, outcome: Reading | str) -> Reading | Miss:
     return Miss(rule, outcome) if isinstance(outcome, str) else outcome
 
 
-def _unbounded(below: Rounded, encoding: Encoding, what: str) -> str:
-    """Return the reason if `below`, the values `what`, has other bounds than `encoding`; "" if the bounds agree."""
+def _unbounded(below: Rounded, encoding: Encoding, what: str, operator: str = "npu_quantize") -> str:
+    """Return the reason if `below`, the values `what` of `operator`, has other bounds than `encoding`; "" if not."""
     if below.unbounded:
-        return UNBOUNDED
+        return UNBOUNDED.replace("npu_quantize", operator)
     alike = (below.low, below.high) == encoding.range
-    return "" if alike else _BOUNDS.format(what=what, low=below.low, high=below.high)
+    return "" if alike else _BOUNDS.format(what=what, low=below.low, high=below.high, operator=operator)
+
+
+_BY_HEAD = "npu_multi_head_latent_attention"
+"""The operator that multiplies queries by a scale of each head."""
 
 
 def _by_head(a: Algebra, encoding: Encoding, below: Rounded) -> Reading | str | None:
@@ -137,7 +140,7 @@ def _by_head(a: Algebra, encoding: Encoding, below: Rounded) -> Reading | str | 
         if heads == 1 or (1,) * (4 - factor.rank) + factor.shape != (1, heads, 1, 1) or not below.rounded:
             continue
         scale = exact(a.reshape(factor, (heads,)))
-        reason = _DIVIDED if unscaled(scale)[0].op == "power" else _unbounded(below, encoding, "queries")
+        reason = _DIVIDED if unscaled(scale)[0].op == "power" else _unbounded(below, encoding, "queries", _BY_HEAD)
         how = {"encoding": encoding.per("channel"), "scheme": "head"}
         return reason or Reading("quantise", {"x": exact(x), "scale": scale, **how})
     return None

@@ -33,7 +33,7 @@ INT8_BY_NUMBER = word(
     x="[*B, D]", by="a number other than 1", shift="a number",
 )  # fmt: skip
 _BOUNDS = (
-    "int8: numbers are clamped to {low:g} and {high:g}; the operator requires bounds of -128 and 127; clamp to these"
+    "int8: numbers are clamped to {low:g} and {high:g}; npu_quantize requires bounds of -128 and 127; clamp to these"
 )
 _VIEWS = ("reshape", "permute", "expand", "slice", "cast")
 

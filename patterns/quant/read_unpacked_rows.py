@@ -18,8 +18,8 @@ from fusion.graph.proof_steps import must, proof, proven
 
 _ATTENDING = ("latent_keys", "latent_values", "listed_attention")
 _ORDER = (
-    "packed row: its parts are in another order; the operator requires int8 of the latent, the rotated key, "
-    "then scales; store them so"
+    "packed row: its parts are in another order; npu_kv_quant_sparse_flash_attention requires int8 of "
+    "the latent, the rotated key, then scales; store them so"
 )
 
 UNPACKED_LATENT = word(

@@ -121,6 +121,16 @@ def added(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor
     return y
 
 
+def of_one_device(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor, experts: range) -> Tensor:
+    """Experts of one device, in a loop."""
+    weights, listed = routed(logits)
+    y = torch.zeros_like(tokens)
+    for e in experts:
+        share = (weights * (listed == e)).sum(-1, keepdim=True)
+        y = y + share * F.linear(F.silu(F.linear(tokens, gate[e])) * F.linear(tokens, up[e]), down[e])
+    return y
+
+
 def ungated(tokens: Tensor, logits: Tensor, up: Tensor, down: Tensor, activation: Activation = F.relu) -> Tensor:
     """An activation of one product."""
     weights, experts = routed(logits)
@@ -174,6 +184,8 @@ EXAMPLES = (
     Example("gelu written out and no gate", partial(ungated, activation=written), PLAIN),
     Example("products by einsum", by_einsum, TWO),
     Example("a loop over all experts", added, TWO),
+    Example("experts of one device", partial(of_one_device, experts=range(2, 5)), TWO),
+    Example("some experts of one device", partial(of_one_device, experts=range(1, 6, 2)), TWO, "leaves out one"),
     Example("biases of gate and up", biased_halves, BIASED),
     Example("a bias of the gate alone", gate_alone, BIASED, "one of gate and up alone has them"),
     Example(

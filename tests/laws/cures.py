@@ -311,6 +311,7 @@ CURES: dict[str, dict[str, str]] = {
     "routed_experts": {
         "a bias of the gate alone": "biases of gate and up",
         "gelu between the products": "gathered matrices, bounded lanes",
+        "some experts of one device": "experts of one device",
         "sorted rows that are not put back": "gathered matrices",
         "matrices that are computed": "products by einsum",
         "any number of sequences": "tokens that become int8, biases",

@@ -175,8 +175,9 @@ def last_alone(tokens, logits, *matrices):
 
 
 def left_out(tokens, logits, *matrices):
-    """No part of the last expert."""
-    return added(tokens, logits, *matrices[:-3])
+    """No part of an expert between others."""
+    weights, given = put(logits), each(tokens, matrices)
+    return sum(weights[:, e : e + 1] * part for e, part in enumerate(given) if e != 2)
 
 
 def twice(tokens, logits, *matrices):
@@ -212,7 +213,6 @@ OTHERS: dict[str, tuple[Form, str | None]] = {
     "one is left out": (left_out, "computes 5 of the 6 experts"),
     "one weight for two": (twice, None),
     "the smallest": (of_the_smallest, None),
-    "weights of the next": (next_to_them, None),
     "an expert that mixes tokens": (_loop(expert=over_tokens), _NOT_ONE),
     "a sigmoid alone": (
         _loop(expert=lambda x, gate, up, down: F.linear(torch.sigmoid(F.linear(x, gate)), down)), "something else"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.moe.experts import EMITTED, ROUTE
-from tests.moe.loops import FORMS, OTHERS, Form, added, expected, inputs
+from tests.moe.loops import FORMS, OTHERS, Form, added, expected, inputs, next_to_them
 from tests.moe.test_experts import distance, left_alone, operators, run
 
 pytestmark = pytest.mark.rotates(3)
@@ -34,6 +34,15 @@ def test_matrices_that_are_passed_in_are_not_joined_at_every_call():
     _, _, gm, outcome = run(added, inputs(BF16, parameters=False))
     assert ROUTE not in operators(gm)
     assert any("Parameters" in str(each.cause) for each in outcome.refusals)
+
+
+def test_weights_of_the_next_expert_are_those_of_a_device_that_lacks_the_first():
+    args = inputs(BF16)
+    plain, fused, gm, _ = run(next_to_them, args)
+    (route,) = (node for node in gm.graph.nodes if "init_routing" in str(node.target))
+    assert route.kwargs["active_expert_range"] == [1, 6]
+    exact = next_to_them(*(each.double() for each in args))
+    assert distance(fused, exact) < max(TOLERANCE[BF16], 1.5 * distance(plain, exact))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -47,6 +47,13 @@ def _groups_of(group_list: Tensor, group_list_type: int) -> _Groups:
     return _Groups(group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1)))
 
 
+def _matrix_of_row(counts: Tensor, rows: int) -> Tensor:
+    """Return the group of each of `rows` rows, for groups of `counts` [G] rows; the last group for rows behind it,
+    whose results no kernel defines.
+    """
+    return group_of_rows(counts.cumsum(0), rows).clamp(max=counts.shape[0] - 1)
+
+
 def _first(given: Given, name: str) -> Tensor | None:
     """Return the only tensor of the list argument `name`, None if it is not given."""
     return None if given[name] is None else given[name][0]
@@ -67,7 +74,7 @@ def _grouped_matmul(given: Given) -> list[Tensor]:
         return [_product(rows, matrices, groups.counts)]
     wide = compute_dtype(rows)
     y = _by_blocks(rows.to(wide), matrices.to(wide), groups.counts)
-    y = y if bias is None else y + bias.to(wide)[group_of_rows(groups.counts.cumsum(0), rows.shape[0])]
+    y = y if bias is None else y + bias.to(wide)[_matrix_of_row(groups.counts, rows.shape[0])]
     return [_activated(y, given["act_type"]).to(rows.dtype)]
 
 
@@ -108,7 +115,7 @@ def _dequantised(
     """Multiply each group of int8 `rows` by its matrix, then by `scales` per channel [G, N] and per row [M]; add `bias`
     [G, N] before the scales if it is integer, else after them."""
     channels, tokens = scales
-    wide, group = compute_dtype(channels), group_of_rows(groups.counts.cumsum(0), rows.shape[0])
+    wide, group = compute_dtype(channels), _matrix_of_row(groups.counts, rows.shape[0])
     total = _by_blocks(rows, matrices, groups.counts)
     if bias is not None and not bias.is_floating_point():
         total = total + groups.ordered(bias)[group]
@@ -144,8 +151,9 @@ def _by_blocks(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     places = first.unsqueeze(-1) + torch.arange(size, device=rows.device)
     multiply = int8_product if rows.dtype == torch.int8 else torch.bmm
     products = multiply(rows[places.clamp(0, count - 1)], matrices[group])
-    row, group = torch.arange(count, device=rows.device), group_of_rows(counts.cumsum(0), count)
-    return products.flatten(0, 1)[block_starts[group] * size + (row - row_starts[group])]
+    row, group = torch.arange(count, device=rows.device), _matrix_of_row(counts, count)
+    flat = products.flatten(0, 1)
+    return flat[(block_starts[group] * size + (row - row_starts[group])).clamp(max=flat.shape[0] - 1)]
 
 
 _INT8 = "dtype(x) == 'int8'"

@@ -134,12 +134,15 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
 
 
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
-    """Translate `op` of x and a positive int, a remainder or a floor division.
+    """Translate `op` of x and a positive int, a remainder or a floor division, or a remainder by a symbolic size.
 
     A remainder of 0 <= x < divisor, and a quotient by 1, is x itself.
 
     """
     must(isinstance(x, Value))
+    if op == "remainder" and is_symbolic(divisor):
+        must(x.dtype in INDEX_DTYPES and divisor.is_positive)
+        return _elementwise(a, op, x, (divisor,))
     must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= dtype_bounds(x.dtype)[1])
     low, high = bounds(x)
     is_same = 0 <= low <= high < divisor if op == "remainder" else divisor == 1

@@ -3,7 +3,7 @@
 histc of integers                                            → histogram: how many are 0, 1, …
 bincount                                                     → bincount: the same, at least `minlength` counts
 searchsorted, bucketize                                      → searchsorted: insertion points in sorted numbers
-index_add, accumulating index_put, scatter_add of full rows  → add_rows(x, rows, index)
+index_add, accumulating index_put, scatter_add of full rows, scatter_reduce by sum  → add_rows(x, rows, index)
 _grouped_mm of rows with one matrix per group                → grouped_matmul(x, matrices, end of each group)
 """
 
@@ -76,6 +76,19 @@ def _scatter_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: V
     own = index.arg if index.op == "expand" else index
     must(all(size == 1 for size in own.shape[1:]) and rows.shape[1:] == x.shape[1:])
     return add_rows(a, x, rows, a.reshape(own, rows.shape[:1]))
+
+
+@translates("aten.scatter_reduce.two")
+def _scatter_reduce(
+    a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: Value, reduce: str, include_self: bool = True
+) -> Translated:
+    """Translate scatter_reduce by sum as scatter_add, and by amax where `x` and `rows` are constant, and `rows` is the
+    greater.
+    """
+    if reduce == "sum" and include_self:
+        return _scatter_add(a, out, x, dim, index, rows)
+    must(x.op == rows.op == "full" and reduce == "amax" and rows.attrs[0] >= x.attrs[0])
+    return listed_positions.marked(a, x, dim, index, rows)
 
 
 def add_rows(a: Algebra, x: Value, rows: Value, index: Value) -> Value:

@@ -111,15 +111,6 @@ def _any_of(a: Algebra, counts: Value) -> tuple[Any, Value] | None:
     return count, a.reshape(proven(listed(a, total.arg.arg, total.attrs[0])), counts.shape)
 
 
-@translates("aten.scatter_reduce.two")
-def _scatter_greatest(
-    a: Algebra, out: Out, x: Value, dim: int, places: Value, numbers: Value, reduce: str, include_self: bool = True
-) -> Translated:
-    """Translate scatter_reduce by amax where `x` and `numbers` are constant, and `numbers` is the greater."""
-    must(x.op == numbers.op == "full" and reduce == "amax" and numbers.attrs[0] >= x.attrs[0])
-    return marked(a, x, dim, places, numbers)
-
-
 def placed(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Value | None:
     """Build `x` with `numbers` at the positions `places` of the last dim of each row.
 

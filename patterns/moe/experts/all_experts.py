@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 from fusion.analysis.dtypes import elements_below, rows_below
@@ -15,8 +16,10 @@ from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Value
 from fusion.graph.proof_steps import must, proof, proven
+from patterns.moe.experts.assigned import CHOICES, assigned
 from patterns.moe.experts.chosen_rows import ChosenRows
 from patterns.moe.experts.counts import are_indices
+from patterns.moe.experts.listed import Active
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.moe.experts.weighted_sums import RULE, Total, sum_of_products, summed, total
 from patterns.moe.router.read_weights import MaskedRows, masked_rows
@@ -30,10 +33,6 @@ class Chosen(NamedTuple):
     places: Value
 
 
-CHOICES = ("largest_index", "first_greatest")
-"""Ops that choose experts: the K largest of a row, and the greatest alone."""
-
-
 class Columns(NamedTuple):
     """The operands of a weighted sum over experts: weights [.., E] of all, and the outputs [.., W] of `experts`."""
 
@@ -42,9 +41,11 @@ class Columns(NamedTuple):
     experts: tuple[int, ...]
 
     @property
-    def is_complete(self) -> bool:
-        """True if there is an output for each of the E experts."""
-        return self.experts == tuple(range(len(self.outputs))) and len(self.outputs) == self.weights.shape[-1]
+    def active(self) -> Active | None:
+        """The experts that have an output, which follow on each other; None if one between them has none."""
+        first, count, total = self.experts[0], len(self.experts), self.weights.shape[-1]
+        follow = self.experts == tuple(range(first, first + count)) and first + count <= total
+        return Active(first, count, total) if follow else None
 
 
 # weights ------------------------------------------------------------------------------------------------------------
@@ -205,25 +206,19 @@ def _column(a: Algebra, x: Value) -> tuple[int, Value] | None:
 def _listed(a: Algebra, column: Value) -> tuple[int, Value]:
     """Return (e, weights [.., E]) if `column` is Σ_k w[.., k] · (places[.., k] = e), a loop over experts.
 
-    The weights are w [.., K] scattered into zeros at the top-k indices `places` [.., K].
+    The weights are w [.., K] scattered into zeros at the top-k indices `places` [.., K]. The mask may be written in any
+    way that is True at one expert: places - 4 = 0, or map[places] = 0 with a constant map.
     """
     mean, count = unscaled(column)
     mean = elements_below(mean)
     must(mean.op == "mean" and mean.attrs == (-1,) and mean.arg.shape[-1] == count)
     weights, flags = proven(_where_listed(elements_below(mean.arg)))
-    must((flags.op, flags.attrs) == ("compare", ("eq",)))
-    listed, expert = flags.args if flags.args[1].op == "full" else flags.args[::-1]
-    chosen = uncast(listed, "reshape")
-    places = a.reshape(chosen, listed.shape) if chosen.op == "first_greatest" else chosen
-    must(
-        expert.op == "full"
-        and float(expert.attrs[0]).is_integer()
-        and chosen.op in CHOICES
-        and weights.shape == listed.shape == places.shape
-    )
+    own = proven(assigned(a, flags))
+    must(own.order is None and not own.by_choice and sum(own.numbers) == 1 and weights.shape == flags.shape)
+    chosen, places = own.experts, a.reshape(own.experts, flags.shape)
     shape = (*places.shape[:-1], chosen.arg.shape[-1])
     zeros = a.make("full", (), (0,), shape, weights.dtype)
-    return int(expert.attrs[0]), a.make("placed", (zeros, places, weights), (), shape, weights.dtype)
+    return own.numbers.index(1), a.make("placed", (zeros, places, weights), (), shape, weights.dtype)
 
 
 def _where_listed(parts: Value) -> tuple[Value, Value] | None:
@@ -290,13 +285,13 @@ def all_experts(graph: Graph) -> Iterator[Annotation]:
         if any(weights is summands.weights and count > len(summands.experts) for weights, count in most):
             continue  # a part of the sum over more experts
         chosen = chosen_weights(graph, summands.weights)
-        if not summands.is_complete:
+        if summands.active is None:
             have, there = len(summands.outputs), summands.weights.shape[-1]
             if chosen is not None and have < there:
                 yield several[0], Miss(RULE, _SOME.format(have=have, there=there), at=summands.outputs)
             continue
         if chosen is not None:
-            rows = ChosenRows(graph, chosen.places)
+            rows = ChosenRows(graph, chosen.places, summands.active)
             output = proof(rows.rewrite)(summands.outputs)
             yield from _sum_of_chosen(rows, output, chosen, several, Miss(RULE, _DIFFERENT, at=summands.outputs))
         elif any(each.op == "largest" for each in summands.weights.sources(lambda each: each.args)):
@@ -312,26 +307,42 @@ def _stacked(graph: Graph, inner: Value, factor: float, several: list[Value]) ->
     gathered = _gathered_rows(graph.algebra, inner, factor)
     weighed = weighed_stack(graph.algebra, inner, factor) if gathered is None else None
     if weighed is not None and _computes(weighed.outputs.value):
-        chosen = chosen_weights(graph, weighed.weights)
-        gathered = None if chosen is None else (chosen, weighed.outputs)
+        chosen = _active_weights(graph, weighed.weights)
+        gathered = None if chosen is None else (*chosen, weighed.outputs)
     if gathered is not None:
-        chosen, stack = gathered
-        rows = StackedRows(graph, chosen.places)
+        chosen, active, stack = gathered
+        rows = StackedRows(graph, chosen.places, active)
         output = proof(rows.rewrite_stack)(stack)
         yield from _sum_of_chosen(rows, output, chosen, several, Miss(RULE, _DENSE, at=(stack.value,)))
 
 
-def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Stack] | None:
+def _active_weights(graph: Graph, weights: Value) -> tuple[Chosen, Active] | None:
+    """Return the chosen experts with their weights, and those of them that `weights` [T, N] are of: all, or N that
+    follow on each other, as a slice of the weights of all; None if weights of others are not proven to be 0.
+    """
+    chosen, (tokens, count) = chosen_weights(graph, weights), weights.shape
+    if chosen is not None:
+        return chosen, Active(0, count, count)
+    part = elements_below(weights)
+    if part.op != "slice" or part.attrs[3] != 1 or prod(part.shape[part.attrs[0] + 1 :]) != 1 or count == 1:
+        return None
+    total, first = part.arg.shape[part.attrs[0]], part.attrs[1]
+    chosen = chosen_weights(graph, graph.algebra.reshape(part.arg, (tokens, total)))
+    return None if chosen is None else (chosen, Active(first, count, total))
+
+
+def _gathered_rows(a: Algebra, inner: Value, factor: float) -> tuple[Chosen, Active, Stack] | None:
     """Read `inner` · `factor` as a weighted sum of rows of [T, E, H], the outputs of all experts, gathered at [T, K].
 
-    Returns the chosen experts with their weights, and the outputs; None if it is no such sum.
+    Returns the chosen experts with their weights, those that have outputs, and the outputs; None if it is no such sum.
     """
     weighted = total(a, inner, factor)
     rows = inner if weighted is None else elements_below(weighted.rows)
     if weighted is None or rows.op != "take" or rows.arg.rank != 3 or rows.shape[:-1] != weighted.weights.shape:
         return None
-    places = uncast(rows.args[1])
-    return (Chosen(weighted.weights, places), Stack(rows.arg, 1, 2)) if places.op in CHOICES else None
+    places, count = uncast(rows.args[1]), rows.arg.shape[1]
+    active = Active(0, count, count)
+    return (Chosen(weighted.weights, places), active, Stack(rows.arg, 1, 2)) if places.op in CHOICES else None
 
 
 def _computes(x: Value) -> bool:
@@ -365,12 +376,12 @@ def _sum_of_chosen(
         return
     yield from rows.readings.items()
     weighed = Total(output, rows.a.reshape(chosen.weights, rows.experts.shape))
-    yield from sum_of_products(rows.a, weighed, rows.readings.get(output), several)
+    yield from sum_of_products(rows.a, weighed, rows.readings.get(output), rows.active, several)
 
 
 _SOME = (
-    "experts: a loop computes {have} of the {there} experts that tokens choose from, as those of one device; "
-    "npu_grouped_matmul requires rows of each expert that is chosen; sum over all of them"
+    "experts: a loop computes {have} of the {there} experts that tokens choose from, and leaves out one between them; "
+    "npu_moe_init_routing_v2 requires experts that follow on each other, active_expert_range; compute these"
 )
 _MAYBE = (
     "experts: a loop computes each, and the weights of experts that a token did not choose are not proven to "

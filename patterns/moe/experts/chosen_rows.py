@@ -19,6 +19,7 @@ from fusion.graph import Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof_steps import must, proven
 from patterns.kit.linear_layers import linear
+from patterns.moe.experts.listed import Active
 from patterns.quant.product_scales import Product
 from patterns.quant.read_matmul import Layers
 
@@ -31,11 +32,12 @@ class ChosenRows:
 
     Attributes:
         experts: the chosen experts [T, K].
+        active: the experts with matrices here, as in expert_product.
         readings: the reading of each value that was built: rows of tokens, products, quantised rows.
     """
 
-    def __init__(self, graph: Graph, places: Value) -> None:
-        self.graph, self.a = graph, graph.algebra
+    def __init__(self, graph: Graph, places: Value, active: Active) -> None:
+        self.graph, self.a, self.active = graph, graph.algebra, tuple(active)
         self.experts = self.a.reshape(places, (prod(places.shape[:-1]), places.shape[-1]))
         self.readings: dict[Value, Reading] = {}
         self._int8 = Layers(self.a)
@@ -44,7 +46,7 @@ class ChosenRows:
     def rewrite(self, values: Sequence[Value]) -> Value:
         """Build [T, K, ..] whose row (t, k) is row t of `values`[e], where e is the k-th expert of token t.
 
-        `values` are one value of each expert, of E in all. The result is memoised; unproven if `values` differ in
+        `values` are one value of each of the active experts. The result is memoised; unproven if `values` differ in
         structure.
         """
         key = tuple(values)
@@ -120,7 +122,7 @@ class ChosenRows:
         matrices = [self.a.reshape(swapped(self.a, each), (1, *each.shape[::-1])) for each in weights]
         joined = proven(self.a.cat(matrices, 0))
         product = self.a.make("row_product", (rows, joined), (), (*self.experts.shape, width), rows.dtype)
-        captures: dict[str, Any] = {"x": rows, "weight": joined, "experts": self.experts}
+        captures: dict[str, Any] = {"x": rows, "weight": joined, "experts": self.experts, "active": self.active}
         if all(biases):
             captures["bias"] = proven(self.a.cat([self.a.reshape(each, (1, width)) for each in biases], 0))
         self.readings[product] = Reading("expert_product", {**captures, "is_sorted": False, "is_parameter_only": True})
@@ -146,7 +148,8 @@ class ChosenRows:
         must(self.graph.is_fixed(weight, scale, *biases))
         operands = {"x": rows, "tokens": tokens, "weight": weight, "scale": scale}
         product = a.make("row_product", tuple(operands.values()), (), (*self.experts.shape, width), dtype)
-        how = {"experts": self.experts, "is_sorted": False, "is_parameter_only": True, "dtype": dtype}
+        how: dict[str, Any] = {"experts": self.experts, "active": self.active, "is_sorted": False, "dtype": dtype}
+        how["is_parameter_only"] = True
         if biases:
             how["bias"] = proven(a.cat([a.reshape(each, (1, width)) for each in biases], 0))
         self.readings[product] = Reading("int8_expert_product", {**operands, **how})

@@ -16,7 +16,8 @@ import torch
 
 from fusion.analysis.intervals import bounds, is_exact, uncast
 from fusion.analysis.rounding import unscaled
-from fusion.graph import Dim, Value
+from fusion.graph import Algebra, Dim, Value
+from patterns.moe.experts.listed import unsorted
 
 _EXACT = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes that represent the number of rows exactly."""
@@ -28,12 +29,13 @@ def are_indices(experts: Value, count: Dim) -> bool:
     return isinstance(count, int) and 0 <= low <= high < count
 
 
-def counted(ends: Value, count: Dim) -> Value | None:
+def counted(a: Algebra, ends: Value, count: Dim) -> Value | None:
     """Return the list of experts from whose counts `ends` [E] are the inclusive prefix sums, for E = `count` experts.
 
-    None if `ends` are computed in another way, or if an entry of the list may be outside of 0 … `count` - 1.
+    Entries of the list from E on are not counted. None if `ends` are computed in another way, or if entries below 0 or
+    from E on might be counted.
     """
-    ends = _uncast(ends)
+    ends = _first_entries(_uncast(ends), count)
     if ends.op == "searchsorted":
         return _searched(ends, count)
     if ends.op != "cumsum" or ends.attrs != (0,):
@@ -41,17 +43,42 @@ def counted(ends: Value, count: Dim) -> Value | None:
     counts = _uncast(ends.arg)
     if not {ends.dtype, counts.dtype} <= _EXACT:
         return None
+    counts = _first_entries(counts, count)
+    size = counts.attrs[0] if counts.op == "bincount" else prod(counts.shape)
+    if not isinstance(count, int) or not isinstance(size, int) or size < count:
+        return None
     if counts.op == "bincount":
         listed = _unsorted(counts.arg)
-        return listed if counts.attrs == (count,) and are_indices(listed, count) else None
-    if ends.shape != (count,):
-        return None
+        return listed if are_indices(listed, size) else None
     if counts.op == "histogram":
-        return _unsorted(_uncast(counts.arg))
+        listed = _unsorted(_uncast(counts.arg))
+        return listed if counts.attrs[0] < size or are_indices(listed, size) else None
     if counts.op == "add_rows" and counts.arg.op == counts.args[1].below("expand").op == "full":
         numbers = (counts.arg.attrs[0], counts.args[1].below("expand").attrs[0])
         return _unsorted(counts.args[2]) if numbers == (0, 1) else None
+    if counts.op == "cat":
+        return _joined(a, counts)
     return _summed(counts)
+
+
+def _first_entries(x: Value, count: Dim) -> Value:
+    """Return the vector of which `x` has the first `count` entries; `x` itself if it is no such slice."""
+    return _uncast(x.arg) if (x.op, x.attrs) == ("slice", (0, 0, count, 1)) and x.rank == 1 else x
+
+
+def _joined(a: Algebra, counts: Value) -> Value | None:
+    """Return the list whose entries 0, 1, … the parts of `counts`, a concatenation of sums over list == e, count."""
+    lists: set[Value] = set()
+    for e, part in enumerate(counts.args):
+        below, factor = unscaled(_uncast(part))
+        flags = below.below("reshape").arg.below("cast") if below.below("reshape").op in ("mean", "total") else below
+        one = _uncast(below)
+        is_sum = (one.op == "total" and factor == 1) or (one.op == "mean" and factor == prod(flags.shape))
+        if (flags.op, flags.attrs) != ("compare", ("eq",)) or not is_sum or prod(one.shape) != 1:
+            return None
+        numbers = [each for each in flags.args if (each.op, each.attrs) == ("full", (e,))]
+        lists |= {uncast(_unsorted(each), "reshape") for each in flags.args if each not in numbers}
+    return lists.pop() if len(lists) == 1 else None
 
 
 def counted_outside(ends: Value) -> bool:
@@ -70,9 +97,12 @@ def _uncast(x: Value) -> Value:
 
 
 def _unsorted(x: Value) -> Value:
-    """Return the operand of a sort in ascending order, `x` itself if it is none; reshapes on both are stripped."""
+    """Return the list of which `x` has the entries in ascending order, `x` itself if it has no such order; reshapes on
+    both are stripped.
+    """
     x = uncast(x, "reshape")
-    return uncast(x.arg, "reshape") if x.op == "ascending" else x
+    source = unsorted(x)
+    return x if source is None else uncast(source, "reshape")
 
 
 def _searched(ends: Value, count: Dim) -> Value | None:

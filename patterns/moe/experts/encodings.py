@@ -32,17 +32,30 @@ Multiply = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Choice(Group):
-    """The experts [T, K] that tokens chose, their weights [T, K], and the order of the R = T · K rows.
+    """The experts [T, K] that tokens chose, their weights [T, K], None for 1, and the order of the R = T · K rows.
 
     Attributes:
-        order: index t · K + k of the pair of each row, None where rows are listed token by token.
+        order: index of the pair of each row, None where rows are listed token by token.
         is_sorted: true where the rows of the products are sorted by expert.
+        active: (first, count, E), the experts first … first + count - 1 of all E that have matrices here.
     """
 
     experts: Any = tensor("T K")
-    weights: Any = tensor("T K")
+    weights: Any = tensor("T K", optional=True)
     order: Any = tensor("R", optional=True)
     is_sorted: Any = attribute()
+    active: Any = attribute()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all experts have matrices here."""
+        _, count, total = self.active
+        return count == total
+
+    def product_captures(self, matrices) -> dict[str, Any]:
+        """Return the captures that products of all encodings share: the experts, how rows and `matrices` are given."""
+        how = dict(is_sorted=self.is_sorted, is_parameter_only=matrices.is_parameter_only)
+        return dict(experts=self.experts, active=self.active, **how)
 
     def rows(self, p, tokens):
         """Build the term of `tokens` [T, ..] repeated for their experts [R, ..]."""
@@ -95,7 +108,7 @@ class Sum(Group):
 
     def term(self, p, rows, choice):
         """Build the term of the sum of `rows` [R, H], each times its weight in `choice`."""
-        parts = dict(rows=rows, weights=choice.weights, order=choice.order)
+        parts = dict(rows=rows, weights=choice.weights, order=choice.order, active=choice.active)
         return p.expert_sum(**parts, shape=self.shape, addend=self.addend)
 
     def refuse(self) -> None:
@@ -115,7 +128,7 @@ class Routed(NamedTuple):
     """Rows [R, ..] sorted by expert, as npu_moe_init_routing_v2 returns them.
 
     Attributes:
-        places: sorted row of each listed pair (t, k), int32 [R].
+        places: sorted row of each listed pair (t, k), int32 [R]; -1 for an expert without matrices here.
         counts: number of rows of each expert, int64 [E].
         scales: scale of each row in int8, float32 [R]; None in floats.
     """
@@ -152,15 +165,15 @@ class FloatRows(Group):
         """Build the term of the product of `rows` with those of `matrices` that belong to their experts in `choice`,
         plus biases.
         """
-        how = dict(is_sorted=choice.is_sorted, is_parameter_only=matrices.is_parameter_only)
-        return p.expert_product(x=rows, weight=matrices.weight, bias=matrices.bias, experts=choice.experts, **how)
+        how = choice.product_captures(matrices)
+        return p.expert_product(x=rows, weight=matrices.weight, bias=matrices.bias, **how)
 
     def refuse(self, matrices: Inward) -> None:
         """Refuse nothing: a product of floats has the dtype of its rows, which is that of the operator's result."""
 
-    def routed(self, experts: Tensor, count: int) -> Routed:
-        """Emit npu_moe_init_routing_v2, which sorts the tokens by their `experts` [T, K] of `count` experts."""
-        return _routed(self.tokens, experts, count)
+    def routed(self, choice: Choice) -> Routed:
+        """Emit npu_moe_init_routing_v2, which sorts the tokens by their experts in `choice`."""
+        return _routed(self.tokens, choice)
 
     def multiplied(self, routed: Routed, matrices: Inward) -> Tensor:
         """Emit npu_grouped_matmul of the sorted rows with the matrices of their experts: [R, J]."""
@@ -201,9 +214,8 @@ class QuantisedTokens(Group):
     def product(p, choice, rows, matrices):
         """Build the term of the int8 product of `rows` (int8, scales) with `matrices`, plus biases if there are any."""
         int8, tokens = rows
-        how = dict(is_sorted=choice.is_sorted, is_parameter_only=matrices.is_parameter_only, dtype=matrices.dtype)
         operands = dict(x=int8, tokens=tokens, weight=matrices.weight, scale=matrices.scale, bias=matrices.bias)
-        return p.int8_expert_product(**operands, experts=choice.experts, **how)
+        return p.int8_expert_product(**operands, **choice.product_captures(matrices), dtype=matrices.dtype)
 
     def refuse(self, matrices: Inward) -> None:
         """Refuse a result of another dtype than float16 and bfloat16, which the operator returns."""
@@ -213,11 +225,11 @@ class QuantisedTokens(Group):
         )
         require(matrices.dtype in CODES, reason, dtype=matrices.dtype)
 
-    def routed(self, experts: Tensor, count: int) -> Routed:
-        """Emit npu_moe_init_routing_v2 with quant_mode=1: sort the tokens by their `experts` [T, K] of `count`, and
-        quantise rows.
+    def routed(self, choice: Choice) -> Routed:
+        """Emit npu_moe_init_routing_v2 with quant_mode=1: sort the tokens by their experts in `choice`, and quantise
+        rows.
         """
-        return _routed(self.tokens, experts, count, quant_mode=1)
+        return _routed(self.tokens, choice, quant_mode=1)
 
     def multiplied(self, routed: Routed, matrices: Inward) -> Tensor:
         """Emit npu_grouped_matmul in int8 with both scales: [R, J]; matrices in FRACTAL_NZ if they are prepared."""
@@ -253,20 +265,21 @@ class Int8Tokens(QuantisedTokens):
         """
         return choice.rows(p, self.tokens), choice.rows(p, self.scale)
 
-    def routed(self, experts: Tensor, count: int) -> Routed:
-        """Emit npu_moe_init_routing_v2: sort int8 tokens and their scales by their `experts` [T, K] of `count`."""
-        return _routed(self.tokens, experts, count, scale=self.scale.float().reshape(-1))
+    def routed(self, choice: Choice) -> Routed:
+        """Emit npu_moe_init_routing_v2: sort int8 tokens and their scales by their experts in `choice`."""
+        return _routed(self.tokens, choice, scale=self.scale.float().reshape(-1))
 
 
 INT8_ENCODINGS: tuple[Any, ...] = (QuantisedTokens, QuantisedRows, Int8Tokens)
 ENCODINGS: tuple[Any, ...] = (FloatRows, *INT8_ENCODINGS)
 
 
-def _routed(tokens: Tensor, experts: Tensor, count: int, **how: Any) -> Routed:
-    """Emit npu_moe_init_routing_v2 of `tokens` [T, H] and `experts` [T, K], of `count` experts; `how` are options."""
-    how = dict(how, active_num=0, expert_num=count, active_expert_range=[0, count])
+def _routed(tokens: Tensor, choice: Choice, **how: Any) -> Routed:
+    """Emit npu_moe_init_routing_v2 of `tokens` [T, H] and the experts of `choice`; `how` are options."""
+    first, count, total = choice.active
+    how = dict(how, active_num=0, expert_num=total, active_expert_range=[first, first + count])
     counted = dict(expert_tokens_num_type=1, expert_tokens_num_flag=True)
-    return Routed(*torch.ops.npu.npu_moe_init_routing_v2(tokens, experts.to(torch.int32), **counted, **how))
+    return Routed(*torch.ops.npu.npu_moe_init_routing_v2(tokens, choice.experts.to(torch.int32), **counted, **how))
 
 
 def _by_group(routed: Routed, matrices: Tensor, **how: Any) -> Tensor:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
+import torch
+
 from fusion import reader
 from fusion.analysis.dtypes import elements_below
 from fusion.analysis.intervals import uncast
@@ -20,8 +22,18 @@ from fusion.analysis.node_predicates import is_handed_out
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast
 from patterns.moe.experts.all_experts import all_experts
-from patterns.moe.experts.counts import are_indices, counted, counted_outside
+from patterns.moe.experts.assigned import assigned
+from patterns.moe.experts.counts import counted, counted_outside
 from patterns.moe.experts.gathered_matrices import gathered_rows
+from patterns.moe.experts.listed import (
+    Active,
+    Listing,
+    listed_experts,
+    marks_active,
+    unmasked,
+    unsorted,
+    weights_of_active,
+)
 from patterns.moe.experts.pairs import (
     Arranged,
     Pairs,
@@ -32,7 +44,16 @@ from patterns.moe.experts.pairs import (
     sorts,
 )
 from patterns.moe.experts.read_int8_experts import int8_products, routed_rows
-from patterns.moe.experts.weighted_sums import RULE, sum_of_products, summed, total
+from patterns.moe.experts.weighted_sums import (
+    RULE,
+    Total,
+    Unweighted,
+    sum_of_products,
+    summed,
+    total,
+    unweighted,
+    weights_before,
+)
 from patterns.moe.words import EXPERT_PRODUCT, EXPERT_SUM, INT8_EXPERT_PRODUCT, ROUTED_ROWS
 
 _GROUPED = ("grouped_matmul", "transformers.grouped_mm_fallback.default")
@@ -56,7 +77,7 @@ def routed_experts(graph: Graph) -> Iterator[Annotation]:
             if isinstance(result, Reading) and result.op == "expert_product":
                 products[product] = result
             yield product, result
-    for value, reading in _biased(graph, products):
+    for value, reading in (*_biased(graph, products), *_masked(graph, products)):
         products[value] = reading
         yield value, reading
     in_int8: dict[Value, Reading] = {}
@@ -66,7 +87,7 @@ def routed_experts(graph: Graph) -> Iterator[Annotation]:
         if isinstance(result, Reading) and result.op == "int8_expert_product":
             in_int8[value] = result
         yield value, result
-    for value, reading in _biased(graph, in_int8):
+    for value, reading in (*_biased(graph, in_int8), *_masked(graph, in_int8)):
         in_int8[value] = reading
         yield value, reading
     products |= in_int8
@@ -93,19 +114,28 @@ def _products(graph: Graph, value: Value) -> Iterator[Annotation]:
 def _sorted_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     """Read the grouped matmul `value` as a product of rows sorted by expert, and its rows as routed_rows."""
     rows, matrices, ends = value.args
-    listed = counted(ends, matrices.shape[0])
+    listed = counted(graph.algebra, ends, matrices.shape[0])
     if listed is None:
         yield value, Miss(RULE, _OUTSIDE if counted_outside(ends) else _UNCOUNTED)
         return
-    experts = _router_list(graph.algebra, listed)
-    if not are_indices(experts, matrices.shape[0]):
-        yield value, Miss(RULE, _ELSEWHERE)
+    listing = listed_experts(graph.algebra, listed, matrices.shape[0])
+    if listing is None:
+        yield value, Miss(RULE, _ELSEWHERE if assigned(graph.algebra, listed) is None else _OTHER_NUMBERS)
         return
-    yield value, _product(graph, rows, matrices, experts, is_sorted=True)
-    tokens = sorted_tokens(graph.algebra, rows, Pairs(*experts.shape))
-    if tokens is not None and tokens.order is not None and sorts(tokens.order, experts):
+    product = _product(graph, rows, matrices, listing, is_sorted=True)
+    yield value, product
+    yield from _sorted_rows(graph.algebra, value, rows, product)
+
+
+def _sorted_rows(a: Algebra, value: Value, rows: Value, product: Reading) -> Iterator[Annotation]:
+    """Read the `rows` of the sorted `product`, the reading of `value`, as routed_rows; a miss for another order."""
+    experts, active = product.captures["experts"], Active(*product.captures["active"])
+    below, flags = unmasked(a, rows)
+    tokens = sorted_tokens(a, below, Pairs(*experts.shape))
+    is_masked = flags is None or marks_active(a, flags, product.captures)
+    if is_masked and tokens is not None and tokens.order is not None and sorts(a, tokens.order, experts, active):
         yield rows, routed_rows(tokens, experts)
-    elif gathered_by(rows) is not None:
+    elif gathered_by(below) is not None:
         yield value, Miss(RULE, _OTHERS)
 
 
@@ -128,6 +158,16 @@ _ELSEWHERE = (
     "experts; npu_moe_init_routing_v2 requires that; compile the top-k of the router in the same graph"
 )
 
+_OTHER_NUMBERS = (
+    "experts: the numbers that are sorted are not 0, 1, … of experts that follow on each other, and greater ones of "
+    "all others; npu_moe_init_routing_v2 requires such a range; write where((experts >= first) & (experts < last), "
+    "experts - first, last - first)"
+)
+_BY_CHOICE = (
+    "experts: their matrices are gathered choice by choice, for experts.t(); npu_moe_finalize_routing is called with "
+    "rows token by token here, and requires that; gather by experts.flatten()"
+)
+
 
 def _gathered_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     """Read the matmul `value` as a product of rows with matrices gathered for them, and its rows as routed_rows."""
@@ -139,20 +179,24 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     lead, inputs, outputs = listed.shape, *matrices.shape[1:]
     if broadcast(rows.shape[:-1], lead) != lead or prod(value.shape) != prod((*lead, outputs)):
         return  # several rows share one matrix
-    experts = _router_list(a, listed)
-    if not are_indices(experts, matrices.shape[0]):
-        yield value, Miss(RULE, _ELSEWHERE)
+    source = unsorted(listed)
+    listing = listed_experts(a, listed if source is None else source, matrices.shape[0])
+    if listing is None or (source is None and not listing.is_by_token):
+        yield value, Miss(RULE, _ELSEWHERE if listing is None else _BY_CHOICE)
         return
     x = a.expand(rows, (*lead, inputs))
-    reading = _product(graph, x, matrices, experts, is_sorted=False)
+    reading = _product(graph, x, matrices, listing, is_sorted=source is not None)
     shapes = [(*lead, outputs), (prod(lead), outputs)]
     shapes += [each.shape for each in graph.owners if each.op == "reshape" and each.arg is value]
     for shape in dict.fromkeys(shapes):
         if shape[-1:] == (outputs,):
             yield a.reshape(value, shape), reading
-    tokens = repeated_tokens(a, x, Pairs(*experts.shape))
+    if source is not None:
+        yield from _sorted_rows(a, value, x, reading)
+        return
+    tokens = repeated_tokens(a, x, Pairs(*listing.experts.shape))
     if tokens is not None:
-        yield x, routed_rows(Arranged(tokens, None), experts)
+        yield x, routed_rows(Arranged(tokens, None), listing.experts)
 
 
 def _biased(graph: Graph, products: Mapping[Value, Reading]) -> list[tuple[Value, Reading]]:
@@ -177,22 +221,20 @@ def _biased(graph: Graph, products: Mapping[Value, Reading]) -> list[tuple[Value
     return list(biased.items())
 
 
-def _product(graph: Graph, x: Value, matrices: Value, experts: Value, is_sorted: bool) -> Reading:
-    captures = {"x": x, "weight": matrices, "experts": experts, "is_sorted": is_sorted}
-    return Reading("expert_product", {**captures, "is_parameter_only": graph.is_fixed(matrices)})
+def _masked(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[tuple[Value, Reading]]:
+    """Yield the readings of all values that are one of `products`, but 0 in rows of experts without matrices here."""
+    for value in (each for each in list(graph.owners) if each.op == "where" and products):
+        product, flags = unmasked(graph.algebra, value)
+        reading = products.get(product)
+        if reading is not None and flags is not None and marks_active(graph.algebra, flags, reading.captures):
+            yield value, reading
 
 
-# experts ------------------------------------------------------------------------------------------------------------
-
-
-def _router_list(a: Algebra, listed: Value) -> Value:
-    """Reshape `listed`, the experts of all pairs, to [T, K], by the last dim of the router's own list below its
-    reshapes.
-    """
-    chosen = uncast(listed, "reshape")
-    if chosen.op == "first_greatest":  # one expert of each token, perhaps without a dim of size 1
-        return a.reshape(chosen, (prod(chosen.shape), 1))
-    return a.reshape(chosen, (prod(chosen.shape[:-1]), chosen.shape[-1]))
+def _product(graph: Graph, x: Value, matrices: Value, listing: Listing, is_sorted: bool) -> Reading:
+    captures = {"x": x, "weight": matrices, "experts": listing.experts, "active": tuple(listing.active)}
+    return Reading(
+        "expert_product", {**captures, "is_sorted": is_sorted, "is_parameter_only": graph.is_fixed(matrices)}
+    )
 
 
 # sums ---------------------------------------------------------------------------------------------------------------
@@ -200,21 +242,81 @@ def _router_list(a: Algebra, listed: Value) -> Value:
 
 def _sums(graph: Graph, products: Mapping[Value, Reading]) -> Iterator[Annotation]:
     """Read every weighted sum of the rows of one of `products`; a miss for an order or a bias that is not proven."""
-    unrounded = set(map(elements_below, products))
-    for (inner, factor), several in (summed(graph) if products else {}).items():
-        weighted = total(graph.algebra, inner, factor)
+    sums, a = summed(graph) if products else {}, graph.algebra
+    unrounded, read = set(map(elements_below, products)), set[Value]()
+    for (inner, factor), several in sums.items():
+        weighted = total(a, inner, factor)
         if weighted is None:
             continue
         product = products.get(weighted.rows)
         if product is not None and product.captures["experts"].shape == weighted.weights.shape:
-            if product.captures["is_sorted"] == (weighted.order is not None):
-                yield from sum_of_products(graph.algebra, weighted, product, several)
-            else:
-                yield several[0], Miss(RULE, _UNSUMMED, at=(weighted.rows,))
+            read.add(weighted.rows)
+            yield from _sum(a, weighted, product, several)
             continue
         below = elements_below(weighted.rows)
         if below.op == "add" and any(elements_below(each) in unrounded for each in below.args):
             yield several[0], Miss(RULE, _BIASED, at=below.args)
+    for (inner, factor), several in sums.items():
+        rows = unweighted(a, inner, factor)
+        if rows is not None and rows.rows in products and rows.rows not in read:
+            yield from _plain_sum(graph, rows, products[rows.rows], several)
+
+
+def _plain_sum(graph: Graph, rows: Unweighted, product: Reading, several: list[Value]) -> Iterator[Annotation]:
+    """Read `several`, equal values, as the sum of the rows of `product` without weights, which may multiply the rows of
+    `product` instead: (w · h) @ D = w · (h @ D).
+    """
+    a, captures = graph.algebra, product.captures
+    (tokens, _), width = captures["experts"].shape, rows.rows.shape[-1]
+    if captures["is_sorted"] != (rows.order is not None) or prod(several[0].shape) != tokens * width:
+        return
+    before = weights_before(a, product, rows.order) if product.op == "expert_product" else None
+    if before is None:
+        yield from _sum(a, rows, product, several)
+    elif rows.rows.dtype == torch.float16 or "bias" in captures:
+        yield several[0], Miss(RULE, _BEFORE_IN_HALF if "bias" not in captures else _BEFORE_BIAS, at=(rows.rows,))
+    else:
+        hidden, weights = before
+        moved = a.make("row_product", (hidden, captures["weight"]), (), rows.rows.shape, rows.rows.dtype)
+        reading = Reading(product.op, {**captures, "x": hidden})
+        yield moved, reading
+        yield from _sum(a, Total(moved, weights, rows.order, rows.addend), reading, several)
+
+
+_BEFORE_IN_HALF = (
+    "weights of experts: they multiply the rows before the second product, in float16; npu_moe_finalize_routing "
+    "multiplies what it gives, which may be out of the range of float16, and requires weights there; multiply the "
+    "result of the second product"
+)
+_BEFORE_BIAS = (
+    "weights of experts: they multiply the rows before the second product, and not its bias; npu_moe_finalize_routing "
+    "multiplies both, and requires that; multiply the result of the second product"
+)
+
+
+def _sum(a: Algebra, weighted: Total | Unweighted, product: Reading, several: list[Value]) -> Iterator[Annotation]:
+    """Read `several`, equal values, as the sum `weighted` of the rows of `product`; a miss for another order, or where
+    rows of experts without matrices are not proven to be left out.
+    """
+    if product.captures["is_sorted"] != (weighted.order is not None):
+        yield several[0], Miss(RULE, _UNSUMMED, at=(weighted.rows,))
+        return
+    active, is_left_out = Active(*product.captures["active"]), weighted.rows.op == "where"
+    mask = weighted.mask if isinstance(weighted, Total) else None
+    if not active.is_all and isinstance(weighted, Total):
+        weights, is_zero = weights_of_active(a, weighted.weights, product.captures)
+        weighted, is_left_out = weighted._replace(weights=weights), is_zero or is_left_out
+    is_masked = mask is not None and marks_active(a, mask, product.captures)
+    if (mask is None or is_masked) and (active.is_all or is_masked or is_left_out):
+        yield from sum_of_products(a, weighted, product, tuple(active), several)
+    else:
+        yield several[0], Miss(RULE, _NOT_LEFT_OUT, at=(weighted.rows,))
+
+
+_NOT_LEFT_OUT = (
+    "rows of experts whose matrices are not given: they are not proven to count as 0; npu_moe_finalize_routing leaves "
+    "them out, and requires that; write weights.masked_fill((experts < first) | (experts >= last), 0)"
+)
 
 
 def _unsummed(products: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Annotation]:

@@ -17,6 +17,7 @@ from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.rounding import exact
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
+from patterns.moe.experts.listed import Active
 from patterns.moe.experts.pairs import Arranged, Pairs, expert_vectors, repeated_tokens, sorted_tokens, sorts
 from patterns.moe.experts.weighted_sums import RULE
 from patterns.quant.product_scales import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_ones
@@ -123,7 +124,7 @@ def _reading(graph: Graph, product: _Product, value: Value) -> Reading | Miss:
         return Miss(RULE, product.reason or _BIASED)
     a, ones = graph.algebra, [] if product.one is None else [product.one]
     channels, tokens = times_ones(a, product.channels, ones), a.scale(product.tokens, product.factor)
-    routing = {name: product.reading.captures[name] for name in ("experts", "is_sorted")}
+    routing = {name: product.reading.captures[name] for name in ("experts", "active", "is_sorted")}
     operands = {"x": product.x, "tokens": tokens, "weight": product.weight, "scale": channels}
     fixed = graph.is_fixed(product.weight, channels)
     return Reading("int8_expert_product", {**operands, **routing, "dtype": value.dtype, "is_parameter_only": fixed})
@@ -158,8 +159,9 @@ def _arranged(a: Algebra, rows: Value, pairs: Pairs, captures: Mapping[str, Any]
     if not captures["is_sorted"]:
         tokens = repeated_tokens(a, rows, pairs)
         return None if tokens is None else Arranged(tokens, None)
-    taken = sorted_tokens(a, rows, pairs)
-    return taken if taken is not None and taken.order is not None and sorts(taken.order, captures["experts"]) else None
+    taken, active = sorted_tokens(a, rows, pairs), Active(*captures["active"])
+    order = None if taken is None else taken.order
+    return taken if order is not None and sorts(a, order, captures["experts"], active) else None
 
 
 def routed_rows(tokens: Arranged, experts: Value) -> Reading:

@@ -109,12 +109,19 @@ class RoutedExperts(Rule):
         """Refuse what the facets refuse.
 
         `bounds` refuses alternate lanes of gate and up that its activation does not split; `gate` matrices joined per
-        call; `rows` a dtype that no operator returns; `result` a shape with two symbolic sizes.
+        call; `rows` a dtype that no operator returns; `result` a shape with two symbolic sizes. Biases are refused
+        where some experts are on other devices.
         """
         bounds.refuse(gate.interleaved)
         gate.refuse()
         rows.refuse(down)
         result.refuse()
+        has_bias = any(each.bias is not None for each in (gate.first, down))
+        require(
+            choice.is_complete or not has_bias,
+            "biases: experts have them, some of which are on other devices; npu_moe_finalize_routing requires none "
+            "where it leaves out their rows; leave out the biases, or give it all experts",
+        )
 
     @lowering
     @variants(rows=INT8_ENCODINGS, bounds=(Unbounded,))
@@ -134,7 +141,7 @@ class RoutedExperts(Rule):
             "experts: their matrices are no Parameters; npu_grouped_matmul_swiglu_quant_v2 requires "
             "FRACTAL_NZ, which is prepared of Parameters alone",
         )
-        routed = rows.routed(choice.experts, down.weight.shape[0])
+        routed = rows.routed(choice)
         int8, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
             routed.rows, [both.in_nz()], [both.scale], routed.scales, routed.counts, group_list_type=1
         )
@@ -151,7 +158,7 @@ class RoutedExperts(Rule):
             first.bias is None,
             "biases: they stand between the int8 product and its activation; npu_swiglu_quant requires none",
         )
-        routed = rows.routed(choice.experts, down.weight.shape[0])
+        routed = rows.routed(choice)
         both = _first_product(rows, routed, gate, first, down)
         int8, inverse = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
         scaled = routed._replace(rows=int8, scales=inverse.reciprocal())  # npu_swiglu_quant returns 127 / rowmax
@@ -161,7 +168,7 @@ class RoutedExperts(Rule):
     @lowering
     def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
         """Emit npu_moe_init_routing_v2, npu_grouped_matmul twice with the activation, and npu_moe_finalize_routing."""
-        routed, first = rows.routed(choice.experts, down.weight.shape[0]), gate.joined()
+        routed, first = rows.routed(choice), gate.joined()
         both = _first_product(rows, routed, gate, first, down)
         with bounded():  # the model has the sum and the activation in the dtype of the product
             if first.bias is not None:
@@ -195,9 +202,13 @@ def _total(outputs: Tensor, choice: Choice, places: Tensor, down: Outward, resul
 
     `choice` has the weights and experts, `places` the row of each pair of a token and an expert, and `down` the biases.
     """
-    weights, experts = choice.weights.to(outputs.dtype), None if down.bias is None else choice.experts.to(torch.int32)
+    weights = None if choice.weights is None else choice.weights.to(outputs.dtype)
+    experts = None if down.bias is None else choice.experts.to(torch.int32)
     bias = None if down.bias is None else down.bias.to(outputs.dtype)
+    mode, choices = 2, {} if weights is not None else {"k": choice.experts.shape[1]}
+    if not choice.is_complete:  # mode 3 alone leaves out rows, those with place -1, and takes groups [1, R, H]
+        outputs, mode = outputs.unsqueeze(0), 3
     y = torch.ops.npu.npu_moe_finalize_routing(
-        outputs, result.addend, None, bias, weights, places, experts, drop_pad_mode=2
+        outputs, result.addend, None, bias, weights, places, experts, drop_pad_mode=mode, **choices
     )
     return y.reshape([each if isinstance(each, int) else -1 for each in result.shape])

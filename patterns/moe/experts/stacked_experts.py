@@ -17,6 +17,7 @@ from fusion.graph.contractions import swapped
 from fusion.graph.proof_steps import must, proven
 from patterns.linear.read_gates import half_of_lanes
 from patterns.moe.experts.chosen_rows import ChosenRows
+from patterns.moe.experts.listed import Active
 from patterns.moe.experts.weighted_sums import total
 
 
@@ -84,8 +85,8 @@ def unrounded(x: Value) -> Value:
 class StackedRows(ChosenRows):
     """Rewriter to the chosen experts of a computation whose values stack all experts in one dim."""
 
-    def __init__(self, graph: Graph, places: Value) -> None:
-        super().__init__(graph, places)
+    def __init__(self, graph: Graph, places: Value, active: Active) -> None:
+        super().__init__(graph, places, active)
         self._stacks: dict[Stack, Value] = {}
 
     def rewrite_stack(self, stack: Stack) -> Value:
@@ -169,8 +170,8 @@ class StackedRows(ChosenRows):
         """Build rows [T, K, H] @ matrices [E, H, W] of their experts + bias [E, W], with its expert_product reading."""
         operands = (rows, matrices) if bias is None else (rows, matrices, bias)
         product = self.a.make("row_product", operands, (), (*rows.shape[:-1], matrices.shape[-1]), rows.dtype)
-        how: dict[str, Any] = {"x": rows, "weight": matrices, "experts": self.experts, "is_sorted": False}
-        how |= {} if bias is None else {"bias": bias}
+        how: dict[str, Any] = {"x": rows, "weight": matrices, "experts": self.experts, "active": self.active}
+        how |= {"is_sorted": False} if bias is None else {"is_sorted": False, "bias": bias}
         fixed = self.graph.is_fixed(matrices) and (bias is None or self.graph.is_fixed(bias))
         self.readings[product] = Reading("expert_product", {**how, "is_parameter_only": fixed})
         return product
