@@ -79,17 +79,17 @@ def _repeated(a: Algebra, x: Value, axis: int, size: int) -> Value:
 
 
 def _reshaped(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """Remove the repetitions along `axis` of the reshape `x`, which merges several dims into it: those of the last of
-    them.
+    """Remove the repetitions along `axis` of the reshape `x`.
 
-    Returns the remaining value and the length of the runs, as `unrepeated` does.
+    If `x` merges several dims into `axis`, those of the last of them; if it splits a dim, those of a dim whose entries
+    are all equal. Returns the remaining value and the length of the runs, as `unrepeated` does.
     """
     below, wide = x.arg, x.arg.shape
     begin = next((n for n in range(len(wide) + 1) if prod(wide[:n]) == prod(x.shape[:axis])), None)
     ends = (n for n in reversed(range(len(wide) + 1)) if prod(wide[n:]) == prod(x.shape[axis + 1 :]))
     end = next(ends, None)
     if begin is None or end is None or prod(wide[begin:end]) != x.shape[axis]:
-        return x, 1
+        return _split(a, x, axis)
     times: Any = 1
     for place in reversed(range(begin, end)):
         below, own = unrepeated(a, below, place)
@@ -97,3 +97,23 @@ def _reshaped(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
         if below.shape[place] != 1:
             break
     return (a.reshape(below, _resized(x, axis, prod(below.shape[begin:end]))), times) if below is not x.arg else (x, 1)
+
+
+def _split(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
+    """Remove all entries but one along `axis` of the reshape `x`, one of the dims that a dim of equal entries is split
+    into.
+
+    Returns the remaining value and the number of entries; `x` and 1 if the entries are not proven to be equal.
+    """
+    wide, shape = x.arg.shape, x.shape
+    for place, size in enumerate(wide if 0 not in wide else ()):
+        begin = next((n for n in range(axis + 1) if prod(shape[:n]) == prod(wide[:place])), None)
+        ends = (n for n in range(axis + 1, x.rank + 1) if prod(shape[n:]) == prod(wide[place + 1 :]))
+        end = next(ends, None)
+        if begin is None or end is None or prod(shape[begin:end]) != size or shape[axis] == 1:
+            continue
+        below, _ = unrepeated(a, x.arg, place)
+        if below.shape[place] == 1:
+            once = a.reshape(below, (*shape[:begin], *(1,) * (end - begin), *shape[end:]))
+            return a.expand(once, _resized(x, axis, 1)), shape[axis]
+    return x, 1

@@ -33,6 +33,11 @@ def number(a: Algebra, size: Any, like: Value) -> Value:
     return a.make("number", (like,), (size,), (), i64)
 
 
+def steps(a: Algebra, start: int, count: Any, like: Value) -> Value:
+    """Build int64 `start`, `start` + 1, .. [`count`] on the device of `like`."""
+    return a.make("steps", (like,), (start,), (count,), i64)
+
+
 def moved(a: Algebra, x: Value, size: Any) -> Value | None:
     """Build `x` + `size` for an int64 `x`."""
     return a.add(x, number(a, size, x)) if is_symbolic(size) else a.shift(x, size)

@@ -32,6 +32,8 @@ def within(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     must(a.reshape(a.cut(x, axis, start, stop), written.shape) is written.arg)
     to_rows = written.attrs[0] == 0
     shape: Any = x.shape
+    if axis == 0 and to_rows and written.op in ("write", "slice_scatter") and written.shape == shape[1:]:
+        return _write_sequences(a, x, written, start, opened=True)
     if axis == 0:  # the parts are contiguous, one behind the other
         row: Any = math.prod(written.shape[1:])
         elements = math.prod(shape[1:])
@@ -59,19 +61,21 @@ def _write_rows(a: Algebra, cache: Value, written: Value, step: int, first: int)
 
 
 @proof
-def _write_sequences(a: Algebra, cache: Value, written: Value, first: int) -> Value | None:
+def _write_sequences(a: Algebra, cache: Value, written: Value, first: int, opened: bool = False) -> Value | None:
     """Repeat `written`, a write into sequences of a part of `cache` [count, ..], as a write into `cache` itself.
 
-    Sequence n of the part is sequence `first` + n of `cache`.
+    Sequence n of the part is sequence `first` + n of `cache`; `opened` is True if the part is one sequence [..].
     """
     _, rows, *index = written.args
+    rows = a.opened(rows, 0) if opened else rows
+    axis = written.attrs[0] + opened
     if written.op == "slice_scatter":
-        axis, start, _, step = written.attrs
+        _, start, _, step = written.attrs
         must(step == 1)
         how: tuple[Any, ...] = (axis, first, "number", start)
     elif written.op == "write_within":
-        axis, before, *place = written.attrs
+        _, before, *place = written.attrs
         how = (axis, first + before, *place)
     else:
-        how = (*written.attrs, first, "start" if written.op == "write" else "index")
+        how = (axis, first, "start" if written.op == "write" else "index")
     return a.make("write_within", (cache, rows, *index), how, cache.shape, cache.dtype)

@@ -60,6 +60,11 @@ def _from_size(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.full((), size, dtype=value.dtype, device=x.device)
 
 
+def _steps(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    start, count = value.attrs[0], sizes(value.shape[0])
+    return torch.arange(start, start + count, device=x.device)
+
+
 def _chosen(value: Value, sizes: Sizes, places: Tensor) -> Tensor:
     shape = [sizes(size) for size in value.shape]
     return torch.zeros(shape, dtype=torch.bool, device=places.device).scatter(-1, places.long(), True)
@@ -103,6 +108,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "wrap": _wrap,
         "filled": _filled,
         "number": _from_size,
+        "steps": _steps,
         "flip": lambda value, sizes, x: x.flip(value.attrs),
         "permute": lambda value, sizes, x: x.permute(value.attrs),
         "cat": lambda value, sizes, *pieces: torch.cat(pieces, value.attrs[0]),

@@ -25,7 +25,7 @@ _UNIT = 1e-9  # microseconds; benefits are summed as integers, which is exact in
 
 @dataclass(frozen=True, eq=False)
 class _Option:
-    """Candidates that are chosen jointly: one alone, or one with the candidate that it needs."""
+    """Candidates that are chosen jointly: one alone, or one with the candidates that it needs in turn."""
 
     members: tuple[Candidate, ...]
     roots: frozenset[fx.Node]
@@ -85,7 +85,9 @@ def _settled(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:
 
 
 def _option(candidate: Candidate) -> _Option:
-    members = (candidate,) if candidate.needs is None else (candidate.needs, candidate)
+    members = (candidate,)
+    while members[0].needs is not None:
+        members = (members[0].needs, *members)
     return _Option(
         members,
         frozenset(node for each in members for node in each.match.makers),

@@ -62,7 +62,8 @@ class MaskSpec:
         kind: "none", "causal_upper_left" (key j ≤ query i) or "causal_lower_right" (the last query sees
             the last key).
         window: the number of keys before its own that a query sees; None for all.
-        kv_len: the number of keys that every sequence sees; None for all keys, or where `kv_lens` is given.
+        kv_len: the number of keys that every sequence sees, or a tuple of one for each; None for all keys, or where
+            `kv_lens` is given.
         kv_lens: the number of keys of each sequence [B]; None if `kv_len` says all.
     """
 
@@ -96,11 +97,16 @@ class MaskSpec:
             return self
         kv_len = queries if self.kind == "causal_upper_left" else keys if self.kv_len is None else self.kv_len
         require(
-            kv_len <= keys,
+            longest(kv_len) <= keys,
             "keys: there are fewer of them than queries under an upper-left causal mask; "
             "npu_fused_infer_attention_score requires as many keys as queries at least",
         )
         return replace(self.towards_last(), kv_len=kv_len)
+
+
+def longest(kv_len: Any) -> Any:
+    """Return the greatest of the lengths `kv_len`: a number for all sequences, one for each, or None for all keys."""
+    return max(kv_len) if isinstance(kv_len, tuple) else kv_len
 
 
 def viewed(y: Tensor, view: Any) -> Tensor:
@@ -219,6 +225,8 @@ def each_length(spec: MaskSpec, q: Tensor) -> Any:
     batch: Any = q.shape[0]
     if spec.kv_lens is not None:
         return spec.kv_lens
+    if isinstance(spec.kv_len, tuple):
+        return [*spec.kv_len]
     return [spec.kv_len] * batch if isinstance(batch, int) else torch.full((batch,), spec.kv_len, device=q.device)
 
 

@@ -85,10 +85,11 @@ class Rows(Group):
         return spec.from_last(queries, keys) if latent and spec.kind == "causal_upper_left" else spec
 
     def lengths(self, spec: MaskSpec, q: Tensor) -> Any:
-        """Return the lengths of keys by the mask `spec`: [number] for all sequences, a tensor [B], or None for all
-        keys.
+        """Return the lengths of keys by the mask `spec`: [number] for all sequences, a number for each, a tensor [B],
+        or None for all keys.
         """
-        return spec.kv_lens if spec.kv_len is None else [spec.kv_len]
+        own = [*spec.kv_len] if isinstance(spec.kv_len, tuple) else [spec.kv_len]
+        return spec.kv_lens if spec.kv_len is None else own
 
     def widened(self, mask: Tensor, batch: Any, keys: Any) -> Tensor:
         """Return `mask` padded to all keys that the operator reads; of rows it reads no others."""

@@ -12,7 +12,7 @@ _VISIBLE = {
     "mask_kind": '"none", "causal_upper_left" (key j ≤ query i), "causal_lower_right" (the last query sees the last '
     'key) or "dense" (see mask)',
     "window": "the number of keys before its own that a query sees; None for all",
-    "kv_len": "the number of keys of every sequence; None for all T",
+    "kv_len": "the number of keys of every sequence, or a tuple of one for each; None for all T",
     "kv_lens": "the number of keys of each sequence [B]",
     "levels": "the numbers, at most 0, that masks add to the scores [B or 1, 1, S, T], if a query without a visible "
     "key attends to the keys with the greatest of them; absent else",

@@ -7,10 +7,11 @@ inside of its page. Ops that write otherwise into an input are reported with a r
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from fusion import reader, word
 from fusion.analysis.affine import Affine, Formula, Leaf, negation
@@ -19,6 +20,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import bounds
 from fusion.analysis.mask_formulas import Positions
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
+from patterns.cache.sequence_writes import chain_of, joined, of_one
 
 _ELEMENT_WRITES = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
@@ -101,11 +103,14 @@ class Writes:
         a: the values of the graph.
         folder: the constants among them.
         written: the inputs that the graph changes.
-        places: the values of its nodes.
+        places: the nodes of each value.
     """
 
-    def __init__(self, a: Algebra, folder: Folder, written: Collection[Value], places: Collection[Value]) -> None:
+    def __init__(
+        self, a: Algebra, folder: Folder, written: Collection[Value], places: Mapping[Value, Sequence[fx.Node]]
+    ) -> None:
         self._algebra, self._folder, self._caches, self._places = a, folder, set(written), places
+        self._on_device: dict[torch.device, Value] = {}  # the first cache, on whose device positions are built
 
     def read(self, value: Value) -> Iterator[Reading | Miss]:
         """Yield the readings of `value` as a write, or the reason why it is none; call it in the order of the graph."""
@@ -118,9 +123,10 @@ class Writes:
 
     def _outcomes(self, value: Value) -> Sequence[Outcome]:
         readers = {"slice_scatter": self._slice, "cat": _slide, "where": self._chosen, "add": self._blended}
-        written = self._written(value)
+        written = (*self._of_sequences(value), *self._written(value))
         if value.op == "reshape" and self._is_back(value):
-            return (*self._pages(value), *(() if value.arg in self._places else self._written(value.arg)))
+            alone = () if value.arg in self._places else self._written(value.arg)
+            return (*written, *self._pages(value), *alone)
         if written or value.op in readers:
             return written or (readers[value.op](value),)
         added = (_ADDED,) if value.op in _PUT and unviewed(value.arg).op == "input" else ()
@@ -142,6 +148,15 @@ class Writes:
                 return (Reading("write_sequences", how, over=cache),)
             case _:
                 return ()
+
+    def _of_sequences(self, value: Value) -> Sequence[Outcome]:
+        """Return the readings of a chain of writes into the sequences of a cache that the graph changes."""
+        chain = value.below("reshape")
+        if chain.op != "write_within" or (value.op == "reshape" and chain in self._places):
+            return ()
+        device = self._places[value][0].meta["val"].device
+        like = self._on_device.setdefault(device, chain_of(chain)[0])
+        return joined(self._algebra, value, like) or of_one(self._algebra, value, like) or ()
 
     def _is_back(self, value: Value) -> bool:
         """Return True if `value` reshapes a written cache to the shape that the cache had before it was reshaped for

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusion import lowering, pattern, require, scalar, variants
-from patterns.attention.calls import viewed
+from patterns.attention.calls import MaskSpec, each_length, viewed
 from patterns.attention.masks.visibility import Structured
 from patterns.attention.results import Output, OutputAndLse, SoftmaxAttention
 from patterns.attention.sources import Rows
@@ -92,7 +92,7 @@ class LatentAttentionAtb(SoftmaxAttention):
             result.lse,
             "log-sum-exp: nothing reads it; the ring call of npu_multi_head_latent_attention requires a reader",
         )
-        batch, _, queries = encoding.absorbed.shape[:3]
+        queries = encoding.absorbed.shape[2]
         one = queries == 1 and seen.window is None and seen.kv_lens is None
         require(
             one,
@@ -100,7 +100,7 @@ class LatentAttentionAtb(SoftmaxAttention):
             "npu_multi_head_latent_attention requires one query and a static number of keys beside it",
         )
         call, keys = _call(encoding, source, scale)
-        context = [keys if seen.kv_len is None else seen.kv_len] * batch
+        context = each_length(MaskSpec(kv_len=keys if seen.kv_len is None else seen.kv_len), encoding.absorbed)
         options = dict(calc_type="calc_type_ring", return_lse=True)
         y, lse = atb.attended(encoding.queries(), call, context, options)
         return viewed(encoding.expanded(y, values), result.view), lse.transpose(1, 2)

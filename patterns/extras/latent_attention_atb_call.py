@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
-from patterns.attention.calls import MaskSpec, Parts
+from patterns.attention.calls import MaskSpec, Parts, each_length
 from patterns.attention.sources import Rows
 from patterns.attention.varlen.pages import PagesNZ
 from patterns.cache import pages
@@ -143,7 +143,7 @@ def structured(q: Parts, call: Call, keys: Any, seen: MaskSpec) -> Tensor:
         if seen.kind != "none":
             options |= dict(mask_type="mask_type_free", mask=_free(queries, call.size, q[1]))
     seen = seen.from_last(queries, keys)
-    return attended(q, call, [seen.kv_len] * batch if seen.kv_lens is None else seen.kv_lens, options)
+    return attended(q, call, each_length(seen, q[0]), options)
 
 
 def _free(queries: int, size: int, like: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ REPEATED: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
         2,
         2 * G,
     ),
+    "equal entries, split in two dims, the last": (lambda x: x[..., :1].expand(KV.shape).reshape(B, T, M, 2, 3), 4, 3),
+    "equal entries, split in two dims, the first": (lambda x: x[..., :1].expand(KV.shape).reshape(B, T, M, 2, 3), 3, 2),
 }
 
 OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
@@ -59,6 +61,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "joined along the dim": (lambda x: torch.cat([grouped(x), grouped(x) * 2], 2), 2),
     "joined with others": (lambda x: torch.cat([grouped(x), x.repeat(1, 1, G, 1)], -1), 2),
     "read in another order": (lambda x: x[:, :, :, None].expand(-1, -1, -1, G, -1).reshape(B, -1, D, M * G), 3),
+    "other entries, split in two dims": (lambda x: x.reshape(B, T, M, 2, 3), 4),
     "nothing": (lambda x: x[:0].repeat_interleave(G, 2), 2),
     "a joined dim, of which the first part is repeated": (
         lambda x: x[:, :, :, None].expand(-1, -1, -1, G, -1).reshape(B, -1, M * G * D), 2,

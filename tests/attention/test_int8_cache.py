@@ -251,16 +251,22 @@ def test_scales_of_tokens_are_told_in_float32(
     assert told(t) == dict.fromkeys(("dequant_scale_key", "dequant_scale_value"), shape) | modes
 
 
+def before_the_turn(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    return (x.transpose(1, 2).float() * scale.transpose(1, 2)).to(q.dtype).transpose(1, 2)
+
+
+def before_the_split(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    """Rows [B, T, M · D] take one scale each, and are split into heads behind it."""
+    rows = (x.transpose(1, 2).flatten(2).float() * scale.squeeze(1)).to(q.dtype)
+    return rows.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
+
+
 @pytest.mark.parametrize("kind", ["rows", "positions", "pages"])
-def test_a_scale_that_all_heads_share_is_told_once(kind: str):
-    """It is expanded to heads where it stands before the cache is turned."""
+@pytest.mark.parametrize("turn", [before_the_turn, before_the_split])
+def test_a_scale_that_all_heads_share_is_told_once(kind: str, turn: Callable[..., Tensor]):
+    """It is expanded to heads where it stands before the cache is turned, or split into heads."""
     s = Sizes(kind=kind)
-
-    def beside(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
-        turned = x.transpose(1, 2).float() * scale.transpose(1, 2)
-        return turned.to(q.dtype).transpose(1, 2)
-
-    t = fused(s, of_all_heads, beside)
+    t = fused(s, of_all_heads, turn)
     assert told(t)["key_quant_mode"] == 1
     assert not has_dequantised(t, s)
 

@@ -151,8 +151,6 @@ def fronted(s: Sizes, cache: Cache) -> tuple[Callable[..., tuple[Tensor, ...]], 
 @pytest.mark.parametrize("form", ["positions", "rows", "rows of a head", "lines", "lines of a head"])
 @pytest.mark.parametrize("name", OF_FRONTS)
 def test_rows_of_a_prolog(form: str, name: str):
-    if name == "one sequence, one head":
-        pytest.xfail("a prolog of one head is not read, and nothing says why")
     s = OF_FRONTS[name]
     t = tried("mla_prolog", *fronted(s, caches(s)[form]))
     (call,) = calls(t, "npu.npu_mla_prolog_v3")

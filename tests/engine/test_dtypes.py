@@ -191,7 +191,7 @@ def test_slots_are_counted_in_a_dtype_that_holds_them():
         block = a.make("floor_divide", (a.shift(slots, 1),), (16,), (5,), torch.int32)
         place = a.make("remainder", (slots,), (16,), (5,), torch.int32)
         written = a.make("write_rows", (cache, rows, block, place), (0,), cache.shape, torch.float16)
-        _, slot = Writes(a, Folder(), {cache}, ()).read(written)
+        _, slot = Writes(a, Folder(), {cache}, {}).read(written)
         assert slot.captures["slots"].dtype is wide
 
 

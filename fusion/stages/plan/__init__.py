@@ -71,7 +71,7 @@ class Planner:
         self._precision = Precision(graph)
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
-        """Return the best legal candidate of each of `matches` that has one; then the second of each pair that saves
+        """Return the best legal candidate of each of `matches` that has one; then the last of each group that saves
         more jointly.
 
         Reasons of the others are appended to `refusals`. A match with a result that no node computes, as of absorbed
@@ -91,20 +91,20 @@ class Planner:
                 offers[match] = self._with_reader(offers[match], match.unheld, offers, shared)
             best = self._best(match, plans[match], offers[match])
             candidates.extend(() if best is None else (best,))
-        return [*candidates, *joint_rewrites.pairs(candidates, self._on_top)]
+        return [*candidates, *joint_rewrites.groups(candidates, self._on_top)]
 
-    def _on_top(self, one: Candidate, other: Candidate) -> Candidate:
-        """Return `one` as a candidate that needs `other`, with what it saves in addition if `other` is rewritten as
-        well.
+    def _on_top(self, one: Candidate, others: Sequence[Candidate]) -> Candidate:
+        """Return `one` as a candidate beside `others`, with what it saves in addition if these are rewritten as well.
 
-        That is also what the nodes cost that die only if both are.
+        That is also what the nodes cost that die only if all are.
         """
-        read = (value for each in (one, other) for value in each.plan.tensors(each.match).values())
-        gone = self._dying([one.match, other.match], frozenset(read)) - one.dying - other.dying
+        every = (*others, one)
+        read = (value for each in every for value in each.plan.tensors(each.match).values())
+        dead = frozenset[fx.Node]().union(*(each.dying for each in every))
+        gone = self._dying([each.match for each in every], frozenset(read)) - dead
         launches = one.launches + sum(map(self._launches, gone))
         saved, further = one.benefit + self._worth(gone), self._further(launches)
-        dying = one.dying | gone
-        return replace(one, dying=dying, benefit=saved, launches=launches, further=further, needs=other)
+        return replace(one, dying=one.dying | gone, benefit=saved, launches=launches, further=further)
 
     @property
     def failures(self) -> Sequence[Failure]:

@@ -1,6 +1,8 @@
-"""Joint rewrites: pairs that make nodes dead which neither makes dead alone, as the two halves of a fused projection.
+"""Joint rewrites: candidates that make nodes dead which none makes dead alone, as the two halves of a fused projection.
 
 y = x W;  f(y[:n]), g(y[n:])   →   F(x, W[:n]), G(x, W[n:])      y dies if both are rewritten
+
+k, v = writes of sequence after sequence, each read between     all but the last write die if attention reads that
 """
 
 from __future__ import annotations
@@ -14,21 +16,52 @@ import torch.fx as fx
 
 from fusion.records import LEAST_BENEFIT, Candidate
 
+OnTop = Callable[[Candidate, Sequence[Candidate]], Candidate]
+"""Prices a candidate if others are rewritten as well."""
 
-def pairs(candidates: Sequence[Candidate], on_top: Callable[[Candidate, Candidate], Candidate]) -> list[Candidate]:
-    """Return a candidate for every two of `candidates` that save more together than each alone.
 
-    It is the second of the two as one that needs the first; each has half of what both save. `on_top(second, first)`
-    prices the second if the first is rewritten as well.
+def groups(candidates: Sequence[Candidate], on_top: OnTop) -> list[Candidate]:
+    """Return a candidate for every two of `candidates` that save more together than each alone, and for every one with
+    all that it is such a pair with.
+
+    It is the last of them as one that needs the one before; each has an equal part of what all save.
     """
+    partners = dict[int, list[Candidate]]()
     offered: list[Candidate] = []
-    for one, other in _sharing(candidates):
-        more = on_top(other, one)
-        total = one.benefit + more.benefit
-        if total > sum(max(each.benefit, 0.0) for each in (one, other)) + LEAST_BENEFIT:
-            half = replace(one, benefit=total / 2)
-            offered.append(replace(more, benefit=total / 2, needs=half))
-    return offered
+    for pair in _sharing(candidates):
+        joined = _jointly(pair, on_top)
+        if joined is None:
+            continue
+        offered.append(joined)
+        for one, other in (pair, pair[::-1]):
+            partners.setdefault(id(one), [one]).append(other)
+    several = (_apart(members) for members in partners.values())
+    more = (_jointly(each, on_top) for each in several if len(each) > 2)
+    return [*offered, *filter(None, more)]
+
+
+def _jointly(members: Sequence[Candidate], on_top: OnTop) -> Candidate | None:
+    """Return the last of `members` as one that needs the others in turn; None if all save no more than each alone."""
+    first, *others = members
+    priced = [first]
+    for each in others:
+        priced.append(on_top(each, priced))
+    total = sum(each.benefit for each in priced)
+    if total <= sum(max(each.benefit, 0.0) for each in members) + LEAST_BENEFIT:
+        return None
+    needed: Candidate | None = None
+    for each in priced:
+        needed = replace(each, benefit=total / len(priced), needs=needed)
+    return needed
+
+
+def _apart(members: Sequence[Candidate]) -> list[Candidate]:
+    """Return the first of `members` and those of the others that overlap with none before them."""
+    chosen: list[Candidate] = []
+    for each in members:
+        if not any(_overlap(each, other) for other in chosen):
+            chosen.append(each)
+    return chosen
 
 
 def _sharing(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:

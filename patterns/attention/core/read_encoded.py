@@ -133,12 +133,12 @@ def _is_per_token(x: Value) -> bool:
 
 
 def _shared(a: Algebra, x: Value, shape: Sequence[Any]) -> Value:
-    """Undo the expansion of `x`, which broadcasts to [B, M, T, D], over sequences, heads and tokens.
+    """Undo the expansion of `x`, which broadcasts to [B, M, T, D], along each dim.
 
     A scale of each page is expanded to its tokens.
     """
     x = a.reshape(x, (*(1,) * (len(shape) - x.rank), *x.shape))
-    for axis in (0, 1, 2):
+    for axis in range(len(shape)):
         once = unrepeated(a, x, axis)[0]
         x = once if once.shape[axis] == 1 else x
     return x

@@ -5,7 +5,8 @@ queries [M · G · D] of one token were split into these dims.
 
 Scores [B, N, T] are those of one head with N queries, or of N heads with one query: the latter, if a part of the
 queries is a product of N matrices, one for each row, as heads differ in their weights and queries do not; or if the
-values are lanes of the keys, as many heads attend to one latent.
+values are lanes of the keys, as many heads attend to one latent, unless one matrix for all rows gives a part of the
+queries, as it absorbs the projection of a single head.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def rows_as_heads(a: Algebra, attention: Reading) -> Reading:
     batch, one, heads, _ = q.shape
     alike = mask is None or (mask.op == "expand" and mask.arg.rank == 4 and mask.arg.shape[1:3] == (1, 1))
     alone = one == k.shape[1] == v.shape[1] == 1 and not {"sink", "bias", "levels"} & set(captures)
-    if not alike or not alone or not (_is_latent(a, k, v, heads) or _are_by_heads(a, q, heads)):
+    are_heads = _is_latent(a, k, v, heads) and not _are_by_one_matrix(a, q)
+    if not alike or not alone or not (are_heads or _are_by_heads(a, q, heads)):
         return attention
     by_heads: dict[str, Any] = {**captures, "q": a.reshape(q, (batch, heads, 1, q.shape[-1]))}
     if not captures["output_view"] or captures["output_view"][0][0] != "reshape":
@@ -96,3 +98,12 @@ def _by_heads(a: Algebra, part: Value, heads: Any) -> bool:
             own = each.rank == 3 and each.args[1].shape[:-2] == (heads,) == each.shape[:1]
             return own and a.reshape(a.permute(each, (1, 0, 2)), part.shape) is part
     return False
+
+
+def _are_by_one_matrix(a: Algebra, q: Value) -> bool:
+    """Return True if some lanes of `q` [B, 1, N, D] are a product of all N rows with one matrix."""
+    products = ((part, each) for _, part in joined_parts(a, q) for each in [part.below("reshape", "permute")])
+    return any(
+        each.op == "matmul" and prod(each.args[1].shape[:-2]) == 1 and each.shape[-2:] == part.shape[-2:]
+        for part, each in products
+    )

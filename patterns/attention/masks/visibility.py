@@ -35,7 +35,7 @@ class Visibility(Group):
         mask_kind: "none", "causal_upper_left", "causal_lower_right" as in `MaskSpec`, or "dense".
         window: the number of keys before its own that a query sees.
         kv_lens: the number of visible keys of each sequence.
-        kv_len: the number of visible keys of all sequences.
+        kv_len: the number of visible keys of all sequences, or a tuple of one for each.
         fully_masked_row: the result of a query without keys: "zero", "mean" (of all values), "nan", "lowest" (the mean
             of values whose keys are lowered least), "lowest_or_nan" or "lowest_or_zero" (NaN or 0 where they are
             lowered by -inf); always "zero" where every query is known to see a key.

@@ -2,8 +2,8 @@
 
     out = [attention(q[b], k[b], v[b], first lengths[b] keys) for b in range(B)]
 
-All sequences must have as many queries and keys. Reference code of serving engines has such loops, with lengths that
-are data.
+All sequences must have as many queries, and as many keys unless these are the first rows of one cache. Reference code
+of serving engines has such loops, with lengths that are data or numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from fusion.analysis.row_layout import named
 from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.varlen.joined_results import Part, Results, each_alone, joins, part_of, views_between
-from patterns.attention.varlen.segment_orders import ROWS
+from patterns.attention.varlen.segment_orders import ROWS, Captures, kind_of, visible_rows
+from patterns.attention.varlen.sequence_caches import rows_of
 from patterns.attention.words import SOFTMAX_ATTENTION
 
 _ALIKE = ("scale", "window", "sink", "fully_masked_row", "mask_kind", "kv_len")
 _BROADCAST = ("mask", "levels", "bias")
 """Captures that all sequences may share."""
+_LENGTHS = ("count", "kv_lens", "kv_len", "levels", "bias")
+"""Captures that say which keys are seen, beside the kind of the mask."""
 _OWN = ("count", "kv_lens", *_BROADCAST)
 """Captures that differ between sequences; without any, `segmented_attentions` reads sequences of any length."""
 _JOINED = ("q", "k", "v", *_OWN)
@@ -32,31 +35,63 @@ _JOINED = ("q", "k", "v", *_OWN)
 def batched_attentions(graph: Graph) -> Iterator[Annotation]:
     """Read every concatenation of attentions of one sequence each, as `softmax_attention` of the batch."""
     for results, value in joins(graph):
-        read = batched(graph.algebra, results, value)
+        read = batched(graph, results, value)
         if read is not None:
             yield value, read
 
 
 @proof
-def batched(a: Algebra, results: Results, joined: Value) -> Reading | None:
+def batched(graph: Graph, results: Results, joined: Value) -> Reading | None:
     """Read attentions of one sequence each, among `results`, which `joined` concatenates, as attention of a batch.
 
     None if the sequences differ in more than their tensors.
     """
+    a = graph.algebra
     parts = [proven(part_of(a, results, each)) for each in joined.args]
-    every = [each.reading.captures for each in parts]
-    first, (axis,) = every[0], joined.attrs
-    must(all(each.keys() == first.keys() for each in every))
-    must(first.keys() <= {*_ALIKE, *_JOINED, "output_view"})
-    must(any(first.get(name) is not None for name in _OWN))
-    must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
+    every, (axis,) = [each.reading.captures for each in parts], joined.attrs
+    must(all(each.keys() <= {*_ALIKE, *_JOINED, "output_view"} for each in every))
     must(all(each[name].shape[0] == 1 for each in every for name in ("q", "k", "v")))
-    there = [name for name in _JOINED if first.get(name) is not None]
-    stacked = {name: proven(_joined(a, [each[name] for each in every], name in _BROADCAST)) for name in there}
+    stacked = proven(_alike(graph, every) or _of_own_lengths(graph, every))
     must(all(_views(each) == _views(parts[0]) for each in parts))
     view = proven(_view(a, parts[0], axis, joined.shape))
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
-    return Reading("softmax_attention", {**first, **stacked, "output_view": view}, relied)
+    return Reading("softmax_attention", {**stacked, "output_view": view}, relied)
+
+
+@proof
+def _alike(graph: Graph, every: Sequence[Captures]) -> Captures | None:
+    """Return the captures of the batch of sequences with the captures `every`, whose masks are tensors or lengths.
+
+    None if there is no such tensor, or if the sequences differ in their numbers of queries or keys.
+    """
+    a, first = graph.algebra, every[0]
+    must(all(each.keys() == first.keys() for each in every))
+    must(any(first.get(name) is not None for name in _OWN))
+    must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
+    there = [name for name in _JOINED if first.get(name) is not None]
+    joined = {name: _joined(a, [each[name] for each in every], name in _BROADCAST) for name in there}
+    cached = {name: rows_of(graph, [each[name] for each in every]) for name in ("k", "v")}
+    rows = {name: each.visible(a) for name, each in cached.items() if each is not None}
+    return {**first, **{name: proven(each) for name, each in joined.items()}, **rows}
+
+
+@proof
+def _of_own_lengths(graph: Graph, every: Sequence[Captures]) -> Captures | None:
+    """Return the captures of the batch of sequences with the captures `every`, each of which sees the first keys of its
+    own sequence of one cache.
+
+    None for keys that are not read from a cache, or for masks that differ in more than the number of keys.
+    """
+    a = graph.algebra
+    every = [visible_rows(a, each) for each in every]
+    first = every[0]
+    must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE if name != "mask_kind"))
+    must(first.get("window") is None and all(each.get(name) is None for each in every for name in _LENGTHS))
+    keys, values = (proven(rows_of(graph, [each[name] for each in every])) for name in ("k", "v"))
+    must(keys.lengths == values.lengths)
+    rows = {"k": keys.visible(a), "v": values.visible(a), "kv_len": keys.own_lengths}
+    q = proven(_joined(a, [each["q"] for each in every], False))
+    return {**first, **rows, "q": q, "mask": None, "mask_kind": proven(kind_of(every))}
 
 
 @proof

@@ -20,7 +20,8 @@ from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.varlen.joined_results import VIEWS, Results, Steps, joins, part_of, steps_of
 from patterns.attention.varlen.read_block_masks import block_masked
-from patterns.attention.varlen.segment_orders import ROWS, Captures, in_one_window, kind_of
+from patterns.attention.varlen.segment_orders import ROWS, in_one_window, kind_of, visible_rows
+from patterns.attention.varlen.sequence_caches import cache_of
 from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
 from patterns.cache.joined_tables import joined_table
 from patterns.cache.read_block_tables import rows_of_pages
@@ -46,15 +47,23 @@ def paged_segments(graph: Graph) -> Iterator[Annotation]:
     """Read all keys and values whose segments are gathered from pages, as `paged_segments`."""
     for _, attention in graph.readings.all("segmented_attention"):
         for rows in (attention.captures["k"], attention.captures["v"]):
-            reading = _in_pages(graph, rows, attention.captures["key_ends"])
+            reading = _in_pages(graph, rows, attention)
             if reading is not None:
                 yield rows, reading
 
 
 @proof
-def _in_pages(graph: Graph, rows: Value, ends: Sequence[int]) -> Reading | None:
-    """Read `rows`, segments that end at `ends`, as gathered from the same pages by one block table; else None."""
-    each_of = [_segment(graph.algebra, rows, start, end) for start, end in pairwise((0, *ends))]
+def _in_pages(graph: Graph, rows: Value, attention: Reading) -> Reading | None:
+    """Read `rows`, keys or values of the segments of `attention`, as gathered from pages by one block table; else None.
+
+    Sequences of one cache, of which each segment has the first rows, are consecutive pages.
+    """
+    each_of = [
+        _segment(graph.algebra, rows, start, end) for start, end in pairwise((0, *attention.captures["key_ends"]))
+    ]
+    cached = cache_of(graph, each_of)
+    if cached is not None:
+        return Reading("paged_segments", {"rows": rows} | proven(cached.pages(graph.algebra, attention.captures["q"])))
     parts = [proven(rows_of_pages(graph, each, _sizes(each))).captures for each in each_of]
     same = {name: parts[0][name] for name in ("pages", "size", "layout")}
     must(all(part[name] == each for part in parts for name, each in same.items()))
@@ -88,7 +97,7 @@ def segmented(graph: Graph, results: Results, joined: Value) -> Reading | None:
     """
     a = graph.algebra
     parts = [proven(part_of(a, results, each)) for each in joined.args]
-    every = [_without_rest(a, each.reading.captures) for each in parts]
+    every = [visible_rows(a, each.reading.captures) for each in parts]
     every = in_one_window(graph.shared(Folder), every)
     first = every[0]
     must(all(each.keys() <= _CAPTURES for each in every))
@@ -104,18 +113,6 @@ def segmented(graph: Graph, results: Results, joined: Value) -> Reading | None:
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
     view = proven(named(steps.for_rows(ends[-1]), {}))
     return Reading("segmented_attention", captures | {"output_view": view}, relied)
-
-
-def _without_rest(a: Algebra, captures: Captures) -> Captures:
-    """Slice keys and values to the `kv_len` that are visible.
-
-    Captures with a dense mask stay as they are, since it has an entry for each key.
-    """
-    keys = captures.get("kv_len")
-    if not isinstance(keys, int) or captures["mask_kind"] == "dense":
-        return captures
-    visible = {name: a.cut(captures[name], ROWS, 0, keys) for name in ("k", "v")}
-    return {**captures, **visible, "kv_len": None, "mask": None}
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:

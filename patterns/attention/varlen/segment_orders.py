@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fusion.analysis.constant_folding import Folder
+from fusion.graph import Algebra
 
 ROWS = 2
 """The dim of queries [B, N, S, D]."""
@@ -87,3 +88,15 @@ def _within(captures: Captures, has: int | None, window: int) -> Captures:
         return {**captures, "mask_kind": "none", "window": window, "fully_masked_row": "zero"}
     short = captures["mask_kind"] != "dense" and isinstance(keys, int) and keys <= window + 1
     return {**captures, "window": window} if short else captures
+
+
+def visible_rows(a: Algebra, captures: Captures) -> Captures:
+    """Slice keys and values to the `kv_len` that are visible.
+
+    Captures with a dense mask stay as they are, since it has an entry for each key.
+    """
+    keys = captures.get("kv_len")
+    if not isinstance(keys, int) or captures["mask_kind"] == "dense":
+        return captures
+    visible = {name: a.cut(captures[name], ROWS, 0, keys) for name in ("k", "v")}
+    return {**captures, **visible, "kv_len": None, "mask": None}

@@ -138,13 +138,14 @@ def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:
     (up_key, up_value), heads = up, up[0].shape[0]
     q, seen = keys.source.posed(q, keys.seen, keys.count(batch))
     spec = replace(keys, seen=seen).spec(queries, batch)
-    latent, rope = (keys.cut(each)[:, : spec.kv_len] for each in keys.source.read(batch))
+    latent, rope = (keys.cut(each)[:, : calls.longest(spec.kv_len)] for each in keys.source.read(batch))
     if batch == 1 and spec.kv_lens is None and not any(map(calls.heads_last, q)):
         return _expanded_heads_first(q, (latent[0, :, 0], rope[0]), (up_key.transpose(1, 2), up_value), spec, call)
     weights = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
     k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in weights)
+    lengths = [*spec.kv_len] if isinstance(spec.kv_len, tuple) else spec.kv_lens
     y, lse = calls.fused(
-        q[0].transpose(1, 2), k, v, spec.kv_lens, call, query_rope=q[1].transpose(1, 2), num_query_heads=heads,
+        q[0].transpose(1, 2), k, v, lengths, call, query_rope=q[1].transpose(1, 2), num_query_heads=heads,
         num_key_value_heads=heads, key_rope=rope.expand(-1, -1, heads, -1).contiguous(), input_layout="BSND",
         **spec.arguments(k.device, queries),
     )  # fmt: skip
