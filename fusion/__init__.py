@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fusion.errors import FusionError
+from fusion.errors import ExpectationWarning, FusionError
 from fusion.frontend.backend import FusionBackend, fuse
 from fusion.frontend.explain import explain
 from fusion.frontend.exported import fuse_exported
 from fusion.frontend.library import installed
+from fusion.frontend.regions import region
 from fusion.language import (
     Captures,
     Example,
@@ -43,6 +44,7 @@ __all__ = [
     "Captures",
     "Encoding",
     "Example",
+    "ExpectationWarning",
     "FusionBackend",
     "FusionError",
     "FusionPass",
@@ -69,6 +71,7 @@ __all__ = [
     "reader",
     "refresh",
     "refused_on",
+    "region",
     "require",
     "rounding",
     "scalar",

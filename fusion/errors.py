@@ -29,6 +29,10 @@ class NoRulesError(FusionError):
     """There is no rule to apply."""
 
 
+class ExpectationWarning(UserWarning):
+    """A compiled graph lacks a fusion that a region or the option `expect` names, or exceeds a limit of the option."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """An error in the pass, and its place.

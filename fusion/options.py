@@ -52,6 +52,8 @@ class Options:
             cache folder, for later processes too), "memory" or "off"; by default $CANN_FUSION_PLAN_CACHE or "disk".
         progress: show a line on the terminal where compiling takes more than five seconds; never in CI.
         dump_dir: folder for the graph after each stage, as text; "" for none.
+        expect: fusions that the model must have, as a TOML file or a mapping of the same content (docs/expect.md);
+            a graph that lacks one gives an `ExpectationWarning`. A guest (`FusionPass`) ignores it.
     """
 
     target: str = "auto"
@@ -70,6 +72,7 @@ class Options:
     plan_cache: str = ""
     progress: bool = True
     dump_dir: str = ""
+    expect: str | Mapping[str, Any] = ""
 
     def __post_init__(self) -> None:
         """Check each value by its type and content, and normalise collections."""
@@ -95,8 +98,8 @@ class Options:
         return Options(**{**(given or {}), **more})
 
     def key(self) -> tuple[Any, ...]:
-        """Return all values, hashable and in a fixed order."""
-        values = (getattr(self, each.name) for each in fields(self))
+        """Return all values that a rewrite may depend on, hashable and in a fixed order."""
+        values = (getattr(self, each.name) for each in fields(self) if each.name != "expect")
         return tuple(
             tuple(sorted(v.items())) if isinstance(v, Mapping) else tuple(sorted(v)) if isinstance(v, frozenset) else v
             for v in values
@@ -104,7 +107,12 @@ class Options:
 
 
 def check_names(
-    what: str, names: Iterable[Any], known: Iterable[str], meant: str = "", listed: Iterable[str] | None = None
+    what: str,
+    names: Iterable[Any],
+    known: Iterable[str],
+    meant: str = "",
+    listed: Iterable[str] | None = None,
+    doing: str = "reading options",
 ) -> None:
     """Raise `OptionError` for the first of `names` that is not `known`.
 
@@ -114,6 +122,7 @@ def check_names(
         known: the accepted names.
         meant: hint in the message; "" for the nearest known names.
         listed: the known names that the message lists; None for all.
+        doing: the beginning of the message.
     """
     known = list(known)
     unknown = next((each for each in sorted(names, key=str) if each not in known), None)
@@ -122,7 +131,7 @@ def check_names(
     near = difflib.get_close_matches(str(unknown), known, n=2, cutoff=0.5)
     hint = meant or (f"did you mean {' or '.join(map(repr, near))}? " if near else "")
     accepted = ", ".join(filter(None, known if listed is None else listed))
-    raise OptionError(f"reading options: {unknown!r} is not a known {what}; {hint}known: {accepted}")
+    raise OptionError(f"{doing}: {unknown!r} is not a known {what}; {hint}known: {accepted}")
 
 
 def _wrong(option: str, given: object, wanted: str) -> OptionError:
@@ -208,6 +217,14 @@ def _folder(option: str, given: Any) -> str:
     return str(given) if given else ""
 
 
+def _expectations(option: str, given: Any) -> str | Mapping[str, Any]:
+    if isinstance(given, Mapping):
+        return immutable_dict(given)
+    if not isinstance(given, str | os.PathLike | None):
+        raise _wrong(option, given, "the path of a TOML file, or a mapping, such as {'fusions': {'attention': 2}}")
+    return str(given) if given else ""
+
+
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "target": _target,
     "lower": partial(_one_of, LOWER),
@@ -222,5 +239,6 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "plan_cache": _plan_cache,
     "progress": _flag,
     "dump_dir": _folder,
+    "expect": _expectations,
 }
 """For each option, the function that checks a value and returns it normalised."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from traceback import FrameSummary, extract_tb
 from typing import Any
 
+from torch import fx
+
 _SKIPPED = re.compile(r"(?P<name>[^()]*) \((?P<file>.*):(?P<line>\d+)\): (?P<reason>.*)", re.DOTALL)
 UNRESUMED = "an error was suppressed during compilation"
 _LOST = (UNRESUMED, "Dynamo decided to skip the frame while tracing", "tracing is non-recursively disabled")
@@ -30,6 +32,23 @@ class Departures:
 
     breaks: list[tuple[Sequence[FrameSummary], str]] = field(default_factory=list)
     skipped: list[tuple[str, str, int, str]] = field(default_factory=list)
+
+
+def is_complete(gm: fx.GraphModule) -> bool:
+    """Return True if a graph that is being compiled is all of its call: no graph break is at its end or before it.
+
+    Private: `compile_subgraph_reason` of a graph, `torch._dynamo.symbolic_convert.InstructionTranslator.current_tx`,
+    and the names that `torch._dynamo.resume_execution` gives functions.
+    """
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    ends_early = getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
+    try:
+        traced: Any = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:  # the caller is not Dynamo
+        return True
+    return not ends_early and not traced.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
 @contextmanager

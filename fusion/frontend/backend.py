@@ -21,9 +21,11 @@ from fusion._torch.garbage_collection import uncollected
 from fusion._torch.inductor import inductor_mode
 from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
 from fusion.caching import graph_cache
-from fusion.errors import FusionError, OptionError, StageError
+from fusion.errors import ExpectationWarning, FusionError, OptionError, StageError
 from fusion.facts import Facts
+from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.library import completed, library_for
+from fusion.frontend.regions import region_reports, regions_in
 from fusion.graph.origin import render
 from fusion.inputs.assumptions import assumed, checks_of, loosened
 from fusion.inputs.dynamo_inputs import Known
@@ -34,6 +36,7 @@ from fusion.planning.target import Target
 from fusion.report.failures import stage, warn
 from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
+from fusion.report.report import Report
 from fusion.runtime.prepared_weights import foreseen, obstacles, supply
 from fusion.runtime.verification import Subject, verified
 from fusion.stages.capture import capture, is_training
@@ -62,16 +65,19 @@ def _compile_by(
     """Compile one graph by the backend that `make` returns.
 
     Where an option or a rule is wrong, the returned function raises the `FusionError`, so that the caller sees the
-    error even if Dynamo suppresses errors.
+    error even if Dynamo suppresses errors; likewise an `ExpectationWarning` that a filter makes an error.
     """
     try:
         backend = make()
     except FusionError as error:
         return partial(_raise, error.with_traceback(None))
-    return backend.compile(gm, example_inputs)
+    try:
+        return backend.compile(gm, example_inputs)
+    except ExpectationWarning as error:
+        return partial(_raise, error.with_traceback(None))
 
 
-def _raise(error: FusionError, *inputs: Any) -> Any:
+def _raise(error: Exception, *inputs: Any) -> Any:
     raise error
 
 
@@ -209,11 +215,14 @@ class FusionBackend:
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         subject = self._subject(known, facts, original, gm, outcome) if self.options.verify else None
         try:
+            with stage("report"):
+                lacks = self._lacks(outcome, known)
             with stage("lower"):
                 run = self._lowered(gm, [*example_inputs, *prepared])
         except StageError as error:
             return self._without_fusion(original, example_inputs, error)
         warn(outcome.failures)
+        warn_unmet(lacks)
         run = supply(run, gm.graph, outcome.prepared, known.names_in(gm.graph))
         if subject is not None:
             run = verified(subject, run)
@@ -225,6 +234,12 @@ class FusionBackend:
         if looser != facts and not _is_symbolic(original.graph):
             again = partial(self._fused_again, known, looser, original, example_inputs)
         return assumed(run, partial(self._unfused, original, example_inputs), checks, again)
+
+    def _lacks(self, outcome: Outcome, known: Known) -> str:
+        """Describe the expectations that `outcome` does not meet; "" if it meets all, as a replayed one does."""
+        if not isinstance(outcome, GraphReport):
+            return ""
+        return unmet(Report(outcome.machine.name, (outcome,)), self.options, self.rules, known.is_complete)
 
     def _fused_again(
         self, known: Known, facts: Facts, original: fx.GraphModule, example_inputs: Sequence[Any]
@@ -282,10 +297,16 @@ class FusionBackend:
     def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
         """Fuse `gm` in place, replaying the rewrites of an equal graph where the cache has one.
 
+        Where fusions are expected, the graph is searched anew: the cache does not tell what fused, or why not.
+
         Raises:
             FusionError: the options or a rule cannot be used.
             StageError: a stage failed; the graph is not to be used.
         """
+        with stage("report"):
+            expects = bool(self.options.expect or regions_in(gm.graph))
+        if expects:
+            return self.fuse(gm, facts, original)
         with stage("graph_cache"), uncollected():
             entry = graph_cache.entry(gm.graph, facts, library_for(self.options, self.rules), self.options)
             known = entry and entry.replayed(original, partial(_check_replayed, gm.graph, original))
@@ -322,11 +343,15 @@ class FusionBackend:
         number = next(_numbers)
         dumped = _dump(self.options.dump_dir, f"graph{number}_captured.txt", gm.graph)
         library = library_for(self.options, self.rules)
+        with stage("report"):
+            places = regions_in(gm.graph)
         outcome = fuse_graph(gm.graph, library, self.options, facts, original, with_refusals, in_place)
+        with stage("report"):
+            regions = region_reports(places, outcome, self.options, self.rules) if places else ()
         if dumped:
             _dump(self.options.dump_dir, f"graph{number}_fused.txt", gm.graph)
         machine = Target.resolve(self.options.target)
-        report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
+        report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on(), regions=regions)
         log.info("fused %d places", len(report.chosen))
         return report
 

@@ -1,36 +1,23 @@
-"""The command `cann-fusion`: explain a model, list the operators, list the rules."""
+"""The command `cann-fusion`: explain a model, hold it to expectations, list the operators and the rules."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-import traceback
-import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fusion import operators
-from fusion.errors import FusionError, OptionError
-from fusion.frontend import catalogue, hf
-from fusion.frontend.explain import explain as explain_call
-from fusion.frontend.library import library_for
-from fusion.options import Options
-from fusion.report.failures import worded
-from fusion.report.report import Report
-
-MODEL_FAILED, BAD_INPUT = 1, 2
-"""Exit codes of the command, beside 0."""
-_WIDTH = 130
-_HUB = "Hugging Face models (hf:...)"
+from fusion.frontend import catalogue
+from fusion.frontend.commands import expect
+from fusion.frontend.commands.console import console, reported
+from fusion.frontend.commands.explained import Plan, explained, require_traced
+from fusion.frontend.commands.flags import CallFlags, ModelName, OptionFlags, Traceback, with_flags
 
 app = typer.Typer(
     name="cann-fusion",
@@ -39,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(expect.app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -63,6 +51,8 @@ def root(
 
     [dim]cann-fusion explain my_model:build[/dim]                  what your own function returns
 
+    [dim]cann-fusion expect check my_model:build expect.toml[/dim] its fusions, held by CI
+
     [dim]cann-fusion ops npu_rms_norm[/dim]                        what the chips accept
 
     [dim]cann-fusion rules rms_norm[/dim]                          what is recognised as a norm
@@ -70,34 +60,19 @@ def root(
 
 
 @app.command()
+@with_flags
 def explain(
-    model: Annotated[str, typer.Argument(help="hf:<model type>, or package.module:factory.", show_default=False)],
-    target: Annotated[str, typer.Option(help="Chip to plan for.")] = "ascend910_93",
-    disable: Annotated[
-        list[str] | None, typer.Option(help="Do without this rule or operator; may be repeated.")
-    ] = None,
+    model: ModelName,
+    flags: OptionFlags,
+    call: CallFlags,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    opt_in: Annotated[
-        list[str] | None, typer.Option(help="Use this rule, which is off otherwise; may be repeated.")
-    ] = None,
-    dump: Annotated[str, typer.Option(help="Folder for the graphs before and after, as text.")] = "",
-    full: Annotated[
-        bool, typer.Option("--traceback", help="Where the model fails: print the whole traceback.")
-    ] = False,
-    mode: Annotated[str, typer.Option(help="prefill or decode.", rich_help_panel=_HUB)] = "prefill",
-    layers: Annotated[int, typer.Option(help="Number of layers.", rich_help_panel=_HUB)] = 2,
-    dtype: Annotated[str, typer.Option(help="bf16, f16 or f32.", rich_help_panel=_HUB)] = "bf16",
-    attn: Annotated[str, typer.Option(help="sdpa or eager.", rich_help_panel=_HUB)] = "sdpa",
-    batch: Annotated[int, typer.Option(help="Number of sequences.", rich_help_panel=_HUB)] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens of a prefill.", rich_help_panel=_HUB)] = 32,
-    context: Annotated[int, typer.Option(help="Length of the cache.", rich_help_panel=_HUB)] = 256,
-    cache: Annotated[str, typer.Option(help="static, dynamic or none.", rich_help_panel=_HUB)] = "static",
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small real weights.", rich_help_panel=_HUB)] = False,
+    full: Traceback = False,
 ) -> None:
     """Report the fusions in a model, their savings, and refusals with their reasons.
 
-    A factory is called without arguments and returns a module or function, with its arguments if it takes any:
-    `model`, `(model, args)` or `(model, args, kwargs)`.
+    A function without parameters is a factory: it returns a module or function, with its arguments if it takes any:
+    `model`, `(model, args)` or `(model, args, kwargs)`. A module class is constructed, and takes its arguments from
+    `--input`.
 
     Exit code 0: all of the call is explained. 1: the model raised; the report covers the graphs traced before. 2: an
     argument is wrong.
@@ -105,22 +80,16 @@ def explain(
     [dim]cann-fusion explain hf:gpt_oss --mode decode --context 1024[/dim]
 
     [dim]cann-fusion explain hf:phi3 --disable npu_apply_rotary_pos_emb --json[/dim]
+
+    [dim]cann-fusion explain path/to/model.py:Model --input x=bf16[2,16,256][/dim]
     """
-    with _reported(f"explaining {model}", full):
-        off, on = frozenset(disable or ()), frozenset(opt_in or ())
-        options = Options(target=target, disable=off, opt_in=on, dump_dir=dump)
-        library_for(options)
-        named = model.removeprefix("hf:")
-        request = hf.Request(named, mode, layers, dtype, attn, batch, seq, context, cache, tiny)
-        failures: list[str] = []
-        calls = hf.calls(request, failures) if named != model else [_factory(model)]
-        report = _explained(calls, failures, options)
+    with reported(f"explaining {model}", full):
+        report = explained(model, Plan(flags.options(), flags.library()), call)
     if as_json:
         typer.echo(report.to_json())
     else:
-        _console().print(*report.tables())
-    if report.interruption is not None:
-        _fail(f"explaining {model}", str(report.interruption), report.interruption.traceback if full else "")
+        console().print(*report.tables())
+    require_traced(model, report, full)
 
 
 @app.command()
@@ -129,17 +98,17 @@ def ops(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the fused operators that can be emitted: schema, targets, limits, lowerings, source."""
-    with _reported("listing operators"):
+    with reported("listing operators"):
         entries = [catalogue.operator_entry(name)] if name else list(catalogue.operator_entries())
         origin = operators.ensure()
     if as_json:
         content = {"schemas": asdict(origin), "operators": [asdict(each) for each in entries]}
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
-    console = _console()
-    console.print(_operator(entries[0]) if name else _operators(entries))
+    terminal = console()
+    terminal.print(_operator(entries[0]) if name else _operators(entries))
     owner = f"torch_npu {origin.version}" if origin.source == "torch_npu" else "cann-fusion itself"
-    console.print(f"schemas of {owner} are in use: {escape(origin.reason)}")
+    terminal.print(f"schemas of {owner} are in use: {escape(origin.reason)}")
 
 
 @app.command()
@@ -148,106 +117,12 @@ def rules(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the installed rules: what each means, how it may be written, what it becomes."""
-    with _reported("listing rules"):
+    with reported("listing rules"):
         entries = [catalogue.rule_entry(name)] if name else list(catalogue.rule_entries())
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in entries], indent=2, ensure_ascii=False))
         return
-    _console().print(_rule(entries[0]) if name else _rules(entries))
-
-
-@contextmanager
-def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
-    """Print errors raised inside the context on stderr and exit: with 2 for wrong input of the user, with 1 for a model
-    that fails.
-
-    `doing` begins the message for a model; `full` adds the traceback.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="torch")
-            yield
-    except FusionError as error:
-        _complain(str(error))
-        raise typer.Exit(BAD_INPUT) from None
-    except Exception as error:
-        _fail(doing, worded(error), traceback.format_exc() if full else "")
-
-
-def _fail(doing: str, error: str, shown: str) -> NoReturn:
-    """Report that the model failed in `doing` with `error`, after the traceback `shown` if not "", and exit."""
-    if shown:
-        typer.echo(shown, err=True)
-    _complain(
-        f"{doing}: the model cannot be traced to the end: {error}" + ("" if shown else "; --traceback shows where")
-    )
-    raise typer.Exit(MODEL_FAILED) from None
-
-
-def _complain(text: str) -> None:
-    _tell(f"[red]error:[/red] {escape(text)}")
-
-
-def _tell(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(text)
-
-
-def _console() -> Console:
-    """Return a console of the width of the terminal, or of a fixed width for a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, emoji=False)
-
-
-def _explained(calls: Iterable[hf.Call], failures: list[str], options: Options) -> Report:
-    """Explain `calls` one by one up to the first that is traced to its end; if none is, return the report of the first.
-
-    The errors of the others are appended to `failures`, which `calls` reads to choose the next one.
-    """
-    reports: list[Report] = []
-    for call in calls:
-        for notice in call.notices:
-            _tell(f"[dim]note: {escape(notice)}[/dim]")
-        explained = explain_call(call.model, *call.args, options=options, **call.kwargs)
-        reports.append(replace(explained, notes=call.notices))
-        if explained.interruption is None:
-            return reports[-1]
-        failures.append(explained.interruption.error)
-    return reports[0]
-
-
-def _factory(model: str) -> hf.Call:
-    """Call a factory, named as module:attribute, for the model and its arguments."""
-    place, _, name = model.partition(":")
-    doing = f"explaining {model}"
-    if not place or not name:
-        raise OptionError(f"{doing}: it names no model; write hf:<model type>, or package.module:factory")
-    sys.path.insert(0, "")
-    try:
-        factory = getattr(importlib.import_module(place), name, None)
-    except ModuleNotFoundError as error:
-        hint = "start in the folder that holds it, or install it"
-        raise OptionError(f"{doing}: there is no module {error.name!r}; {hint}") from error
-    finally:
-        sys.path.remove("")
-    if not callable(factory):
-        raise OptionError(f"{doing}: module {place!r} has no callable {name!r}; name a function that returns the model")
-    return _checked(factory(), doing)
-
-
-def _checked(returned: Any, doing: str) -> hf.Call:
-    parts: tuple[Any, ...] = returned if isinstance(returned, tuple) else (returned,)
-    if not 1 <= len(parts) <= 3:
-        raise OptionError(
-            f"{doing}: the factory returned a tuple of {len(parts)}; return (model, args, kwargs) at most"
-        )
-    model, args, kwargs = parts + ((), {})[len(parts) - 1 :]
-    kinds = (("model", model, callable(model)), ("args", args, isinstance(args, (tuple, list))))
-    for what, given, right in (*kinds, ("kwargs", kwargs, isinstance(kwargs, Mapping))):
-        if not right:
-            raise OptionError(
-                f"{doing}: the factory returned {type(given).__name__} as {what}; "
-                "return model, (model, args) or (model, args, kwargs)"
-            )
-    return hf.Call(model, kwargs, args=tuple(args))
+    console().print(_rule(entries[0]) if name else _rules(entries))
 
 
 def _operators(entries: list[catalogue.OperatorEntry]) -> Table:

@@ -17,6 +17,7 @@ from fusion._torch.fakes import OUTSIDE, CopyMode, fresh_fake_mode, real_causal_
 from fusion._torch.graph_breaks import UNRESUMED, Departures, listening, stack_of
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
 from fusion.frontend.backend import Explainer, FusionBackend
+from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.exported import explain_exported
 from fusion.inputs.data_dependent import Guesses, innermost, is_of_model
 from fusion.language import Library, Reader, Rule
@@ -46,7 +47,8 @@ def explain(
     number is computed; numbers that depend on other data come from a sample, and the report lists where. An
     ExportedProgram, which has its inputs, is passed alone: the report is that of `fuse_exported`.
 
-    Where the model raises, the report is of the graphs before, with the error in `interruption`.
+    Where the model raises, the report is of the graphs before, with the error in `interruption`. Expectations of the
+    option `expect` that are not met give an `ExpectationWarning`.
 
     Args:
         fn_or_module: the function, module or program.
@@ -74,7 +76,10 @@ def explain(
         except Exception as error:
             interruption = _interruption(unwrapped(error), trace.mode.places)
     target, places = Target.resolve(checked.target).name, dict(trace.mode.places)
-    return Report(target, tuple(trace.parts), places, _breaks(departures), interruption)
+    report = Report(target, tuple(trace.parts), places, _breaks(departures), interruption)
+    if checked.expect and interruption is None:
+        warn_unmet(unmet(report, checked, rules))
+    return report
 
 
 class _Trace:

@@ -16,6 +16,7 @@ from fusion._torch.tracing import copied, keep_names
 from fusion.errors import OperatorError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.frontend.backend import FusionBackend
+from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.graph.aliasing import name_results, outputs
 from fusion.graph.origin import place_of
 from fusion.language import Library, Reader, Rule
@@ -61,11 +62,15 @@ def fuse_exported(
     report = _report(plain, backend)
     warn(report.failures)
     try:
+        with stage("report"):
+            lacks = unmet(Report(report.machine.name, (report,)), backend.options, backend.rules)
         with stage("lower"):
-            return _program(plain, report, backend.options.lower)
+            fused = _program(plain, report, backend.options.lower)
     except StageError as error:
         warn([error.failure])
         return plain
+    warn_unmet(lacks)
+    return fused
 
 
 def explain_exported(
@@ -81,7 +86,10 @@ def explain_exported(
         RuleError: a rule is declared wrongly.
     """
     backend = _backend(options, rules)
-    return Report(Target.resolve(backend.options.target).name, (_report(_functional(program), backend),))
+    report = Report(Target.resolve(backend.options.target).name, (_report(_functional(program), backend),))
+    if backend.options.expect:
+        warn_unmet(unmet(report, backend.options, backend.rules))
+    return report
 
 
 def _backend(

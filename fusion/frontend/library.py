@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -9,6 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from fusion.errors import NoRulesError, OptionError, RuleError
+from fusion.frontend.expectations.contract import expectations
 from fusion.language import Example, Library, Rule
 from fusion.language.cache_keys import names_read
 from fusion.language.checks import check_library
@@ -71,10 +73,11 @@ def library_for(options: Options, given: object = None) -> Library:
 
     Raises:
         OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator; `opt_in`:
-            no rule that is off by default), or `rules` one that is off.
+            no rule that is off by default; `expect`: none at all), or `rules` one that is off; or the expectations
+            cannot be read.
         RuleError: `given` is declared wrongly.
     """
-    library = installed() if given is None else _checked(completed(given))
+    library = library_of(given)
     rules = {rule.name: rule for rule in library.rules}
     switched = {name for name, rule in rules.items() if rule.opt_in}
     operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
@@ -85,8 +88,41 @@ def library_for(options: Options, given: object = None) -> Library:
     _check_rules("opt-in rule", options.opt_in, library, switched)
     if off := sorted((options.rules & switched) - options.opt_in):
         raise OptionError(f"reading options: rules names {off[0]!r}, which is off; add it to opt_in as well")
+    if options.expect:
+        expected = expectations(options.expect)
+        for table, named in expected.rules().items():
+            _check_rules(f"rule in {table}", named, library, rules, f"reading expectations of {expected.source}")
     names = (options.rules or frozenset(rules)) - options.disable
     return replace(library, rules=tuple(rule for name, rule in rules.items() if name in names))
+
+
+def library_of(given: object) -> Library:
+    """Return the library `given` with all its rules and readers, checked; the installed one if None.
+
+    Raises:
+        RuleError: `given` is declared wrongly.
+    """
+    return installed() if given is None else _checked(completed(given))
+
+
+def uses_of(given: object) -> dict[str, frozenset[str]]:
+    """Map each rule of the library `given`, the installed one if None, to the words and rules that its forms use."""
+    return {rule.name: frozenset(rule.uses()) for rule in library_of(given).rules}
+
+
+def why_unused(rule: str, options: Options, given: object = None) -> str:
+    """Return the reason why `rule` is not one of the rules that `library_for` returns, "" if it is one."""
+    rules = {each.name: each for each in library_of(given).rules}
+    if rule not in rules:
+        near = difflib.get_close_matches(rule, rules, n=1, cutoff=0.5)
+        return "it is no known rule" + f"; did you mean {near[0]!r}?" * bool(near)
+    if rule in options.disable:
+        return "the option disable names it; remove it from disable to use it"
+    if options.rules and rule not in options.rules:
+        return "the option rules does not name it; add it, or leave the option out"
+    if rules[rule].opt_in and rule not in options.opt_in:
+        return "it is off unless the option opt_in names it; add it to opt_in"
+    return ""
 
 
 def completed(given: object) -> Library:
@@ -112,14 +148,16 @@ def _installed_names() -> frozenset[str]:
     return frozenset([*library.words(), *(rule.name for rule in library.rules)])
 
 
-def _check_rules(what: str, names: Collection[str], library: Library, known: Collection[str]) -> None:
+def _check_rules(
+    what: str, names: Collection[str], library: Library, known: Collection[str], doing: str = "reading options"
+) -> None:
     """Raise an OptionError for the first of `names` that is not `known`, with the rule that it may refer to.
 
-    `what` is the option, for the message; `library` has the rules.
+    `what` is the option and `doing` the beginning, for the message; `library` has the rules.
     """
     for name in sorted(set(names) - set(known)):
         listed = [rule.name for rule in library.rules if rule.name in known]
-        check_names(what, [name], known, rule_called(name, library.rules), listed)
+        check_names(what, [name], known, rule_called(name, library.rules), listed, doing)
 
 
 def rule_called(name: str, rules: Iterable[Rule]) -> str:

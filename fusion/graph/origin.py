@@ -41,6 +41,22 @@ def module_path(node: fx.Node) -> str:
     return _dotted(str(list(stack.values())[-1][0]))
 
 
+def modules(node: fx.Node) -> list[tuple[str, list[str]]]:
+    """Return path and qualified class names of the modules in whose forward `node` was made, outermost first.
+
+    The names are those of the class and its bases; of a module that was exported, that of the class alone.
+    """
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    return [(_dotted(str(path)), _class_names(kind)) for path, kind in stack.values()]
+
+
+@cache
+def _class_names(kind: type | str) -> list[str]:
+    if isinstance(kind, str):
+        return [kind]
+    return [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+
+
 def place_of(node: fx.Node) -> str:
     """Describe where `node` was made, as "in layers.1.attn at model.py:12", or by its name if nothing is recorded."""
     parts = ("in", module_path(node)), ("at", location(node))

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch.fx.immutable_collections import immutable_dict
 
+from fusion._torch.graph_breaks import is_complete
 from fusion._torch.naming import captured_names, input_name, is_buffer, result_names
 from fusion._torch.tracing import argument_path, dynamo_position, results_before
 from fusion.facts import Band, Facts
@@ -35,6 +36,7 @@ class Known:
         wrapped: the names of the Parameters that wrap other tensors.
         results: the results as fake tensors, with the strides of an uncompiled model.
         result_names: for each result its path in the value that the function returns, as "output.logits".
+        is_complete: True if the graph is all of the call, not a part of it between graph breaks.
     """
 
     paths: Sequence[ArgumentPath]
@@ -45,6 +47,7 @@ class Known:
     wrapped: tuple[str, ...]
     results: Sequence[Any]
     result_names: Sequence[str]
+    is_complete: bool
 
     @staticmethod
     def from_dynamo(
@@ -68,7 +71,8 @@ class Known:
         bands = [band_of(each) if is_buffer(node) else None for node, each in zip(inputs, real, strict=True)]
         names = list(map(input_name, inputs))
         wrapped = tuple(name for name, each in zip(names, example_inputs, strict=True) if is_wrapper(each))
-        return Known(paths, names, fractal, bands, marks(example_inputs), wrapped, returned(gm), result_names(gm))
+        results = returned(gm), result_names(gm)
+        return Known(paths, names, fractal, bands, marks(example_inputs), wrapped, *results, is_complete(gm))
 
     def named(self, source: fx.Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Name the inputs and the results of the captured graph as the model does."""

@@ -21,6 +21,7 @@ from fusion.operators import ensure, operator_of
 from fusion.planning.target import Target
 from fusion.records import Candidate, Prepared, Refusal
 from fusion.report.failures import raised
+from fusion.report.regions import RegionReport
 
 _FUSED_IN_ATEN = frozenset({"aten::native_layer_norm"})  # aten's own fused kernels, where a rule emits them
 
@@ -120,11 +121,13 @@ class GraphReport(Outcome):
         graph: the rewritten graph, with real operator names, before lowering.
         machine: the target.
         hand_on: converts the graph to that for the compiler that runs it.
+        regions: the regions in which the model's author expects a fusion.
     """
 
     graph: fx.GraphModule
     machine: Target
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+    regions: tuple[RegionReport, ...] = ()
 
     def __repr__(self) -> str:
         """Name the target and count the entries: a full representation would print the graph many times."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch.fx as fx
@@ -82,6 +82,26 @@ def to_report(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: S
         (each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in reported
     }
     return list(unique.values())
+
+
+def missing(refusals: Iterable[Refusal], rule: str, uses: Mapping[str, frozenset[str]]) -> list[Refusal]:
+    """Select of `refusals` at one place those that explain why `rule` did not fuse there, each reason once.
+
+    Those of the rule come first, then those of the words that its forms use, then those of rules that they use; reasons
+    that no change of the model mends are left out where there are others. If none is related to the rule, all that can
+    be mended are returned.
+
+    Args:
+        refusals: the refusals at the place.
+        rule: the name of the rule.
+        uses: for each rule, the words and rules that its forms use.
+    """
+    used = uses.get(rule, frozenset[str]())
+    rank = {rule: 0, **{name: 2 if name in uses else 1 for name in used}}
+    unique = list({(each.reason, each.where): each for each in refusals}.values())
+    related = sorted((each for each in unique if each.rule in rank), key=lambda each: rank[each.rule])
+    mendable = [each for each in unique if STAY not in each.reason]
+    return [each for each in related if each in mendable] or related or mendable
 
 
 def _uncovered(refusals: Sequence[Refusal]) -> list[Refusal]:

@@ -16,6 +16,7 @@ from fusion.errors import Failure
 from fusion.graph.subgraphs import bodies
 from fusion.records import Prepared, Refusal
 from fusion.report.outcome import GraphReport, LayerReport, MatchReport, Tally, add_tallies, emitted
+from fusion.report.regions import RegionReport
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,11 @@ class Report:
         return list(dict.fromkeys(part.unprepared for part in self.parts if part.unprepared))
 
     @property
+    def regions(self) -> list[RegionReport]:
+        """The regions in which the model's author expects a fusion, by `fusion.region`."""
+        return [each for part in self.parts for each in part.regions]
+
+    @property
     def layers(self) -> dict[str, LayerReport]:
         """Launches and bookkeeping calls before and after, per module path."""
         before = reduce(add_tallies, (part.before for part in self.parts), dict[str, Tally]())
@@ -183,6 +189,10 @@ class Report:
             "notes": list(self.notes),
             "matches": [asdict(each) for each in self.matches],
             "refusals": [{name: getattr(each, name) for name in names} for each in self.refusals],
+            "regions": [
+                {name: getattr(each, name) for name in ("rule", "name", "module", "where", "is_met", "summary")}
+                for each in self.regions
+            ],
             "failures": [{"graph": number, **asdict(each)} for number, each in self._failures_by_graph()],
         }
         return json.dumps(content, indent=2)
@@ -198,7 +208,7 @@ class Report:
         """Build the tables of the report for `rich`, for a terminal with colours."""
         always = [self._operators(), self._modules()]
         first = (self._noted(), self._interrupted(), self._failed(), self._broken())
-        others = (self._remarks(), self._assumed(), self._guessed(), self._prepared(), self._refused())
+        others = (self._regions(), self._remarks(), self._assumed(), self._guessed(), self._prepared(), self._refused())
         return always + [each for each in (*first, *others) if each.row_count or each.caption]
 
     def _operators(self) -> Any:
@@ -245,6 +255,12 @@ class Report:
             for each in self.breaks
         ]
         return _table("where Python leaves the graphs", ("what", "at", "reason"), rows)
+
+    def _regions(self) -> Any:
+        counts = Counter((each.rule, each.name or "with", each.where, each.summary) for each in self.regions)
+        rows = [(rule, name, count, where, summary) for (rule, name, where, summary), count in counts.items()]
+        columns = ("expected", "region", "times:", "at", "found")
+        return _table("regions in which a fusion is expected", columns, rows)
 
     def _remarks(self) -> Any:
         counts = Counter((each.rule, each.remark) for each in self.matches if each.remark)

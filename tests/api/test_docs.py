@@ -32,6 +32,7 @@ def build() -> ModuleType:
         ("README.md", 4),
         pytest.param("docs/generate.md", 3, marks=pytest.mark.rotates),
         pytest.param("docs/guests.md", 2, marks=pytest.mark.rotates),
+        pytest.param("docs/expect.md", 2, marks=pytest.mark.rotates),
     ],
 )
 def test_the_code_of_a_page_runs(page: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

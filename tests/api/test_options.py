@@ -121,6 +121,7 @@ WRONG: dict[str, list[Any]] = {
     "plan_cache": [None, False, 1, "disc"],
     "progress": [1, "yes", None],
     "dump_dir": [3, True, ["dump"], b"dump"],
+    "expect": [3, True, ["expect.toml"], b"expect.toml"],
 }
 
 

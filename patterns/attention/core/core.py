@@ -85,7 +85,7 @@ def cores_of(assumed: Assumed, root: Value) -> list[Core] | Miss:
         if weights is None:
             return missed(DROPPED, product) if not cores and dropped(product.arg) else cores
         if weights.softmax.attrs[0] != -1:
-            return missed(OVER_QUERIES, product)
+            return missed(OVER_QUERIES, product, (weights.softmax,))
         cores.append(Core(root, product, weights, scores_of(a, walk, weights.softmax.arg), finish))
         addend = product_in(weights.softmax.arg, biases)
         if addend is None or product_in(weights.softmax.arg, biases | {addend}) is None:

@@ -1,0 +1,1 @@
+"""Expectations: the fusions that a model must have, as a file, and their comparison with a report."""
