@@ -76,6 +76,12 @@ def chosen(layer: nn.Module, x: Tensor) -> Tensor:
     return (x.unsqueeze(-2) * weights.unsqueeze(-1)).sum(-2) + places.sum(-1, keepdim=True)
 
 
+def chosen_by_logits(layer: nn.Module, x: Tensor) -> Tensor:
+    logits = layer(x)
+    expert = logits.argmax(-1, keepdim=True)
+    return logits.softmax(-1).take_along_dim(expert, -1) * x + expert
+
+
 def classified(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x).softmax(-1)
 
@@ -99,7 +105,7 @@ def test_scores_that_a_layer_computes_from_each_row_are_told_of(form: Form):
     assert softmax_refusals(Layers(form, 9), normal(B, S, D)) == [OF_A_LAYER]
 
 
-@pytest.mark.parametrize("form", [chosen, classified], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("form", [chosen, chosen_by_logits, classified], ids=lambda each: each.__name__)
 def test_routers_and_classifiers_are_not(form: Form):
     assert softmax_refusals(Layers(form, 9), normal(B, S, D)) == []
 

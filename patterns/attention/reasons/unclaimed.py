@@ -38,6 +38,7 @@ BEHIND = (
     "weights: they do not meet all values by weights [B, N, S, T] @ values [B, N, T, D]; "
     "npu_fused_infer_attention_score requires that product; write torch.matmul(weights, values)"
 )
+_RANK = frozenset({"topk", "sort", "argmax", "multinomial", "kthvalue"})
 _CHOOSE = ("topk", "sort", "argmax", "max", "multinomial", "nonzero", "one_hot", "kthvalue", "log")
 _MEET = ("matmul", "bmm", "mm", "einsum", "linear")
 _REDUCE = ("sum", "mean", "amax", "amin", "prod", "var", "any", "all")
@@ -83,7 +84,7 @@ def _reason(graph: Graph, softmax: Value) -> str:
     meets, chooses, leaves = _fate(graph.places[softmax])
     products = list(_products(softmax.arg))
     attends = [between for product, between in products if not any(map(graph.is_fixed, product.args))]
-    if chooses or graph.is_fixed(softmax.arg):
+    if chooses or graph.is_fixed(softmax.arg) or _ranks(graph, softmax.arg):
         return ""
     if not products and _is_passed_in(softmax.arg):
         return PASSED_IN if softmax.attrs[0] == -1 and (meets or softmax.rank > 3) else ""
@@ -94,6 +95,12 @@ def _reason(graph: Graph, softmax: Value) -> str:
     if not meets:
         return LEAVES
     return AMID.format(called(attends[0])) if all(attends) else BEHIND
+
+
+def _ranks(graph: Graph, scores: Value) -> bool:
+    """Return True if something is chosen by `scores` themselves, as an expert is by logits of a router."""
+    users = [user for node in graph.places.get(scores, ()) for user in node.users]
+    return any(str(user.target).removeprefix("aten.").partition(".")[0] in _RANK for user in users)
 
 
 def _is_passed_in(scores: Value) -> bool:
