@@ -175,8 +175,7 @@ def main() -> int:
         task = progress.add_task("planning prefill and decode", total=None)
         reports = {"prefill": explained(model, PROMPT), "decode": explained(model, 1)}
         console.rule(f"DeepSeek-V3.2, two layers of it, planned for {TARGET}")
-        for each in reports["decode"].tables():
-            console.print(each)
+        console.print(str(reports["decode"]), markup=False, highlight=False)
         console.print(savings(reports))
         progress.update(task, description="running the plain and the fused model in float64 and bfloat16")
         found = numbers(model)

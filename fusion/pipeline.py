@@ -6,7 +6,6 @@ the same for the bodies of `cond`, `while_loop` and the like
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from fusion.records import Candidate, Refusal, Repeats, Rewritten
 from fusion.report.failures import stage
 from fusion.report.outcome import Outcome, add_tallies, counted, live_calls, tally
 from fusion.report.refusals import to_report, useless
+from fusion.report.trace import mark
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.dead_code import drop_dead_code
 from fusion.stages.host_reads import read_on_host
@@ -112,6 +112,8 @@ def _fused(source: fx.Graph, original: fx.Graph, search: _Search, facts: Facts) 
     made = search.rewritten(source, facts)
     with stage("report"):
         before = tally(calls, made.chosen)
+        for each in made.done:
+            mark(each.added, each.candidate.match.node)
     outcome = Outcome(facts, made.chosen, made.refusals, before, failures=_distinct(made.failures))
     if made.chosen:
         return _finished(source, original, search, made, outcome)
@@ -306,7 +308,7 @@ def _with_bodies(source: fx.Graph, search: _Search, outcome: Outcome) -> Outcome
 
 def _body(code: fx.GraphModule, search: _Search, used: int) -> tuple[fx.GraphModule, Outcome]:
     """Return `code` rewritten, or unchanged after an error, with the outcome; `used` is the fuel that is spent."""
-    fresh, fuel = fx.GraphModule(code, copy.deepcopy(code.graph)), search.options.fuel
+    fresh, fuel = fx.GraphModule(code, copied(code.graph)), search.options.fuel
     options = search.options if fuel is None else replace(search.options, fuel=max(fuel - used, 0))
     try:
         outcome = fuse_graph(

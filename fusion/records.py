@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
@@ -15,6 +16,7 @@ from fusion._torch.pickled import portable_metadata
 from fusion.graph import Miss, Value
 from fusion.graph.origin import location, module_path, source_text
 from fusion.language import Capture, Pattern, Refused, Rule, call
+from fusion.operators import ensure
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +237,13 @@ class Prepared:
     key: str = field(repr=False)
     size: int
     copied: str
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "module": pickle.dumps(self.module)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ensure()  # the module calls operators by their names
+        vars(self).update(state, module=pickle.loads(state["module"]))
 
     @property
     def joined(self) -> bool:

@@ -19,7 +19,7 @@ from torch.fx.immutable_collections import immutable_dict
 
 from fusion._torch.garbage_collection import uncollected
 from fusion._torch.inductor import inductor_mode
-from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
+from fusion._torch.tracing import Boxed, aot_plain, boxed, copied, inline_regions, outside_modes, specialise_floats
 from fusion.caching import graph_cache
 from fusion.errors import ExpectationWarning, FusionError, OptionError, StageError
 from fusion.facts import Facts
@@ -36,6 +36,7 @@ from fusion.planning.target import Target
 from fusion.report.failures import stage, warn
 from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
+from fusion.report.refusals import rule_names
 from fusion.report.report import Report
 from fusion.runtime.prepared_weights import foreseen, obstacles, supply
 from fusion.runtime.verification import Subject, verified
@@ -332,7 +333,7 @@ class FusionBackend:
         Args:
             gm: the graph.
             facts: the facts about its inputs.
-            original: a copy of the graph, where the caller has one.
+            original: a copy of the graph, name for name, where the caller has one.
             with_refusals: False to skip the work on refusals, which compilations do not report.
             in_place: False to leave the graph functional.
 
@@ -345,13 +346,20 @@ class FusionBackend:
         library = library_for(self.options, self.rules)
         with stage("report"):
             places = regions_in(gm.graph)
+        before = None
+        if with_refusals:
+            before = fx.GraphModule(gm, copied(gm.graph) if original is None else original)
         outcome = fuse_graph(gm.graph, library, self.options, facts, original, with_refusals, in_place)
         with stage("report"):
             regions = region_reports(places, outcome, self.options, self.rules) if places else ()
         if dumped:
             _dump(self.options.dump_dir, f"graph{number}_fused.txt", gm.graph)
         machine = Target.resolve(self.options.target)
-        report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on(), regions=regions)
+        names = rule_names(library) if with_refusals else {}
+        report = GraphReport(
+            **vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on(), original=before, rule_of=names,
+            regions=regions,
+        )  # fmt: skip
         log.info("fused %d places", len(report.chosen))
         return report
 
@@ -359,7 +367,7 @@ class FusionBackend:
         """Return the report of the unchanged graph `gm`, whose only content is the `error` of a stage."""
         outcome = Outcome(facts=Facts(extensible=True), before=counted(gm.graph), failures=(error.failure,))
         machine = Target.resolve(self.options.target)
-        return GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on())
+        return GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on(), original=gm)
 
     def hand_on(self) -> Callable[[fx.GraphModule], fx.GraphModule]:
         """Return a function that turns a rewritten graph into the one that the compiler on this machine gets, see
@@ -393,7 +401,7 @@ class Explainer:
         return capture(gm, example_inputs, partial(self._compile, known, obstacles(real)))
 
     def _compile(self, known: Known, stuck: Sequence[str], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
-        original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        original = fx.GraphModule(gm, copied(gm.graph))
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.backend.options.assume)

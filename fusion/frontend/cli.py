@@ -15,9 +15,12 @@ from rich.table import Table
 from fusion import operators
 from fusion.frontend import catalogue
 from fusion.frontend.commands import expect
-from fusion.frontend.commands.console import console, reported
+from fusion.frontend.commands.console import BAD_INPUT, complain, console, reported, tell
 from fusion.frontend.commands.explained import Plan, explained, require_traced
 from fusion.frontend.commands.flags import CallFlags, ModelName, OptionFlags, Traceback, with_flags
+from fusion.report.failures import worded
+from fusion.report.report import Report
+from fusion.report.text import WIDTH, rendered
 
 app = typer.Typer(
     name="cann-fusion",
@@ -66,6 +69,7 @@ def explain(
     flags: OptionFlags,
     call: CallFlags,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    html: Annotated[str, typer.Option(help="Write the report as a page into this file.", metavar="FILE")] = "",
     full: Traceback = False,
 ) -> None:
     """Report the fusions in a model, their savings, and refusals with their reasons.
@@ -85,11 +89,23 @@ def explain(
     """
     with reported(f"explaining {model}", full):
         report = explained(model, Plan(flags.options(), flags.library()), call)
+    if html:
+        _write_page(report, html)
     if as_json:
         typer.echo(report.to_json())
-    else:
-        console().print(*report.tables())
+    elif not html:
+        console(WIDTH).print(rendered(report.document()))
     require_traced(model, report, full)
+
+
+def _write_page(report: Report, file: str) -> None:
+    """Write `report` as a page into `file`; exit with 2 where that is not possible."""
+    try:
+        report.to_html(file)
+    except OSError as error:
+        complain(f"writing the report: {file!r} cannot be written ({worded(error)}); name another file with --html")
+        raise typer.Exit(BAD_INPUT) from None
+    tell(f"[dim]written: {escape(file)}[/dim]")
 
 
 @app.command()

@@ -23,10 +23,11 @@ from fusion.inputs.data_dependent import Guesses, innermost, is_of_model
 from fusion.language import Library, Reader, Rule
 from fusion.options import Options
 from fusion.planning.target import Target
+from fusion.report.document import Break, Interruption
 from fusion.report.failures import shortened, worded
 from fusion.report.outcome import GraphReport
 from fusion.report.progress import watched
-from fusion.report.report import Break, Interruption, Report
+from fusion.report.report import Report
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

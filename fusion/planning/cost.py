@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, schema_of, short_name
 from fusion._torch.tensors import count, hint
 from fusion.graph.launches import is_data_dtype, is_reshaping_copy, is_view
+from fusion.operators import operator_of
 from fusion.planning.target import Target
 
 # Kernels that the decomposition of a composite operator launches on an NPU.
@@ -60,21 +62,74 @@ def node_surplus(node: fx.Node, machine: Target) -> float:
     Greater than 0 for products, attention and complex arithmetic; 0 for norms, which stay one call when fused.
     """
     target, result = node.target, node.meta.get("val")
-    if not _computes(target) and not (isinstance(result, torch.Tensor) and result.is_complex()):
+    if not has_flops(target) and not (isinstance(result, torch.Tensor) and result.is_complex()):
         return 0.0
     return 0.0 if is_view(target) else (_kernels(target, result) - 1) * machine.launch
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:
     """Predict the microseconds that the call `node` of the model takes on `machine`, see `call_cost`."""
-    inputs = [each.meta.get("val") for each in node.all_input_nodes]
-    result = node.meta.get("val")
-    if not _computes(node.target):
+    inputs, result = _operands(node)
+    if not has_flops(node.target):
         target = torch.ops.aten.clone.default if is_reshaping_copy(node) else node.target
         return call_cost(target, inputs, result, machine)
-    args = map_arg(node.args, lambda each: each.meta.get("val"))
+    args = _vals(node.args)
     between = _scores_moved(node.target, args)
     return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result), between)
+
+
+@dataclass(frozen=True)
+class Price:
+    """Predicted microseconds of a call, and the bytes that it moves."""
+
+    us: float
+    bytes: float
+
+
+def price(node: fx.Node, machine: Target) -> Price:
+    """Predict time and traffic of the call `node` on `machine`: a call of the model, or a fused operator."""
+    inputs, result = _operands(node)
+    moved = sum(_bytes(each) for each in leaves(*inputs, result))
+    operator = operator_of(node.target)
+    if operator is None:
+        between = _scores_moved(node.target, _vals(node.args)) - _omitted(node)
+        return Price(node_cost(node, machine) - _omitted(node) / machine.bandwidth, moved + between)
+    args, kwargs = _vals((node.args, node.kwargs))
+    skipped = operator.skipped(args, kwargs)
+    us = call_cost(node.target, inputs, result, machine, operator.work(args, kwargs), -skipped)
+    return Price(us, moved - skipped)
+
+
+_GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
+
+
+def _omitted(node: fx.Node) -> int:
+    """Count the bytes of its first operand that `node` does not read, if it gathers some of its elements."""
+    if short_name(node.target) not in _GATHERS:
+        return 0
+    return max(0, _bytes(node.all_input_nodes[0].meta.get("val")) - _bytes(node.meta.get("val")))
+
+
+def joint_cost(nodes: Collection[fx.Node], machine: Target) -> float:
+    """Predict the least microseconds of the calls `nodes` as one kernel on `machine`: one launch, operands from outside
+    read once, results for outside written once, the same flops.
+    """
+    inside = set(nodes)
+    read = {each: None for node in nodes for each in node.all_input_nodes if each not in inside}
+    written = [node for node in nodes if not inside.issuperset(node.users)]
+    moved = sum(_bytes(each) for each in leaves(*(each.meta.get("val") for each in (*read, *written))))
+    flops = sum(aten_flops(each.target, _vals(each.args), each.meta.get("val")) for each in nodes)
+    return machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
+
+
+def _operands(node: fx.Node) -> tuple[list[Any], Any]:
+    """Return the fake results of the nodes that `node` reads, and that of `node`."""
+    return [each.meta.get("val") for each in node.all_input_nodes], node.meta.get("val")
+
+
+def _vals(args: Any) -> Any:
+    """Replace the nodes in `args` by their fake results."""
+    return map_arg(args, lambda each: each.meta.get("val"))
 
 
 _LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}
@@ -82,7 +137,7 @@ _LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "_int_mm": 0, "ad
 
 
 @cache
-def _computes(target: Any) -> bool:
+def has_flops(target: Any) -> bool:
     """Return True if `target` is a product or an attention of PyTorch, whose flops count."""
     name = short_name(target)
     return name in _LEFT or name == "einsum" or "scaled_dot_product" in name
@@ -91,7 +146,7 @@ def _computes(target: Any) -> bool:
 def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
     """Count the multiplications and additions of a product or attention of PyTorch; 0 for all other calls."""
     result = result[0] if isinstance(result, (tuple, list)) and result else result
-    if not _computes(target) or not isinstance(result, torch.Tensor):
+    if not has_flops(target) or not isinstance(result, torch.Tensor):
         return 0.0
     name = short_name(target)
     if name in _LEFT:

@@ -9,21 +9,20 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch.operators import OpOverload, schema_of
 from fusion._torch.pickled import pack, unpack
+from fusion._torch.tensors import count
 from fusion.errors import Failure
 from fusion.facts import Facts, plain
 from fusion.graph.launches import is_bookkeeping, is_launch
 from fusion.graph.origin import location, module_path
 from fusion.graph.subgraphs import bodies
 from fusion.language import Rule, call
-from fusion.operators import ensure, operator_of
+from fusion.operators import ensure
 from fusion.planning.target import Target
 from fusion.records import Candidate, Prepared, Refusal
 from fusion.report.failures import raised
 from fusion.report.regions import RegionReport
-
-_FUSED_IN_ATEN = frozenset({"aten::native_layer_norm"})  # aten's own fused kernels, where a rule emits them
+from fusion.report.trace import Trace, traced
 
 
 @dataclass(frozen=True)
@@ -122,20 +121,24 @@ class GraphReport(Outcome):
         machine: the target.
         hand_on: converts the graph to that for the compiler that runs it.
         regions: the regions in which the model's author expects a fusion.
+        original: a copy of the graph before the rewrites; None where no report was requested.
+        rule_of: by the name that a refusal has, the name of a rule.
     """
 
     graph: fx.GraphModule
     machine: Target
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
     regions: tuple[RegionReport, ...] = ()
+    original: fx.GraphModule | None = None
+    rule_of: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __repr__(self) -> str:
         """Name the target and count the entries: a full representation would print the graph many times."""
         return f"GraphReport({self.machine.name}: {len(self.chosen)} rewrites, {len(self.refusals)} refusals)"
 
     def __getstate__(self) -> dict[str, Any]:
-        computed = {"matches": self.matches, "after": self.after}
-        return {**vars(self), **computed, "chosen": (), "graph": pack(self.graph)}
+        computed = {"matches": self.matches, "after": self.after, "trace": self.trace}
+        return {**vars(self), **computed, "chosen": (), "graph": pack(self.graph), "original": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ensure()  # the graph calls operators by their names
@@ -145,6 +148,12 @@ class GraphReport(Outcome):
     def matches(self) -> tuple[MatchReport, ...]:
         """Reports of the rewrites."""
         return tuple(match_report(each, self.machine) for each in self.chosen)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Calls before and after, with the lines that were replaced and the places of refusals."""
+        before = self.graph if self.original is None else self.original
+        return traced(before.graph, self.graph.graph, self.machine, self.chosen, self.refusals)
 
     @cached_property
     def after(self) -> Mapping[str, Tally]:
@@ -166,7 +175,7 @@ class GraphReport(Outcome):
         """Bytes of the Parameters that the graph reads."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         vals = [each.meta["val"] for each in inputs if each.name in self.facts.parameters]
-        return sum(each.numel() * each.element_size() for each in vals)
+        return sum(count(each) * each.element_size() for each in vals)
 
 
 def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:
@@ -209,11 +218,3 @@ def _remark(rule: Rule, context: Mapping[str, Any]) -> str:
         return call(rule.remark, context)
     except Exception as error:
         return str(raised("remark", error))
-
-
-def emitted(node: fx.Node) -> str:
-    """Return the name, without overload, of a fused operator that the pass inserted; "" for any other node."""
-    if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
-        return ""
-    name = schema_of(node.target).name
-    return name if operator_of(node.target) is not None or name in _FUSED_IN_ATEN else ""

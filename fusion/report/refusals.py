@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch.fx as fx
 
 from fusion._torch.operators import schema_of
 from fusion.graph.launches import is_view
-from fusion.language import Refused, Rule
+from fusion.language import Library, Refused, Rule
 from fusion.operators import operator_of
 from fusion.records import LEAST_BENEFIT, TIE, Candidate, Refusal
 
@@ -102,6 +103,24 @@ def missing(refusals: Iterable[Refusal], rule: str, uses: Mapping[str, frozenset
     related = sorted((each for each in unique if each.rule in rank), key=lambda each: rank[each.rule])
     mendable = [each for each in unique if STAY not in each.reason]
     return [each for each in related if each in mendable] or related or mendable
+
+
+def rule_names(library: Library) -> dict[str, str]:
+    """Map each name that a refusal may have to that of a rule of `library`.
+
+    A word, by which readers refuse, is shown as a rule that is made of it: one of the domain of its reader, that is not
+    opt-in, and of the fewest other words; as that domain where no rule is made of it.
+    """
+    domains = {word: each.read.__module__.split(".")[:2] for each in library.readers for word in each.gives}
+
+    def distance(word: str, rule: Rule) -> tuple[bool, bool, int]:
+        domain = type(rule).__module__.split(".")[:2]
+        return rule.opt_in, domain != domains.get(word), len(rule.uses())
+
+    made = {word: [rule for rule in library.rules if word in rule.uses()] for word in domains}
+    words = {word: min(rules, key=partial(distance, word)).name for word, rules in made.items() if rules}
+    others = {word: domain[-1] for word, domain in domains.items()}
+    return others | words | {each.name: each.name for each in library.rules}
 
 
 def _uncovered(refusals: Sequence[Refusal]) -> list[Refusal]:

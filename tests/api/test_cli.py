@@ -92,7 +92,7 @@ def test_a_rule_can_be_disabled_and_graphs_dumped(factories: str, tmp_path: Path
     assert {path.name.split("_")[1] for path in (tmp_path / "dump").iterdir()} == {"captured.txt", "fused.txt"}
 
 
-def test_the_report_is_a_table(factories: str):
+def test_the_report_is_text(factories: str):
     done = run("explain", f"{factories}:with_args", "--target", "ascend910b")
     assert done.exit_code == 0
     assert "fused for ascend910b" in done.stdout

@@ -130,7 +130,7 @@ def test_a_mask_can_be_assumed(models: str):
     name, *inputs = ATTENTION
     flags = f"{models}:{name}", *inputs, "--rules", "attention"
     assert report(*flags, "--assume", "attention_mask=causal")["assumptions"] == {"attention_mask": "causal"}
-    assert report(*flags, "--fuel", "0")["matches"] == []
+    assert report(*flags, "--fuel", "0")["rewrites"] == []
 
 
 @pytest.mark.rotates(4)

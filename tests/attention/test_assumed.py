@@ -23,7 +23,7 @@ from fusion.graph import Algebra, Value
 from fusion.inputs.assumptions import holds
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
-from fusion.report.outcome import emitted
+from fusion.report.trace import emitted
 from patterns.attention.masks.assumed import Assumed
 
 HOST = Options(target="host", lower="eager")

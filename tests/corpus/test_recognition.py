@@ -13,7 +13,7 @@ import torch
 
 from fusion import testing
 from fusion.options import Options
-from fusion.report.outcome import emitted
+from fusion.report.trace import emitted
 from fusion.testing import DTYPES, LEVELS, Level, Trial, capture, trial_of
 
 from .base import LookAlike, Spelling

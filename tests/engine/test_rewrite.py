@@ -12,7 +12,7 @@ from fusion import Library
 from fusion.graph.aliasing import memory_of, outputs
 from fusion.graph.origin import location, module_path
 from fusion.planning.fake_execution import Fakes
-from fusion.report.outcome import emitted
+from fusion.report.trace import emitted
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.rewrite import _is_pure, rewrite
 from fusion.testing import capture, emits_valid_calls, trial_of
@@ -145,7 +145,9 @@ def test_new_nodes_say_where_they_come_from():
     made = [node for node in gm.graph.nodes if emitted(node)]
     assert [module_path(node) for node in made] == ["0", "1"]
     assert all(location(node).split("/")[-1].startswith("graphs.py:") for node in made)
-    assert all(node.meta["fusion"] == {"rule": "rms_norm", "lowering": "npu", "form": "weighted"} for node in made)
+    roots = [each.match.node.name for each in outcome.chosen]
+    made_by = {"rule": "rms_norm", "lowering": "npu", "form": "weighted"}
+    assert [node.meta["fusion"] for node in made] == [{**made_by, "root": root} for root in roots]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

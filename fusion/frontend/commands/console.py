@@ -61,6 +61,6 @@ def tell(text: str) -> None:
     Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(text)
 
 
-def console() -> Console:
-    """Return a console of the width of the terminal, or of a fixed width for a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, emoji=False)
+def console(width: int = _WIDTH) -> Console:
+    """Return a console of the width of the terminal, or of `width` columns for a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else width, emoji=False)

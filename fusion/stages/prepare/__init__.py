@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
+from fusion._torch.tensors import count
 from fusion.facts import Facts
 from fusion.graph.aliasing import is_returned, is_written
 from fusion.graph.launches import is_view
@@ -143,4 +143,4 @@ def _layout(val: torch.Tensor) -> str:
 
 
 def _bytes(val: torch.Tensor) -> int:
-    return math.prod(val.shape) * val.element_size()
+    return count(val) * val.element_size()

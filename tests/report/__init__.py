@@ -1,0 +1,1 @@
+"""The report: its document, and what is written from it."""
