@@ -7,6 +7,7 @@ from fusion.frontend.backend import FusionBackend, fuse
 from fusion.frontend.explain import explain
 from fusion.frontend.exported import fuse_exported
 from fusion.frontend.library import installed
+from fusion.frontend.port import port
 from fusion.frontend.regions import region
 from fusion.language import (
     Captures,
@@ -68,6 +69,7 @@ __all__ = [
     "lookalike",
     "lowering",
     "pattern",
+    "port",
     "reader",
     "refresh",
     "refused_on",

@@ -76,6 +76,22 @@ def result_names(gm: fx.GraphModule) -> list[str]:
     return [paths.get(each.name, each.name) if isinstance(each, fx.Node) else str(each) for each in results]
 
 
+def counted_in_python() -> tuple[str, ...]:
+    """Name the attributes that the code sets to Python numbers, on objects that exist before the call.
+
+    A graph that reads such a number has it as a constant. To be called while Dynamo compiles the graph.
+    Private: `torch._dynamo.symbolic_convert.InstructionTranslator`, and the variables of its side effects.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        attributes = InstructionTranslator.current_tx().output.side_effects.store_attr_mutations
+    except AttributeError:  # the caller passed a graph outside of a compilation by Dynamo
+        return ()
+    numbers = (each for each in _stored(attributes) if each[1].is_python_constant())
+    return tuple(name for name, value in numbers if type(value.as_python_constant()) in (int, float))
+
+
 def _stored(attributes: Mapping[Any, Mapping[str, Any]]) -> list[tuple[str, Any]]:
     """List the attributes that the code sets on objects that exist before the call: expression and variable of each."""
     from torch._dynamo.variables.base import AttributeMutationExisting

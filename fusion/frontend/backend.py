@@ -407,8 +407,11 @@ class Explainer:
                 facts = known.facts(gm.graph, self.backend.options.assume)
             report = self.backend.fuse(gm, facts, original.graph)
             gm.recompile()
+            inputs, results = known.named(original.graph)
             with stage("prepare"):
-                self.parts.append(replace(report, prepared=foreseen(report.prepared, gm.graph, stuck)))
+                prepared = foreseen(report.prepared, gm.graph, stuck)
+            named = {"inputs": inputs, "results": results, "counted": known.counted}
+            self.parts.append(replace(report, prepared=prepared, **named))
         except StageError as error:
             self.parts.append(self.backend.failed(original, error))
         return boxed(fx.Interpreter(original).run)

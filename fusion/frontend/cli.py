@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,11 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusion import operators
+from fusion.errors import OptionError
 from fusion.frontend import catalogue
 from fusion.frontend.commands import expect
 from fusion.frontend.commands.console import BAD_INPUT, complain, console, reported, tell
-from fusion.frontend.commands.explained import Plan, explained, require_traced
+from fusion.frontend.commands.explained import Plan, calls, explained, require_traced
 from fusion.frontend.commands.flags import CallFlags, ModelName, OptionFlags, Traceback, with_flags
+from fusion.frontend.port import port as port_call
 from fusion.report.failures import worded
 from fusion.report.report import Report
 from fusion.report.text import WIDTH, rendered
@@ -106,6 +109,39 @@ def _write_page(report: Report, file: str) -> None:
         complain(f"writing the report: {file!r} cannot be written ({worded(error)}); name another file with --html")
         raise typer.Exit(BAD_INPUT) from None
     tell(f"[dim]written: {escape(file)}[/dim]")
+
+
+@app.command()
+@with_flags
+def port(
+    model: ModelName,
+    flags: OptionFlags,
+    call: CallFlags,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="File to write; without it, the source is printed.")
+    ] = "",
+    full: Traceback = False,
+) -> None:
+    """Write the fused forward of a model as PyTorch, to own and to tune.
+
+    Nothing runs. The source calls the fused operators by their names, has one class for all modules that are alike, and
+    a function that prepares the weights of the plain model for it. Models are those of explain.
+
+    [dim]cann-fusion port hf:qwen3 --mode decode -o qwen3_npu.py[/dim]
+    """
+    with reported(f"porting {model}", full):
+        options, library = flags.options(), flags.library()
+        given = next(iter(calls(model, call, [])))
+        for notice in given.notices:
+            tell(f"[dim]note: {escape(notice)}[/dim]")
+        source = port_call(given.model, *given.args, options=options, rules=library, **given.kwargs)
+        if not output:
+            typer.echo(source, nl=False)
+            return
+        try:
+            Path(output).write_text(source, encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"porting {model}: {output} cannot be written: {error.strerror}; name another") from error
 
 
 @app.command()

@@ -46,8 +46,7 @@ def modules(node: fx.Node) -> list[tuple[str, list[str]]]:
 
     The names are those of the class and its bases; of a module that was exported, that of the class alone.
     """
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    return [(_dotted(str(path)), _class_names(kind)) for path, kind in stack.values()]
+    return [(path, _class_names(kind)) for _, path, kind in module_chain(node)]
 
 
 @cache
@@ -55,6 +54,12 @@ def _class_names(kind: type | str) -> list[str]:
     if isinstance(kind, str):
         return [kind]
     return [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+
+
+def module_chain(node: fx.Node) -> list[tuple[str, str, Any]]:
+    """List the modules in whose forwards `node` was made, outermost first: key of the call, dotted path and type."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    return [(key, _dotted(str(path)), kind) for key, (path, kind) in stack.items()]
 
 
 def place_of(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.fx.immutable_collections import immutable_dict
 
 from fusion._torch.graph_breaks import is_complete
-from fusion._torch.naming import captured_names, input_name, is_buffer, result_names
+from fusion._torch.naming import captured_names, counted_in_python, input_name, is_buffer, result_names
 from fusion._torch.tracing import argument_path, dynamo_position, results_before
 from fusion.facts import Band, Facts
 from fusion.graph import dims_of
@@ -37,6 +37,7 @@ class Known:
         results: the results as fake tensors, with the strides of an uncompiled model.
         result_names: for each result its path in the value that the function returns, as "output.logits".
         is_complete: True if the graph is all of the call, not a part of it between graph breaks.
+        counted: the attributes that the code sets to Python numbers, as "past_key_values.layers[0].length".
     """
 
     paths: Sequence[ArgumentPath]
@@ -48,6 +49,7 @@ class Known:
     results: Sequence[Any]
     result_names: Sequence[str]
     is_complete: bool
+    counted: tuple[str, ...] = ()
 
     @staticmethod
     def from_dynamo(
@@ -72,7 +74,8 @@ class Known:
         names = list(map(input_name, inputs))
         wrapped = tuple(name for name, each in zip(names, example_inputs, strict=True) if is_wrapper(each))
         results = returned(gm), result_names(gm)
-        return Known(paths, names, fractal, bands, marks(example_inputs), wrapped, *results, is_complete(gm))
+        state = is_complete(gm), counted_in_python()
+        return Known(paths, names, fractal, bands, marks(example_inputs), wrapped, *results, *state)
 
     def named(self, source: fx.Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Name the inputs and the results of the captured graph as the model does."""

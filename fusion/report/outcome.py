@@ -123,6 +123,9 @@ class GraphReport(Outcome):
         regions: the regions in which the model's author expects a fusion.
         original: a copy of the graph before the rewrites; None where no report was requested.
         rule_of: by the name that a refusal has, the name of a rule.
+        inputs: the names in the model of the inputs of the graph before it was rewritten, where they are known.
+        results: the names in the model of its results, where they are known.
+        counted: the attributes that the call sets to Python numbers: the graph is of the numbers that they had.
     """
 
     graph: fx.GraphModule
@@ -131,6 +134,9 @@ class GraphReport(Outcome):
     regions: tuple[RegionReport, ...] = ()
     original: fx.GraphModule | None = None
     rule_of: Mapping[str, str] = field(default_factory=dict[str, str])
+    inputs: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Name the target and count the entries: a full representation would print the graph many times."""

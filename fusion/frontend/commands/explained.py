@@ -38,10 +38,15 @@ def explained(model: str, plan: Plan, flags: CallFlags) -> Report:
     """
     library_for(plan.options, plan.rules)  # before a large model is built
     failures: list[str] = []
-    return _first_traced(_calls(model, flags, failures), failures, plan, flags.dynamic)
+    return _first_traced(calls(model, flags, failures), failures, plan, flags.dynamic)
 
 
-def _calls(model: str, flags: CallFlags, failures: list[str]) -> Iterable[hf.Call]:
+def calls(model: str, flags: CallFlags, failures: list[str]) -> Iterable[hf.Call]:
+    """Yield the calls to try of the model that `model` names; `failures` are the errors of those before.
+
+    Raises:
+        OptionError: the model or an input is wrong.
+    """
     named = model.removeprefix("hf:")
     if named == model:
         return [call_of(model, flags.input or ())]
@@ -51,13 +56,13 @@ def _calls(model: str, flags: CallFlags, failures: list[str]) -> Iterable[hf.Cal
     return hf.calls(hf.Request(named, flags.mode, *sizes, flags.cache, flags.tiny), failures)
 
 
-def _first_traced(calls: Iterable[hf.Call], failures: list[str], plan: Plan, dynamic: bool | None) -> Report:
-    """Explain `calls` one by one up to the first that is traced to its end; if none is, return the report of the first.
+def _first_traced(candidates: Iterable[hf.Call], failures: list[str], plan: Plan, dynamic: bool | None) -> Report:
+    """Explain `candidates` one by one up to the first that is traced to its end, else return the report of the first.
 
-    The errors of the others are appended to `failures`, which `calls` reads to choose the next one.
+    The errors of the others are appended to `failures`, which `candidates` read to choose the next one.
     """
     reports: list[Report] = []
-    for call in calls:
+    for call in candidates:
         for notice in call.notices:
             tell(f"[dim]note: {escape(notice)}[/dim]")
         trace = partial(explain, options=plan.options, dynamic=dynamic, rules=plan.rules)

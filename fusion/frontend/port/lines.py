@@ -1,0 +1,162 @@
+"""Lines of the model's code: the variable that a statement assigns, and the lines that a fused call replaces."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.fx as fx
+
+from fusion.graph.origin import frames
+from fusion.records import Candidate
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One statement of the model: `file`, first line, and the names that it assigns to."""
+
+    file: str
+    line: int
+    names: tuple[str, ...] = ()
+
+
+def statement_of(node: fx.Node, kind: Any) -> Statement | None:
+    """Return the statement of `node` in the forward of the module class or function `kind`, else in the innermost one.
+
+    None where nothing is recorded.
+    """
+    stack = frames(node)
+    if not stack:
+        return None
+    span = _span(kind)
+    inside = [each for each in stack if span and each["file"] == span[0] and span[1] <= int(each["line"]) <= span[2]]
+    frame = inside[-1] if inside else stack[-1]
+    return _statement(frame["file"], int(frame["line"]))
+
+
+def line_in(node: fx.Node, kind: Any) -> int:
+    """Return the first line of the statement of `node` in the forward of `kind`; 0 for calls made elsewhere."""
+    span, statement = _span(kind), statement_of(node, kind)
+    if span is None or statement is None or statement.file != span[0]:
+        return 0
+    return statement.line if span[1] <= statement.line <= span[2] else 0
+
+
+@cache
+def _span(kind: Any) -> tuple[str, int, int] | None:
+    """Return file, first and last line of the forward of a module class; None where it has no source."""
+    forward = inspect.unwrap(getattr(kind, "forward", kind))
+    try:
+        lines, first = inspect.getsourcelines(forward)
+        return str(inspect.getsourcefile(forward)), first, first + len(lines) - 1
+    except (OSError, TypeError):
+        return None
+
+
+@cache
+def _statement(file: str, line: int) -> Statement:
+    around = [each for each in _statements(file) if each.lineno <= line <= (each.end_lineno or each.lineno)]
+    if not around:
+        return Statement(file, line)
+    inner = max(around, key=lambda each: each.lineno)
+    targets = inner.targets if isinstance(inner, ast.Assign) else [getattr(inner, "target", None)]
+    return Statement(file, inner.lineno, _names(targets[-1]))
+
+
+@cache
+def _statements(file: str) -> list[ast.stmt]:
+    """List the statements of a file that hold no other statement."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and not hasattr(each, "body")]
+
+
+def _names(target: ast.expr | None) -> tuple[str, ...]:
+    """List the variables that an assignment target names: one, or those of a tuple; () for anything else."""
+    if isinstance(target, ast.Name):
+        return (target.id,)
+    if isinstance(target, (ast.Tuple, ast.List)) and all(isinstance(each, ast.Name) for each in target.elts):
+        return tuple(each.id for each in target.elts if isinstance(each, ast.Name))
+    return ()
+
+
+class Replaced:
+    """The lines of the model that fused calls replace, by the rewrite that made each call."""
+
+    def __init__(self, chosen: Iterable[Candidate]) -> None:
+        self._nodes: dict[Any, dict[fx.Node, None]] = {}
+        self.files: set[str] = set()
+        for each in chosen:
+            nodes = self._nodes.setdefault(_key(each.match.rule.name, each.match.node), {})
+            nodes.update(dict.fromkeys([*each.dying, *each.match.makers]))
+
+    def lines(self, node: fx.Node, kind: Any) -> list[str]:
+        """List the lines that the call `node` replaces, as "file:line  text", in the order of the code.
+
+        Lines of the forward of the module class `kind` have their text; code that these call has its places alone.
+        """
+        made = node.meta.get("fusion")
+        nodes = self._nodes.get(_key(made["rule"], node), ()) if made else ()
+        called: dict[str, set[int]] = {}
+        shown: dict[tuple[str, int], None] = {}
+        for each in nodes:
+            statement = statement_of(each, kind)
+            if statement is None:
+                continue
+            inner = frames(each)[-1]
+            shown[statement.file, statement.line] = None
+            if (inner["file"], _statement(inner["file"], int(inner["line"])).line) != (statement.file, statement.line):
+                called.setdefault(inner["file"], set()).add(int(inner["line"]))
+        self.files.update([*called, *(file for file, _ in shown)])
+        home = _span(kind)
+        own = [place for place in shown if home is not None and place[0] == home[0]]
+        for file, line in shown if own else ():
+            if (file, line) not in own:
+                called.setdefault(file, set()).add(line)
+        places_shown = sorted(own or shown)
+        texts = [f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}" for file, line in places_shown]
+        if len(texts) > _MOST:
+            texts = [*texts[: _MOST - 1], f"... and {len(texts) - _MOST + 1} more lines, to line {places_shown[-1][1]}"]
+        places = [f"{Path(file).name}:{_ranges(lines)}" for file, lines in sorted(called.items())]
+        return [_shortened(each) for each in texts] + ([_shortened(f"  by {'; '.join(places)}")] if places else [])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 4] + " ..."
+
+
+_MOST = 6
+"""Lines of a comment."""
+_WIDTH = 88
+"""Characters of a comment, so that it fits into an indented line."""
+
+
+def _ranges(lines: Iterable[int]) -> str:
+    """Format numbers of lines, consecutive ones as a range: "60-63, 81"."""
+    groups: list[list[int]] = []
+    for each in sorted(lines):
+        if groups and each == groups[-1][-1] + 1:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in groups)
+
+
+def _key(rule: str, node: fx.Node) -> tuple[str, str]:
+    """Return what a rewrite has in common with the calls that it added: the rule, and the provenance of the match."""
+    return rule, str(node.meta.get("stack_trace")) + str([*(node.meta.get("nn_module_stack") or {})])
+
+
+def short_path(file: str) -> str:
+    """Return the path of a file without the folder of installed packages, or relative to the current folder."""
+    folders = sysconfig.get_paths()["purelib"], str(Path.cwd())
+    return next((file[len(each) + 1 :] for each in folders if file.startswith(f"{each}/")), file)

@@ -1,0 +1,173 @@
+"""Simplifications of a fused graph that change no number: what a person would not write.
+
+view(view(x)) = view(x); transpose(transpose(x)) = x; view(mm(view(x), t(w))) = linear(x, w); x · 1.0 = x
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion._torch.operators import short_name
+from fusion.graph.aliasing import is_returned, is_written, memory_of
+
+aten = torch.ops.aten
+RESHAPES = {"view", "_unsafe_view", "unsqueeze", "squeeze"}
+"""Views that keep the elements in their order."""
+_KEEPING = RESHAPES | {"transpose", "permute"}
+"""Views that may be undone by others of them."""
+_SAME_IF_SHAPE = RESHAPES | {"expand", "reshape", "slice"}
+
+
+def tidy(graph: fx.Graph) -> None:
+    """Simplify `graph` in place until nothing changes."""
+    changed = True
+    while changed:
+        changed = False
+        for node in list(graph.nodes):
+            if node.op != "call_function" or "val" not in node.meta:
+                continue
+            simpler = next(filter(None, (rule(node) for rule in _RULES)), None)
+            if simpler is not None and simpler is not node:
+                node.replace_all_uses_with(simpler)
+                graph.erase_node(node)
+                changed = True
+        changed |= graph.eliminate_dead_code()
+
+
+def _without_effect(node: fx.Node) -> Any:
+    """Return the input of a view that changes nothing; None for any other node."""
+    name = short_name(node.target)
+    if name in ("alias", "detach", "lift_fresh_copy"):
+        return None if name == "lift_fresh_copy" and is_written(node) else node.args[0]
+    source = node.args[0] if node.args else None
+    if name == "permute" and list(node.args[1]) == sorted(node.args[1]):  # pyright: ignore
+        return source
+    if name not in _SAME_IF_SHAPE or not isinstance(source, fx.Node):
+        return None
+    return source if source.meta["val"].shape == node.meta["val"].shape else None
+
+
+def _neutral(node: fx.Node) -> Any:
+    """Return x of a product x · 1.0, or of an integer sum x + 0, that has the dtype of x; None for any other node."""
+    number = {aten.mul.Tensor: 1.0, aten.add.Tensor: 0}.get(node.target)  # pyright: ignore
+    if number is None or node.args[1] != number or node.kwargs or not isinstance(node.args[0], fx.Node):
+        return None
+    if number == 0 and node.meta["val"].dtype.is_floating_point:  # -0.0 + 0 is 0.0
+        return None
+    source = node.args[0]
+    same = source.meta["val"].dtype == node.meta["val"].dtype and source.meta["val"].shape == node.meta["val"].shape
+    return source if same and _is_private(node) and _is_private(source) else None
+
+
+def _cast_back(node: fx.Node) -> Any:
+    """Return x of a cast of x to a wider dtype and back; None for any other node."""
+    if not _is_cast(node):
+        return None
+    inner: Any = node.args[0]
+    if not _is_cast(inner):
+        return None
+    source: Any = inner.args[0]
+    narrow, wide = source.meta["val"].dtype, inner.meta["val"].dtype
+    exact = node.meta["val"].dtype == narrow and torch.promote_types(narrow, wide) == wide
+    return source if exact and _is_private(node) and _is_private(source) else None
+
+
+def _twice_transposed(node: fx.Node) -> Any:
+    """Return x of a transpose of the same transpose of x; None for any other node."""
+    inner = node.args[0] if node.args else None
+    if node.target is not aten.transpose.int or not isinstance(inner, fx.Node) or inner.target is not node.target:
+        return None
+    rank = node.meta["val"].dim()
+    same = {axis % rank for axis in node.args[1:]} == {axis % rank for axis in inner.args[1:]}  # pyright: ignore
+    return inner.args[0] if same else None
+
+
+def _shorter_chain(node: fx.Node) -> Any:
+    """Return one view in place of three or more views that leave the elements in their order; None for others."""
+    source, length = node, 0
+    while short_name(source.target) in _KEEPING and (source is node or len(source.users) == 1):
+        source, length = source.all_input_nodes[0], length + 1
+    if length < 3:
+        return None
+    val, made = source.meta["val"], node.meta["val"]
+    try:
+        strides = torch.empty_strided(val.shape, val.stride(), device="meta").view(made.shape).stride()
+    except RuntimeError:
+        return None
+    same = all(a == b for a, b, size in zip(strides, made.stride(), made.shape, strict=True) if size > 1)
+    return _inserted(node, aten.view.default, (source, list(made.shape))) if same else None
+
+
+def _joined_reshapes(node: fx.Node) -> Any:
+    """Return one view in place of a reshape of a reshape; None for any other node."""
+    inner = node.args[0] if node.args else None
+    if short_name(node.target) not in RESHAPES or not isinstance(inner, fx.Node):
+        return None
+    if short_name(inner.target) not in RESHAPES or len(inner.users) > 1:
+        return None
+    source: Any = inner.args[0]
+    val, shape = source.meta["val"], list(node.meta["val"].shape)
+    try:
+        torch.empty_strided(val.shape, val.stride(), device="meta").view(shape)
+    except RuntimeError:
+        return None
+    return _inserted(node, aten.view.default, (source, shape))
+
+
+def _linear(node: fx.Node) -> Any:
+    """Return a linear layer in place of mm(x, t(w)) or addmm(b, x, t(w)); None for any other node."""
+    if node.target is aten.mm.default:
+        bias, (rows, weight) = (), node.args
+    elif node.target is aten.addmm.default and not node.kwargs:
+        bias, rows, weight = node.args[:1], *node.args[1:]
+        if bias[0].meta["val"].dim() != 1:  # pyright: ignore
+            return None
+    else:
+        return None
+    if not isinstance(weight, fx.Node) or weight.target is not aten.t.default:
+        return None
+    return _inserted(node, aten.linear.default, (rows, weight.args[0], *bias))
+
+
+def _linear_of_rows(node: fx.Node) -> Any:
+    """Return linear(x, w) in place of view(linear(view(x), w)), with rows of x as they lie; None for any other node."""
+    inner = node.args[0] if node.args else None
+    if short_name(node.target) not in ("view", "_unsafe_view") or not isinstance(inner, fx.Node):
+        return None
+    if inner.target is not aten.linear.default or len(inner.users) > 1:
+        return None
+    rows: Any = inner.args[0]
+    if short_name(rows.target) != "view":
+        return None
+    source = rows.args[0]
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    if before[:-1] != after[:-1] or before[-1] != rows.meta["val"].shape[-1]:
+        return None
+    return _inserted(node, aten.linear.default, (source, *inner.args[1:]))
+
+
+_RULES = (
+    _without_effect, _neutral, _cast_back, _twice_transposed, _shorter_chain, _joined_reshapes, _linear,
+    _linear_of_rows,
+)  # fmt: skip
+
+
+def _inserted(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """Insert the call `target(*args)` in front of `node`, with its metadata."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _is_cast(node: Any) -> bool:
+    is_call = isinstance(node, fx.Node) and node.target is aten._to_copy.default
+    return is_call and set(node.kwargs) == {"dtype"}
+
+
+def _is_private(node: fx.Node) -> bool:
+    """Return True if nothing writes to the memory of `node`, and no caller gets it: a copy of it is not seen."""
+    return not (is_written(memory_of(node)) or is_returned(node))
