@@ -26,10 +26,8 @@ def widen(gm: fx.GraphModule, device: torch.device | None = None) -> fx.GraphMod
     """Copy `gm`, and the bodies that its calls run, with float64 for every floating dtype and complex128 for complex.
 
     A default epsilon stays that of the narrow dtype, views as bytes stay bytes of narrow numbers, and random numbers
-    are drawn in the narrow dtype. The ends of the range of a narrow dtype, `torch.finfo(dtype).min` and `.max`, become
-    those of float64: added to a score, the lowest number of float16 gives that number again, as a model that hides keys
-    by it relies on, and in float64 only the lowest number of float64 does. Fused operators run by their decompositions,
-    which compute float64 in float64. With `device`, the tensors that the graph creates are created there.
+    are drawn in the narrow dtype. Fused operators run by their decompositions, which compute float64 in float64. With
+    `device`, the tensors that the graph creates are created there.
     """
     wide = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for node in wide.graph.nodes:
@@ -105,17 +103,7 @@ def _widen_call(node: fx.Node) -> None:
         node.target, node.args = _drawn, (target, narrow, *node.args)
     else:
         node.args, node.kwargs = tree_map_only(torch.dtype, _wide, (_pinned(node), dict(node.kwargs)))
-        node.args, node.kwargs = tree_map_only(float, _ends(node), (node.args, dict(node.kwargs)))
         _make_wide(node)
-
-
-def _ends(node: fx.Node) -> Callable[[float], float]:
-    """Return the map of the ends of the range of the dtype of `node` to those of float64; other numbers stay."""
-    val = node.meta.get("val")
-    if not isinstance(val, Tensor) or not val.is_floating_point() or val.dtype in STORED:
-        return lambda number: number
-    narrow, wide = torch.finfo(val.dtype), torch.finfo(torch.float64)
-    return lambda number: {narrow.min: wide.min, narrow.max: wide.max}.get(number, number)
 
 
 def _as_bits(x: Tensor, dtype: torch.dtype, source: torch.dtype) -> Tensor:

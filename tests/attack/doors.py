@@ -9,7 +9,6 @@ rewritten   two calls, between which weights are written to in a way that bumps 
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,11 @@ from fusion.errors import VerificationError
 from fusion.frontend import backend
 from fusion.report.outcome import Outcome
 from fusion.runtime.verification import relative_error
-from fusion.testing import capture, widened
+from fusion.testing import capture
 from tests.lowering.guests import HOOKS, check
 
 from .backend import Raised, Wrong, blamed
+from .memory import exactly
 from .program import Program, changed
 
 NOTICED = 0.2
@@ -160,19 +160,17 @@ def _faults(where: str, program: Program) -> Iterator[None]:
         raise Raised(f"{where}{type(error).__name__}: {error}") from error
 
 
-def _called(model: Callable[..., Any], program: Program, wide: bool = False) -> list[Any]:
-    """Return the results, and the inputs as they are afterwards, in float64 if `wide`."""
-    given = widened(arguments(program)) if wide else arguments(program)
+def _called(model: Callable[..., Any], program: Program) -> list[Any]:
+    """Return the results, and the inputs as they are afterwards."""
+    given = arguments(program)
     with torch.no_grad():
         return [*model(*given), *given]
 
 
 def _exactly(model: nn.Module, program: Program) -> list[Any] | None:
-    """Return what `_called` does, in float64; None where `model` does not run so."""
-    try:
-        return _called(copy.deepcopy(model).double(), program, wide=True)
-    except Exception:
-        return None
+    """Return the results of `model` in float64, and the inputs as they are; None where that does not run."""
+    exact = exactly(model, arguments(program))
+    return None if exact is None else list(exact.values)
 
 
 def _require_near(where: str, wants: tuple[list[Any], list[Any] | None], have: Sequence[Any], loose: float) -> None:

@@ -740,25 +740,6 @@ KEPT = (
         ),
     ),
     Kept(
-        "float16 scores, lowered by the lowest number of float16",
-        "a query without keys saw some: the model rounds all of its scores to that number",
-        Program(
-            inputs=(
-                Input("q", ("B", 2, "S", 128)),
-                Input("v", ("B", 2, "S", 128)),
-                Input("seen", ("B", 1, "S", "S"), values="few bool"),
-            ),
-            lines=(
-                "scores = (q * 0.08838834764831845) @ q.mT",
-                "lowered = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)",
-                "y = (scores + lowered).softmax(-1) @ v",
-            ),
-            results=("y",),
-            sizes=(("B", 1), ("S", 2)),
-            dtype="float16",
-        ),
-    ),
-    Kept(
         "einsum under autocast",
         "it was computed without the casts that autocast makes inside of it",
         Program(

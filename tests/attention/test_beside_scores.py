@@ -197,8 +197,8 @@ FUSED: list[Form] = [
 
 ROUNDED: set[tuple[Any, ...]] = {
     (pair_sdpa, torch.float16, "composite"), (pair_sdpa, torch.float16, "decomposed"), (clamped_bias, torch.float16),
-    (lowered_by_numbers, torch.float16, "composite"), (lowered_by_numbers, torch.float16, "decomposed"),
-    (relative_places_first, torch.float16), (places_of_heads_first, torch.float16, "composite"),
+    (relative_places_first, torch.float16), (places_of_heads_first, torch.float16),
+    (keys_in_rows_and_columns, torch.float16),
     (relative_rows_and_columns, torch.float16, "composite"), (relative_rows_and_columns, torch.float16, "decomposed"),
 }  # fmt: skip
 """What is refused: a bias of float16 may be infinite or near where scores are clamped, a sum of several is rounded; or

@@ -272,8 +272,8 @@ def test_results_that_are_stored_in_float32_and_rounded_are_those_of_the_operato
 @pytest.mark.parametrize("name", KEPT)
 def test_results_that_are_read_in_float32_are_not(name: str):
     found = told(explained(lambda *qkv: each_sequence(*qkv, KEPT[name])))
-    assert len(found) == B
-    assert {(WIDE in reason, line) for reason, line in found} == {(True, "wide = q.float()")}
+    assert [line for reason, line in found if WIDE in reason] == ["wide = q.float()"] * B
+    assert all(WIDE in reason or reason.startswith("query: it is float32") for reason, _ in found)
 
 
 def keys_widened_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

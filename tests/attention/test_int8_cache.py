@@ -276,12 +276,12 @@ def narrowed(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("s", "of", "turn", "reason"), [
-    (Sizes(), of_float32, narrowed, "a scale of torch.float32 is not one in the dtype"),
+    (Sizes(), of_float32, narrowed, "scale: it is torch.float32, or multiplied by a number"),
     (Sizes(), lambda s: (by_tokens(s)[0], channels(s)[1]), narrowed, "one of both alone has a scale of each"),
     (Sizes(), lambda s: (*by_tokens(s), *with_zeros(s)[2:]), with_zero, "they have a scale of each token and an"),
     (Sizes(), lambda s: tuple(scales(n, s.batch, 1, 1, 1) for n in (3, 4)), narrowed, "or of each sequence"),
     (Sizes(queries=3, kind="rows"), by_tokens, narrowed, "key_quant_mode == 0"),
-    (Sizes(), lambda s: (), lambda x, q: x.to(q.dtype) * 0.3, "does not hold the scale 0.3 as it is"),
+    (Sizes(), lambda s: (), lambda x, q: x.to(q.dtype) * 0.3, "scale: it is 0.3, which the dtype of x rounds"),
     (Sizes(size=48), channels, dequantised, "block_size % 32 == 0"),
     (Sizes(queries=2, size=128), channels, dequantised, "not given(block_table)"),
     (Sizes(width=48), channels, dequantised, "D % 32 == 0"),

@@ -144,7 +144,8 @@ def unseen(
     """Name the result of a query that sees no key: "mean" (of all values), "zero" or "nan"; "" if it is not known.
 
     A finite number that masks add to all scores of a row does not change the softmax of the row, unless all
-    exponentials become 0. A number that absorbs the scores makes all of them equal, and so the weights.
+    exponentials become 0. A number below `LOST` absorbs the scores: all of them become that number, and the weights
+    equal.
 
     Args:
         positions: the evaluation of masks at the positions of the scores.
@@ -158,21 +159,10 @@ def unseen(
     if results != {"mean"}:
         return results.pop() if len(results) == 1 else ""
     *outer, innermost = (each.how for each in terms)
-    lost = max(numbers) <= LOST
-    replaced = "add" not in outer and (innermost != "add" or absorbs(positions, terms[-1]))
-    alone = floor == max(numbers) and lost
-    return "mean" if (alone or (replaced and (lost or not over))) and len(numbers) == 1 else ""
-
-
-def absorbs(positions: Positions, term: Term) -> bool:
-    """Return True if each number that the additive `term` adds, but for 0, makes all scores of a row equal.
-
-    A number below `LOST` does in every dtype. So does the lowest number of float16 in sums that are rounded to it,
-    whose neighbours there are 32 apart.
-    """
-    in_half = term.scores is not None and term.scores.dtype is torch.float16
-    most = torch.finfo(torch.float16).min * term.factor if in_half else LOST
-    return all(number <= max(most, LOST) for number in added_numbers(positions, term) or () if number)
+    replaced = "add" not in outer and (innermost != "add" or max(numbers) <= LOST)
+    swallows = not over or max(numbers) <= LOST
+    alone = floor == max(numbers) and max(numbers) <= LOST
+    return "mean" if (alone or (replaced and swallows)) and len(numbers) == 1 else ""
 
 
 def numbers_of(positions: Positions, terms: Sequence[Term]) -> list[float]:
