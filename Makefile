@@ -13,7 +13,7 @@ SYSTEM := $(shell uname -s)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test nightly mutate demo bench docs clean
+.PHONY: help setup check test nightly mutate demo bench docs site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -62,7 +62,11 @@ bench: $(VENV)/.installed  ## what the pass costs beside tracing, and beside oth
 	$(BIN)/python -m benchmarks.pass_cost --layers 2 --layers 4 --rounds 1 --incumbents --never 100
 
 docs: $(VENV)/.installed  ## write the generated pages of docs/
-	$(BIN)/python docs/build.py
+	$(BIN)/python -m docs.build
+
+site: $(VENV)/.installed  ## build the documentation as a site that needs no network: build/site/index.html
+	$(BIN)/python -m docs.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file build/mkdocs.yml
 
 clean:  ## remove everything that can be made again
 	rm -rf $(VENV) .torch_npu .pytest_cache .ruff_cache .import_linter_cache .hypothesis .cache build dist *.egg-info

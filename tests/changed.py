@@ -31,7 +31,7 @@ ACROSS = ("corpus", "goldens", "laws")
 """Folders of tests that take all rules: each case belongs to the domain of its rule."""
 APART = ("attack", "mutation")
 """Folders of tests that no other one uses."""
-WORDS = ("docs", "benchmarks", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", ".gitignore")
+WORDS = ("docs", "mkdocs.yml", "benchmarks", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", ".gitignore")
 """Folders and files that only tests without parameters look at, which always run."""
 SMOKE = 8
 """Of what did not change, one case in so many runs, and at least one of each test."""

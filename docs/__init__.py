@@ -1,0 +1,1 @@
+"""Pages of the documentation, and the code that generates some of them."""
