@@ -51,12 +51,12 @@ def cast_inside(program: ExportedProgram) -> list[fx.Node]:
     regions = program.graph_module.graph.find_nodes(
         op="call_function", target=torch.ops.higher_order.wrap_with_autocast
     )
-    found: list[fx.Node] = []
+    calls: list[fx.Node] = []
     for region in regions:
         device, _, _, _, body, *_ = region.args
         code = getattr(program.graph_module, str(cast(fx.Node, body).target))
-        found += [node for node in code.graph.nodes if _is_cast_inside(node, str(device))]
-    return found
+        calls += [node for node in code.graph.nodes if _is_cast_inside(node, str(device))]
+    return calls
 
 
 def _is_cast_inside(node: fx.Node, device: str) -> bool:

@@ -204,6 +204,20 @@ def _unwarned() -> Generator[None, None, None]:
 
 
 @contextmanager
+def unlogged() -> Generator[None, None, None]:
+    """Suppress torch's log of operators that raise on fake tensors: the caller expects errors.
+
+    Private: the name of the logger.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+@contextmanager
 def without_guards(mode: Any) -> Generator[None, None, None]:
     """Raise inside the context where code in the fake `mode` would add a guard on a symbolic size.
 

@@ -53,8 +53,8 @@ def preserve_composites(gm: fx.GraphModule) -> AbstractContextManager[None]:
     from torch.export.exported_program import _override_composite_implicit_decomp
 
     devices = autocast_devices(gm)
-    kept = [each for each in COMPOSITES if all(casts_itself(each, device) for device in devices)]
-    return _override_composite_implicit_decomp(dict.fromkeys(kept, _special_op_to_preserve_cia))
+    preserved = [each for each in COMPOSITES if all(casts_itself(each, device) for device in devices)]
+    return _override_composite_implicit_decomp(dict.fromkeys(preserved, _special_op_to_preserve_cia))
 
 
 def autocast_devices(gm: fx.GraphModule) -> frozenset[str]:

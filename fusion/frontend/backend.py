@@ -26,6 +26,7 @@ from fusion.facts import Facts
 from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.library import completed, library_for
 from fusion.frontend.regions import region_reports, regions_in
+from fusion.frontend.rerun import rerun
 from fusion.graph.origin import render
 from fusion.inputs.assumptions import assumed, checks_of, loosened
 from fusion.inputs.dynamo_inputs import Known
@@ -410,7 +411,8 @@ class Explainer:
             inputs, results = known.named(original.graph)
             with stage("prepare"):
                 prepared = foreseen(report.prepared, gm.graph, stuck)
-            named = {"inputs": inputs, "results": results, "counted": known.counted}
+            again = rerun(original, facts, self.backend.options, self.backend.rules)
+            named = {"inputs": inputs, "results": results, "counted": known.counted, "rerun": again}
             self.parts.append(replace(report, prepared=prepared, **named))
         except StageError as error:
             self.parts.append(self.backend.failed(original, error))

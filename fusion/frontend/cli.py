@@ -1,4 +1,4 @@
-"""The command `cann-fusion`: explain a model, hold it to expectations, list the operators and the rules."""
+"""The command `cann-fusion`: explain a model, lint it, hold it to expectations, list the operators and the rules."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fusion.frontend.commands import expect
 from fusion.frontend.commands.console import BAD_INPUT, complain, console, reported, tell
 from fusion.frontend.commands.explained import Plan, calls, explained, require_traced
 from fusion.frontend.commands.flags import CallFlags, ModelName, OptionFlags, Traceback, with_flags
+from fusion.frontend.commands.lint import lint
 from fusion.frontend.port import port as port_call
 from fusion.report.failures import worded
 from fusion.report.report import Report
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(expect.app)
+app.command()(lint)
 
 
 def _show_version(wanted: bool) -> None:
@@ -58,6 +60,8 @@ def root(
     [dim]cann-fusion explain my_model:build[/dim]                  what your own function returns
 
     [dim]cann-fusion expect check my_model:build expect.toml[/dim] its fusions, held by CI
+
+    [dim]cann-fusion lint hf:gpt_oss[/dim]                         what to change in a model, with its lines
 
     [dim]cann-fusion ops npu_rms_norm[/dim]                        what the chips accept
 

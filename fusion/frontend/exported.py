@@ -17,6 +17,7 @@ from fusion.errors import OperatorError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.frontend.backend import FusionBackend
 from fusion.frontend.expectations.compare import unmet, warn_unmet
+from fusion.frontend.rerun import rerun
 from fusion.graph.aliasing import name_results, outputs
 from fusion.graph.origin import place_of
 from fusion.language import Library, Reader, Rule
@@ -123,10 +124,13 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
 def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:
     """Fuse a copy of the graph of the functional program `plain` by `backend`, and report."""
     gm = fx.GraphModule(plain.graph_module, copied(plain.graph))
+    facts = Facts(parameters(plain.graph_signature))
     try:
         with stage("capture"):
             write_at_end(gm, plain.graph_signature)
-        report = backend.fuse(gm, Facts(parameters(plain.graph_signature)), in_place=False)
+            captured = fx.GraphModule(gm, copied(gm.graph))
+        again = rerun(captured, facts, backend.options, backend.rules, in_place=False)
+        report = replace(backend.fuse(gm, facts, in_place=False), rerun=again)
     except StageError as error:
         report = backend.failed(gm, error)
     dropped = {node.name for node in gm.graph.find_nodes(op="placeholder") if not node.users}

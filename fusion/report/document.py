@@ -267,7 +267,7 @@ class Expected:
         where: `file:line` of the first call in it.
         times: number of regions.
         is_met: True if the rule fused calls of the regions.
-        found: the fusions in them, and the first reason why the rule is not one of them.
+        state: the fusions in them, and the first reason why the rule is not one of them.
     """
 
     rule: str
@@ -275,7 +275,7 @@ class Expected:
     where: str
     times: int
     is_met: bool
-    found: str
+    state: str
 
 
 @dataclass(frozen=True)

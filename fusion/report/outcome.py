@@ -110,11 +110,24 @@ class Outcome:
         return ""
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """The pass, to be run again over edited copies of a graph.
+
+    Attributes:
+        captured: the graph as it was captured.
+        fuse: rewrites a copy of that graph in place; keywords replace options.
+    """
+
+    captured: fx.GraphModule
+    fuse: Callable[..., Outcome]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GraphReport(Outcome):
     """Outcome for one graph, with that graph; derived attributes are computed when they are read.
 
-    Reports pickle, but for `chosen`, whose candidates refer to the search: `matches` has their reports.
+    Reports pickle, but for `rerun` and `chosen`, whose candidates refer to the search: `matches` has their reports.
 
     Attributes:
         graph: the rewritten graph, with real operator names, before lowering.
@@ -126,6 +139,7 @@ class GraphReport(Outcome):
         inputs: the names in the model of the inputs of the graph before it was rewritten, where they are known.
         results: the names in the model of its results, where they are known.
         counted: the attributes that the call sets to Python numbers: the graph is of the numbers that they had.
+        rerun: the pass to be run again, for changes of the model; None where the report is not of `explain`.
     """
 
     graph: fx.GraphModule
@@ -137,6 +151,7 @@ class GraphReport(Outcome):
     inputs: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
+    rerun: Rerun | None = None
 
     def __repr__(self) -> str:
         """Name the target and count the entries: a full representation would print the graph many times."""
@@ -144,7 +159,7 @@ class GraphReport(Outcome):
 
     def __getstate__(self) -> dict[str, Any]:
         computed = {"matches": self.matches, "after": self.after, "trace": self.trace}
-        return {**vars(self), **computed, "chosen": (), "graph": pack(self.graph), "original": None}
+        return {**vars(self), **computed, "chosen": (), "graph": pack(self.graph), "original": None, "rerun": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ensure()  # the graph calls operators by their names

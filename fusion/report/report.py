@@ -18,6 +18,7 @@ from fusion.report.document import Break, Document, Expected, Interruption, Memo
 from fusion.report.outcome import GraphReport, LayerReport, MatchReport, Tally, add_tallies
 from fusion.report.regions import RegionReport
 from fusion.report.trace import emitted
+from fusion.report.why import TRIES, Explanation, why
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,6 +129,18 @@ class Report:
         before = reduce(add_tallies, (part.before for part in self.parts), dict[str, Tally]())
         after = reduce(add_tallies, (part.after for part in self.parts), dict[str, Tally]())
         return {path: LayerReport(before.get(path, Tally()), after.get(path, Tally())) for path in (*before, *after)}
+
+    def why(self, place: str | Refusal, tries: int = TRIES) -> list[Explanation]:
+        """Explain the refusals at `place`, each with a change of the model that makes the fusion, where one is known.
+
+        The change is proven: it is made in the captured graph, and the pass makes the fusion there. Reports that were
+        pickled, or of a compiled model, have the reasons alone.
+
+        Args:
+            place: `file:line`, of which the folders may be left out; the path of a module; or one of `refusals`.
+            tries: number of changes that are tried for each reason, at most; 0 for the reasons alone.
+        """
+        return why(self.parts, place, tries)
 
     def document(self, everything: bool = False) -> Document:
         """Compose the content of the report, with equal layers as one.

@@ -135,7 +135,7 @@ def _change(change: Change) -> RenderableType:
 def _expected(document: Document) -> Iterator[RenderableType]:
     for each in document.expected:
         state = "found" if each.is_met else "missing"
-        yield _entry(f"{each.rule} {state}: {place(each.name, each.times)} at {each.where}", [each.found])
+        yield _entry(f"{each.rule} {state}: {place(each.name, each.times)} at {each.where}", [each.state])
 
 
 def _rewrite(rewrite: Rewrite) -> RenderableType:

@@ -20,7 +20,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import bounds
 from fusion.analysis.mask_formulas import Positions
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
-from patterns.cache.sequence_writes import chain_of, joined, of_one
+from patterns.cache.sequence_writes import chain_of, joined, single_write
 
 _ELEMENT_WRITES = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
@@ -123,7 +123,7 @@ class Writes:
 
     def _outcomes(self, value: Value) -> Sequence[Outcome]:
         readers = {"slice_scatter": self._slice, "cat": _slide, "where": self._chosen, "add": self._blended}
-        written = (*self._of_sequences(value), *self._written(value))
+        written = (*self._sequences_in(value), *self._written(value))
         if value.op == "reshape" and self._is_back(value):
             alone = () if value.arg in self._places else self._written(value.arg)
             return (*written, *self._pages(value), *alone)
@@ -149,14 +149,14 @@ class Writes:
             case _:
                 return ()
 
-    def _of_sequences(self, value: Value) -> Sequence[Outcome]:
+    def _sequences_in(self, value: Value) -> Sequence[Outcome]:
         """Return the readings of a chain of writes into the sequences of a cache that the graph changes."""
         chain = value.below("reshape")
         if chain.op != "write_within" or (value.op == "reshape" and chain in self._places):
             return ()
         device = self._places[value][0].meta["val"].device
         like = self._on_device.setdefault(device, chain_of(chain)[0])
-        return joined(self._algebra, value, like) or of_one(self._algebra, value, like) or ()
+        return joined(self._algebra, value, like) or single_write(self._algebra, value, like) or ()
 
     def _is_back(self, value: Value) -> bool:
         """Return True if `value` reshapes a written cache to the shape that the cache had before it was reshaped for

@@ -73,7 +73,7 @@ def joined(a: Algebra, value: Value, like: Value) -> Sequence[Reading] | None:
 
 
 @proof
-def of_one(a: Algebra, value: Value, like: Value) -> Sequence[Reading] | None:
+def single_write(a: Algebra, value: Value, like: Value) -> Sequence[Reading] | None:
     """Read `value`, a write into one sequence of a cache [B, T, ..], as a write into pages of T rows; else None."""
     must(value.op == "write_within" and value.attrs[:1] == (1,) and value.rank > 2)
     write, cache, size = proven(_write_of(value)), value.arg, int(value.shape[1])

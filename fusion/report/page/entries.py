@@ -111,7 +111,7 @@ def _remarks(document: Document) -> Iterator[tuple[str, str, str]]:
         yield f"{each.function} is not traced itself" if each.function else "graph break", each.reason, each.where
     for region in document.expected:
         state = "found" if region.is_met else "missing"
-        yield f"{region.rule} is expected, {state}: {region.name}", region.found, region.where
+        yield f"{region.rule} is expected, {state}: {region.name}", region.state, region.where
     for where, times in document.guesses.items():
         yield "read from data: from a sample, as nothing was run", counted(times, "time"), where
     for name, kind in document.assumptions.items():

@@ -51,7 +51,7 @@ def batched(graph: Graph, results: Results, joined: Value) -> Reading | None:
     every, (axis,) = [each.reading.captures for each in parts], joined.attrs
     must(all(each.keys() <= {*_ALIKE, *_JOINED, "output_view"} for each in every))
     must(all(each[name].shape[0] == 1 for each in every for name in ("q", "k", "v")))
-    stacked = proven(_alike(graph, every) or _of_own_lengths(graph, every))
+    stacked = proven(_alike(graph, every) or _own_lengths(graph, every))
     must(all(_views(each) == _views(parts[0]) for each in parts))
     view = proven(_view(a, parts[0], axis, joined.shape))
     relied = frozenset[str]().union(*(each.reading.relies for each in parts))
@@ -76,7 +76,7 @@ def _alike(graph: Graph, every: Sequence[Captures]) -> Captures | None:
 
 
 @proof
-def _of_own_lengths(graph: Graph, every: Sequence[Captures]) -> Captures | None:
+def _own_lengths(graph: Graph, every: Sequence[Captures]) -> Captures | None:
     """Return the captures of the batch of sequences with the captures `every`, each of which sees the first keys of its
     own sequence of one cache.
 

@@ -137,8 +137,8 @@ def cache_of(graph: Graph, parts: Sequence[Value]) -> SequenceCache | None:
     origins = {chain_of(each)[0].below("reshape") for each in bases}
     must(len(origins) == 1)
     (origin,) = origins
-    found = (_cache(graph.algebra, value, bases, parts) for value in _states(graph, origin))
-    return proven(next(filter(None, found), None))
+    caches = (_cache(graph.algebra, value, bases, parts) for value in _states(graph, origin))
+    return proven(next(filter(None, caches), None))
 
 
 def _states(graph: Graph, origin: Value) -> list[Value]:
@@ -171,12 +171,12 @@ def _is_cut(a: Algebra, cache: Value, place: int, heads_last: bool, part: Value)
 
 def _sequence(a: Algebra, cache: Value, place: int, heads_last: bool) -> list[Value]:
     """Return the rows [1, M, T, D] of the sequence `place` of `cache`: a slice of sequences, or of all their heads."""
-    whole = a.cut(_heads_first(a, cache, heads_last), 0, place, place + 1)
+    sequence = a.cut(_heads_first(a, cache, heads_last), 0, place, place + 1)
     if heads_last:
-        return [whole]
+        return [sequence]
     heads = int(cache.shape[1])
     flat = a.reshape(cache, (1, cache.shape[0] * heads, *cache.shape[2:]))
-    return [whole, a.cut(flat, 1, place * heads, (place + 1) * heads)]
+    return [sequence, a.cut(flat, 1, place * heads, (place + 1) * heads)]
 
 
 def _agree(cache: Value, base: Value, place: int, count: int) -> bool:

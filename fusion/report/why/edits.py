@@ -1,0 +1,232 @@
+"""Edits of one call of a captured graph: another constant, a number under a root, or the call left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any, cast
+
+import torch
+import torch.fx as fx
+
+from fusion._torch.fakes import FakeTensor, FakeTensorMode, fake_mode_of, run_on_fakes, unlogged
+from fusion._torch.nested import map_only
+from fusion._torch.operators import given, schema_of, short_name
+from fusion._torch.tracing import copied
+from fusion.graph.origin import location
+
+aten = torch.ops.aten
+EPS = 1e-6
+"""Number that is added under a root."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Edit of a call.
+
+    Attributes:
+        node: name of the node.
+        operator: name of its operator.
+        kind: "constant", "eps" or "omit".
+        argument: name of the argument that gets another constant; of an omitted call, the operand that stays.
+        old: the constant; of an omitted call, the only number among its arguments, if there is one.
+        new: the constant in its place.
+        position: place of the argument in the schema of the operator.
+    """
+
+    node: str
+    operator: str
+    kind: str
+    argument: str
+    old: Any = None
+    new: Any = None
+    position: int = 0
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "omit":
+                return f"leave {self.operator} out"
+            case "eps":
+                return f"add {EPS} under {self.operator}"
+            case _:
+                return f"{self.operator}: set {self.argument} to {self.new} in place of {self.old}"
+
+
+_Test = Callable[[Any, torch.Tensor], bool]
+"""Condition on a constant of a call, and on the first operand."""
+
+
+def _is_other_dim(dim: Any, x: torch.Tensor) -> bool:
+    return isinstance(dim, int) and dim not in (-1, x.dim() - 1)
+
+
+def _is_list_of_other_dim(dims: Any, x: torch.Tensor) -> bool:
+    return isinstance(dims, (list, tuple)) and len(cast(list[Any], dims)) == 1 and _is_other_dim(dims[0], x)
+
+
+def _is_finite_fill(value: Any, x: torch.Tensor) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value <= 0
+
+
+def _is_other_eps(value: Any, x: torch.Tensor) -> bool:
+    return isinstance(value, (int, float)) and value not in (1, EPS)
+
+
+def _differs(new: Any) -> _Test:
+    return lambda value, x: value is not None and value != new
+
+
+_LAST, _EACH_LAST = ("dim", -1, _is_other_dim), ("dim", [-1], _is_list_of_other_dim)
+_POPULATION = ("correction", 0, _differs(0))
+_CONSTANTS: Mapping[str, tuple[tuple[str, Any, _Test], ...]] = {
+    "softmax": (_LAST,),
+    "_softmax": (_LAST,),
+    "mean": (_EACH_LAST,),
+    "sum": (_EACH_LAST,),
+    "var": (_POPULATION, _EACH_LAST),
+    "var_mean": (_POPULATION, _EACH_LAST),
+    "std": (_POPULATION,),
+    "masked_fill": (("value", -inf, _is_finite_fill),),
+    "full": (("fill_value", -inf, _is_finite_fill),),
+    "full_like": (("fill_value", -inf, _is_finite_fill),),
+    "scalar_tensor": (("s", -inf, _is_finite_fill),),
+    "add": (("other", EPS, _is_other_eps),),
+    "mul": (("other", 1.0, lambda value, x: isinstance(value, (int, float)) and value < 0),),
+    "clamp": (("min", -128, _differs(-128)), ("max", 127, _differs(127))),
+    "topk": (("dim", -1, _is_other_dim), ("largest", True, _differs(True))),
+    "index_put": (("accumulate", False, _differs(False)),),
+    "native_layer_norm": (("eps", 1e-5, lambda value, x: value <= 0),),
+    "layer_norm": (("eps", 1e-5, lambda value, x: value <= 0),),
+    "rms_norm": (("eps", EPS, lambda value, x: value is None or value <= 0),),
+}  # fmt: skip
+"""Operator -> the argument, the constant that fused operators have there, and when a constant differs from it."""
+_OMITTED = frozenset(
+    {
+        "add", "sub", "mul", "div", "neg", "abs", "tanh", "sigmoid", "relu", "softplus", "exp", "log", "sqrt", "clamp",
+        "clamp_min", "clamp_max", "round", "_to_copy", "masked_fill", "softmax", "dropout",
+    }
+)  # fmt: skip
+"""Operators whose result may be one of their operands instead."""
+
+
+def edits(node: fx.Node) -> Iterator[Edit]:
+    """Yield the edits of the call `node`, the smallest first."""
+    name, val = short_name(node.target), node.meta.get("val")
+    if not name or not isinstance(val, torch.Tensor):
+        return
+    arguments = given(node.target, node.args, node.kwargs)
+    first = next((each.meta["val"] for each in node.all_input_nodes if _is_tensor(each)), val)
+    for argument, new, differs in _CONSTANTS.get(name, ()):
+        old = arguments.get(argument, 1 if argument == "correction" else None)
+        if not isinstance(old, fx.Node) and differs(old, first):
+            position = [each.name for each in schema_of(cast(Any, node.target)).arguments].index(argument)
+            yield Edit(node.name, name, "constant", argument, old, new, position)
+    if name in ("rsqrt", "sqrt"):
+        yield Edit(node.name, name, "eps", "self")
+    for argument, each in arguments.items() if name in _OMITTED else ():
+        if isinstance(each, fx.Node) and _may_replace(each, node) and _needs_no_other(node, each):
+            yield Edit(node.name, name, "omit", argument, _number(arguments))
+
+
+def _number(arguments: Mapping[str, Any]) -> Any:
+    """Return the only number among the `arguments` of a call, None if there is none or several."""
+    numbers = [each for each in arguments.values() if type(each) in (int, float)]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _may_replace(operand: fx.Node, node: fx.Node) -> bool:
+    """Return True if `operand` has the shape of the result of `node`, and floats where that has floats."""
+    val, result = operand.meta.get("val"), node.meta["val"]
+    if not isinstance(val, torch.Tensor) or val.is_floating_point() != result.is_floating_point():
+        return False
+    return val.shape == result.shape
+
+
+def _needs_no_other(node: fx.Node, operand: fx.Node) -> bool:
+    """Return True if without `node` no call becomes useless but those that read inputs alone: the edit is small."""
+    others = [each for each in node.all_input_nodes if each is not operand and len(each.users) == 1]
+    calls = [each for each in others if each.op == "call_function"]
+    return all(source.op != "call_function" for each in calls for source in each.all_input_nodes)
+
+
+def edited(captured: fx.GraphModule, edit: Edit) -> fx.GraphModule:
+    """Return a copy of `captured` in which every call that the same text of the model makes has `edit`.
+
+    Raises:
+        Exception: an operator does not accept the edited tensors; its Meta kernel decides which error that is.
+    """
+    gm = fx.GraphModule(captured, copied(captured.graph))
+    names = {each.name: each for each in gm.graph.nodes}
+    changed = {each for node in names.values() if _is_alike(node, names[edit.node]) for each in _apply(node, edit)}
+    gm.graph.eliminate_dead_code()
+    with unlogged():
+        _propagate(gm, changed)
+    return gm
+
+
+def _is_alike(node: fx.Node, other: fx.Node) -> bool:
+    """Return True if the same line of the model made the calls `node` and `other`, with equal constants."""
+    if node.target is not other.target or location(node) != location(other):
+        return False
+    return repr(_constants(node)) == repr(_constants(other))
+
+
+def _constants(node: fx.Node) -> Any:
+    return map_only(fx.Node, lambda _: "", (node.args, dict(node.kwargs)))
+
+
+def _apply(node: fx.Node, edit: Edit) -> list[fx.Node]:
+    """Apply `edit` to `node`, and return the calls whose results change by it."""
+    arguments = given(node.target, node.args, node.kwargs)
+    if edit.kind == "omit":
+        readers = list(node.users)
+        node.replace_all_uses_with(arguments[edit.argument])
+        return readers
+    changed = [node]
+    if edit.kind == "constant":
+        arguments[edit.argument] = edit.new
+    else:
+        with node.graph.inserting_before(node):
+            arguments["self"] = node.graph.call_function(aten.add.Tensor, (arguments["self"], EPS))
+        changed.append(arguments["self"])
+    positional = len(node.args)
+    node.args = tuple(list(arguments.values())[:positional])
+    node.kwargs = dict(list(arguments.items())[positional:])
+    return changed
+
+
+def _propagate(gm: fx.GraphModule, changed: set[fx.Node]) -> None:
+    """Compute the fake results of the `changed` calls anew, and of all calls that read them."""
+    mode = fake_mode_of(gm)
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or changed.isdisjoint((node, *node.all_input_nodes)):
+            continue
+        changed.add(node)
+        args, kwargs = map_only(fx.Node, lambda each: _fake(each.meta["val"], mode), (node.args, dict(node.kwargs)))
+        is_operator = bool(short_name(node.target))
+        node.meta["val"] = run_on_fakes(node.target, args, kwargs) if is_operator else node.target(*args, **kwargs)
+
+
+def _fake(val: Any, mode: FakeTensorMode | None) -> Any:
+    """Return `val`, or a fake tensor of `mode` for a tensor that is a constant of the graph."""
+    is_real = isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor)
+    return mode.from_tensor(val) if is_real and mode is not None else val
+
+
+def around(seeds: Iterable[fx.Node], reach: int) -> Iterator[fx.Node]:
+    """Yield the calls around `seeds`, the nearest first, up to `reach` steps away."""
+    waiting = dict.fromkeys(seeds, 0)
+    seen = dict(waiting)
+    while waiting:
+        node = next(iter(waiting))
+        steps = waiting.pop(node)
+        if node.op == "call_function":
+            yield node
+        for each in (*node.all_input_nodes, *node.users) if steps < reach else ():
+            if each not in seen and each.op == "call_function":
+                seen[each] = waiting[each] = steps + 1
