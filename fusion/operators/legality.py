@@ -249,11 +249,13 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _ways(op: Operator) -> str:
-    """Name the values of the option `lower` that run `op`, with the option by which eager launches may read tensors
-    on the host."""
+    """Name the values of the option `plan_lower` that run `op`.
+
+    Eager launches of an operator that reads tensors on the host need the option `lengths` as well.
+    """
     reads = ["eager with the option lengths='host', which waits for the device"] if op.on_host else []
     ways = [*sorted(op.lowerings - ({"eager"} if reads else set())), *reads]
-    return f"set the option lower to {' or '.join(ways)}" if ways else "no other lowering takes it either"
+    return f"set the option plan_lower to {' or '.join(ways)}" if ways else "no other lowering takes it either"
 
 
 def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | None:

@@ -185,6 +185,6 @@ def test_launches_one_by_one_are_shown_the_mask_and_told_why():
     report = fusion.explain(heads_last(in_order), *QKV, BOUNDS, options=options)
     assert dict(report.ops) == {"npu::npu_fused_infer_attention_score_v2": 1}
     assert any(
-        "set the option lower to torchair or eager with the option lengths='host'" in each.reason
+        "set the option plan_lower to torchair or eager with the option lengths='host'" in each.reason
         for each in report.refusals
     )

@@ -102,7 +102,7 @@ def _not_write(
 
 LOOKALIKES = (
     _not_write(added, "they are added to the cache, or chosen by a"),
-    _not_write(index_added, "not proven to go|added to what"),
+    _not_write(index_added, "not proven to be distinct|added to what"),
     _not_write(masked, "chosen by a mask|not proven to go"),
     _not_write(every_second, "neighbours", token, None, note="one row at every second position is one row"),
     _not_write(from_there_on, "scatter_update requires torch.arange(T) ==", token),

@@ -200,8 +200,8 @@ def test_every_reading_is_a_word_that_its_reader_gives():
 def test_the_engine_names_no_rule_and_no_reading():
     found = set()
     for path in ENGINE.rglob("*.py"):
-        if path.is_relative_to(ENGINE / "operators"):
-            continue
+        if any(path.is_relative_to(ENGINE / each) for each in ("operators", "frontend/port", "report")):
+            continue  # where names are those of aten
         texts = {each.value for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Constant)}
         found |= {(path.name, text) for text in texts & WORDS if isinstance(text, str)}
     assert found == OTHER_MEANINGS

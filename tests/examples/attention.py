@@ -197,6 +197,15 @@ EQUAL = qkv(shared=N)
 BARE = partial(written, scale=1)
 OF_QUERIES = BARE(weigh=partial(shares, dim=-2))
 LOWERED = BARE(lambda scores: scores.masked_fill(later(), -1.0))
+
+
+def segments_by_id(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+    """Packed sequences [T, N, D] of which `bounds` says where each ends; every token sees those of its own."""
+    segment = torch.searchsorted(bounds, torch.arange(q.shape[0]), right=True)
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=segment[:, None] == segment)[0].transpose(0, 1)
+
+
 EXAMPLES = (
     Example("an encoder", by_sdpa(), qkv(shared=N)),
     Example("causal", CAUSAL, qkv()),
@@ -211,6 +220,7 @@ EXAMPLES = (
     Example("a window", by_hand(far), qkv()),
     Example("groups by einsum", grouped, qkv()),
     Example("positions before heads", positions_first, qkv()),
+    Example("segments by the bounds of packed tokens", segments_by_id, tensors(*[(S, N, D)] * 3, torch.tensor([2, S]))),
     Example("segments of packed tokens", segments, tensors((S, N, D), (S, M, D), (S, M, D))),
     Example("a sink", partial(with_sink, hidden=later), SUNK),
     Example("a sink, a prompt over a cache", SINK_PROMPT, qkv(S, T, M, SINKS)),

@@ -77,9 +77,8 @@ def not_put_back(tokens: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) 
     """Rows in order of their experts, summed as if they were in that of the tokens."""
     weights, experts = routed(logits)
     listed, order = experts.reshape(-1).sort()
-    ends = torch.histc(listed.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
-    both = F.grouped_mm(tokens[order // CHOICES], gate_up.mT, offs=ends)
-    given = F.grouped_mm(halves(both), down.mT, offs=ends) * weights.reshape(-1, 1)
+    both = torch.bmm(gate_up[listed], tokens[order // CHOICES].unsqueeze(-1)).squeeze(-1)
+    given = torch.bmm(down[listed], halves(both).unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
     return given.view(*experts.shape, -1).sum(dim=1)
 
 
@@ -144,6 +143,12 @@ def written(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
+def written_halves(both: Tensor) -> Tensor:
+    """The gate first, a gelu that is written out of it."""
+    gate, up = both.chunk(2, dim=-1)
+    return written(gate) * up
+
+
 def gelu_halves(both: Tensor) -> Tensor:
     """The gate first, gelu of it."""
     gate, up = both.chunk(2, dim=-1)
@@ -178,6 +183,7 @@ EXAMPLES = (
     Example("gathered matrices, bounded lanes", partial(gathered, activation=clipped), MERGED),
     Example("gathered matrices, bounded halves", partial(gathered, activation=clipped_halves), MERGED),
     Example("gathered matrices, a gate by gelu", partial(gathered, activation=gelu_halves), MERGED),
+    Example("a gate by gelu written out", partial(gathered, activation=written_halves), MERGED),
     Example("relu and no gate", ungated, PLAIN),
     Example("silu and no gate", partial(ungated, activation=F.silu), PLAIN),
     Example("gelu and no gate", partial(ungated, activation=F.gelu), PLAIN),
@@ -193,7 +199,7 @@ EXAMPLES = (
         "between their two products stands something",
     ),
     Example("sorted rows that are not put back", not_put_back, MERGED, "it is not proven to be summed for each"),
-    Example("matrices that are computed", by_einsum, _inputs(*_TWO, parameters=False), "they are no Parameters"),
+    Example("matrices that are computed", by_einsum, _inputs(*_TWO, parameters=False), "are no Parameters"),
     Example("any number of sequences", of_sequences, symbolic(_sequences, (0, 1), (0, 1)), "several symbolic sizes"),
     Example("experts that come from elsewhere", _given, _listed, "nothing in this graph chooses them, so that"),
 )  # fmt: skip

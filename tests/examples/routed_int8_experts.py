@@ -112,7 +112,7 @@ EXAMPLES = (
         "in int8, a sum in float32",
         partial(gathered, result=lambda x, _: x),
         FIXED,
-        "npu_quant_matmul requires float16 or",
+        "npu_grouped_matmul requires float16 or",
     ),
     Example("four bits between the products", partial(gathered, between=_by_7), FIXED, "whose rows are quantised"),
 )

@@ -287,7 +287,11 @@ def test_keys_that_heads_choose_by_a_bias_compute_the_same(family):
             {"npu::npu_lightning_indexer": LAYERS, "npu::npu_sparse_flash_attention": LAYERS},
             "He",
         ),
-        (dict(index_head_dim=96), {"npu::npu_mla_prolog_v3": LAYERS}, "D"),
+        (
+            dict(index_head_dim=96),
+            {"npu::npu_mla_prolog_v3": LAYERS, "npu::npu_sparse_flash_attention": LAYERS},
+            "D",
+        ),
         (dict(kv_lora_rank=256), {"npu::npu_fused_infer_attention_score_v2": LAYERS}, "D"),
     ],
 )

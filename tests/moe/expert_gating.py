@@ -420,7 +420,7 @@ SPELLINGS = (
 )
 LOOKALIKES = (
     _other(filled_with_0, "scores of those outside of the top-k are", _lower),
-    _other(filled_with_a_low_number, "filled with -1.0, not with -inf", _lower),
+    _other(filled_with_a_low_number, "filled with -1.0; npu_moe_gating_top_k requires -inf", _lower),
     _other(best_three, "they are not chosen by the largest, or the"),
     _other(groups_without_bias, "they are not chosen by the largest, or the"),
     _other(alternate_groups, "side by side|of what experts are chosen by"),

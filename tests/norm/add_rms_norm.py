@@ -279,5 +279,6 @@ SPELLINGS = (
         one_plus_weight,
         "transformers: Gemma; the gain in float32, which the operator takes rounded once",
         one_plus=True,
+        as_good={"npu::npu_gemma_rms_norm": 1},
     ),
 )

@@ -97,7 +97,7 @@ def test_one_symbolic_graph_serves_other_sizes(name: str, make: Any):
 @pytest.mark.parametrize("lowering", ["eager", "npugraph_ex"])
 def test_there_is_no_kernel_to_launch_by_itself(lowering: str):
     call = sized()
-    assert f"cannot be lowered by {lowering}; set the option lower to torchair" in str(
+    assert f"cannot be lowered by {lowering}; set the option plan_lower to torchair" in str(
         refusal(OPERATORS[LAYER[0]], "ascend910_93", (), call, lowering)
     )
     assert refusal(OPERATORS[LAYER[0]], "ascend910_93", (), call, "torchair") is None

@@ -198,7 +198,7 @@ def test_an_exported_program_has_changes(tmp_path: Path):
 def test_an_option_is_a_change():
     example = next(each for each in declared()["page_gather"] if not each.refusal)
     report = explained(example.function, example.inputs(torch.bfloat16))
-    refusal = next(each for each in report.refusals if "set the option lower" in each.reason)
+    refusal = next(each for each in report.refusals if "set the option plan_lower" in each.reason)
     (explanation,) = report.why(refusal)
     assert explanation.change is not None
     assert explanation.change.what == "set the option plan_lower to 'eager'"
