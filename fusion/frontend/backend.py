@@ -15,18 +15,16 @@ from typing import Any, TypeVar, overload
 
 import torch
 import torch.fx as fx
-from torch.fx.immutable_collections import immutable_dict
 
 from fusion._torch.garbage_collection import uncollected
 from fusion._torch.inductor import inductor_mode
-from fusion._torch.tracing import Boxed, aot_plain, boxed, copied, inline_regions, outside_modes, specialise_floats
+from fusion._torch.tracing import Boxed, aot_plain, copied, inline_regions, outside_modes, specialise_floats
 from fusion.caching import graph_cache
 from fusion.errors import ExpectationWarning, FusionError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.library import completed, library_for
-from fusion.frontend.regions import region_reports, regions_in
-from fusion.frontend.rerun import rerun
+from fusion.frontend.regions import Place, region_reports, regions_in
 from fusion.graph.origin import render
 from fusion.inputs.assumptions import assumed, checks_of, loosened
 from fusion.inputs.dynamo_inputs import Known
@@ -39,7 +37,7 @@ from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
 from fusion.report.refusals import rule_names
 from fusion.report.report import Report
-from fusion.runtime.prepared_weights import foreseen, obstacles, supply
+from fusion.runtime.prepared_weights import supply
 from fusion.runtime.verification import Subject, verified
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
@@ -306,16 +304,16 @@ class FusionBackend:
             StageError: a stage failed; the graph is not to be used.
         """
         with stage("report"):
-            expects = bool(self.options.expect or regions_in(gm.graph))
-        if expects:
-            return self.fuse(gm, facts, original)
+            regions = regions_in(gm.graph)
+        if self.options.expect or regions:
+            return self.fuse(gm, facts, original, places=regions)
         with stage("graph_cache"), uncollected():
             entry = graph_cache.entry(gm.graph, facts, library_for(self.options, self.rules), self.options)
             known = entry and entry.replayed(original, partial(_check_replayed, gm.graph, original))
         if known is not None:
             log.info("fused as an equal graph was")
             return known
-        outcome = self.fuse(gm, facts, original, with_refusals=False)
+        outcome = self.fuse(gm, facts, original, with_refusals=False, places=regions)
         if entry is not None:
             with stage("graph_cache"), uncollected():
                 entry.keep(outcome)
@@ -328,6 +326,7 @@ class FusionBackend:
         original: fx.Graph | None = None,
         with_refusals: bool = True,
         in_place: bool = True,
+        places: Sequence[Place] | None = None,
     ) -> GraphReport:
         """Rewrite one functional aten graph in place and report; the module is not recompiled.
 
@@ -337,16 +336,18 @@ class FusionBackend:
             original: a copy of the graph, name for name, where the caller has one.
             with_refusals: False to skip the work on refusals, which compilations do not report.
             in_place: False to leave the graph functional.
+            places: the regions of the graph, where the caller has listed them.
 
         Raises:
             FusionError: the options or a rule cannot be used.
             StageError: a stage failed; the graph is not to be used.
         """
+        if places is None:
+            with stage("report"):
+                places = regions_in(gm.graph)
         number = next(_numbers)
         dumped = _dump(self.options.dump_dir, f"graph{number}_captured.txt", gm.graph)
         library = library_for(self.options, self.rules)
-        with stage("report"):
-            places = regions_in(gm.graph)
         before = None
         if with_refusals:
             before = fx.GraphModule(gm, copied(gm.graph) if original is None else original)
@@ -375,48 +376,6 @@ class FusionBackend:
         `handed_on`.
         """
         return partial(handed_on, by=route(self.options.lower))
-
-
-@dataclass(frozen=True)
-class Explainer:
-    """A backend that fuses and reports, and whose graphs return fake results instead of running.
-
-    Attributes:
-        backend: the backend that fuses.
-        parts: list to which the reports are appended.
-        positional: names of the positional arguments of the explained function.
-        originals: by the id of a fake tensor, the tensor that it is a copy of.
-    """
-
-    backend: FusionBackend
-    parts: list[GraphReport]
-    positional: tuple[str, ...] = ()
-    originals: Mapping[int, torch.Tensor] = immutable_dict()
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Append the report of one graph, and return an interpreter of the graph."""
-        specialise_floats(gm)
-        inline_regions(gm)
-        known = Known.from_dynamo(gm, example_inputs, self.positional, self.originals)
-        real = [self.originals.get(id(each), each) for each in example_inputs]
-        return capture(gm, example_inputs, partial(self._compile, known, obstacles(real)))
-
-    def _compile(self, known: Known, stuck: Sequence[str], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
-        original = fx.GraphModule(gm, copied(gm.graph))
-        try:
-            with stage("capture"):
-                facts = known.facts(gm.graph, self.backend.options.assume)
-            report = self.backend.fuse(gm, facts, original.graph)
-            gm.recompile()
-            inputs, results = known.named(original.graph)
-            with stage("prepare"):
-                prepared = foreseen(report.prepared, gm.graph, stuck)
-            again = rerun(original, facts, self.backend.options, self.backend.rules)
-            named = {"inputs": inputs, "results": results, "counted": known.counted, "rerun": again}
-            self.parts.append(replace(report, prepared=prepared, **named))
-        except StageError as error:
-            self.parts.append(self.backend.failed(original, error))
-        return boxed(fx.Interpreter(original).run)
 
 
 def _is_symbolic(graph: fx.Graph) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from fusion.errors import FusionError
 from fusion.frontend.port.classes import Classes
 from fusion.frontend.port.frames import frames_of
-from fusion.frontend.port.lines import Replaced, short_path
+from fusion.frontend.port.lines import Replaced
 from fusion.frontend.port.tidy import tidy
 from fusion.frontend.port.traced import Traced, Weight, class_name
 from fusion.frontend.port.weights import (
@@ -24,6 +24,7 @@ from fusion.frontend.port.weights import (
     subscripted,
     tensors_of,
 )
+from fusion.report.trace import displayed
 
 WIDTH = 100
 
@@ -45,7 +46,7 @@ def source_of(traced: Traced) -> str:
     used = "\n".join([*texts, load])
     imports = ["import torch", *["import torch.nn.functional as F"] * ("F." in used), "from torch import nn"]
     parts = [
-        _header(traced, sorted(map(short_path, replaced.files))),
+        _header(traced, sorted(map(displayed, replaced.files))),
         "\n".join(imports),
         "from fusion import operators\n\noperators.ensure()",
         *texts,
