@@ -221,9 +221,9 @@ def test_a_chip_runs_the_prolog_in_these_modes(blocks: ModuleType, name: str, to
 SPLIT = {
     "12 heads": Kind("channels", heads=12),
     "12 heads by block": Kind("channels", by_block=True, heads=12),
-    "all layers": Kind("channels", all_layers=True),
 }
-"""Blocks with caches by channel that the prolog does not take: it goes with other heads, or other layers."""
+"""Blocks with caches by channel that the prolog does not take, because of their heads."""
+ALL_LAYERS = Kind("channels", all_layers=True)
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -239,7 +239,27 @@ def test_where_the_prolog_does_not_fit_the_line_is_written_by_its_own_operator(b
     assert all(call.args[place].meta["val"].dtype == torch.int8 for place in (5, 6))
 
 
-@pytest.mark.parametrize(("name", "kind"), [*KINDS.items(), *SPLIT.items(), ("tiles", Kind("tiles", heads=12))])
+def test_with_all_layers_in_int8_the_prolog_gives_rows_that_are_quantised_behind_it(blocks: ModuleType):
+    """No mode of the operator goes from int8 layers to caches by channel: it writes rows in floats to fresh memory."""
+    (block,) = made(blocks, ALL_LAYERS, torch.bfloat16)
+    with torch.no_grad():
+        report = fusion.explain(block, *step(PROMPT, 1, torch.bfloat16), options=OPTIONS)
+    (call,) = prologs(report)
+    assert modes(call) == (2, 0, 0)
+    assert all(call.args[place].meta["val"].dtype == torch.bfloat16 for place in (9, 10))
+    operators = {
+        name: report.ops.get(f"npu::{name}") for name in ("npu_quantize", "npu_scatter_pa_kv_cache_functional")
+    }
+    assert operators == {
+        "npu_quantize": 2,
+        "npu_scatter_pa_kv_cache_functional": 1,
+    }
+
+
+BLOCKS_BY_NAME = {**KINDS, **SPLIT, "all layers": ALL_LAYERS, "tiles": Kind("tiles", heads=12)}
+
+
+@pytest.mark.parametrize(("name", "kind"), BLOCKS_BY_NAME.items())
 def test_outputs_and_caches_are_as_exact_as_plain_ones(blocks: ModuleType, name: str, kind: Kind):
     dtypes = (torch.float64, torch.bfloat16, torch.bfloat16)
     exact, plain, fused = made(blocks, kind, *dtypes)

@@ -225,7 +225,11 @@ def test_masks_that_are_passed_in(family, mode, kind, assumed, hidden, expected)
 VARIANTS = {
     "AXK2": (LAYERS, LAYERS, None),
     "MistralLarge4": (LAYERS, LAYERS, None),
-    "Dots3Note": (0, LAYERS, "needs query in bfloat16, float16 (query is float32)"),
+    "Dots3Note": (
+        0,
+        LAYERS,
+        "query: it is float32; npu_lightning_indexer on ascend910_93 requires query in bfloat16, float16",
+    ),
     "HYV4": (0, 0, "it stands beside scores of listed rows"),
 }
 """How often indexer and sparse attention are called, and why not."""

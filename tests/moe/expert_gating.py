@@ -423,7 +423,7 @@ LOOKALIKES = (
     _other(filled_with_a_low_number, "filled with -1.0; npu_moe_gating_top_k requires -inf", _lower),
     _other(best_three, "they are not chosen by the largest, or the"),
     _other(groups_without_bias, "they are not chosen by the largest, or the"),
-    _other(alternate_groups, "side by side|of what experts are chosen by"),
+    _other(alternate_groups, "not proven to be runs of neighbouring experts|of what experts are chosen by"),
     _other(other_groups, "the entries that are filled are not those"),
     _other(weights_with_bias, "they are the scores with the bias"),
     _other(bias_of_tokens, "plus a bias"),
