@@ -39,7 +39,7 @@ CURES: dict[str, dict[str, str]] = {
         "int8 rows, narrower values": "int8 rows",
         "a bias": "a step",
     },
-    "gelu": {"another factor of the cube": "tanh of products"},
+    "gelu": {"another factor of the cube": "tanh of products", "a sigmoid of another slope": "a sigmoid"},
     "latent_attention": {
         "lowered": "a step with its log-sum-exp",
         "another latent": "the last tokens",
@@ -95,7 +95,8 @@ CURES: dict[str, dict[str, str]] = {
         "gate times a tensor": "weighted later",
         "weighted between": "weighted later",
         "sigmoid gate": "two chunks",
-        "gelu gate": "two chunks",
+        "by gelu, two tensors": "by gelu",
+        "by gelu, alternate lanes": "by gelu",
         "two layers in int8 that are passed in": "two layers in int8",
         "of lanes, quantised": "two chunks, quantised",
         "two layers in int8 that are passed in, quantised": "two layers in int8, quantised",

@@ -163,6 +163,14 @@ def _gelu(*shape: int, approximate: str = "none", swap: bool = False):
     return make
 
 
+def _geglu(*shape: int, swap: bool = False, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": x.transpose(0, 1) if swap else x, **more}
+
+    return make
+
+
 def _clipped(*shape: int, swap: bool = False, **more: Any):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = (6 * torch.randn(*shape, dtype=torch.float64)).to(dtype)
@@ -396,6 +404,10 @@ CASES = (
     *(Case(*call) for call in experts.CALLS),
     Case("npu_gelu", "erf", _gelu(2, 5, 64)),
     Case("npu_gelu", "tanh, transposed", _gelu(5, 3, 64, approximate="tanh", swap=True)),
+    Case("npu_fast_gelu", "rows", lambda dtype: {"input": torch.randn(2, 5, 64, dtype=torch.float64).to(dtype)}),
+    Case("npu_geglu", "by tanh, the second half", _geglu(2, 5, 64)),
+    Case("npu_geglu", "by erf, the first half", _geglu(3, 64, approximate=0, activate_left=True)),
+    Case("npu_geglu", "halves of the first dim, transposed", _geglu(5, 6, dim=0, swap=True)),
     Case("npu_clipped_swiglu", "pairs", _clipped(2, 5, 64)),
     Case("npu_clipped_swiglu", "halves", _clipped(3, 64, alpha=1.0, limit=3.0, bias=0.0, interleaved=False)),
     Case("npu_clipped_swiglu", "halves of the first dim", _clipped(6, 8, dim=0, bias=-0.5, interleaved=False)),

@@ -154,6 +154,13 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return input * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (input + 0.044715 * input**3))) / 2
 
 
+def geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
+    half = input.shape[dim] // 2
+    halves = input.narrow(dim, 0, half), input.narrow(dim, half, half)
+    activated = gelu(halves[not activate_left], "tanh" if approximate else "none")
+    return activated * halves[activate_left], activated
+
+
 def clipped_swiglu(
     x: Tensor,
     dim: int = -1,
@@ -260,6 +267,8 @@ REFERENCES = {
     "npu_moe_gating_top_k": grouped_gating,
     "npu_clipped_swiglu": clipped_swiglu,
     "npu_gelu": gelu,
+    "npu_fast_gelu": lambda input: input / (1 + (-1.702 * input).exp()),
+    "npu_geglu": geglu,
     **experts.REFERENCES,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,
