@@ -43,6 +43,7 @@ from patterns.moe.router.read import expert_choices
 from patterns.moe.router.read_weights import topk_masks
 from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
+from patterns.norm.group_norm import GroupNormSilu
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.quantisation import Quantisation
@@ -66,6 +67,7 @@ from patterns.sparse.lists.selection import GatherSelectionKvCache
 _RULES = (
     RMSNorm(),
     LayerNorm(),
+    GroupNormSilu(),
     AddNorm(),
     EncodedNorm(),
     Rope(),

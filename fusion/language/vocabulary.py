@@ -79,6 +79,10 @@ class Vocabulary:
         """Build x · Φ(x); `approximate` is "none" or "tanh", or the parameter that captures it."""
         return Apply((x,), ("gelu",), (approximate,))
 
+    def group_norm(self, x: Term, *affine: Term, groups: Any, eps: Any) -> Term:
+        """Build the group norm of x, with gamma and beta as `affine` or without both."""
+        return Apply((x, *affine), ("group_norm",), (groups, eps))
+
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:
         """Build x[.., start:stop]; the bounds are numbers or parameters."""
         return Lanes((x,), start=start, stop=stop)

@@ -163,6 +163,15 @@ def _gelu(*shape: int, approximate: str = "none", swap: bool = False):
     return make
 
 
+def _group_norm(*shape: int, affine: bool = True, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        lines = (torch.randn(shape[1], dtype=torch.float64).to(dtype) if affine else None for _ in range(2))
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": x, **dict(zip(("weight", "bias"), lines, strict=True)), **more}
+
+    return make
+
+
 def _geglu(*shape: int, swap: bool = False, **more: Any):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = torch.randn(*shape, dtype=torch.float64).to(dtype)
@@ -404,6 +413,8 @@ CASES = (
     *(Case(*call) for call in experts.CALLS),
     Case("npu_gelu", "erf", _gelu(2, 5, 64)),
     Case("npu_gelu", "tanh, transposed", _gelu(5, 3, 64, approximate="tanh", swap=True)),
+    Case("npu_group_norm_silu", "an image", _group_norm(2, 12, 3, 5, group=4, eps=1e-6)),
+    Case("npu_group_norm_silu", "one group, no weight", _group_norm(3, 8, group=1, affine=False)),
     Case("npu_fast_gelu", "rows", lambda dtype: {"input": torch.randn(2, 5, 64, dtype=torch.float64).to(dtype)}),
     Case("npu_geglu", "by tanh, the second half", _geglu(2, 5, 64)),
     Case("npu_geglu", "by erf, the first half", _geglu(3, 64, approximate=0, activate_left=True)),

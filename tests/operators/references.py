@@ -154,6 +154,23 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return input * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (input + 0.044715 * input**3))) / 2
 
 
+def group_norm_silu(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, group: int, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    size, y = input.shape[1] // group, torch.zeros_like(input)
+    means, roots = torch.zeros(len(input), group).double(), torch.zeros(len(input), group).double()
+    for b in range(len(input)):
+        for g in range(group):
+            of = input[b, g * size : (g + 1) * size]
+            means[b, g], roots[b, g] = of.mean(), 1 / (of.var(correction=0) + eps).sqrt()
+            for c in range(g * size, (g + 1) * size):
+                n = (input[b, c] - means[b, g]) * roots[b, g]
+                n = n if weight is None else n * weight[c]
+                n = n if bias is None else n + bias[c]
+                y[b, c] = n / (1 + (-n).exp())
+    return y, means, roots
+
+
 def geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
     half = input.shape[dim] // 2
     halves = input.narrow(dim, 0, half), input.narrow(dim, half, half)
@@ -269,6 +286,7 @@ REFERENCES = {
     "npu_gelu": gelu,
     "npu_fast_gelu": lambda input: input / (1 + (-1.702 * input).exp()),
     "npu_geglu": geglu,
+    "npu_group_norm_silu": group_norm_silu,
     **experts.REFERENCES,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,

@@ -94,6 +94,7 @@ CLIPPED = {"x": t(2, 3, 64)}
 GROUP = {"group_index": t(2, dtype=torch.int64)}
 NORM = {"input": t(2, 3, 64), "gamma": t(64)}
 ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
+IMAGE = {"input": t(2, 8, 3), "weight": t(8), "bias": t(8), "group": 4}
 LAYER, ADD_CHIPS = {**ADD, "beta": t(64), "additional_output": True}, (HOST, A2, A3)
 DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
 HALF = ((2, 4, 3, 128), (1, 1, 3, 128))
@@ -162,6 +163,7 @@ CASES = [
     *starts(NZ, name="npu_format_cast"),
     *starts({"input": t(3, 4), "approximate": "tanh"}, name="npu_gelu"),
     *starts({"input": t(3, 4)}, name="npu_fast_gelu"),
+    *starts(IMAGE, IMAGE | {"weight": None}, IMAGE | {"bias": None}, name="npu_group_norm_silu"),
     *starts({"input": t(3, 4), "dim": -1}, name="npu_geglu"),
     *starts(CLIPPED | {"dim": 2}, CLIPPED | GROUP, {"x": t(1, 64)}, name="npu_clipped_swiglu"),
     *starts(SIGMOID, SIGMOID | {"k_group": 8}, name="npu_moe_gating_top_k"),
