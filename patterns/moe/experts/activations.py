@@ -82,7 +82,7 @@ class GatedGelu(Gelu):
         """Return the term `up`, which is multiplied by the activated gate, unchanged."""
         return up
 
-    def of_halves(self) -> GeluGate:
+    def as_operator(self) -> GeluGate:
         """Return the gate of the same gelu whose `run` emits npu_geglu."""
         return GeluGate(approximate=self.approximate)
 

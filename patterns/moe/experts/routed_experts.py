@@ -170,7 +170,7 @@ class RoutedExperts(Rule):
     def npu_geglu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
         """Emit what `npu` does, with npu_geglu for the activation of halves."""
         require(not gate.interleaved, ALTERNATE_LANES)
-        return self.npu(rows, choice, gate, bounds.of_halves(), down, result)
+        return self.npu(rows, choice, gate, bounds.as_operator(), down, result)
 
     @lowering
     def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
