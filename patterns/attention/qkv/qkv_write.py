@@ -232,7 +232,7 @@ class Normed(Group):
         require(
             (self.source, self.result) == (HALF, HALF),
             "rope: the lanes are rotated in interleaved order (2j, 2j + 1); npu_qkv_rms_norm_rope_cache "
-            "requires half order (j, j + D/2)",
+            "requires half order (j, j + D/2); permute the rows of the projections of queries and keys",
         )
         reason = (
             "eps: queries are normalised with {q}, keys with {k}; npu_qkv_rms_norm_rope_cache requires one "
