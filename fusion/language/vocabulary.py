@@ -11,8 +11,9 @@ import torch
 
 from fusion.errors import RuleError
 from fusion.language.optional_steps import Cast, Scaled, Typed
+from fusion.language.table_terms import PerToken, Repeated
 from fusion.language.terms import Apply, Capture, Parameter, Term
-from fusion.language.view_terms import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped
+from fusion.language.view_terms import HeadsFirst, Joined, Lanes, Packed, Permuted, Reshaped
 from fusion.language.word_terms import Meaning
 
 

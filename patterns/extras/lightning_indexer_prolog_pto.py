@@ -189,9 +189,9 @@ class LightningIndexerPrologPto(Rule):
         return queries.quantised(p, p.cast(queries.rows(p, lanes, tables), to=torch.float16))[0]
 
     @lookalike(
-        "int8 queries of the indexer: their scales are not float16, or no head weights in float16 and no "
-        "keys with float16 scales are written to pages beside them; npu_lightning_indexer_prolog_pto "
-        "requires all of it in one graph"
+        "int8 queries of the indexer: the graph has no head weights and no writes of keys to pages beside them, or "
+        "scales or weights are not float16; npu_lightning_indexer_prolog_pto requires all three, in float16; compute "
+        "queries, keys and head weights in one forward, with .half() scales"
     )
     def alone(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
         """int8(rope(c W_IQ) H_q) without keys, head weights or writes"""

@@ -50,14 +50,14 @@ class Merged(Group):
     gate_first = True
 
     def terms(self, p, gate_first: bool = True) -> tuple[Any, Any]:
-        """Match gate and up, perhaps in float32; up first unless `gate_first`."""
+        """Build the terms of gate and up, perhaps in float32; up first unless `gate_first`."""
         wide = p.maybe_cast(self.x, to=f32)
         lanes = [p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True)]
         gate, up = (p.maybe_cast(each, to=f32) for each in (lanes if gate_first else lanes[::-1]))
         return gate, up
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Match gate and up, each cast to float32."""
+        """Build the terms of gate and up, each cast to float32."""
         gate, up = (
             p.cast(p.gate_lanes(x=self.x, second=each, interleaved=self.interleaved), to=f32) for each in (False, True)
         )
@@ -92,7 +92,7 @@ class MergedWide(Merged):
     """Gate and up of one tensor that is cast to float32 before it is split."""
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Match gate and up as lanes of the tensor cast to float32."""
+        """Build the terms of gate and up as lanes of the tensor cast to float32."""
         wide = p.cast(self.x, to=f32)
         gate, up = (p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True))
         return gate, up
@@ -113,17 +113,17 @@ class Projected(Group):
     gate_first = True
 
     def terms(self, p, up_input: Any = None) -> tuple[Any, Any]:
-        """Match gate and up, perhaps in float32; up is projected from `up_input` if given."""
+        """Build the terms of gate and up, perhaps in float32; up is projected from `up_input` if given."""
         gate, up = self.projections(p, up_input)
         return p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Match gate and up, each cast to float32."""
+        """Build the terms of gate and up, each cast to float32."""
         gate, up = self.projections(p)
         return p.cast(gate, to=f32), p.cast(up, to=f32)
 
     def projections(self, p, up_input: Any = None) -> tuple[Any, Any]:
-        """Match both linear layers; up is projected from `up_input` if given."""
+        """Build the terms of both linear layers; up is projected from `up_input` if given."""
         gate = dict(weight=self.gate, bias=self.gate_bias, is_parameter_only=self.gate_is_parameter_only)
         up = dict(weight=self.up, bias=self.up_bias, is_parameter_only=self.up_is_parameter_only)
         other = self.x if up_input is None else up_input
@@ -167,7 +167,7 @@ class Int8Projected(Projected):
     dtype: Any = attribute()
 
     def projections(self, p, up_input: Any = None) -> tuple[Any, Any]:
-        """Match both layers in W8A8."""
+        """Build the terms of both layers in W8A8."""
         gate, up = (
             p.int8_matmul(
                 x=self.x, weight=getattr(self, name), scale=getattr(self, f"{name}_scale"), tokens=self.tokens,
@@ -200,11 +200,11 @@ class Unbounded(Group):
     """No bounds: silu(a) · b."""
 
     def gated(self, p, gate):
-        """Match silu of the gate."""
+        """Build the term of silu of the gate."""
         return p.silu(gate)
 
     def linear(self, p, up):
-        """Match the other factor, up."""
+        """Return `up`, the other factor, unchanged."""
         return up
 
     def refuse(self, interleaved: bool) -> None:
@@ -276,12 +276,12 @@ class Clipped(Group):
     shift = 0.0
 
     def gated(self, p, gate):
-        """Match a · sigmoid(alpha · a) of the clamped gate a."""
+        """Build the term of a · sigmoid(alpha · a) of the clamped gate a."""
         a = p.maybe_cast(p.clip(gate, self.floor, self.limit), to=f32)
         return a * p.sigmoid(p.maybe_scaled(a, self.alpha))
 
     def linear(self, p, up):
-        """Match the clamped other factor, up."""
+        """Build the term of the other factor: `up` clamped to [`low`, `high`]."""
         return p.clip(up, self.low, self.high)
 
     def refuse(self, interleaved: bool) -> None:
@@ -313,7 +313,7 @@ class Shifted(Clipped):
     shift: Any = scalar()
 
     def linear(self, p, up):
-        """Match the clamped other factor, up, plus `shift`."""
+        """Build the term of the other factor: `up`, clamped, plus `shift`."""
         return p.shift(super().linear(p, up), self.shift)
 
 
@@ -325,7 +325,7 @@ GELUS: tuple[Any, ...] = (GeluGate, WrittenGeluGate)
 
 
 def activated(p: Any, bounds: Any, terms: tuple[Any, Any], like: Any) -> Any:
-    """Match the activated gate times the other factor, the pair `terms`, by the functions of `bounds`.
+    """Build the term of the activated gate times the other factor, the pair `terms`, by the functions of `bounds`.
 
     The activated gate may be cast to the dtype of `like` before the product.
     """

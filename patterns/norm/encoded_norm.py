@@ -34,7 +34,7 @@ class Alone(Group):
     x: Any = tensor("*B D")
 
     def terms(self, p, gain, eps):
-        """Match the RMS norm of x with `gain` and `eps`; there are no other results."""
+        """Build the term of the RMS norm of x with `gain` and `eps`; there are no other results."""
         return p.rms_norm(x=self.x, **vars(gain), eps=eps), ()
 
 
@@ -50,7 +50,7 @@ class RoundedSum(Group):
     total: Any = attribute()
 
     def terms(self, p, gain, eps):
-        """Match the RMS norm of a + b with `gain` and `eps`, and the sum as another result."""
+        """Build the terms of the RMS norm of a + b with `gain` and `eps`, and of the sum, a second result."""
         s = p.typed(self.a + self.b, self.total)
         return p.rms_norm(x=s, **vars(gain), eps=eps), (s,)
 
@@ -60,12 +60,12 @@ class Float32Sum(RoundedSum):
     """A norm of the sum a + b in float32; both are rounded to the dtype of the addends afterwards."""
 
     def terms(self, p, gain, eps):
-        """Match `norm` of the sum in float32, rounded, and the sum, rounded, as another result."""
+        """Build the terms of `norm` of the sum in float32, rounded, and of the rounded sum, a second result."""
         s = p.typed(float32_sum(p, self.a, self.b), self.total)
         return p.as_dtype(self.norm(p, s, gain, eps), like=self.a), (p.as_dtype(s, like=self.a),)
 
     def norm(self, p, s, gain, eps):
-        """Match the RMS norm of the sum `s` in float32 with `gain` and `eps`."""
+        """Build the term of the RMS norm of the sum `s` in float32 with `gain` and `eps`."""
         return p.rms_norm(x=s, **vars(gain), eps=eps)
 
 
@@ -74,7 +74,7 @@ class RoundedNorm(Float32Sum):
     """A norm of the sum a + b in float32, rounded to the dtype of a before it is multiplied by its gain."""
 
     def norm(self, p, s, gain, eps):
-        """Match the norm of the sum `s`, rounded to the dtype of the addends before its gain."""
+        """Build the term of the norm of the sum `s`, rounded to the dtype of the addends before its gain."""
         return rounded_before_gain(p, s, gain.gamma, eps, self.a)
 
 
@@ -100,7 +100,7 @@ class Static(Group):
     bias: Any = tensor("D", optional=True)
 
     def terms(self, p, norm):
-        """Match the quantised norm in int8."""
+        """Build the term of the quantised norm in int8."""
         return (p.quantise(x=norm, encoding=STATIC, scheme="static", **vars(self)),)
 
     def offset(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -115,7 +115,7 @@ class Widened(Group):
     """The norm in its own dtype and in float32, the latter perhaps with other dims."""
 
     def terms(self, p, norm):
-        """Match the norm cast to float32, and the norm."""
+        """Build the terms of the norm cast to float32, and the norm."""
         return p.cast(p.reshaped(norm), to=f32), norm
 
 

@@ -98,7 +98,7 @@ class SameTables(Group):
     """Marker of rotations of queries and keys by the same tables."""
 
     def term(self, p, rotated: Pair):
-        """Match the two rotations of `rotated`, of queries and of keys."""
+        """Build the terms of the two rotations of `rotated`, of queries and of keys."""
         return tuple(each.term(p, "rotation") for each in rotated.each())
 
     def guard(self, rotated: Pair) -> None:

@@ -79,7 +79,7 @@ class Rotated(Group):
     dtype: Any = attribute()
 
     def term(self, p, word: str, **extra: Any):
-        """Match the rotation as `word`, with the captures `extra` added to, or instead of, those of this group."""
+        """Build the term of the rotation as `word`; the captures `extra` add to, or replace, those of this group."""
         return getattr(p, word)(**vars(self) | extra)
 
     def rounded(self, y: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Widened(Rotated):
     sin: Any = tensor("*U Angles")
 
     def term(self, p, word: str, **extra: Any):
-        """Match the rotation of the lanes in float32, as `word`, rounded back; tables may be cast or repeated."""
+        """Build the term of the rotation in float32, as `word`, rounded back; tables may be cast or repeated."""
         tables = {"cos": self.cos, "sin": self.sin}
         wide = {name: p.maybe_cast(p.maybe_repeated(table, 2), to=torch.float32) for name, table in tables.items()}
         captured = vars(self) | wide | extra

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import fusion
 from fusion.errors import OptionError
 from fusion.frontend.cli import app
-from fusion.frontend.expectations.paths import folded, is_within, layer_part, matches, with_parents
+from fusion.frontend.expectations.path_patterns import folded, is_within, layer_part, matches, with_parents
 
 from . import expected_model
 from .test_options import DOORS

@@ -51,7 +51,7 @@ def held(program: Program, number: int, door: str = "") -> Verdict:
 def described(program: Program, found: Verdict, judge: Callable[[Program], Verdict]) -> str:
     """Describe a case that fails, with the smallest program that does."""
     small = shrunk(program, lambda each: judge(each).kind == found.kind)
-    return f"{found.status}: {found.detail}\nSmallest program that goes wrong so, for tests/attack/kept.py:\n{small!r}"
+    return f"{found.status}: {found.detail}\nSmallest program that goes wrong so, for tests/attack/kept.txt:\n{small!r}"
 
 
 def run(first: int, number: int, doors: bool = False) -> None:
@@ -119,10 +119,10 @@ def test_the_backend_itself_does_what_plain_python_does(number, lowering):
     assert not different, f"{different[0]}\n{program!r}"
 
 
-def test_a_program_prints_as_what_builds_it():
+def test_a_program_prints_as_what_is_read():
     for number in range(20):
         program = case(FIXED, number)
-        assert eval(repr(program), {"Program": Program, "Input": Input}) == program
+        assert Program.of(repr(program)) == program
 
 
 def test_a_case_depends_on_its_number_alone():

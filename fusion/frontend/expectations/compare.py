@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from fusion.errors import ExpectationWarning
 from fusion.frontend.expectations.contract import Expectations, expectations
-from fusion.frontend.expectations.paths import folded, is_within, matches, with_parents
+from fusion.frontend.expectations.path_patterns import folded, is_within, matches, with_parents
 from fusion.frontend.library import uses_of, why_unused
 from fusion.graph.origin import location, module_path, source_text
 from fusion.options import Options

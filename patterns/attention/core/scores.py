@@ -205,7 +205,7 @@ def _added_after_join(a: Algebra, z: Value, biases: Collection[Value]) -> Value 
 
 
 def _number(x: Value) -> float:
-    """Return the number that all elements of `x` are; 0 if there is none."""
+    """Return the constant that all elements of `x` are equal to; 0 if there is none."""
     if x.op == "full":
         return float(x.attrs[0])
     if x.op in ("expand", "reshape") or (x.op == "cast" and is_float(x)):

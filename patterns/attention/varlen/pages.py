@@ -47,14 +47,14 @@ class Pages(Group):
     paged = True
 
     def terms(self, p) -> tuple[Any, Any]:
-        """Match the gathered rows of keys and values."""
+        """Build the terms of the gathered rows of keys and values."""
         both = ((self.first, self.first_pages), (self.second, self.second_pages))
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         first, second = (p.paged_rows(rows=rows, pages=pages, **how) for rows, pages in both)
         return first, second
 
     def latent_terms(self, p) -> tuple[Any, Any]:
-        """Match the gathered rows of a latent and of its rotated lanes, which may be reshaped."""
+        """Build the terms of the gathered rows of a latent and of its rotated lanes, which may be reshaped."""
         first, second = self.terms(p)
         return p.reshaped(first), p.reshaped(second)
 

@@ -133,9 +133,10 @@ def _summed(counts: Value) -> Value | None:
 
 
 def _boolean(x: Value, axes: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
-    """Strip from `x` conversions of booleans to 0 and 1, and permutes.
+    """Strip conversions of booleans to 0 and 1, and permutes, from `x`.
 
-    Returns what is below, and the dims of that which `axes` of `x` are.
+    Returns:
+        The tensor below them, and its dims that correspond to the dims `axes` of `x`, counted from the end.
     """
     while x.op in ("cast", "permute") or _is_indicator(x):
         if x.op == "permute":
