@@ -210,6 +210,8 @@ def _function(node: fx.Node, write: Write, device: Callable[[], str]) -> str:
         receiver, *rest = written.items()
         return f"{closed(receiver[1])}.{name}({_arguments(rest, target)})"
     module = next((text for text, each in _MODULES.items() if hasattr(each, name)), "")
+    if name.startswith("linalg_"):
+        return f"torch.linalg.{name.removeprefix('linalg_')}({_arguments(list(written.items()), target)})"
     if not module:
         overload = schema_of(target).overload_name or "default"
         return f"torch.ops.aten.{name}.{overload}({_arguments(list(written.items()), target)})"

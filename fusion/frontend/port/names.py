@@ -29,6 +29,8 @@ _BY_OPERATOR: dict[str, str] = {
     "npu_grouped_matmul": "expert_rows", "npu_clipped_swiglu": "activated", "npu_moe_finalize_routing": "combined",
     "npu_interleave_rope": "rotated", "npu_rotary_mul": "rotated", "bmm": "product", "npu_dynamic_quant": "quantised",
     "mm": "product", "matmul": "product", "sub": "difference", "index": "rows", "sigmoid": "gate",
+    "constant_pad_nd": "padded", "div": "quotient", "bitwise_not": "inverted", "logical_not": "inverted",
+    "convolution": "convolved", "clone": "copied", "copy": "copied", "floor_divide": "quotient", "abs": "magnitude",
 }  # fmt: skip
 """Names of results of operators whose own name would say less."""
 _ITEMS: dict[str, tuple[str, ...]] = {
@@ -90,8 +92,9 @@ class Names:
         if len(statement.names) == 1 and is_fused(source) and number == 0:
             return self._target(node) if not _is_read_by(node, statement, self.kind) else ""
         read = sorted({user.args[1] for user in source.users})
-        if len(statement.names) == len(read) > 1:
-            return cleaned(statement.names[read.index(number)])
+        for each in statements_of(node, self.kind):
+            if len(each.names) == len(read) > 1:
+                return cleaned(each.names[read.index(number)])
         readers = [statement_of(user, self.kind) for user in node.users if user in self._own]
         names = {each.names for each in readers if each is not None and len(each.names) == 1}
         return cleaned(names.pop()[0]) if len(names) == 1 and not is_fused(source) else ""
@@ -176,7 +179,7 @@ def cleaned(name: str) -> str:
     name = re.sub(r"\W", "_", name).strip("_").removeprefix("npu_").lower()
     if not name or name[0].isdigit():
         return ""
-    return name + "_" if keyword.iskeyword(name) or name in TAKEN else name
+    return name + "_" if keyword.iskeyword(name) or name in TAKEN or name == "l" else name
 
 
 def distinct(name: str, taken: Collection[str]) -> str:
