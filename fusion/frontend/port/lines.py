@@ -41,12 +41,29 @@ def statement_of(node: fx.Node, kind: Any) -> Statement | None:
     return _statement(frame["file"], int(frame["line"]))
 
 
-def line_in(node: fx.Node, kind: Any) -> int:
-    """Return the first line of the statement of `node` in the forward of `kind`; 0 for calls made elsewhere."""
-    span, statement = _span(kind), statement_of(node, kind)
-    if span is None or statement is None or statement.file != span[0]:
-        return 0
-    return statement.line if span[1] <= statement.line <= span[2] else 0
+def statements_of(node: fx.Node, kind: Any) -> list[Statement]:
+    """List the statements around `node`, outermost first: that of `statement_of`, and those of functions called by it.
+
+    Several calls of one statement are told apart by the lines of the functions that make them.
+    """
+    outermost = statement_of(node, kind)
+    stack = [_statement(each["file"], int(each["line"])) for each in frames(node)]
+    return stack[max(at for at, each in enumerate(stack) if each == outermost) :] if stack else []
+
+
+def is_part(node: fx.Node, statement: Statement) -> bool:
+    """Return True if `node` is computed inside `statement`, or inside a function that `statement` calls."""
+    return any(_statement(each["file"], int(each["line"])) == statement for each in frames(node))
+
+
+def lines_in(node: fx.Node, kind: Any) -> tuple[int, ...]:
+    """Return the first line of the statement of `node` in the forward of `kind`, and those in functions called there.
+
+    The first is 0 for calls made elsewhere; all their lines follow.
+    """
+    span, around = _span(kind), statements_of(node, kind)
+    is_inside = span is not None and bool(around) and around[0].file == span[0] and span[1] <= around[0].line <= span[2]
+    return tuple(each.line for each in around) if is_inside else (0, *(int(each["line"]) for each in frames(node)))
 
 
 @cache

@@ -97,7 +97,7 @@ def _load(tensors: Tensors, name: str) -> str:
     lines = ["    state = dict(plain)", *_formulas(tensors)]
     if any("device=device" in each for each in lines):
         lines.insert(1, "    device = next(iter(plain.values())).device")
-    lines += [f'    state["{path}"] = plain["{path}"].clone()  # forward writes to it' for path in tensors.written()]
+    lines += _copies([*tensors.written()])
     lines = [*lines, "    return state"] if len(lines) > 1 else ["    return dict(plain)"]
     known = {name for name, _ in [*tensors.traced.model.named_parameters(), *tensors.traced.model.named_buffers()]}
     known |= {each for each, _ in tensors.traced.model.named_parameters(remove_duplicate=False)}
@@ -140,6 +140,15 @@ def _formulas(tensors: Tensors) -> list[str]:
         key = frame.local(tensors.paths[node]), text
         same.setdefault(key, []).append(frame.path)
     return _loops(same)
+
+
+def _copies(paths: Sequence[str]) -> list[str]:
+    """Write the copies of the tensors at `paths`; one loop for the same tensor of several modules."""
+    same: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        same.setdefault((name, f'plain[{_AT}{name}"].clone()'), []).append(module)
+    return ["    # the forward writes to copies", *_loops(same)] if paths else []
 
 
 _AT = 'at + "'

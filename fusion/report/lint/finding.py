@@ -11,6 +11,7 @@ import torch.fx as fx
 from fusion.graph.origin import described, location, module_path
 from fusion.records import Refusal
 from fusion.report.folding import template
+from fusion.report.trace import displayed_place
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Module and line, as "in layers.*.attn at model.py:12"."""
-        return described(self.module, self.where)
+        """Module and line, as "in layers.*.attn at model.py:12", the file relative to its package."""
+        return described(self.module, displayed_place(self.where))
 
     def __str__(self) -> str:
         times = f" (× {self.times})" if self.times > 1 else ""
