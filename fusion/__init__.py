@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion.errors import ExpectationWarning, FusionError
 from fusion.frontend.backend import FusionBackend, fuse
+from fusion.frontend.compilations import Compilation, log_as_asked, reports
 from fusion.frontend.explain import explain
 from fusion.frontend.exported import fuse_exported
 from fusion.frontend.library import installed
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Captures",
+    "Compilation",
     "Encoding",
     "Example",
     "ExpectationWarning",
@@ -74,6 +76,7 @@ __all__ = [
     "refresh",
     "refused_on",
     "region",
+    "reports",
     "require",
     "rounding",
     "scalar",
@@ -81,6 +84,9 @@ __all__ = [
     "variants",
     "word",
 ]
+
+
+log_as_asked()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch.fx as fx
@@ -12,6 +14,23 @@ from fusion._torch.tracing import Boxed
 from fusion.planning.target import Target
 from fusion.routes import cpu_gpu, vendor
 from fusion.routes.inline import inline
+
+_is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
+
+
+@contextmanager
+def guests_idle() -> Generator[None]:
+    """Compile inside the context without guests: the graph is fused already."""
+    token = _is_fused.set(True)
+    try:
+        yield
+    finally:
+        _is_fused.reset(token)
+
+
+def is_guest_idle() -> bool:
+    """Return True if the compiler that runs now has its graph from the backend of this package."""
+    return _is_fused.get()
 
 
 def route(lower: str) -> str:
