@@ -1,5 +1,6 @@
 """cann-fusion: a graph pass that rewrites plain PyTorch graphs to fused CANN operators."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fusion.errors import ExpectationWarning, FusionError
@@ -40,6 +41,7 @@ from fusion.report.report import Report
 from fusion.runtime.prepared_weights import refresh
 
 if TYPE_CHECKING:
+    from fusion.frontend import integrations
     from fusion.frontend.passes import FusionPass
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "fuse",
     "fuse_exported",
     "installed",
+    "integrations",
     "lookalike",
     "lowering",
     "pattern",
@@ -90,9 +93,11 @@ log_as_asked()
 
 
 def __getattr__(name: str) -> Any:
-    """Import `FusionPass` at its first use: its base is a class of Inductor, whose import takes seconds."""
+    """Import `FusionPass` and `integrations` at their first use: they import Inductor, which takes seconds."""
     if name == "FusionPass":
         from fusion.frontend.passes import FusionPass
 
         return FusionPass
+    if name == "integrations":
+        return import_module("fusion.frontend.integrations")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

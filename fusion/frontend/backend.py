@@ -131,6 +131,7 @@ class FusionBackend:
         options: the options, or a mapping of names to values.
         rules: the rules to choose from: a library, as `fusion.installed() + [MyRule()]`, or rules and readers, to which
             the installed readers are added; None for the installed ones.
+        settings: settings of the vendor's compiler that runs the graphs, see `fusion.integrations`; None for defaults.
 
     Raises:
         OptionError: an option has a value that is not accepted, or names a rule that does not exist.
@@ -139,6 +140,7 @@ class FusionBackend:
 
     options: Options = Options()
     rules: Library | Iterable[Rule | Reader] | None = None
+    settings: Any = None
 
     def __post_init__(self) -> None:
         """Check options and rules before anything is compiled."""
@@ -308,7 +310,7 @@ class FusionBackend:
         """Compile a graph by the compiler `by`, that of the options if None: Inductor in the mode of the options."""
         by = by or route(self.options.lower)
         with inductor_mode(self.options.mode) if by == "inductor" else nullcontext(), guests_idle():
-            return lower(gm, example_inputs, by)
+            return lower(gm, example_inputs, by, self.settings)
 
     def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
         """Fuse `gm` in place, replaying the rewrites of an equal graph where the cache has one.

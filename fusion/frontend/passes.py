@@ -66,7 +66,11 @@ class FusionPass(CustomGraphPass):
         """The report over the graphs that this pass has fused in this process, made by a search of each when it is
         first read.
         """
-        return report_of(self.options.target, list(self._captured))
+        return replace(report_of(self.options.target, list(self._captured)), notes=_without_effect(self.options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
+        """Return the pass itself, as hosts copy their configuration, and its report is to have what a copy fused."""
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild the pass from its arguments: the installed library is that of the process that unpickles."""
@@ -150,6 +154,13 @@ class FusionPass(CustomGraphPass):
             str(is_guest_idle()),
         ]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def _without_effect(options: Options) -> tuple[str, ...]:
+    """Return a remark for each of `options` that needs to see calls, or what a compilation lacks."""
+    given = [name for name in ("assume", "verify", "expect") if getattr(options, name)]
+    why = "FusionPass is a guest of a compiler and sees no call; the backend cann_fusion does"
+    return tuple(f"option {name} has no effect: {why}" for name in given)
 
 
 def _constants(source: fx.Graph) -> dict[str, Any]:

@@ -45,17 +45,18 @@ def route(lower: str) -> str:
     return "inductor" if cpu_gpu.has_compiler() else "eager"
 
 
-def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str) -> Boxed:
+def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str, settings: Any = None) -> Boxed:
     """Compile `gm` for `example_inputs` with the compiler `by`; return the compiled callable.
 
-    "eager" and "inductor" decompose the operators that only an NPU has.
+    "eager" and "inductor" decompose the operators that only an NPU has. `settings` are those of a vendor's compiler: a
+    `torchair.CompilerConfig`, or options of npugraph_ex by name; None for its defaults.
     """
     gm.recompile()  # even for Inductor, which compiles a copy: the report shows this graph
     compilers: Mapping[str, Callable[[], Boxed]] = {
         "eager": lambda: cpu_gpu.eager(gm, example_inputs),
         "inductor": lambda: cpu_gpu.inductor(gm, example_inputs, operators.decompositions()),
-        "torchair": lambda: vendor.torchair(gm, example_inputs),
-        "npugraph_ex": lambda: vendor.npugraph_ex(gm, example_inputs),
+        "torchair": lambda: vendor.torchair(gm, example_inputs, config=settings),
+        "npugraph_ex": lambda: vendor.npugraph_ex(gm, example_inputs, options=settings),
     }
     return compilers[by]()
 
