@@ -124,7 +124,7 @@ class Entry:
                 self.source.erase_node(node)
         modules: dict[str, fx.GraphModule] = {}
         prepared = tuple(_prepared(each, modules) for each in recorded["prepared"])
-        return Outcome(self.facts, assumed=frozenset(recorded["assumed"]), prepared=prepared)
+        return Outcome(self.facts, assumed=frozenset(recorded["assumed"]), prepared=prepared, is_replayed=True)
 
     def _placed(self, row: Sequence[Any], given: dict[int, fx.Node], at: fx.Node | None) -> fx.Node:
         """Insert the node that `row` describes behind `at`, or before all others if None; or update the node if it

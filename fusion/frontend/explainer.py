@@ -14,7 +14,6 @@ from torch.fx.immutable_collections import immutable_dict
 from fusion._torch.tracing import Boxed, boxed, copied, inline_regions, specialise_floats
 from fusion.errors import StageError
 from fusion.frontend.backend import FusionBackend
-from fusion.frontend.rerun import rerun
 from fusion.inputs.dynamo_inputs import Known
 from fusion.report.failures import stage
 from fusion.report.outcome import GraphReport
@@ -51,14 +50,10 @@ class Explainer:
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.backend.options.assume)
-            report = self.backend.fuse(gm, facts, original.graph)
-            gm.recompile()
-            inputs, results = known.named(original.graph)
+            report = self.backend.reported(known, facts, gm, original)
             with stage("prepare"):
                 prepared = foreseen(report.prepared, gm.graph, stuck)
-            again = rerun(original, facts, self.backend.options, self.backend.rules)
-            named = {"inputs": inputs, "results": results, "counted": known.counted, "rerun": again}
-            self.parts.append(replace(report, prepared=prepared, **named))
+            self.parts.append(replace(report, prepared=prepared))
         except StageError as error:
             self.parts.append(self.backend.failed(original, error))
         return boxed(fx.Interpreter(original).run)

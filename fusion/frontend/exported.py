@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from fusion._torch.tracing import copied, keep_names
 from fusion.errors import OperatorError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.frontend.backend import FusionBackend
+from fusion.frontend.compilations import Captured, add, described, keeping
 from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.rerun import rerun
 from fusion.graph.aliasing import name_results, outputs
@@ -60,9 +62,14 @@ def fuse_exported(
         RuleError: a rule is declared wrongly.
     """
     plain, backend = _functional(program), _backend(options, rules)
+    started = perf_counter()
     report = _report(plain, backend)
+    captured, seconds = Captured(lambda: report), perf_counter() - started
     warn(report.failures)
     try:
+        with stage("report"):
+            target = backend.options.target
+            listed = described("fuse_exported", target, plain.graph, report.graph.graph, report, captured, seconds)
         with stage("report"):
             lacks = unmet(Report(report.machine.name, (report,)), backend.options, backend.rules)
         with stage("lower"):
@@ -70,8 +77,9 @@ def fuse_exported(
     except StageError as error:
         warn([error.failure])
         return plain
+    add(listed, report)
     warn_unmet(lacks)
-    return fused
+    return keeping(fused, captured)
 
 
 def explain_exported(

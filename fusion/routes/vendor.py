@@ -28,16 +28,25 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
 
     `config` is a `torchair.CompilerConfig`; without it a fresh default one, never torch_npu's global backend.
     Composite operators, and operators without a working converter, are expanded first; writes to caches stay in place.
+    In the modes of `config` that capture launches instead, nothing is expanded.
 
     Raises:
         FusionError: torch_npu or torchair cannot be imported.
     """
     vendor = _vendor("torchair", "converting a fused graph to a GE graph")
-    expanded = expand(gm, _forms_with_converter() | handed_over(gm.graph))
+    expanded = expand(gm, _forms_with_converter() | handed_over(gm.graph)) if converts_to_ge(config) else gm
     _mend_converters(vendor.register_fx_node_ge_converter)
     # The converter takes its fake mode from the tracing context, and would make another one outside of any.
     with tracing_apart(gm):
         return boxed(vendor.get_compiler(config or vendor.CompilerConfig())(expanded, list(example_inputs)))
+
+
+def converts_to_ge(config: Any) -> bool:
+    """Return True if torchair converts graphs to GE with `config`, a `CompilerConfig` or None for a default one.
+
+    In its other modes, "reduce-overhead" and "npugraph_ex", it captures the launches of a graph.
+    """
+    return config is None or config.mode.value == "max-autotune"
 
 
 def mend_loaded() -> None:
