@@ -105,8 +105,7 @@ def test_products_with_one_matrix_are_joined_where_their_rows_are_arranged_other
     """One token of absorbed queries is [N, 1, C] by the product with W_UK, and [1, N, Dr] in the model."""
     a = Algebra()
     q, r, c, k = (
-        a.make("input", (), (str(shape), 0), shape, torch.float32)
-        for shape in ((4, 1, 8), (1, 4, 6), (8, 5), (6, 5))
+        a.make("input", (), (str(shape), 0), shape, torch.float32) for shape in ((4, 1, 8), (1, 4, 6), (8, 5), (6, 5))
     )
     x, y = a.reshape(made(matmul(a, q, c)), (1, 4, 5)), made(matmul(a, r, k))
     found = made(joined(a, x, y))
