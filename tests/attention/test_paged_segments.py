@@ -325,3 +325,33 @@ def test_lengths_may_be_read_from_tensors():
     exact = forward(*(each.double() for each in given(MIXED)[:3]), given(MIXED)[3], *lengths)
     fused, plain = (relative_error(each(*given(MIXED), *lengths), exact) for each in (compiled, forward))
     assert fused <= 1.5 * plain
+
+
+def written(
+    q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, k: Tensor, v: Tensor, slots: Tensor, first: bool = False
+) -> Tensor:
+    """Each sequence writes its row at a slot that is data: all of them `first`, or each before its own attention."""
+    writes = [(keys, k), (values, v)]
+    outs = []
+    for number in range(len(KEYS) if first else 0):
+        for cache, rows in writes:
+            cache.view(-1, M, D)[slots[number : number + 1]] = rows[number : number + 1]
+    for number, count in enumerate(KEYS):
+        for cache, rows in () if first else writes:
+            cache.view(-1, M, D)[slots[number : number + 1]] = rows[number : number + 1]
+        pages = lookup[number, : -(-count // SIZE)].long()
+        one = (each[pages].view(-1, M, D)[:count] for each in (keys, values))
+        outs.append(weighed(q[number : number + 1] * D**-0.5, *one))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_slots_written_between_the_attentions_may_be_rows_that_were_read(first: bool):
+    """The second sequence writes into a page of the first one."""
+    rows = [numbers(len(KEYS), M, D, seed=seed).bfloat16() for seed in (5, 6)]
+    slots = torch.tensor([2 * SIZE + 3, 7 * SIZE + 1, 5 * SIZE])
+    t = tried(partial(written, first=first), [*given(STEPS), *rows, slots])
+    testing.means_what_it_says(t)
+    assert len(calls(t)) == (1 if first else len(KEYS))
+    reasons = [each for each in t.outcome.refusals if "written between the attentions" in each.reason]
+    assert bool(reasons) != first
