@@ -31,8 +31,8 @@ FOLDED = {"operators.md": "operators/index.md", "rules.md": "rules/index.md"}
 START = ["index.md", "first-fusion.md", "support.md", "families.md", "comparison.md"]
 GUIDES = ["integration.md", "generate.md", "guests.md", "prepared.md", "verification.md", "troubleshooting.md"]
 REFERENCE = [
-    "options.md", "glossary.md", "vendor-operators.md", "how-it-works.md", "performance.md", "forms.md", "words.md", "contributing.md",
-    "changes.md",
+    "options.md", "glossary.md", "vendor-operators.md", "how-it-works.md", "performance.md", "forms.md", "words.md",
+    "contributing.md", "changes.md",
 ]  # fmt: skip
 RANKS = {"troubleshooting.md": 3, "glossary.md": 3, "forms.md": 0.3, "words.md": 0.2}
 """Pages -> their weight in the search, where that is not 1."""

@@ -20,11 +20,13 @@ def _group_norm_silu(
     channels = (-1, *(1,) * (input.ndim - 2))
     y = y if weight is None else y * weight.to(y.dtype).view(channels)
     y = y if bias is None else y + bias.to(y.dtype).view(channels)
-    return silu(y).to(input.dtype), *(each.squeeze(-1).to(input.dtype) for each in (mean, root))
+    mean, root = (each.squeeze(-1).to(input.dtype) for each in (mean, root))
+    return silu(y).to(input.dtype), mean, root
 
 
 def _outputs(input: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    return input.new_empty(input.shape), *(input.new_empty((input.shape[0], group)) for _ in range(2))
+    groups = (input.shape[0], group)
+    return input.new_empty(input.shape), input.new_empty(groups), input.new_empty(groups)
 
 
 GROUP_NORM_SILU = Operator(
