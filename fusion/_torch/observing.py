@@ -36,7 +36,7 @@ def is_traced() -> bool:
     """
     from torch._logging._internal import trace_log
 
-    return any(getattr(each, "root_dir", "") is not None for each in trace_log.handlers)
+    return any(getattr(each, "root_dir", None) is not None for each in trace_log.handlers)
 
 
 def add_artifact(name: str, text: Callable[[], str]) -> None:

@@ -166,8 +166,9 @@ def _without_effect(options: Options) -> tuple[str, ...]:
 
 
 def _constants(source: fx.Graph) -> dict[str, Any]:
-    """Return the attributes that `source` reads, by name; tensors weakly, as they may be weights."""
-    found = {str(node.target): attribute_of(node) for node in source.find_nodes(op="get_attr")}
+    """Return the attributes that `source` reads or calls, by name; tensors weakly, as they may be weights."""
+    nodes = (node for op in ("get_attr", "call_module") for node in source.find_nodes(op=op))
+    found = {str(node.target): attribute_of(node) for node in nodes}
     return {name: weakref.ref(each) if isinstance(each, torch.Tensor) else each for name, each in found.items()}
 
 

@@ -264,7 +264,7 @@ class Spy:
     def __call__(self, gm: Any, *rest: Any) -> Any:
         kind = "fused" if any("npu" in str(node.target) for node in gm.graph.nodes) else "plain"
         run = self.lower(gm, *rest)
-        self.compiled.append((kind, rest[-1]))
+        self.compiled.append((kind, rest[1]))
         return boxed(lambda *values: self.ran.append(kind) or run(list(values)))
 
 
