@@ -52,18 +52,30 @@ class _Rms(NamedTuple):
 
 def logits_of(graph: Graph, value: Value, count: int) -> Logits | None:
     """Read `value`, which has `count` numbers for each token, as the logits of a gate; None for others."""
-    a, value = graph.algebra, unrounded(graph.algebra, value).below("reshape")
+    a = graph.algebra
+    value = _cut_inside(a, unrounded(a, value).below("reshape"))
     if value.op != "add":
         return None
     for product, bias in (value.args, value.args[::-1]):
-        product, bias = unrounded(a, product).below("reshape"), unrounded(a, bias)
+        product, bias = _cut_inside(a, unrounded(a, product).below("reshape")), unrounded(a, bias)
         if math.prod(bias.shape) != count or product.op != "mul":
             continue
-        for weighed, scale in (product.args, product.args[::-1]):
+        for weighed, factor in (product.args, product.args[::-1]):
+            scale = unrounded(a, factor).below("expand")
             read = _layer(graph, weighed, count) if math.prod(scale.shape) == 1 else None
             if read is not None:
-                return Logits(*read, a.reshape(unrounded(a, scale), (1,)), a.reshape(bias, (count,)))
+                return Logits(*read, a.reshape(scale, (1,)), a.reshape(bias, (count,)))
     return None
+
+
+def _cut_inside(a: Algebra, value: Value) -> Value:
+    """Move a slice of lanes of a sum, or of a product, to its operands: gates may be scaled before they are split."""
+    elementwise = value.arg if value.op == "slice" and value.attrs[0] == value.rank - 1 else value
+    if elementwise is value or elementwise.op not in ("add", "mul"):
+        return value
+    bounds = value.attrs[1:]
+    args = [each if each.shape[-1:] in ((), (1,)) else a.cut(each, -1, *bounds) for each in elementwise.args]
+    return (a.add if elementwise.op == "add" else a.mul)(*args) or value
 
 
 def _layer(graph: Graph, value: Value, count: int) -> tuple[Source, Value] | None:
@@ -129,9 +141,9 @@ def _source(a: Algebra, x: Value, behind: _Rms | None) -> Source | None:
     length = x.shape[-1]
     rms, gamma, rest = behind, None, list[Value]()
     for factor in _factors(a, x):
-        found = None if rms else _rms(a, factor)
-        if found is not None:
-            rms = found
+        root = None if rms else _rms(a, factor)
+        if root is not None:
+            rms = root
         elif gamma is None and but_ones(factor.shape) == (length,) and factor.shape[-1] == length:
             gamma = a.reshape(factor, (length,))
         else:

@@ -99,19 +99,19 @@ def _why_not(chain: _Chain) -> str:
         return "matrix: it is in {}; npu_mhc_sinkhorn requires float32; cast it before the softmax".format(
             str(chain.x.dtype).removeprefix("torch.")
         )
-    found = (
-        f"matrix: its rows and columns are normalised in turns, {len(chain.axes)} times (Sinkhorn and Knopp), {{}}; "
+    text = (
+        f"matrix: its rows and columns are normalised in turns, {len(chain.axes)} times, {{}}; "
         "npu_mhc_sinkhorn requires softmax(x, -1) + eps, columns divided by their sums + eps, then rows and columns in "
         "turns; {}"
     )
     if not chain.softmax:
-        return found.format("without a softmax as the first", "write the first one of rows as x.softmax(-1) + eps")
+        return text.format("without a softmax as the first", "write the first one of rows as x.softmax(-1) + eps")
     if chain.turned or chain.axes[0] != _ROWS:
-        return found.format("the first of which is a softmax of columns", "write the transposed matrix so")
+        return text.format("the first of which is a softmax of columns", "write the transposed matrix so")
     if len(chain.axes) % 2:
-        return found.format("rows last", "write columns last")
+        return text.format("rows last", "write columns last")
     if None in chain.eps or len(set(chain.eps)) > 1:
-        return found.format(f"with {_numbers(chain.eps)} added in these steps", "add one eps everywhere")
+        return text.format(f"with {_numbers(chain.eps)} added in these steps", "add one eps everywhere")
     return ""
 
 

@@ -31,12 +31,12 @@ def _readings(a: Algebra, value: Value, added: Value, mixed: Value) -> Iterator[
         return
     out, gate = gated
     behind = unrounded(a, mixed)
-    found = list(mixed_streams(a, behind))
-    for matrix, streams in found:
+    mixtures = list(mixed_streams(a, behind))
+    for matrix, streams in mixtures:
         x, matrix = unrounded(a, streams), unrounded(a, matrix)
         if matrix.shape == (*x.shape[:-1], x.shape[-2]) and x.shape == value.shape:
             yield value, Reading("updated_streams", {"x": x, "matrix": matrix, "out": out, "gate": gate})
-    if not found and behind.shape == value.shape:
+    if not mixtures and behind.shape == value.shape:
         yield value, Reading("updated_streams", {"x": behind, "out": out, "gate": gate})
 
 

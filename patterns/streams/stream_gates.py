@@ -25,7 +25,7 @@ _HF32 = (
     "bfloat16 or float16 for the same numbers; add stream_gates_hf32 to the option opt_in if gates within 1e-3 and "
     "layer inputs within 2^-7 are enough"
 )
-_OF_CANN, _OF_RECIPES = _HF32.format("mhc_pre_sinkhorn"), _HF32.format("npu_hc_pre")
+_BY_CANN, _BY_RECIPES = _HF32.format("mhc_pre_sinkhorn"), _HF32.format("npu_hc_pre")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class WideGates(Group):
     norm_eps: Any = scalar()
     hc_eps: Any = scalar()
     is_narrow: Any = attribute(False)
+    flat_gate: Any = attribute()
+    flat_logits: Any = attribute()
+
+    def arranged(self, hidden: Tensor, gate: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Return the results of an operator in the dims that the model has them in."""
+        *lead, count, width = self.x.shape
+        gates, matrices = ([-1] if flat else lead for flat in (self.flat_gate, self.flat_logits))
+        return hidden.reshape(*lead, width), gate.reshape(*gates, count), matrix.reshape(*matrices, count, count)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return phi, alpha and bias in float32."""
@@ -103,44 +111,43 @@ class StreamGates(Rule):
     @variants(result=(Logits,))
     def npu(self, gates: WideGates):
         """Emit npu_mhc_pre, which gives the logits of the matrix."""
-        rows, lead = _rows(gates.x)
         gamma = None if gates.gamma is None else gates.gamma.to(f32)
         results = torch.ops.npu.npu_mhc_pre(
-            rows, *gates.weights(), gamma=gamma, norm_eps=gates.norm_eps, hc_eps=gates.hc_eps
+            _rows(gates.x), *gates.weights(), gamma=gamma, norm_eps=gates.norm_eps, hc_eps=gates.hc_eps
         )
-        return tuple(each.reshape(*lead, *each.shape[rows.ndim - 2 :]) for each in results[:3])
+        return gates.arranged(*results[:3])
 
     @lowering
     @variants(gates=(NarrowGates,), result=(Matrix,))
     @calls("cann_ops_transformer::mhc_pre_sinkhorn")
     def with_matrix(self, gates: WideGates, result: Matrix):
         """Emit mhc_pre_sinkhorn, which gives the matrix as well."""
-        return _of_cann(gates, result)
+        return _mhc_pre_sinkhorn(gates, result)
 
     @lowering
     @variants(gates=(WideGates,), result=(Matrix,))
     @calls("cann_ops_transformer::mhc_pre_sinkhorn")
-    @refused_on("ascend910b", _OF_CANN)
-    @refused_on("ascend910_93", _OF_CANN)
+    @refused_on("ascend910b", _BY_CANN)
+    @refused_on("ascend910_93", _BY_CANN)
     def with_matrix_in_hf32(self, gates: WideGates, result: Matrix):
         """Emit mhc_pre_sinkhorn, which rounds phi to HF32 on these chips."""
-        return _of_cann(gates, result)
+        return _mhc_pre_sinkhorn(gates, result)
 
     @lowering
     @variants(gates=(NarrowGates,), result=(Matrix,))
     @calls("custom::npu_hc_pre")
-    def of_recipes(self, gates: WideGates, result: Matrix):
+    def recipes(self, gates: WideGates, result: Matrix):
         """Emit npu_hc_pre of the recipes, which gives the matrix as well."""
-        return _of_recipes(gates, result)
+        return _npu_hc_pre(gates, result)
 
     @lowering
     @variants(gates=(WideGates,), result=(Matrix,))
     @calls("custom::npu_hc_pre")
-    @refused_on("ascend910_93", _OF_RECIPES)
-    @refused_on("ascend950", _OF_RECIPES)
-    def of_recipes_in_hf32(self, gates: WideGates, result: Matrix):
+    @refused_on("ascend910_93", _BY_RECIPES)
+    @refused_on("ascend950", _BY_RECIPES)
+    def recipes_in_hf32(self, gates: WideGates, result: Matrix):
         """Emit npu_hc_pre of the recipes, which rounds phi to HF32."""
-        return _of_recipes(gates, result)
+        return _npu_hc_pre(gates, result)
 
 
 @dataclass(frozen=True)
@@ -155,34 +162,33 @@ class StreamGatesHf32(StreamGates):
     @calls("cann_ops_transformer::mhc_pre_sinkhorn")
     def with_matrix_in_hf32(self, gates: WideGates, result: Matrix):
         """Emit mhc_pre_sinkhorn, with phi rounded to HF32."""
-        return _of_cann(gates, result)
+        return _mhc_pre_sinkhorn(gates, result)
 
     @lowering
     @variants(gates=(WideGates,), result=(Matrix,))
     @calls("custom::npu_hc_pre")
-    def of_recipes_in_hf32(self, gates: WideGates, result: Matrix):
+    def recipes_in_hf32(self, gates: WideGates, result: Matrix):
         """Emit npu_hc_pre of the recipes, with phi rounded to HF32."""
-        return _of_recipes(gates, result)
+        return _npu_hc_pre(gates, result)
 
 
-def _of_cann(gates: WideGates, result: Matrix) -> tuple[Tensor, ...]:
+def _mhc_pre_sinkhorn(gates: WideGates, result: Matrix) -> tuple[Tensor, ...]:
     """Emit mhc_pre_sinkhorn on streams [B, S, N, D]."""
     _refuse(gates, result, "mhc_pre_sinkhorn")
-    x, (*lead, count, width) = gates.x, gates.x.shape
-    rows = x if x.ndim == 4 else x.reshape(1, -1, count, width)
-    hidden, post, matrix, *_ = torch.ops.cann_ops_transformer.mhc_pre_sinkhorn(
+    x, count = gates.x, gates.x.shape[-2]
+    rows = x if x.ndim == 4 else x.reshape(1, -1, *x.shape[-2:])
+    results = torch.ops.cann_ops_transformer.mhc_pre_sinkhorn(
         rows, *gates.weights(), count, result.iterations, result.eps, gates.norm_eps, False
     )
-    return hidden.reshape(*lead, width), post.reshape(*lead, count), matrix.reshape(*lead, count, count)
+    return gates.arranged(*results[:3])
 
 
-def _of_recipes(gates: WideGates, result: Matrix) -> tuple[Tensor, ...]:
+def _npu_hc_pre(gates: WideGates, result: Matrix) -> tuple[Tensor, ...]:
     """Emit npu_hc_pre."""
     _refuse(gates, result, "npu_hc_pre")
-    rows, lead = _rows(gates.x)
+    rows = _rows(gates.x)
     how = dict(hc_mult=rows.shape[-2], hc_sinkhorn_iters=result.iterations, norm_eps=gates.norm_eps, hc_eps=result.eps)
-    results = torch.ops.custom.npu_hc_pre(rows, *gates.weights(), **how)
-    return tuple(each.reshape(*lead, *each.shape[rows.ndim - 2 :]) for each in results)
+    return gates.arranged(*torch.ops.custom.npu_hc_pre(rows, *gates.weights(), **how))
 
 
 def _refuse(gates: WideGates, result: Matrix, operator: str) -> None:
@@ -202,6 +208,6 @@ def _refuse(gates: WideGates, result: Matrix, operator: str) -> None:
     )
 
 
-def _rows(x: Tensor) -> tuple[Tensor, torch.Size]:
-    """Return streams `x` [*B, N, D] with one or two leading dims, and the leading dims of `x`."""
-    return (x if x.ndim in (3, 4) else x.reshape(-1, *x.shape[-2:])), x.shape[:-2]
+def _rows(x: Tensor) -> Tensor:
+    """Return streams `x` [*B, N, D] with one or two leading dims."""
+    return x if x.ndim in (3, 4) else x.reshape(-1, *x.shape[-2:])

@@ -44,17 +44,17 @@ class StreamUpdate(Rule):
 
     @lowering
     @calls("cann_ops_transformer::mhc_post")
-    def of_cann(self, x: Tensor, matrix: Tensor | None, out: Tensor, gate: Tensor):
+    def package(self, x: Tensor, matrix: Tensor | None, out: Tensor, gate: Tensor):
         """Emit mhc_post."""
-        mixing = _rows(_required(matrix, "mhc_post"), x).to(f32)
+        mixing = _rows(_required(matrix, "mhc_post"), x).to(f32).contiguous()  # no page takes a transposed view
         y = torch.ops.cann_ops_transformer.mhc_post(_rows(x, x), mixing, _rows(out, x), _rows(gate, x).to(f32))
         return y.reshape(x.shape)
 
     @lowering
     @calls("custom::npu_hc_post")
-    def of_recipes(self, x: Tensor, matrix: Tensor | None, out: Tensor, gate: Tensor):
+    def recipes(self, x: Tensor, matrix: Tensor | None, out: Tensor, gate: Tensor):
         """Emit npu_hc_post of the recipes."""
-        mixing = _rows(_required(matrix, "npu_hc_post"), x).to(f32)
+        mixing = _rows(_required(matrix, "npu_hc_post"), x).to(f32).contiguous()
         y = torch.ops.custom.npu_hc_post(_rows(out, x), _rows(x, x), _rows(gate, x).to(f32), mixing)
         return y.reshape(x.shape)
 

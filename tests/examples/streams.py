@@ -171,13 +171,12 @@ _REJECTS = (
     _gates("an output gate that is shifted", shifted_gate, refusal="output gate: it is 2 * sigmoid + 0.001"),
     _gates("a head", head, refusal="collapsed by a gate alone"),
 )
-GATES = (
+_EXAMPLES = (
     _gates("norm before", connection),
     _gates("norm behind, one row of tokens", norm_behind, 5),
     _gates("phi of 16 bits", connection, narrow=True),
     _gates("a matrix of shares", shares_alone),
     _gates("a matrix of shares, phi of 16 bits", shares_alone, narrow=True),
-    *_REJECTS,
 )
 MATRICES = (
     Example("three times", balanced, logits(2, 3)),
@@ -191,4 +190,9 @@ UPDATES = (
     Example("a product that is summed", summed, behind(5)),
     Example("without a matrix", not_mixed, behind(2, 3)),
 )
-TRIED = {"stream_gates": GATES, "stream_gates_hf32": GATES, "sinkhorn": MATRICES, "stream_update": UPDATES}
+TRIED = {
+    "stream_gates": (*_EXAMPLES, *_REJECTS),
+    "stream_gates_hf32": _EXAMPLES,
+    "sinkhorn": MATRICES,
+    "stream_update": UPDATES,
+}
