@@ -10,7 +10,6 @@ from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse
 from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.reasons.read_recurrences import recurrences
-from patterns.attention.reasons.read_sinkhorn import sinkhorn
 from patterns.attention.reasons.unclaimed import unclaimed_attentions
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
@@ -63,6 +62,12 @@ from patterns.sparse.indexer.read import lightning_indexers, listed_masks
 from patterns.sparse.lists.read_lists import indexer_lists
 from patterns.sparse.lists.read_selection import buffered_rows
 from patterns.sparse.lists.selection import GatherSelectionKvCache
+from patterns.streams.read_gates import stream_gates
+from patterns.streams.read_sinkhorn import sinkhorn
+from patterns.streams.read_update import stream_updates
+from patterns.streams.sinkhorn import Sinkhorn
+from patterns.streams.stream_gates import StreamGates, StreamGatesHf32
+from patterns.streams.stream_update import StreamUpdate
 
 _RULES = (
     RMSNorm(),
@@ -91,6 +96,10 @@ _RULES = (
     MlaProlog(),
     CacheWrite(),
     PageGather(),
+    Sinkhorn(),
+    StreamGates(),
+    StreamGatesHf32(),
+    StreamUpdate(),
 )
 _READERS = (
     rotations,
@@ -109,6 +118,8 @@ _READERS = (
     merges,
     recurrences,
     sinkhorn,
+    stream_gates,
+    stream_updates,
     lightning_indexers,
     indexer_lists,
     latent_operands,

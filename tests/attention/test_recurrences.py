@@ -161,7 +161,7 @@ def test_a_sinkhorn_iteration_has_one_reason(name: str):
 
     ((rule, reason),) = explained(mixed, numbers(B, N, 4, 4), numbers(B, N, 4, V))
     assert rule == "sinkhorn"
-    assert "CANN has npu_mhc_sinkhorn" in reason
+    assert "npu_mhc_sinkhorn" in reason
 
 
 @pytest.mark.parametrize("name", ITERATIONS)

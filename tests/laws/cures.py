@@ -40,6 +40,8 @@ CURES: dict[str, dict[str, str]] = {
         "a bias": "a step",
     },
     "gelu": {"another factor of the cube": "tanh of products", "a sigmoid of another slope": "a sigmoid"},
+    "sinkhorn": dict.fromkeys(("rows last", "exponentials", "without one eps"), "three times"),
+    "stream_gates": dict.fromkeys(("another factor", "an output gate that is shifted", "a head"), "norm before"),
     "latent_attention": {
         "lowered": "a step with its log-sum-exp",
         "another latent": "the last tokens",

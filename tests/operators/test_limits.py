@@ -32,6 +32,7 @@ from tests.operators.selection_cases import EDGES as SELECTION_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
 from tests.operators.sparse_limits_cases import indexer, prolog
+from tests.operators.stream_cases import EDGES as STREAM_EDGES
 
 A2, A3, A5 = CHIPS
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -318,6 +319,7 @@ CASES = [
     *PAGED_ATB_EDGES,
     *PYPTO_EDGES,
     *SELECTION_EDGES,
+    *STREAM_EDGES,
 ]
 STARTS = [each for each in CASES if not each[4]]
 """Legal calls from which both sides of limits are searched."""
