@@ -31,7 +31,7 @@ from fusion.language import (
     variants,
     word,
 )
-from fusion.operators import Limit, Operator, encodings
+from fusion.operators import Limit, Operator, Package, encodings
 from fusion.operators.encodings import Encoding
 from fusion.options import Options
 from fusion.planning.target import Target
@@ -54,6 +54,7 @@ __all__ = [
     "Limit",
     "Operator",
     "Options",
+    "Package",
     "Report",
     "Rule",
     "Target",

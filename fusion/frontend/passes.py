@@ -22,6 +22,7 @@ from fusion.language.cache_keys import keys_of, loaded
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.planning.target import Target
+from fusion.planning.usable_packages import Usable
 from fusion.report.failures import stage, warn
 from fusion.report.outcome import Outcome
 from fusion.routes import vendor
@@ -117,6 +118,7 @@ class FusionPass(CustomGraphPass):
             loaded(self.library),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),
+            repr(Usable.of(self.options.packages)),
             str(operators.ensure()),
             torch.__version__,
         ]

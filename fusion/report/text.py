@@ -92,7 +92,8 @@ def _head(document: Document) -> Text:
     title = f"fused for {document.target}: {counted(document.graphs, 'graph')}, "
     title += f"{before.launches} launches -> {after.launches}"
     predicted = f"predicted {microseconds(before.us)} -> {microseconds(after.us)} a call, by data sheets, not measured"
-    operators = [f"{count:>6} {name}" for name, count in document.ops.items()]
+    needs = {name: f"  (package {package})" for name, package in document.packages.items()}
+    operators = [f"{count:>6} {name}{needs.get(name, '')}" for name, count in document.ops.items()]
     return _styled([(title + "\n", "bold"), (predicted, "dim"), *(("\n" + each, "") for each in operators)])
 
 

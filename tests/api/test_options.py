@@ -72,6 +72,7 @@ NAMES = {
     "rules": ({"rms_nrom"}, "'rms_norm'"),
     "unsafe": ("ropee", "'rope'"),
     "opt_in": (("gather_selection_kv_cash",), "'gather_selection_kv_cache'"),
+    "packages": (["cann_ops_transformers"], "'cann_ops_transformer'"),
 }
 
 
@@ -79,7 +80,7 @@ NAMES = {
 @pytest.mark.parametrize("option", NAMES)
 def test_a_misspelt_rule_is_an_error_at_every_door_with_the_nearest(option: str, door: Any):
     given, nearest = NAMES[option]
-    with pytest.raises(OptionError, match=rf"is not a known .*rule; did you mean {nearest}"):
+    with pytest.raises(OptionError, match=rf"is not a known .*(rule|package); did you mean {nearest}"):
         door(**{option: given})
 
 
@@ -104,6 +105,7 @@ WRONG: dict[str, list[Any]] = {
     "rules": [None, 3, {"rope": True}, [None], [["rope"]], b"rope"],
     "disable": [None, True, {"rope": 1}, [3]],
     "opt_in": [None, 1.5],
+    "packages": [None, 2, {"cann_ops_transformer": "9.0"}, [b"custom_ops"]],
     "unsafe": [None, object()],
     "assume": [
         None,
