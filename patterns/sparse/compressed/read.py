@@ -27,8 +27,8 @@ from patterns.sparse.lists.fixed_keys import list_of
 RULE = "compressed_attention"
 SPAN = 128
 """Number of keys of the window that a query sees, its own included."""
-RATIO = 128
-"""Ratio by which a call counts entries that a query sees all of; any other counts them alike."""
+RATIO, LISTED_RATIO = 128, 4
+"""Ratios of a call with one query, which may see every entry whatever the ratio: without and with a list."""
 _NO_WINDOW = (
     f"mask: a query sees other keys of the window than the last {SPAN} up to its own; sparse_flash_mla requires these; "
     f"write (key <= query) & (key > query - {SPAN})"
@@ -127,17 +127,14 @@ def _read(scored: _Scored, captures: dict[str, Any]) -> dict[str, Any] | str | N
             return {"keys": k} if _is_window(kind, window, queries, k.shape[2]) else None
     if not all(isinstance(each, int) for each in (k.shape[2], queries)):
         return None
-    a, outcome = scored.assumed.algebra, None
-    for end in reversed(_ends(k)):
-        window = scored.part(0, end)
-        if not _sees_window(window, queries, end):
-            outcome = outcome or _NO_WINDOW
-            continue
-        counted = _entries(scored, end, k.shape[2])
-        if isinstance(counted, dict):
-            return {"keys": a.cut(k, 2, 0, end), "entries": a.cut(k, 2, end, k.shape[2]), **counted}
-        outcome = counted
-    return outcome
+    ends, a = _ends(k), scored.assumed.algebra
+    end = next((each for each in reversed(ends) if _sees_window(scored.part(0, each), queries, each)), None)
+    if end is None:
+        return _NO_WINDOW if ends else None
+    counted = _entries(scored, end, k.shape[2])
+    if isinstance(counted, str):
+        return counted
+    return {"keys": a.cut(k, 2, 0, end), "entries": a.cut(k, 2, end, k.shape[2]), **counted}
 
 
 def _ends(k: Value) -> list[int]:
@@ -195,6 +192,8 @@ def _entries(scored: _Scored, start: int, stop: int) -> dict[str, Any] | str:
         found = _threshold(masks.positions, parts[0], entry, query)
         return _OTHER_ENTRIES if found is None else _counted(*found, queries, count)
     places = _listed(masks)
+    if places is not None and queries == 1:
+        return {"ratio": LISTED_RATIO, "residual": 0, "places": places}
     found = None if places is None else _bound_of_list(scored, places, count)
     if places is None or found is None:
         return _UNBOUND_LIST
