@@ -57,6 +57,8 @@ from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.sparse.attention.read_listed import listed_attentions
 from patterns.sparse.attention.sparse_attention import SparseAttention
+from patterns.sparse.compressed.compressed_attention import CompressedAttention
+from patterns.sparse.compressed.read import compressed_attentions
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers, listed_masks
 from patterns.sparse.lists.read_lists import indexer_lists
@@ -89,6 +91,7 @@ _RULES = (
     LatentAttention(),
     AbsorbedProducts(),
     SparseAttention(),
+    CompressedAttention(),
     GatherSelectionKvCache(),
     IndexerTopk(),
     KvRmsnormRopeCache(),
@@ -108,6 +111,7 @@ _READERS = (
     int8_latent_attentions,
     listed_attentions,
     listed_masks,
+    compressed_attentions,
     unclaimed_attentions,
     encoded_cache,
     softmax_lse,
