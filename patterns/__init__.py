@@ -9,7 +9,6 @@ from patterns.attention.lse.attention_update import AttentionUpdate
 from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse
 from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
-from patterns.attention.reasons.read_recurrences import recurrences
 from patterns.attention.reasons.unclaimed import unclaimed_attentions
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
@@ -53,6 +52,9 @@ from patterns.quant.read_quantise import quantised
 from patterns.quant.read_static_scales import int8_rows
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
+from patterns.recurrent.delta_rule import DeltaRule
+from patterns.recurrent.read_delta_rule import delta_rules
+from patterns.recurrent.read_recurrences import recurrences
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.sparse.attention.read_listed import listed_attentions
@@ -88,6 +90,7 @@ _RULES = (
     RoutedExperts(),
     Attention(),
     AttentionUpdate(),
+    DeltaRule(),
     LatentAttention(),
     AbsorbedProducts(),
     SparseAttention(),
@@ -120,6 +123,7 @@ _READERS = (
     segmented_attentions,
     paged_segments,
     merges,
+    delta_rules,
     recurrences,
     sinkhorn,
     stream_gates,

@@ -16,7 +16,7 @@ from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
-from tests.operators import prolog_quant_cases, pypto_cases, selection_cases, stream_cases
+from tests.operators import prolog_quant_cases, pypto_cases, recurrent_cases, selection_cases, stream_cases
 from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
@@ -471,6 +471,7 @@ CASES = (
     *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),
     *(case for label, make in pypto_cases.LAYERS for case in _both(pypto_cases.LAYER, label, make)),
     *(case for label, make in pypto_cases.BEFORES for case in _both(pypto_cases.BEFORE, label, make)),
+    *(case for label, make in recurrent_cases.CASES for case in _both(recurrent_cases.STEP, label, make)),
     *(case for label, make in selection_cases.CASES for case in _both(selection_cases.NAMES, label, make)),
     *(Case(*call) for call in stream_cases.CASES),
 )

@@ -14,7 +14,7 @@ from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
-from tests.operators import prolog_quant_references, pypto_cases, selection_cases, stream_cases
+from tests.operators import prolog_quant_references, pypto_cases, recurrent_cases, selection_cases, stream_cases
 from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
 from tests.operators.cases import OLDER
@@ -318,6 +318,7 @@ REFERENCES = {
     "npu_kv_quant_sparse_flash_attention": sparse.quant_attention,
     **quant.REFERENCES,
     **pypto_cases.REFERENCES,
+    **recurrent_cases.REFERENCES,
     **selection_cases.REFERENCES,
     **stream_cases.REFERENCES,
     "atb::npu_multi_head_latent_attention": atb.latent,

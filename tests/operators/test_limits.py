@@ -28,6 +28,7 @@ from tests.operators.older_attention_cases import EDGES as OLDER_EDGES
 from tests.operators.paged_atb_cases import EDGES as PAGED_ATB_EDGES
 from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
 from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
+from tests.operators.recurrent_cases import EDGES as RECURRENT_EDGES
 from tests.operators.selection_cases import EDGES as SELECTION_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
@@ -318,6 +319,7 @@ CASES = [
     *OLDER_EDGES,
     *PAGED_ATB_EDGES,
     *PYPTO_EDGES,
+    *RECURRENT_EDGES,
     *SELECTION_EDGES,
     *STREAM_EDGES,
 ]

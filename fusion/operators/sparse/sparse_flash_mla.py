@@ -120,7 +120,9 @@ def _flops(given: Given) -> float:
     q, entries, listed = given["q"], given["cmp_kv"], given["cmp_sparse_indices"]
     keys = min(hint(given["ori_kv"].shape[1]), given["ori_win_left"] + 1)
     if entries is not None:
-        keys += min(hint(entries.shape[1]), hint((entries if listed is None else listed).shape[1 if listed is None else 3]))
+        keys += min(
+            hint(entries.shape[1]), hint((entries if listed is None else listed).shape[1 if listed is None else 3])
+        )
     return scores(count(q) / hint(q.shape[-1]) * keys, 2 * hint(q.shape[-1]))
 
 
@@ -133,7 +135,9 @@ def _skipped_bytes(given: Given) -> float:
 _HOST = (
     Limit("layout_q == 'BSND' and layout_kv == 'BSND'", because="packed and paged keys are not decomposed"),
     Limit("given(ori_kv)", because="the Meta kernel reads its shape"),
-    Limit("ori_mask_mode == 4 and ori_win_left >= 0 and ori_win_right == 0", because="other windows are not decomposed"),
+    Limit(
+        "ori_mask_mode == 4 and ori_win_left >= 0 and ori_win_right == 0", because="other windows are not decomposed"
+    ),
     Limit("cmp_mask_mode == 3", when="given(cmp_kv)", because="it hides entries of later tokens"),
     Limit("cmp_ratio >= 1", when="given(cmp_kv)"),
     Limit("cmp_ratio == 1 and cmp_mask_mode in (0, 3)", when="not given(cmp_kv)"),

@@ -96,7 +96,10 @@ def compressed_attentions(graph: Graph) -> Iterator[Annotation]:
             yield value, Miss(RULE, outcome, (captures["k"],))
         elif outcome is not None:
             names = ("q", "scale", "sink", "output_view")
-            yield value, Reading("windowed_attention", {**{name: captures[name] for name in names}, **outcome}, reading.relies)
+            yield (
+                value,
+                Reading("windowed_attention", {**{name: captures[name] for name in names}, **outcome}, reading.relies),
+            )
 
 
 def _shares_keys(captures: dict[str, Any]) -> bool:

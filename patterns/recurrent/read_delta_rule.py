@@ -1,0 +1,249 @@
+"""Steps of a gated delta rule, read from the update of the state (Schlag, 2021; Yang, 2024; Kimi Team, 2025).
+
+    D = exp(g) · exp(gk) · S        S' = D + k (beta · (v - Dᵀ k))ᵀ        y = scale · S'ᵀ q
+
+Products with the state are sums of products, matmuls or einsums, and beta stands beside v and Dᵀ k, their difference,
+or the key that is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isclose
+from typing import Any
+
+from fusion import reader
+from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
+from fusion.graph.proof_steps import must, proof, proven
+from patterns.recurrent.state_updates import Update, last_dims, state_updates
+from patterns.recurrent.unit_vectors import unit_of
+from patterns.recurrent.vectors import (
+    Scaled,
+    contraction,
+    descend,
+    heads_of,
+    lanes_of,
+    plain,
+    without,
+)
+from patterns.recurrent.words import DELTA_RULE, DELTA_STATE
+
+_NO_EXPONENTIAL = (
+    "g: the decay of the state is no exponential; npu_recurrent_gated_delta_rule requires its logarithm; write it as "
+    "exp(g)"
+)
+_OTHER_KEY = (
+    "key: the state is read by another vector than is written to it; npu_recurrent_gated_delta_rule requires one key; "
+    "write S + k (beta (v - Sᵀ k))ᵀ"
+)
+_DECAY_OF_VALUES = (
+    "g: the decay of the state differs by lanes of the values; npu_recurrent_gated_delta_rule requires one number for "
+    "a head, or for each lane of its key"
+)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of a delta rule whose decays are not read yet.
+
+    Attributes:
+        update: the update of the state.
+        axis: the dim of the key lanes in the state, -2 or -1.
+        key: the key in the frame of the state, [.., K, 1] or [.., 1, K].
+        value: the value [*L, V].
+        betas: the factors of the update that have one number for each head [*L].
+        number: a further factor of the update.
+    """
+
+    update: Update
+    axis: int
+    key: Value
+    value: Value
+    betas: tuple[Value, ...]
+    number: float
+
+
+@reader(gives=(DELTA_STATE, DELTA_RULE))
+def delta_rules(graph: Graph) -> Iterator[Annotation]:
+    """Read the state after each step of a delta rule, and the products of queries with it."""
+    a, after = graph.algebra, dict[Value, Mapping[str, Any]]()
+    for value, update in state_updates(graph).items():
+        step = _step(a, update)
+        captures = _captures(a, step) if isinstance(step, _Step) else step
+        if isinstance(captures, str):
+            yield value, Miss("delta_rule", captures, (value,))
+        elif captures is not None:
+            after[value] = captures
+            yield a.cast(value, update.state.dtype), Reading("delta_state", captures)
+    for value in list(graph.places) if after else ():
+        output = _output(a, value, after)
+        if output is not None:
+            yield value, output
+
+
+@proof
+def _step(a: Algebra, update: Update) -> _Step | str | None:
+    """Read the addend of `update` as k (beta · (v - Dᵀ k))ᵀ; the reason if it has two keys, None if it is anything
+    else.
+    """
+    sides = proven(_sides(update.added))
+    for axis in (-2, -1):
+        step = _with_keys_along(a, update, axis, sides[axis], sides[-3 - axis])
+        if step is not None:
+            return step
+    return None
+
+
+@proof
+def _sides(added: Value) -> Mapping[int, Value] | None:
+    """Split an outer product [.., X, Y] into its column [.., X, 1], by -2, and its row [.., 1, Y], by -1."""
+    product = added.below("cast")
+    is_outer = product.op == "mul" or (product.op == "matmul" and product.arg.shape[-1] == 1)
+    must(is_outer)
+    sides = {-2 if last_dims(each)[1] == 1 else -1: each for each in product.args if 1 in last_dims(each)}
+    must(len(sides) == 2)
+    return sides
+
+
+@proof
+def _with_keys_along(a: Algebra, update: Update, axis: int, key: Value, delta: Value) -> _Step | str | None:
+    """Read `key` and `delta`, in the frame of the state, as k and beta · (v - Dᵀ k); k lies along `axis`.
+
+    The reason if `key` is not k, None if `delta` is anything else.
+    """
+    lead, lanes = update.decayed.shape[:-2], update.decayed.shape[-3 - axis]
+    difference = proven(descend(delta, lambda each: each.op == "add"))
+    predicted, value = proven(_addends(a, update, axis, difference.value))
+    read = proven(contraction(a, predicted.value))
+    written = _written_key(key, read.vector)
+    if written is None:
+        return _OTHER_KEY
+    remaining = proven(without(value, predicted.factors))
+    outside = difference.number * written.number
+    number = -outside * predicted.number * read.number
+    must(number > 0)
+    frame = difference.value.shape
+    v = proven(lanes_of(a, remaining.value, frame, (*lead, lanes)))
+    ratio = outside * remaining.number / number
+    scaled = [*zip(difference.factors, difference.frames, strict=True)]
+    scaled += [
+        *zip(predicted.factors, predicted.frames, strict=True),
+        *zip(written.factors, written.frames, strict=True),
+    ]
+    betas = [proven(heads_of(a, each, of, lead)) for each, of in scaled]
+    return _Step(update, axis, read.vector, v if isclose(ratio, 1) else a.scale(v, ratio), tuple(betas), number)
+
+
+def _addends(a: Algebra, update: Update, axis: int, difference: Value) -> tuple[Scaled, Value] | None:
+    """Split `difference` into the scaled product of the decayed state with a vector along `axis`, and the rest."""
+
+    def is_predicted(each: Value) -> bool:
+        read = contraction(a, each)
+        return read is not None and read.axis == axis and read.matrix is update.decayed.below("cast")
+
+    for each, other in (difference.args, difference.args[::-1]):
+        predicted = descend(each, is_predicted)
+        if predicted is not None:
+            return predicted, other
+    return None
+
+
+def _written_key(key: Value, read: Value) -> Scaled | None:
+    """Divide the key that is written by the one that is read: numbers, and factors of one number for each head."""
+    written = descend(key, lambda each: plain(each) is plain(read))
+    if written is not None:
+        return written
+    is_scaled = read.op == "scale"
+    below = descend(key, lambda each: plain(each) is plain(read.arg)) if is_scaled else None
+    return below and Scaled(below.value, below.number / read.attrs[0], below.factors, below.frames)
+
+
+def _captures(a: Algebra, step: _Step) -> Mapping[str, Any] | str | None:
+    """Return the captures of `delta_state`; the reason if the operator takes no such decay."""
+    update = step.update
+    lead, size = update.decayed.shape[:-2], update.decayed.shape[step.axis]
+    k = lanes_of(a, step.key, _frame(update, step.axis, size), (*lead, size))
+    if k is None:
+        return None
+    decays = _decays(a, step)
+    if isinstance(decays, str):
+        return decays
+    beta = _beta(a, step)
+    if beta is None and not isclose(step.number, 1):
+        return None
+    key, eps = unit_of(a, k)
+    given = {"k": key, "v": step.value, "beta": beta, **decays}
+    captured = {name: each for name, each in given.items() if each is not None}
+    return {**captured, "k_eps": eps, "state": update.state, "values_first": step.axis == -1}
+
+
+def _beta(a: Algebra, step: _Step) -> Value | None:
+    """Return the product of the factors of each head and the number of `step`; None without such a factor."""
+    beta: Value | None = None
+    for each in step.betas:
+        beta = each if beta is None else a.mul(beta, each)
+    return beta if beta is None or isclose(step.number, 1) else a.scale(beta, step.number)
+
+
+def _frame(update: Update, axis: int, size: Dim) -> tuple[Dim, ...]:
+    """Return the shape of a vector along `axis` in the frame of the state."""
+    lead = update.decayed.shape[:-2]
+    return (*lead, size, 1) if axis == -2 else (*lead, 1, size)
+
+
+def _decays(a: Algebra, step: _Step) -> Mapping[str, Value] | str:
+    """Return the logarithms of the decays: "g" of each head, "gk" of each lane of the key; the reason if they are
+    others.
+    """
+    update, logs = step.update, dict[str, Value]()
+    lead, size = update.decayed.shape[:-2], update.decayed.shape[step.axis]
+    if _number_of(update.decayed) != 1:
+        return _NO_EXPONENTIAL
+    for each in update.decays:
+        exponential = plain(each)
+        if exponential.op != "exp":
+            return _NO_EXPONENTIAL
+        if last_dims(each)[-3 - step.axis] != 1:
+            return _DECAY_OF_VALUES
+        is_of_heads = last_dims(each)[step.axis] == 1
+        name, shape = ("g", lead) if is_of_heads else ("gk", (*lead, size))
+        log = a.reshape(exponential.arg, each.shape)
+        log = lanes_of(a, log, _frame(update, step.axis, 1 if is_of_heads else size), shape)
+        if log is None:
+            return _NO_EXPONENTIAL
+        logs[name] = a.add(logs[name], log) or log if name in logs else log
+    return logs
+
+
+def _number_of(decayed: Value) -> float:
+    """Return the product of the numbers by which the factors of `decayed` are scaled."""
+    if decayed.op in ("cast", "scale"):
+        return _number_of(decayed.arg) * (decayed.attrs[0] if decayed.op == "scale" else 1.0)
+    return _number_of(decayed.args[0]) * _number_of(decayed.args[1]) if decayed.op == "mul" else 1.0
+
+
+@proof
+def _output(a: Algebra, value: Value, after: Mapping[Value, Mapping[str, Any]]) -> Reading | None:
+    """Read `value` as scale · S'ᵀ q of a state S' in `after`; None if it is anything else."""
+    must(value.op != "cast")
+    below = proven(descend(value, lambda each: contraction(a, each) is not None))
+    read = proven(contraction(a, below.value))
+    captures = proven(after.get(read.matrix))
+    must(not below.factors and read.axis == (-1 if captures["values_first"] else -2))
+    q, scale = read.vector, below.number * read.number
+    if q.op == "scale":
+        q, scale = q.arg, scale * q.attrs[0]
+    lead = read.matrix.shape[:-2]
+    size = read.matrix.shape[read.axis]
+    frame = (*lead, size, 1) if read.axis == -2 else (*lead, 1, size)
+    q, eps = unit_of(a, proven(lanes_of(a, q, frame, (*lead, size))))
+    view = _view(value)
+    must(view and q.shape == captures["k"].shape)
+    return Reading("delta_rule_output", {"q": q, "q_eps": eps, "scale": scale, "view": view, **captures})
+
+
+def _view(value: Value) -> tuple[int, ...]:
+    """Return the shape of `value` with -1 for a symbolic size; empty if it has several."""
+    sizes = tuple(each if isinstance(each, int) else -1 for each in value.shape)
+    return sizes if sizes.count(-1) <= 1 else ()
