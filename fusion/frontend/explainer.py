@@ -56,7 +56,7 @@ class Explainer:
             inputs, results = known.named(original.graph)
             with stage("prepare"):
                 prepared = foreseen(report.prepared, gm.graph, stuck)
-            again = rerun(original, facts, self.backend.options, self.backend.rules)
+            again = rerun(original, partial(known.facts, original.graph), self.backend.options, self.backend.rules)
             named = {"inputs": inputs, "results": results, "counted": known.counted, "rerun": again}
             self.parts.append(replace(report, prepared=prepared, **named))
         except StageError as error:
