@@ -390,7 +390,7 @@ class FusionBackend:
         report = self.fuse(gm, facts, original.graph)
         gm.recompile()
         inputs, results = known.named(original.graph)
-        again = rerun(original, facts, self.options, self.rules)
+        again = rerun(original, partial(known.facts, original.graph), self.options, self.rules)
         return replace(report, inputs=inputs, results=results, counted=known.counted, rerun=again)
 
     def _reported_later(self, known: Known, facts: Facts, original: fx.GraphModule) -> GraphReport:

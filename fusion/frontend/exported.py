@@ -137,7 +137,7 @@ def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:
         with stage("capture"):
             write_at_end(gm, plain.graph_signature)
             captured = fx.GraphModule(gm, copied(gm.graph))
-        again = rerun(captured, facts, backend.options, backend.rules, in_place=False)
+        again = rerun(captured, lambda assume: facts, backend.options, backend.rules, in_place=False)
         report = replace(backend.fuse(gm, facts, in_place=False), rerun=again)
     except StageError as error:
         report = backend.failed(gm, error)

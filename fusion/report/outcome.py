@@ -123,10 +123,12 @@ class Rerun:
     Attributes:
         captured: the graph as it was captured.
         fuse: rewrites a copy of that graph in place; keywords replace options.
+        masks: names for the option assume of the inputs that may be masks.
     """
 
     captured: fx.GraphModule
     fuse: Callable[..., Outcome]
+    masks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
