@@ -29,7 +29,10 @@ SECTIONS = {"options.md": "Options", "support.md": "What works today, and what d
 FOLDED = {"operators.md": "operators/index.md", "rules.md": "rules/index.md"}
 """Pages of the repository -> the index of the pages that the site has in their place."""
 START = ["index.md", "first-fusion.md", "support.md", "families.md", "comparison.md"]
-GUIDES = ["integration.md", "generate.md", "guests.md", "prepared.md", "verification.md", "troubleshooting.md"]
+GUIDES = [
+    "integration.md", "compiled.md", "generate.md", "guests.md", "inductor.md", "torchair.md", "npugraph-ex.md",
+    "vllm.md", "export.md", "prepared.md", "verification.md", "troubleshooting.md",
+]  # fmt: skip
 REFERENCE = [
     "options.md", "glossary.md", "vendor-operators.md", "how-it-works.md", "performance.md", "forms.md", "words.md",
     "contributing.md", "changes.md",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import fusion
 from fusion.errors import FusionError, OptionError
 from fusion.frontend.integrations.hosts import HOOK
+from tests.support.child import REPO
 
 HOST = {"target": "host"}
 QUICK = {"fallback_by_default": True, "fx_graph_cache": False}  # torch's kernels: no code is generated
@@ -171,6 +173,16 @@ def test_vllm_runs_the_pass_behind_an_earlier_one():
     run({**QUICK, "post_grad_custom_post_pass": Manager(copy.deepcopy(guest))})
     assert earlier.graphs == 1
     assert guest.report.ops == {"npu::npu_rms_norm": 1}
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_the_page_of_vllm_gives_it_a_pass(monkeypatch: pytest.MonkeyPatch):
+    (code,) = re.findall(r"^```py\n(.*?)^```$", (REPO / "docs" / "vllm.md").read_text(), re.DOTALL | re.MULTILINE)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", lambda name, **config: given.update(config), raising=False)
+    exec(code, {})
+    passes = given["compilation_config"]["inductor_compile_config"]
+    assert isinstance(passes["post_grad_custom_post_pass"], Protocol.InductorPass)
 
 
 @pytest.mark.usefixtures("_vllm")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,3 +45,15 @@ def test_torchair_converts_what_was_fused():
         "SwiGlu": 1,
         "MatMul": 2,
     }
+
+
+@pytest.mark.parametrize("page", ["torchair", "npugraph-ex"])
+@pytest.mark.rotates(4)
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path):
+    text = (torch_npu_host.REPO / "docs" / f"{page}.md").read_text()
+    (code,) = re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "page.py"
+    file.write_text(f"from tests.support import ge\nge.install()\n{code}")
+    done = torch_npu_host.run(f"import runpy\nrunpy.run_path({str(file)!r})")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "fused 1 x activation, 1 x rms_norm in Block.forward" in done.stdout

@@ -92,7 +92,7 @@ def _inductor_pass() -> type:
 
 
 @cache
-def _guest_of(base: type) -> type[FusionPass]:
+def _guest_of(base: type) -> type[Any]:
     """Return the class of passes that are both `FusionPass` and `base`, the `InductorPass` of vLLM."""
 
     class VllmPass(FusionPass, base):  # type: ignore[misc]
@@ -106,7 +106,7 @@ def _guest_of(base: type) -> type[FusionPass]:
         def __reduce__(self) -> tuple[Any, ...]:
             return partial(vllm, earlier=self.earlier), (self.options, self.rules)
 
-        def __call__(self, graph: fx.Graph, *context: Any) -> None:
+        def __call__(self, graph: fx.GraphModule | fx.Graph, *context: Any) -> None:
             if self.earlier is not None:
                 self.earlier(graph)
             super().__call__(graph, *context)
