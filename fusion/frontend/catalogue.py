@@ -16,7 +16,7 @@ from fusion.options import check_names
 
 @dataclass(frozen=True)
 class OperatorEntry:
-    """One operator that can be emitted.
+    """One operator that is declared.
 
     Attributes:
         name: qualified name, `npu::npu_rms_norm`.

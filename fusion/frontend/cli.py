@@ -153,7 +153,7 @@ def ops(
     name: Annotated[str, typer.Argument(help="One operator, with everything that is known of it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the fused operators that can be emitted: schema, targets, limits, lowerings, source."""
+    """List the fused operators that are declared, by package: schema, targets, limits, lowerings, source."""
     with reported("listing operators"):
         entries = [catalogue.operator_entry(name)] if name else list(catalogue.operator_entries())
         origin = operators.ensure()
@@ -192,7 +192,7 @@ def _operators(entries: list[catalogue.OperatorEntry]) -> Table:
         for each in sorted(entries, key=lambda each: order.index(each.package) if each.package else len(order))
     )
     columns = "operator", "what it computes", "targets", "lowered by", "from"
-    return _listed("operators that can be emitted", columns, rows)
+    return _listed("operators", columns, rows)
 
 
 def _packages(entries: Sequence[catalogue.PackageEntry]) -> Table:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
 from tests.operators import expert_cases as experts
+from tests.operators import first_expert_cases, prolog_quant_cases, pypto_cases, selection_cases
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
@@ -411,6 +412,7 @@ CASES = (
     Case("npu_moe_gating_top_k", "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
     Case("npu_moe_gating_top_k", "softmax, renormalised", _grouped(3, 12, k=12, renorm=1, routed_scaling_factor=0.5)),
     *(Case(*call) for call in experts.CALLS),
+    *(Case(*call) for call in first_expert_cases.CALLS),
     Case("npu_gelu", "erf", _gelu(2, 5, 64)),
     Case("npu_gelu", "tanh, transposed", _gelu(5, 3, 64, approximate="tanh", swap=True)),
     Case("npu_group_norm_silu", "an image", _group_norm(2, 12, 3, 5, group=4, eps=1e-6)),

@@ -123,6 +123,8 @@ def quant_matmul(
 ) -> Tensor:  # fmt: skip
     total = (x1.long().unsqueeze(-1) * x2.long().unsqueeze(-3)).sum(-2)
     whole = bias is not None and not bias.is_floating_point()
+    if output_dtype == 3:
+        return total + bias if whole else total
     out = (total + bias if whole else total).double() * scale
     out = out if pertoken_scale is None else out * pertoken_scale[:, None]
     out = out if bias is None or whole else out + bias

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
 from tests.operators import expert_cases as experts
+from tests.operators import first_expert_cases, prolog_quant_references, pypto_cases, selection_cases
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
@@ -288,6 +289,7 @@ REFERENCES = {
     "npu_geglu": geglu,
     "npu_group_norm_silu": group_norm_silu,
     **experts.REFERENCES,
+    **first_expert_cases.REFERENCES,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,
     "npu_incre_flash_attention": attention.incre,

@@ -20,6 +20,7 @@ from fusion.operators.limit_texts import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.expert_cases import EDGES as EXPERT_EDGES
+from tests.operators.first_expert_cases import EDGES as FIRST_EXPERT_EDGES
 from tests.operators.grouped_line_cases import EDGES as GROUPED_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
@@ -311,6 +312,7 @@ CASES = [
     (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(6, 128)]), "R is 6, not 7 in [6, 128]"),
     (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(7, 64)]), "D is 64, not 128 in [7, 64]"),
     *EXPERT_EDGES,
+    *FIRST_EXPERT_EDGES,
     *SPARSE_EDGES,
     *LINE_EDGES,
     *GROUPED_EDGES,

@@ -71,9 +71,9 @@ def _gating_top_k(
     if group_count > 1:
         grouped = choice.unflatten(-1, (group_count, -1))
         best = grouped.topk(2, dim=-1)[0].sum(-1) if group_select_mode else grouped.amax(-1)
-        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, _largest(best, k_group), False)
+        out = torch.ones_like(best, dtype=torch.bool).scatter(-1, largest(best, k_group), False)
         choice = grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
-    index = _largest(choice, k)
+    index = largest(choice, k)
     y = scores.gather(-1, index)
     y = y / (y.sum(-1, keepdim=True) + eps) if norm_type or renorm else y
     return (
@@ -83,7 +83,7 @@ def _gating_top_k(
     )
 
 
-def _largest(x: Tensor, count: int) -> Tensor:
+def largest(x: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest elements along the last dim, in descending order, of equal ones the
     first."""
     return x.sort(stable=True, dim=-1, descending=True)[1][..., :count].contiguous()
