@@ -39,7 +39,7 @@ class Options:
             for one model. `cann-fusion rules` lists them.
         packages: names of the packages, beside torch_npu, whose operators the target has: {"cann_ops_transformer"}.
             Where this machine is an NPU, those that are imported count too, and the name of a rule in `opt_in` stands
-            for its packages. `cann-fusion ops` lists them.
+            for its packages. `cann-fusion ops` lists them. "torch_npu==2.10" plans for that version of torch_npu.
         unsafe: names of rules whose guard is skipped (limits of operators still apply).
         assume: kinds of the attention masks among the arguments: {"attention_mask": "causal"}, "padding" or
             "window:n" (n keys, the query's own among them). Checked at every call; a call with another mask runs the

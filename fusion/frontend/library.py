@@ -18,6 +18,7 @@ from fusion.language import Example, Library, Rule
 from fusion.language.cache_keys import names_read
 from fusion.language.checks import check_library
 from fusion.operators import OPERATORS, PACKAGES, provide
+from fusion.operators.vendor_versions import PREFIX, versions
 from fusion.options import Options, check_names
 
 GROUP = "fusion.patterns"
@@ -88,7 +89,7 @@ def library_for(options: Options, given: object = None) -> Library:
     operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
     _check_rules("rule", options.rules | options.unsafe, library, rules)
     _check_rules("rule", options.disable, library, {*rules, *operators})
-    check_names("package", options.packages, PACKAGES)
+    check_names("package", options.packages, {*PACKAGES, *(f"{PREFIX}{each}" for each in versions())})
     for name in sorted((options.opt_in & rules.keys()) - switched):
         check_names("opt-in rule", [name], switched, f"{name!r} is on anyway: leave it out. ")
     _check_rules("opt-in rule", options.opt_in, library, switched)

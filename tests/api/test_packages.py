@@ -99,7 +99,7 @@ def on_npu(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     ids=["unnamed", "missing", "imported and missing", "named"],
 )
 def test_a_package_that_is_missing_on_an_npu_is_said_to_be(usable: Usable, lack: str | None):
-    refused = usable.refusal(SQUARED_RELU)
+    refused = usable.refusal(SQUARED_RELU, (x(),), {})
     assert refused == (lack and f"{NEEDS} {lack}; name it in the option packages")
 
 

@@ -65,7 +65,10 @@ class OptionFlags:
     ] = None
     packages: Annotated[
         list[str] | None,
-        _flag("Plan for operators of this package too; `cann-fusion ops` lists the packages. May be repeated."),
+        _flag(
+            "Plan for operators of this package too; `cann-fusion ops` lists the packages; torch_npu==2.10 plans for that "
+            "version of torch_npu. May be repeated."
+        ),
     ] = None
     unsafe: Annotated[
         list[str] | None,

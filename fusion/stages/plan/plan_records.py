@@ -257,7 +257,7 @@ class PlanBook:
             for step, names in zip(ran.steps, ran.sources, strict=True)
             if (operator := operator_of(step.target)) is not None
         ]
-        refusals = (self._usable.refusal(operator) for operator, _, _ in calls if not rule.opt_in)
+        refusals = (self._usable.refusal(operator, *given) for operator, given, _ in calls if not rule.opt_in)
         lacking = next((each for each in refusals if each is not None), None)
         causes = {target.name: self._first_limit(calls, target) or lacking for target in self._targets}
         return {name: cause for name, cause in causes.items() if cause is not None}
