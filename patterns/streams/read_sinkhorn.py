@@ -69,15 +69,14 @@ def sinkhorn(graph: Graph) -> Iterator[Annotation]:
     """
     chains = _chains(graph)
     inner = {step for chain in chains.values() for step in chain.values[:-1]}
-    ends = {value: chain for value, chain in chains.items() if value not in inner and len(chain.axes) > 1}
+    ends = {value: chain for value, chain in chains.items() if value not in inner and len(chain.axes) >= LEAST}
     products = _products(graph, ends) if ends else {}
     for value, last in ends.items():
         covered = frozenset((*last.values[:-1], *products[value]))
         root, chain = _upright(graph, value, last)
         reason = _why_not(chain)
-        if reason and len(chain.axes) >= LEAST:
-            yield value, Miss("sinkhorn", reason, (value,), covers=covered | {value})
         if reason:
+            yield value, Miss("sinkhorn", reason, (value,), covers=covered | {value})
             continue
         captures = {"x": chain.x, "iterations": len(chain.axes) // 2, "eps": chain.eps[0]}
         yield root, Reading("sinkhorn_matrix", captures)

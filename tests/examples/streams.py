@@ -180,7 +180,7 @@ _EXAMPLES = (
 )
 MATRICES = (
     Example("three times", balanced, logits(2, 3)),
-    Example("once", lambda x: balanced(x, 1), logits(5)),
+    Example("twice", lambda x: balanced(x, 2), logits(5)),
     Example("rows last", rows_last, logits(2, 3), refusal="rows last"),
     Example("exponentials", exponentials, logits(2, 3), refusal="without a softmax as the first"),
     Example("without one eps", without_one_eps, logits(2, 3), refusal="0 and 0.001 added"),

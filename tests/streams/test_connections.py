@@ -183,7 +183,7 @@ def test_matrices_in_another_order_are_refused_by_name(form: Callable[[Tensor], 
     assert LIKE_MATRICES[form] in reasons(t, "sinkhorn")
 
 
-@pytest.mark.parametrize("times", [1, 2, 20, pytest.param(100, marks=pytest.mark.rotates(8))])
+@pytest.mark.parametrize("times", [2, 3, 20, pytest.param(100, marks=pytest.mark.rotates(8))])
 def test_matrices_of_any_length(times: int):
     t = fused(lambda x: balanced(x.softmax(-1) + HC_EPS, times), streams(F32, 4))
     assert called(t) == {"npu::npu_mhc_sinkhorn"}
