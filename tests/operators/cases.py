@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
+from tests.operators import compressed_cases, prolog_quant_cases, pypto_cases, selection_cases
 from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
-from tests.operators import prolog_quant_cases, pypto_cases, selection_cases
 from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
@@ -448,6 +448,8 @@ CASES = (
     *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),
     *(case for label, make in pypto_cases.LAYERS for case in _both(pypto_cases.LAYER, label, make)),
     *(case for label, make in pypto_cases.BEFORES for case in _both(pypto_cases.BEFORE, label, make)),
+    *(Case(compressed_cases.ATTENTION, label, make) for label, make in compressed_cases.CASES),
+    *(Case(compressed_cases.SCHEDULE, label, make) for label, make in compressed_cases.SCHEDULES),
     *(case for label, make in selection_cases.CASES for case in _both(selection_cases.NAMES, label, make)),
 )
 

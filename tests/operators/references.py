@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
+from tests.operators import compressed_cases, prolog_quant_references, pypto_cases, selection_cases
 from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
-from tests.operators import prolog_quant_references, pypto_cases, selection_cases
 from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
 from tests.operators.cases import OLDER
@@ -292,6 +292,7 @@ REFERENCES = {
     **quant.REFERENCES,
     **pypto_cases.REFERENCES,
     **selection_cases.REFERENCES,
+    **compressed_cases.REFERENCES,
     "atb::npu_multi_head_latent_attention": atb.latent,
     "atb::npu_multi_head_latent_attention.tensor_lengths": atb.latent,
     "atb::npu_multi_head_latent_attention.lse": atb.latent,

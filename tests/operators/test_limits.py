@@ -19,6 +19,7 @@ from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
 from fusion.operators.limit_texts import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.compressed_cases import EDGES as COMPRESSED_EDGES
 from tests.operators.expert_cases import EDGES as EXPERT_EDGES
 from tests.operators.grouped_line_cases import EDGES as GROUPED_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
@@ -314,6 +315,7 @@ CASES = [
     *PAGED_ATB_EDGES,
     *PYPTO_EDGES,
     *SELECTION_EDGES,
+    *COMPRESSED_EDGES,
 ]
 STARTS = [each for each in CASES if not each[4]]
 """Legal calls from which both sides of limits are searched."""

@@ -1,4 +1,4 @@
-"""Attention over a window of keys and over compressed keys, which are their own values, with a sink (DeepSeek-V4, 2026).
+"""Attention over a window of keys and over compressed keys, their own values, with a sink (DeepSeek-V4, 2026).
 
     row i sees      key j of the window for p - left <= j <= p, p = W - S + i
                     compressed entry e < t, t = (C · ratio + residual - S + i + 1) // ratio, all or the listed ones
@@ -119,8 +119,10 @@ def _flops(given: Given) -> float:
     """Estimate the operations of each row with the keys of its window and the compressed entries that it reads."""
     q, entries, listed = given["q"], given["cmp_kv"], given["cmp_sparse_indices"]
     keys = min(hint(given["ori_kv"].shape[1]), given["ori_win_left"] + 1)
-    if entries is not None:
-        keys += min(hint(entries.shape[1]), hint((entries if listed is None else listed).shape[1 if listed is None else 3]))
+    if listed is not None:
+        keys += min(hint(entries.shape[1]), hint(listed.shape[3]))
+    elif entries is not None:
+        keys += hint(entries.shape[1])
     return scores(count(q) / hint(q.shape[-1]) * keys, 2 * hint(q.shape[-1]))
 
 
@@ -133,7 +135,8 @@ def _skipped_bytes(given: Given) -> float:
 _HOST = (
     Limit("layout_q == 'BSND' and layout_kv == 'BSND'", because="packed and paged keys are not decomposed"),
     Limit("given(ori_kv)", because="the Meta kernel reads its shape"),
-    Limit("ori_mask_mode == 4 and ori_win_left >= 0 and ori_win_right == 0", because="other windows are not decomposed"),
+    "ori_mask_mode == 4 and ori_win_right == 0",
+    "ori_win_left >= 0",
     Limit("cmp_mask_mode == 3", when="given(cmp_kv)", because="it hides entries of later tokens"),
     Limit("cmp_ratio >= 1", when="given(cmp_kv)"),
     Limit("cmp_ratio == 1 and cmp_mask_mode in (0, 3)", when="not given(cmp_kv)"),
@@ -158,8 +161,8 @@ _UNCOMPUTED = {
     "seqused_q seqused_cmp_kv": "padding of queries and entries is not decomposed",
 }
 _SOURCE = (
-    "ops-transformer: torch_extension/cann_ops_transformer/ops/sparse_flash_mla.py, docs/zh/sparse_flash_mla.md, golden "
-    "of its test, kernel arch22"
+    "ops-transformer: torch_extension/cann_ops_transformer/ops/sparse_flash_mla.py, docs/zh/sparse_flash_mla.md, "
+    "golden of its test, kernel arch22"
 )
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None, "
@@ -197,9 +200,9 @@ SPARSE_FLASH_MLA = Operator(
     skipped_bytes=_skipped_bytes,
     source=_SOURCE,
     summary=(
-        "out = round(Σ round(p) k / (Σ p + exp(sink - max))), p = exp(s - max), s = softmax_scale · q kᵀ in float32, over "
-        "the keys of the window and the compressed entries that the row sees; with cmp_sparse_indices the listed ones up "
-        "to the first -1; a row without keys is 0; lse counts the sink"
+        "out = round(Σ round(p) k / (Σ p + exp(sink - max))), p = exp(s - max), s = softmax_scale · q kᵀ in float32, "
+        "over the keys of the window and the compressed entries that the row sees; with cmp_sparse_indices the listed "
+        "ones up to the first -1; a row without keys is 0; lse counts the sink"
     ),
 )  # fmt: skip
 
