@@ -82,6 +82,7 @@ def rope(
 
 NZ = {"input": t(32, 64), "acl_format": 29}
 GATE = {"x": t(7, 16), "k": 2}
+TABLE = {"input_ids": t(7, dtype=torch.int64), "tid2eid": t(100, 8, dtype=torch.int32)}
 SIGMOID = {
     "x": t(7, 256),
     "k": 8,
@@ -164,6 +165,7 @@ CASES = [
     *starts({"input": t(3, 4), "approximate": "tanh"}, name="npu_gelu"),
     *starts(CLIPPED | {"dim": 2}, CLIPPED | GROUP, {"x": t(1, 64)}, name="npu_clipped_swiglu"),
     *starts(SIGMOID, SIGMOID | {"k_group": 8}, name="npu_moe_gating_top_k"),
+    *starts(SIGMOID, SIGMOID | {"k_group": 8}, SIGMOID | TABLE, name="_C_ascend::moe_gating_top_k_hash"),
     *starts(GATE | {"output_softmax": True}, {"x": t(7, 2048), "k": 1024}, name="npu_moe_gating_top_k_softmax_v2"),
     *starts(merging(1), name=MERGE),
     # npu_rms_norm

@@ -109,10 +109,9 @@ def _lse(q: Tensor, asked: bool) -> Tensor:
     return q.new_empty((batch, 1, rows, heads), dtype=wide) if asked else q.new_zeros((), dtype=wide)
 
 
-def _schedule(*given: Tensor | None) -> Tensor:
-    """Make the schedule of a call: zeros, on the device of the first of the tensors `given`."""
-    device = next((each.device for each in given if each is not None), None)
-    return torch.zeros(METADATA, dtype=torch.int32, device=device)
+def _schedule() -> Tensor:
+    """Make the schedule of a call: zeros, as no number of a result depends on one."""
+    return torch.zeros(METADATA, dtype=torch.int32)
 
 
 def _flops(given: Given) -> float:
@@ -155,11 +154,6 @@ _KERNEL = (
     Limit("dtype(ori_kv) == dtype(q)"),
     Limit("dtype(cmp_kv) == dtype(q)", when="given(cmp_kv)"),
 )
-_UNCOMPUTED = {
-    "ori_topk_length cmp_topk_length": "they are reserved",
-    "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv": "packed sequences are not decomposed",
-    "seqused_q seqused_cmp_kv": "padding of queries and entries is not decomposed",
-}
 _SOURCE = (
     "ops-transformer: torch_extension/cann_ops_transformer/ops/sparse_flash_mla.py, docs/zh/sparse_flash_mla.md, "
     "golden of its test, kernel arch22"
@@ -174,14 +168,18 @@ SPARSE_FLASH_MLA = Operator(
     schema=(
         "cann_ops_transformer::sparse_flash_mla(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None, "
         "Tensor? ori_sparse_indices=None, Tensor? cmp_sparse_indices=None, Tensor? ori_block_table=None, "
-        f"Tensor? cmp_block_table=None, {_OPTIONS}Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=1.0, "
+        f"Tensor? cmp_block_table=None, {_OPTIONS}Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=1., "
         "int cmp_ratio=1, int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=127, int ori_win_right=0, "
         'str layout_q="BSND", str layout_kv="BSND", int topk_value_mode=1, bool return_softmax_lse=False) '
         "-> (Tensor, Tensor)"
     ),
     compute=_sparse_flash_mla,
-    uncomputed=_UNCOMPUTED
-    | {"ori_sparse_indices": "it is reserved", "ori_block_table cmp_block_table": "pages are not decomposed"},
+    uncomputed={
+        "ori_sparse_indices ori_topk_length cmp_topk_length": "they are reserved",
+        "ori_block_table cmp_block_table": "pages are not decomposed",
+        "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv": "packed sequences are not decomposed",
+        "seqused_q seqused_cmp_kv": "padding of queries and entries is not decomposed",
+    },
     without_effect=frozenset(
         {"metadata", "layout_q", "layout_kv", "topk_value_mode", "ori_mask_mode", "cmp_mask_mode", "ori_win_right"}
     ),
@@ -214,16 +212,15 @@ SPARSE_FLASH_MLA_METADATA = Operator(
         "int? ori_mask_mode=None, int? cmp_mask_mode=None, int? ori_win_left=None, int? ori_win_right=None, "
         "str? layout_q=None, str? layout_kv=None, bool? has_ori_kv=None, bool? has_cmp_kv=None) -> Tensor"
     ),
-    compute=lambda cmp_residual_kv, seqused_ori_kv: _schedule(cmp_residual_kv, seqused_ori_kv),
-    without_effect=frozenset(
-        {
-            "num_heads_q", "num_heads_kv", "head_dim", "batch_size", "max_seqlen_q",
-            "max_seqlen_ori_kv", "max_seqlen_cmp_kv", "ori_topk", "cmp_topk", "cmp_ratio", "ori_mask_mode",
-            "cmp_mask_mode", "ori_win_left", "ori_win_right", "layout_q", "layout_kv", "has_ori_kv", "has_cmp_kv",
-        }
-    ),
-    uncomputed=_UNCOMPUTED,
-    outputs=lambda cmp_residual_kv, seqused_ori_kv: _schedule(cmp_residual_kv, seqused_ori_kv),
+    compute=_schedule,
+    without_effect=frozenset({
+        "num_heads_q", "num_heads_kv", "head_dim", "cu_seqlens_q", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv",
+        "seqused_q", "seqused_ori_kv", "seqused_cmp_kv", "cmp_residual_kv", "ori_topk_length", "cmp_topk_length",
+        "batch_size", "max_seqlen_q", "max_seqlen_ori_kv", "max_seqlen_cmp_kv", "ori_topk", "cmp_topk", "cmp_ratio",
+        "ori_mask_mode", "cmp_mask_mode", "ori_win_left", "ori_win_right", "layout_q", "layout_kv", "has_ori_kv",
+        "has_cmp_kv",
+    }),
+    outputs=_schedule,
     dims={"seqused_ori_kv cmp_residual_kv": "B"},
     dtypes={"seqused_ori_kv cmp_residual_kv": INT32},
     limits={"host": (), **dict.fromkeys(A2_A3, ())},
