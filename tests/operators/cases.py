@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
+from tests.operators import compressed_cases, prolog_quant_cases, pypto_cases, selection_cases
 from tests.operators import expert_cases as experts
 from tests.operators import (
     first_expert_cases,
@@ -206,6 +207,9 @@ def _grouped(tokens: int, experts: int, biased: bool = True, step: float = 0.125
     return make
 
 
+_HASH = "_C_ascend::moe_gating_top_k_hash"
+_PAIRS = {"group_count": 4, "group_select_mode": 1}
+_TABLE = {"tid2eid": torch.tensor([[1, 7], [0, 3], [5, 2], [6, 6], [4, 0]], dtype=torch.int32)}
 _EIGHT = {"k": 6, "k_group": 3, "group_count": 8, "group_select_mode": 1, "norm_type": 1}
 
 
@@ -416,6 +420,11 @@ CASES = (
     Case("npu_moe_gating_top_k", "sigmoid, no groups", _grouped(5, 24, k=4, norm_type=1, out_flag=True)),
     Case("npu_moe_gating_top_k", "of equals the first", lambda dtype: {"x": torch.zeros(3, 32, dtype=dtype), **_EIGHT}),
     Case("npu_moe_gating_top_k", "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
+    Case(_HASH, "roots of a softplus", _grouped(5, 24, k=4, norm_type=2, routed_scaling_factor=1.5, out_flag=True)),
+    Case(_HASH, "sigmoid, groups", _grouped(7, 32, **_EIGHT, routed_scaling_factor=2.5, eps=0.5)),
+    Case(_HASH, "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
+    Case(_HASH, "groups of pairs", _grouped(16, 32, False, k=5, k_group=2, norm_type=2, **_PAIRS)),
+    Case(_HASH, "experts of a table", _grouped(3, 8, k=2, norm_type=2, input_ids=torch.tensor([4, 0, 2]), **_TABLE)),
     Case("npu_moe_gating_top_k", "softmax, renormalised", _grouped(3, 12, k=12, renorm=1, routed_scaling_factor=0.5)),
     *(Case(*call) for call in experts.CALLS),
     *(Case(*call) for call in first_expert_cases.CALLS),
@@ -480,6 +489,8 @@ CASES = (
     *(case for label, make in pypto_cases.LAYERS for case in _both(pypto_cases.LAYER, label, make)),
     *(case for label, make in pypto_cases.BEFORES for case in _both(pypto_cases.BEFORE, label, make)),
     *(case for label, make in recurrent_cases.CASES for case in _both(recurrent_cases.STEP, label, make)),
+    *(Case(compressed_cases.ATTENTION, label, make) for label, make in compressed_cases.CASES),
+    *(Case(compressed_cases.SCHEDULE, label, make) for label, make in compressed_cases.SCHEDULES),
     *(case for label, make in selection_cases.CASES for case in _both(selection_cases.NAMES, label, make)),
     *(Case(*call) for call in stream_cases.CASES),
 )

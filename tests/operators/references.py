@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
+from tests.operators import compressed_cases, prolog_quant_references, pypto_cases, selection_cases
 from tests.operators import expert_cases as experts
 from tests.operators import (
     first_expert_cases,
@@ -124,6 +125,10 @@ def gating(
     return y, index, shares if output_softmax and not renorm else x.new_empty(0)
 
 
+def _root_of_softplus(x: Tensor) -> Tensor:
+    return (1 + x.exp()).log().sqrt()
+
+
 def grouped_gating(
     x: Tensor,
     k: int,
@@ -136,19 +141,24 @@ def grouped_gating(
     out_flag: bool = False,
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token by token, in lists: the groups, then the experts in them, of equal ones the first."""
+    """Token by token, in lists: the groups, then the experts in them, of equal ones the first; or those of a table."""
     assert x.isfinite().all(), "what is chosen among NaN is not defined"
     assert bias is None or bias.isfinite().all(), "the same"
-    scores = 1 / (1 + (-x).exp()) if norm_type else x.exp() / x.exp().sum(-1, keepdim=True)
+    kinds = (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), lambda x: 1 / (1 + (-x).exp()), _root_of_softplus)
+    scores = kinds[norm_type](x)
     shares, chosen = [], []
-    for row in scores:
+    for token, row in enumerate(scores):
         keys = (row if bias is None else row + bias).tolist()
         size = len(keys) // group_count
         groups = [range(first, first + size) for first in range(0, len(keys), size)]
         best = [sum(sorted((keys[e] for e in each), reverse=True)[: group_select_mode + 1]) for each in groups]
         kept = sorted(range(group_count), key=lambda g: -best[g])[:k_group]
         experts = sorted((e for g in sorted(kept) for e in groups[g]), key=lambda e: -keys[e])[:k]
+        if input_ids is not None and tid2eid is not None:
+            experts = tid2eid[int(input_ids[token])].tolist()
         share = row[experts]
         shares.append(routed_scaling_factor * (share / (share.sum() + eps) if norm_type or renorm else share))
         chosen.append(experts)
@@ -289,6 +299,7 @@ REFERENCES = {
     "npu_scatter_nd_update": scatter_nd_update,
     "npu_moe_gating_top_k_softmax_v2": gating,
     "npu_moe_gating_top_k": grouped_gating,
+    "_C_ascend::moe_gating_top_k_hash": grouped_gating,
     "npu_clipped_swiglu": clipped_swiglu,
     "npu_gelu": gelu,
     "npu_fast_gelu": lambda input: input / (1 + (-1.702 * input).exp()),
@@ -329,6 +340,7 @@ REFERENCES = {
     **recurrent_cases.REFERENCES,
     **selection_cases.REFERENCES,
     **stream_cases.REFERENCES,
+    **compressed_cases.REFERENCES,
     "atb::npu_multi_head_latent_attention": atb.latent,
     "atb::npu_multi_head_latent_attention.tensor_lengths": atb.latent,
     "atb::npu_multi_head_latent_attention.lse": atb.latent,

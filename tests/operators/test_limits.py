@@ -19,6 +19,7 @@ from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
 from fusion.operators.limit_texts import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.compressed_cases import EDGES as COMPRESSED_EDGES
 from tests.operators.expert_cases import EDGES as EXPERT_EDGES
 from tests.operators.first_expert_cases import EDGES as FIRST_EXPERT_EDGES
 from tests.operators.grouped_line_cases import EDGES as GROUPED_EDGES
@@ -84,6 +85,7 @@ def rope(
 
 NZ = {"input": t(32, 64), "acl_format": 29}
 GATE = {"x": t(7, 16), "k": 2}
+TABLE = {"input_ids": t(7, dtype=torch.int64), "tid2eid": t(100, 8, dtype=torch.int32)}
 SIGMOID = {
     "x": t(7, 256),
     "k": 8,
@@ -170,6 +172,7 @@ CASES = [
     *starts({"input": t(3, 4), "dim": -1}, name="npu_geglu"),
     *starts(CLIPPED | {"dim": 2}, CLIPPED | GROUP, {"x": t(1, 64)}, name="npu_clipped_swiglu"),
     *starts(SIGMOID, SIGMOID | {"k_group": 8}, name="npu_moe_gating_top_k"),
+    *starts(SIGMOID, SIGMOID | {"k_group": 8}, SIGMOID | TABLE, name="_C_ascend::moe_gating_top_k_hash"),
     *starts(GATE | {"output_softmax": True}, {"x": t(7, 2048), "k": 1024}, name="npu_moe_gating_top_k_softmax_v2"),
     *starts(merging(1), name=MERGE),
     # npu_rms_norm
@@ -324,6 +327,7 @@ CASES = [
     *RECURRENT_EDGES,
     *SELECTION_EDGES,
     *STREAM_EDGES,
+    *COMPRESSED_EDGES,
 ]
 STARTS = [each for each in CASES if not each[4]]
 """Legal calls from which both sides of limits are searched."""

@@ -1,4 +1,4 @@
-"""Attention over a window of keys and over compressed keys, which are their own values, with a sink (DeepSeek-V4, 2026).
+"""Attention over a window of keys and over compressed keys, their own values, with a sink (DeepSeek-V4, 2026).
 
     row i sees      key j of the window for p - left <= j <= p, p = W - S + i
                     compressed entry e < t, t = (C · ratio + residual - S + i + 1) // ratio, all or the listed ones
@@ -109,20 +109,19 @@ def _lse(q: Tensor, asked: bool) -> Tensor:
     return q.new_empty((batch, 1, rows, heads), dtype=wide) if asked else q.new_zeros((), dtype=wide)
 
 
-def _schedule(*given: Tensor | None) -> Tensor:
-    """Make the schedule of a call: zeros, on the device of the first of the tensors `given`."""
-    device = next((each.device for each in given if each is not None), None)
-    return torch.zeros(METADATA, dtype=torch.int32, device=device)
+def _schedule() -> Tensor:
+    """Make the schedule of a call: zeros, as no number of a result depends on one."""
+    return torch.zeros(METADATA, dtype=torch.int32)
 
 
 def _flops(given: Given) -> float:
     """Estimate the operations of each row with the keys of its window and the compressed entries that it reads."""
     q, entries, listed = given["q"], given["cmp_kv"], given["cmp_sparse_indices"]
     keys = min(hint(given["ori_kv"].shape[1]), given["ori_win_left"] + 1)
-    if entries is not None:
-        keys += min(
-            hint(entries.shape[1]), hint((entries if listed is None else listed).shape[1 if listed is None else 3])
-        )
+    if listed is not None:
+        keys += min(hint(entries.shape[1]), hint(listed.shape[3]))
+    elif entries is not None:
+        keys += hint(entries.shape[1])
     return scores(count(q) / hint(q.shape[-1]) * keys, 2 * hint(q.shape[-1]))
 
 
@@ -135,9 +134,8 @@ def _skipped_bytes(given: Given) -> float:
 _HOST = (
     Limit("layout_q == 'BSND' and layout_kv == 'BSND'", because="packed and paged keys are not decomposed"),
     Limit("given(ori_kv)", because="the Meta kernel reads its shape"),
-    Limit(
-        "ori_mask_mode == 4 and ori_win_left >= 0 and ori_win_right == 0", because="other windows are not decomposed"
-    ),
+    "ori_mask_mode == 4 and ori_win_right == 0",
+    "ori_win_left >= 0",
     Limit("cmp_mask_mode == 3", when="given(cmp_kv)", because="it hides entries of later tokens"),
     Limit("cmp_ratio >= 1", when="given(cmp_kv)"),
     Limit("cmp_ratio == 1 and cmp_mask_mode in (0, 3)", when="not given(cmp_kv)"),
@@ -156,14 +154,9 @@ _KERNEL = (
     Limit("dtype(ori_kv) == dtype(q)"),
     Limit("dtype(cmp_kv) == dtype(q)", when="given(cmp_kv)"),
 )
-_UNCOMPUTED = {
-    "ori_topk_length cmp_topk_length": "they are reserved",
-    "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv": "packed sequences are not decomposed",
-    "seqused_q seqused_cmp_kv": "padding of queries and entries is not decomposed",
-}
 _SOURCE = (
-    "ops-transformer: torch_extension/cann_ops_transformer/ops/sparse_flash_mla.py, docs/zh/sparse_flash_mla.md, golden "
-    "of its test, kernel arch22"
+    "ops-transformer: torch_extension/cann_ops_transformer/ops/sparse_flash_mla.py, docs/zh/sparse_flash_mla.md, "
+    "golden of its test, kernel arch22"
 )
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None, "
@@ -175,14 +168,18 @@ SPARSE_FLASH_MLA = Operator(
     schema=(
         "cann_ops_transformer::sparse_flash_mla(Tensor q, *, Tensor? ori_kv=None, Tensor? cmp_kv=None, "
         "Tensor? ori_sparse_indices=None, Tensor? cmp_sparse_indices=None, Tensor? ori_block_table=None, "
-        f"Tensor? cmp_block_table=None, {_OPTIONS}Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=1.0, "
+        f"Tensor? cmp_block_table=None, {_OPTIONS}Tensor? sinks=None, Tensor? metadata=None, float softmax_scale=1., "
         "int cmp_ratio=1, int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=127, int ori_win_right=0, "
         'str layout_q="BSND", str layout_kv="BSND", int topk_value_mode=1, bool return_softmax_lse=False) '
         "-> (Tensor, Tensor)"
     ),
     compute=_sparse_flash_mla,
-    uncomputed=_UNCOMPUTED
-    | {"ori_sparse_indices": "it is reserved", "ori_block_table cmp_block_table": "pages are not decomposed"},
+    uncomputed={
+        "ori_sparse_indices ori_topk_length cmp_topk_length": "they are reserved",
+        "ori_block_table cmp_block_table": "pages are not decomposed",
+        "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv": "packed sequences are not decomposed",
+        "seqused_q seqused_cmp_kv": "padding of queries and entries is not decomposed",
+    },
     without_effect=frozenset(
         {"metadata", "layout_q", "layout_kv", "topk_value_mode", "ori_mask_mode", "cmp_mask_mode", "ori_win_right"}
     ),
@@ -201,9 +198,9 @@ SPARSE_FLASH_MLA = Operator(
     skipped_bytes=_skipped_bytes,
     source=_SOURCE,
     summary=(
-        "out = round(Σ round(p) k / (Σ p + exp(sink - max))), p = exp(s - max), s = softmax_scale · q kᵀ in float32, over "
-        "the keys of the window and the compressed entries that the row sees; with cmp_sparse_indices the listed ones up "
-        "to the first -1; a row without keys is 0; lse counts the sink"
+        "out = round(Σ round(p) k / (Σ p + exp(sink - max))), p = exp(s - max), s = softmax_scale · q kᵀ in float32, "
+        "over the keys of the window and the compressed entries that the row sees; with cmp_sparse_indices the listed "
+        "ones up to the first -1; a row without keys is 0; lse counts the sink"
     ),
 )  # fmt: skip
 
@@ -215,16 +212,15 @@ SPARSE_FLASH_MLA_METADATA = Operator(
         "int? ori_mask_mode=None, int? cmp_mask_mode=None, int? ori_win_left=None, int? ori_win_right=None, "
         "str? layout_q=None, str? layout_kv=None, bool? has_ori_kv=None, bool? has_cmp_kv=None) -> Tensor"
     ),
-    compute=lambda cmp_residual_kv, seqused_ori_kv: _schedule(cmp_residual_kv, seqused_ori_kv),
-    without_effect=frozenset(
-        {
-            "num_heads_q", "num_heads_kv", "head_dim", "batch_size", "max_seqlen_q",
-            "max_seqlen_ori_kv", "max_seqlen_cmp_kv", "ori_topk", "cmp_topk", "cmp_ratio", "ori_mask_mode",
-            "cmp_mask_mode", "ori_win_left", "ori_win_right", "layout_q", "layout_kv", "has_ori_kv", "has_cmp_kv",
-        }
-    ),
-    uncomputed=_UNCOMPUTED,
-    outputs=lambda cmp_residual_kv, seqused_ori_kv: _schedule(cmp_residual_kv, seqused_ori_kv),
+    compute=_schedule,
+    without_effect=frozenset({
+        "num_heads_q", "num_heads_kv", "head_dim", "cu_seqlens_q", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv",
+        "seqused_q", "seqused_ori_kv", "seqused_cmp_kv", "cmp_residual_kv", "ori_topk_length", "cmp_topk_length",
+        "batch_size", "max_seqlen_q", "max_seqlen_ori_kv", "max_seqlen_cmp_kv", "ori_topk", "cmp_topk", "cmp_ratio",
+        "ori_mask_mode", "cmp_mask_mode", "ori_win_left", "ori_win_right", "layout_q", "layout_kv", "has_ori_kv",
+        "has_cmp_kv",
+    }),
+    outputs=_schedule,
     dims={"seqused_ori_kv cmp_residual_kv": "B"},
     dtypes={"seqused_ori_kv cmp_residual_kv": INT32},
     limits={"host": (), **dict.fromkeys(A2_A3, ())},

@@ -2,8 +2,8 @@
 
 *Matches* attention with one head of keys that are their own values: the last 128 of them up to the query, alone or with
 compressed entries behind them, of which a query sees those whose tokens are not after it, or those that a list names.
-*Replaces with* `sparse_flash_mla` of the package cann_ops_transformer, which reads both kinds of keys where they are: no
-joined keys, no mask. The schedule of the call, `sparse_flash_mla_metadata`, depends on sizes alone.
+*Replaces with* `sparse_flash_mla` of the package cann_ops_transformer, which reads both kinds of keys where they are,
+without a mask. The schedule of the call, `sparse_flash_mla_metadata`, depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class CompressedMatch(Captures):
 
     q: Tensor
     keys: Tensor
-    entries: Tensor | None
-    places: Tensor | None
+    entries: Any
+    places: Any
     sink: Tensor
     scale: float
-    ratio: int | None
-    residual: int | None
+    ratio: Any
+    residual: Any
     view: Any
 
     def compressed(self) -> dict[str, Any]:
@@ -48,14 +48,15 @@ class CompressedMatch(Captures):
     def _listed(self, places: Tensor) -> Tensor:
         """Return the list int32 [B, S, 1, K] of `places`, entries first, -1 behind them, of a length the operator
         takes."""
-        assert self.entries is not None
-        count, most = self.entries.shape[2], places.shape[-1]
-        length = next((each for each in _LISTED if isinstance(most, int) and most <= each), None)
+        count: Any = self.entries.shape[2]
+        most: Any = places.shape[-1]
+        fits = isinstance(most, int) and most <= _LISTED[-1]
         require(
-            length is not None,
+            fits,
             "list: it has {most} entries; sparse_flash_mla requires at most 1024; lower the top-k of the indexer",
             most=most,
         )
+        length = min(each for each in _LISTED if most <= each)
         named = places.to(torch.int32)
         named = named.masked_fill((named < 0) | (named >= count), -1)
         return pad(named.sort(dim=-1, descending=True).values, (0, length - most), value=-1).unsqueeze(2)

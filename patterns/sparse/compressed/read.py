@@ -1,4 +1,4 @@
-"""The reader of attention over the last keys and over compressed entries, which are their own values  (DeepSeek-V4, 2026).
+"""The reader of attention over the last keys and over compressed entries, their own values  (DeepSeek-V4, 2026).
 
     keys = cat(window, entries)      query i sees the last keys of the window up to its own, and entry e if e < t(i)
 
@@ -7,9 +7,10 @@ t(i) = (i + c) // ratio counts the entries whose tokens are all before query i o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 from fusion import reader, word
@@ -23,6 +24,7 @@ from patterns.attention.masks.mask_terms import Term
 from patterns.attention.masks.masks import Masks
 from patterns.sparse.indexer.read import topk_mask
 from patterns.sparse.lists.fixed_keys import list_of
+from patterns.sparse.lists.rows import distinct
 
 RULE = "compressed_attention"
 SPAN = 128
@@ -37,6 +39,14 @@ _OTHER_ENTRIES = (
     "mask: compressed entries that a query sees are not proven to be those whose tokens are not after it; "
     "sparse_flash_mla requires entry < (position + 1) // ratio; write that comparison"
 )
+_OTHER_LIST = (
+    "list: its entries are not numbers of compressed entries of the query itself, or -1; sparse_flash_mla requires "
+    "these; write torch.where(entry < (position + 1) // ratio, entry, -1)"
+)
+_REPEATED = (
+    "list: it may name a compressed entry twice, which sparse_flash_mla counts twice and requires distinct; "
+    "list the indices of topk"
+)
 _UNBOUND_LIST = (
     "list: it may name a compressed entry whose tokens are after the query; sparse_flash_mla skips such an entry; hide "
     "entries that are not below (position + 1) // ratio"
@@ -46,8 +56,8 @@ _OTHER_COUNT = (
 )
 WINDOWED_ATTENTION = word(
     "windowed_attention",
-    "softmax(scale · q [keys; entries]ᵀ) [keys; entries] with a sink: a query sees the last 128 keys up to its own, and "
-    "entries e < (C · ratio + residual - S + i + 1) // ratio",
+    "softmax(scale · q [keys; entries]ᵀ) [keys; entries] with a sink: a query sees the last 128 keys up to its own, "
+    "and entries e < (C · ratio + residual - S + i + 1) // ratio",
     q="[B, N, S, D]", keys="[B, 1, W, D]", sink="[N], a score with a share of the softmax, but without a value",
     scale="a number", entries="compressed entries [B, 1, C, D]; absent where there are none",
     places="[B, S, K], entries that a query sees, others name none; absent where it sees all up to its bound",
@@ -95,21 +105,18 @@ def compressed_attentions(graph: Graph) -> Iterator[Annotation]:
         if isinstance(outcome, str):
             yield value, Miss(RULE, outcome, (captures["k"],))
         elif outcome is not None:
-            names = ("q", "scale", "sink", "output_view")
-            yield (
-                value,
-                Reading("windowed_attention", {**{name: captures[name] for name in names}, **outcome}, reading.relies),
-            )
+            same = {name: captures[name] for name in ("q", "scale", "sink", "output_view")}
+            yield value, Reading("windowed_attention", same | outcome, reading.relies)
 
 
-def _shares_keys(captures: dict[str, Any]) -> bool:
+def _shares_keys(captures: Mapping[str, Any]) -> bool:
     """Return True if `captures` are of attention with a sink over one head of keys that are the values as well."""
     k, v = captures["k"], captures["v"]
     others = any(captures.get(name) is not None for name in ("bias", "mixed", "kv_len", "kv_lens", "count", "levels"))
     return captures.get("sink") is not None and k is v and k.shape[1] == 1 and not others
 
 
-def _scored(graph: Graph, assumed: Assumed, captures: dict[str, Any]) -> _Scored | None:
+def _scored(graph: Graph, assumed: Assumed, captures: Mapping[str, Any]) -> _Scored | None:
     """Return the masks of the attention of `captures`; None if its dense mask is not described."""
     batch, heads, queries, _ = captures["q"].shape
     if captures["mask_kind"] != "dense":
@@ -121,7 +128,7 @@ def _scored(graph: Graph, assumed: Assumed, captures: dict[str, Any]) -> _Scored
     return _Scored(assumed, frame.shape, frame.sizes, shown.captures["terms"])
 
 
-def _read(scored: _Scored, captures: dict[str, Any]) -> dict[str, Any] | str | None:
+def _read(scored: _Scored, captures: Mapping[str, Any]) -> dict[str, Any] | str | None:
     """Return the captures of keys and entries; the reason why keys of two kinds are not read; None for other keys."""
     k, queries = captures["k"], captures["q"].shape[2]
     if captures["mask_kind"] != "dense":
@@ -195,12 +202,15 @@ def _entries(scored: _Scored, start: int, stop: int) -> dict[str, Any] | str:
         found = _threshold(masks.positions, parts[0], entry, query)
         return _OTHER_ENTRIES if found is None else _counted(*found, queries, count)
     places = _listed(masks)
-    if places is not None and queries == 1:
+    named = None if places is None else _named(scored, places, count)
+    if places is None or named is None:
+        return _OTHER_LIST
+    if not distinct(named.entries):
+        return _REPEATED
+    if queries == 1:
         return {"ratio": LISTED_RATIO, "residual": 0, "places": places}
-    found = None if places is None else _bound_of_list(scored, places, count)
-    if places is None or found is None:
-        return _UNBOUND_LIST
-    counted = _counted(*found, queries, count)
+    found = _bound_of_list(named)
+    counted = _UNBOUND_LIST if found is None else _counted(*found, queries, count)
     return counted if isinstance(counted, str) else {**counted, "places": places}
 
 
@@ -229,15 +239,17 @@ def _threshold(positions: Positions, part: Formula, entry: Affine, query: Affine
 
     The bound is a floor division, or ratio · entry + ratio <= query + c.
     """
-    must(not isinstance(part, bool) and part[0] == "le")
-    factor = part[1].terms.get(next(iter(entry.terms)), 0) if entry.terms else 1
+    left: Affine = proven(None if isinstance(part, bool) or part[0] != "le" else part[1])
+    factor = left.terms.get(next(iter(entry.terms)), 0) if entry.terms else 1
     must(isinstance(factor, int) and factor > 0)
-    rest = part[1] + entry.times(-factor)
+    rest = left + entry.times(-factor)
+    if not entry.terms and rest.axes() and not any(isinstance(each, Leaf) for each in rest.terms):
+        factor = RATIO  # of one entry, it is only known which query is the first to see it
     if factor > 1:
         return factor, proven(_ahead(rest.times(-1).plus(factor), query))
     must(rest.constant == 1 and len(rest.terms) == 1)
-    ((leaf, sign),) = rest.terms.items()
-    must(sign == -1 and isinstance(leaf, Leaf) and leaf.value.op == "floor_divide")
+    leaf = proven(next((each for each in rest.terms if isinstance(each, Leaf)), None))
+    must(rest.terms[leaf] == -1 and leaf.value.op == "floor_divide")
     return leaf.value.attrs[0], proven(_ahead(positions.affine(leaf.value.arg, leaf.index), query))
 
 
@@ -249,27 +261,49 @@ def _ahead(bound: Affine, query: Affine) -> int:
     return rest.constant
 
 
-@proof
-def _bound_of_list(scored: _Scored, places: Value, count: int) -> tuple[int, int] | None:
-    """Return the ratio and c of entry < (query + c) // ratio, which holds for each entry that `places` [B, S, K] names.
+@dataclass(frozen=True)
+class _Named:
+    """The entries that lists name.
 
-    An entry outside of 0 .. `count` - 1 names none. None if no such bound is proven.
+    Attributes:
+        positions: the evaluation at the positions of the lists [B, S, K].
+        entries: entries [B, S, K], of which those for which a condition does not hold are not named.
+        conditions: conditions of a named entry.
+    """
+
+    positions: Positions
+    entries: Value
+    conditions: tuple[Formula, ...]
+
+
+@proof
+def _named(scored: _Scored, places: Value, count: int) -> _Named | None:
+    """Strip each choice between an entry and a number outside of 0 .. `count` - 1 from the lists `places` [B, S, K].
+
+    None if a choice is between two entries.
     """
     batch, _, queries = scored.sizes
-    shape = (batch, queries, places.shape[-1])
-    masks = scored.assumed.masks(shape, (), (batch, 1, queries, shape[-1]))
-    positions, parts, x = masks.positions, list[Formula](), uncast(places, "reshape", "expand")
+    a, shape = scored.assumed.algebra, (batch, queries, places.shape[-1])
+    positions = scored.assumed.masks(shape, (), (batch, 1, queries, shape[-1])).positions
+    conditions, x = list[Formula](), uncast(places, "reshape", "expand")
     while x.op == "where":
-        condition, yes, no = x.args
-        sides = ((no, yes, condition, True), (yes, no, condition, False))
-        side = proven(next((each for each in sides if _names_none(each[0], count)), None))
-        opened = scored.assumed.algebra.reshape(condition, shape)
+        condition, yes, no = (a.expand(each, x.shape) for each in x.args)
+        must(_names_none(yes, count) != _names_none(no, count))
+        opened = a.reshape(condition, shape)
         truth = positions.truth(opened, positions.of(opened))
-        parts += conjuncts(truth if side[3] else negation(truth))
-        x = uncast(side[1], "reshape", "expand")
-    named = scored.assumed.algebra.reshape(x, shape)
-    entry = positions.affine(named, positions.of(named))
-    found = (_threshold(positions, part, entry, positions.axis(1)) for part in parts)
+        conditions += conjuncts(negation(truth) if _names_none(yes, count) else truth)
+        x = uncast(no if _names_none(yes, count) else yes, "reshape", "expand")
+    must(prod(x.shape) == prod(shape))
+    return _Named(positions, a.reshape(x, shape), tuple(conditions))
+
+
+def _bound_of_list(named: _Named) -> tuple[int, int] | None:
+    """Return the ratio and c of entry < (query + c) // ratio, which holds for each of the entries `named`; None if no
+    such bound is proven.
+    """
+    positions = named.positions
+    entry = positions.affine(named.entries, positions.of(named.entries))
+    found = (_threshold(positions, each, entry, positions.axis(1)) for each in named.conditions)
     return next((each for each in found if each is not None), None)
 
 
