@@ -53,6 +53,7 @@ from patterns.quant.read_static_scales import int8_rows
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
 from patterns.recurrent.delta_rule import DeltaRule
+from patterns.recurrent.read_convolutions import causal_convolutions
 from patterns.recurrent.read_delta_rule import delta_rules
 from patterns.recurrent.read_recurrences import recurrences
 from patterns.rotary.read import rotations
@@ -125,6 +126,7 @@ _READERS = (
     merges,
     delta_rules,
     recurrences,
+    causal_convolutions,
     sinkhorn,
     stream_gates,
     stream_updates,

@@ -4,8 +4,8 @@
 state as [*B, N, K, V] or [*B, N, V, K]. *Replaces with* `npu_recurrent_gated_delta_rule`, which keeps the state as
 [*B, N, V, K]: other states are transposed before and after. The rule is opt-in, which states what no graph shows:
 
-* queries, keys and beta may be rounded to bfloat16 where the model has them in float32: results then differ by at most
-  2⁻⁷ of the largest one, over any number of tokens, and the state by 2⁻⁸;
+* queries, keys and beta may be rounded to bfloat16 where the model has them in float32: results, and the
+  state, then differ by at most 2⁻⁷ of their largest number, over any number of tokens;
 * |q|, |k| <= 1, g < 0 and 0 < beta < 1, which the page of the operator requires;
 * the CANN takes a state in float32, as later ones do, where the model has such a state: it keeps its dtype.
 """

@@ -14,7 +14,7 @@ from math import isclose
 from typing import Any
 
 from fusion import reader
-from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Annotation, Dim, Graph, Reading, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.recurrent.state_updates import Update, last_dims, state_updates
 from patterns.recurrent.unit_vectors import unit_of
@@ -67,19 +67,23 @@ class _Step:
 @reader(gives=(DELTA_STATE, DELTA_RULE))
 def delta_rules(graph: Graph) -> Iterator[Annotation]:
     """Read the state after each step of a delta rule, and the products of queries with it."""
-    a, after = graph.algebra, dict[Value, Mapping[str, Any]]()
-    for value, update in state_updates(graph).items():
-        step = _step(a, update)
-        captures = _captures(a, step) if isinstance(step, _Step) else step
-        if isinstance(captures, str):
-            yield value, Miss("delta_rule", captures, (value,))
-        elif captures is not None:
-            after[value] = captures
-            yield a.cast(value, update.state.dtype), Reading("delta_state", captures)
+    a, steps = graph.algebra, delta_steps(graph)
+    after = {value: captures for value, captures in steps.items() if not isinstance(captures, str)}
+    for value, captures in after.items():
+        yield a.cast(value, captures["state"].dtype), Reading("delta_state", captures)
     for value in list(graph.places) if after else ():
         output = _output(a, value, after)
         if output is not None:
             yield value, output
+
+
+def delta_steps(graph: Graph) -> Mapping[Value, Mapping[str, Any] | str]:
+    """Map the state after each step of a delta rule to the captures of `delta_state`, or to the reason why
+    npu_recurrent_gated_delta_rule takes no such step.
+    """
+    steps = {value: _step(graph.algebra, update) for value, update in state_updates(graph).items()}
+    read = {value: _captures(graph.algebra, step) if isinstance(step, _Step) else step for value, step in steps.items()}
+    return {value: each for value, each in read.items() if each is not None}
 
 
 @proof

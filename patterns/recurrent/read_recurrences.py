@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from fusion import reader
 from fusion.graph import Annotation, Graph, Miss, Value
+from patterns.recurrent.read_delta_rule import delta_steps
 from patterns.recurrent.state_updates import ARRANGED, Update, is_outer, last_dims, state_updates
 
 _NONLINEAR = ("softmax", "log_sum_exp", "exp", "sigmoid", "relu", "tanh")
@@ -23,9 +25,11 @@ _OPT_IN = (
     "queries, keys and beta in bfloat16, which may round those of the model; write opt_in={{'delta_rule'}} to allow it"
 )
 _CHUNK = (
-    "state: it takes a step of a {}delta rule over a chunk of tokens; npu_chunk_gated_delta_rule requires -1 <= g <= 0 "
-    "for the decays exp(g), which no graph shows; nothing to change"
+    "state: it takes a step of a {}delta rule over a chunk of tokens; npu_chunk_gated_delta_rule requires {other}; "
+    "nothing to change"
 )
+_OF_LANES = "decays of heads, and these differ by lane"
+_OF_HEADS = "-1 <= g <= 0 for the decays exp(g), which no graph shows"
 _KINDS = {
     "delta_rule": (
         "state: it takes a step of a {}delta rule, S' = {}S + k (v - Sᵀ k)ᵀ; {} (CANN has "
@@ -38,14 +42,14 @@ _KINDS = {
 }
 
 
-@reader(needs=("delta_state",))
+@reader(gives=())
 def recurrences(graph: Graph) -> Iterator[Annotation]:
     """Report each update S' = a · S + k uᵀ of a state whose result, decayed state or state is read by products with it.
 
     All steps of an unrolled loop are reported at the first one. No update is an S' of which a nonlinear function is
     taken.
     """
-    updates = state_updates(graph)
+    updates, steps = state_updates(graph), delta_steps(graph)
     walk = _Walk(graph)
     for value, update in updates.items():
         reads = {each for start in (value, update.decayed, update.state) for each in walk.contractions(start)}
@@ -54,7 +58,7 @@ def recurrences(graph: Graph) -> Iterator[Annotation]:
         rule = _kind(graph, update, later) if later and is_linear else ""
         if rule:
             covered = frozenset({value, update.decayed, update.added, *later})
-            reason = _described(graph, rule, update, value)
+            reason = _described(graph, rule, update, steps.get(value))
             yield value, Miss(rule, reason, (value,), _first(updates, value), covers=covered)
 
 
@@ -65,18 +69,19 @@ def _first(updates: Mapping[Value, Update], value: Value) -> Value:
     return value
 
 
-def _described(graph: Graph, rule: str, update: Update, value: Value) -> str:
-    """Return the reason for the update `value` of the recurrence `rule`: the one of its reader, if that gave one."""
-    given = {at: miss.reason for at, miss in graph.readings.missed(rule)}
-    if value in given:
-        return given[value]
+def _described(graph: Graph, rule: str, update: Update, step: Mapping[str, Any] | str | None) -> str:
+    """Return the reason for `update`, of the recurrence `rule`, by what `delta_steps` has of it."""
     text = _KINDS[rule]
-    if rule == "delta_rule" and graph.readings.of(graph.algebra.cast(value, update.state.dtype), "delta_state"):
+    if rule == "delta_rule" and isinstance(step, str):
+        return step
+    if rule == "delta_rule" and step is not None:
         text = _OPT_IN
     elif rule == "delta_rule" and not is_outer(graph, update.added):
         text = _CHUNK
     gated = "gated " if update.is_decayed and rule != "state_space" else ""
-    return text.format(gated, "a · " if update.is_decayed else "", _UNFUSED)
+    is_of_lanes = any(last_dims(each) != (1, 1) for each in update.decays)
+    other = _OF_LANES if is_of_lanes else _OF_HEADS
+    return text.format(gated, "a · " if update.is_decayed else "", _UNFUSED, other=other)
 
 
 def _kind(graph: Graph, update: Update, reads: set[Value]) -> str:

@@ -67,7 +67,8 @@ def test_a_step_of_a_delta_rule_is_reported(way: str, decay: str):
 
     ((rule, reason),) = explained(step, *INPUTS)
     assert rule == "delta_rule"
-    assert ("of a gated" in reason) == (decay != "none")
+    assert ("requires its logarithm" in reason) == (decay != "none")
+    assert ("opt_in={'delta_rule'}" in reason) == (decay == "none")
 
 
 def selective(state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,11 @@ CURES: dict[str, dict[str, str]] = {
         "layer norm, bias": "layer norm, the next layer's norm",
         "bias": "the next layer's norm",
     },
+    "delta_rule": {
+        "another key": "by sums",
+        "a decay that is no exponential": "by sums",
+        "decays of value lanes": "decays of key lanes, by einsum",
+    },
     "encoded_norm": {
         "addends of two dtypes": "norm of the unrounded sum",
         "addends of two dtypes, widened": "norm of the unrounded sum, widened",
