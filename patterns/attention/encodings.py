@@ -110,7 +110,7 @@ class Encoded(Floats):
         """Refuse the encoding for the operator with the name `operator`."""
         require(
             False,
-            "keys, values: they are {name}; the operator {operator} requires floats",
+            "keys, values: they are {name}; {operator} requires floats",
             operator=operator,
             name=self.encoding.name,
         )
@@ -132,7 +132,8 @@ class Encoded(Floats):
         if self.encoding.granularity in _MODES:
             key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
             return TokenScales(self.encoding, key, value)
-        key, value = exact_scale(self.k_scale, self.k_by, q), exact_scale(self.v_scale, self.v_by, q)
+        scales = ((self.k_scale, self.k_by), (self.v_scale, self.v_by))
+        key, value = (exact_scale(*each, q, "npu_fused_infer_attention_score") for each in scales)
         return Scales(key, value, self._offset(q), source.first.shape[1])
 
     def _offset(self, q: Tensor) -> Tensor | None:

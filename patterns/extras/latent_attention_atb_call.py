@@ -59,7 +59,7 @@ class PagesInOrder(Group):
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse NZ blocks of other than `widths` lanes, of the latent and of the rotated lanes."""
         for each, width in zip((self.first, self.second), widths, strict=True):
-            pages.refuse_others(each.shape[-1], width)
+            pages.refuse_others(each.shape[-1], "npu_multi_head_latent_attention", width)
 
     def read(self, batch: Any) -> list[Tensor]:
         """Return the pages of the latent and of the rotated lanes; refuse strided ones, and other than a multiple of
@@ -116,7 +116,7 @@ def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) ->
     """
     both = source.read(batch)
     if isinstance(source, Rows):
-        both, mode = [pages.cut(each, 1) for each in both], "krope_ctkv"
+        both, mode = [pages.cut(each, 1, "npu_multi_head_latent_attention") for each in both], "krope_ctkv"
     elif isinstance(source, AnyPages) and source.layout != "NZ":
         both, mode = [each.reshape(each.shape[0], source.size, 1, -1) for each in both], "krope_ctkv"
     else:

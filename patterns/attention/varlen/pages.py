@@ -65,7 +65,8 @@ class Pages(Group):
         """Return the pages of `first` and `second`, of `heads` heads, in the dims that the operator takes; see
         `page_operand`.
         """
-        return [page_operand(each, self.size, self.layout, heads) for each in (self.first_pages, self.second_pages)]
+        both = (self.first_pages, self.second_pages)
+        return [page_operand(each, self.size, "npu_fused_infer_attention_score", self.layout, heads) for each in both]
 
     def keys(self, batch: Any) -> Any:
         """Count the keys of a latent that the model gathers for each of `batch` sequences, at most P · Size."""
@@ -173,4 +174,4 @@ class PagesNZ(Pages):
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse NZ blocks of other `widths` of lanes, those of the first and of the second pages."""
         for pages, width in zip((self.first_pages, self.second_pages), widths, strict=True):
-            refuse_others(pages.shape[-1], width)
+            refuse_others(pages.shape[-1], "npu_fused_infer_attention_score", width)

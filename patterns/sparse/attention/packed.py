@@ -88,10 +88,10 @@ class PackedPages(PackedRows):
 
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse pages in FRACTAL_NZ."""
-        refuse_nz(self.layout)
+        refuse_nz("npu_kv_quant_sparse_flash_attention", self.layout)
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the pages [Block, Size, 1, Row] for the operator, and the arguments of their layout with the block
         table.
         """
-        return read(self.pages, self.size), paged(self.block_table)
+        return read(self.pages, self.size, "npu_kv_quant_sparse_flash_attention"), paged(self.block_table)
