@@ -87,7 +87,7 @@ class LatentPages(Pages):
         rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
         return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **rope)
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse pages in FRACTAL_NZ, and a latent and rotated lanes with different block tables or sizes of pages."""
         refuse_nz("npu_sparse_flash_attention", self.layout, self.rope_layout)
         one = self.block_table is self.rope_table and self.size == self.rope_size
