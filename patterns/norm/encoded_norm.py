@@ -25,6 +25,13 @@ from patterns.quant.quantisation import Quantisation
 from patterns.quant.results import TokenScales
 
 f32 = torch.float32
+_OPERATORS = {
+    "by_token": "npu_add_rms_norm_dynamic_quant",
+    "static_sum": "npu_add_rms_norm_quant",
+    "static": "npu_rms_norm_quant",
+    "widened": "npu_add_rms_norm_cast",
+}
+"""The operator that each lowering emits."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +110,11 @@ class Static(Group):
         """Build the term of the quantised norm in int8."""
         return (p.quantise(x=norm, encoding=STATIC, scheme="static", **vars(self)),)
 
-    def offset(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the zero point [1] in `dtype`, in which the model holds it unless that is int8."""
+    def offset(self, dtype: torch.dtype, device: torch.device, operator: str) -> Tensor:
+        """Return the zero point [1] of `operator` in `dtype`, in which the model holds it unless that is int8."""
         if self.zero_point is not None and self.zero_point.dtype == dtype:
             return self.zero_point
-        return int8_zero_point(self.zero_point, self.shift, device).to(dtype)
+        return int8_zero_point(self.zero_point, self.shift, device, operator).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -144,9 +151,9 @@ class EncodedNorm(Rule):
         norm, _ = source.terms(p, gain, eps)
         return result.terms(p, norm)
 
-    def remark(self, source: Any, gain: Gain) -> str:
-        """Describe the rounding of the gain to the dtype of the addends."""
-        return gain.remark(source.x if isinstance(source, Alone) else source.a, "the operator")
+    def remark(self, source: Any, gain: Gain, lowering: str) -> str:
+        """Describe the rounding of the gain to the dtype of the addends by the operator of `lowering`."""
+        return gain.remark(source.x if isinstance(source, Alone) else source.a, _OPERATORS[lowering.partition("[")[0]])
 
     @lowering
     @variants(source=SUMS, result=(TokenScales,))
@@ -164,15 +171,16 @@ class EncodedNorm(Rule):
     def static_sum(self, source: RoundedSum, result: Static, gain: Gain, eps: float):
         """Emit npu_add_rms_norm_quant, with scale and zero point of each channel, in bfloat16 for such addends."""
         x, bias = source.a, result.bias
-        narrow = x.dtype == torch.bfloat16
+        narrow, name = x.dtype == torch.bfloat16, "npu_add_rms_norm_quant"
         if narrow:
-            scale, offset = exact_scale(result.scale, result.by, x), result.offset(x.dtype, x.device)
+            scale = exact_scale(result.scale, result.by, x, name)
+            offset = result.offset(x.dtype, x.device, name)
         else:
             scale = scale_of(result.scale, result.by, x.device)
-            offset = result.offset(torch.int32, x.device)
+            offset = result.offset(torch.int32, x.device, name)
         lines = [each.expand(x.shape[-1]).contiguous() for each in (scale, offset)]
         given = (
-            *_addends(source, "npu_add_rms_norm_quant"),
+            *_addends(source, name),
             gain.like(x),
             *lines,
             None if bias is None else _exact_bias(bias, x),
@@ -187,7 +195,8 @@ class EncodedNorm(Rule):
         """Emit npu_rms_norm_quant, with one scale in the dtype of x, and a bias of zeros where there is none."""
         x = source.x
         bias = torch.zeros_like(unit_gain(x)) if result.bias is None else _exact_bias(result.bias, x)
-        scale, offset = exact_scale(result.scale, result.by, x), result.offset(torch.int8, x.device)
+        name = "npu_rms_norm_quant"
+        scale, offset = exact_scale(result.scale, result.by, x, name), result.offset(torch.int8, x.device, name)
         return torch.ops.npu.npu_rms_norm_quant(x, gain.like(x), bias, scale, offset, eps)
 
     @lowering

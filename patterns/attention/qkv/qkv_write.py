@@ -113,7 +113,7 @@ class GroupedPages(Group):
             "caches: pages are [Block, Size, N, D], whole rows; npu_qkv_rms_norm_rope_cache requires lines of "
             "NZ, [Block, N * D / 16, Size, 16]",
         )
-        refuse_others(self.nz_block, self.lanes)
+        refuse_others(self.nz_block, "npu_qkv_rms_norm_rope_cache", self.lanes)
 
     def caches(self) -> Both:
         """View the pages of keys and of values as [Block, M · D / L, Size, L]."""

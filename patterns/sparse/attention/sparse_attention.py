@@ -157,7 +157,7 @@ class SparseAttention(Rule):
         if match.indexer is not None:
             match.indexer.refuse_blocks()
         match.listing.refuse(match.seen, match.indexer, match.source.averaged)
-        match.source.refuse_blocks()
+        match.source.refuse_blocks("npu_sparse_flash_attention")
         match.source.refuse_lists(match.listing.is_distinct())
 
     @lowering
