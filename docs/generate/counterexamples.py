@@ -61,7 +61,7 @@ def _spelled(matches: Callable[[str], bool], domain: str, here: str) -> list[str
     """Return the code of the first look-alike that gets a reason, of `domain` where there is one."""
     found = [name for name, texts in _lookalikes() if any(map(matches, texts))]
     for folder in (domain, *DOMAINS):
-        for name, path, shown in ((name, *each) for name in found for each in _definitions(folder).get(name, ())):
+        for name, path, shown in ((key, *each) for key in found for each in _definitions(folder).get(key, ())):
             where = link(Path(path).name, path, here)
             return [f"*refused*: `{name}`, in {where}\n\n```python\n{shown}\n```"]
     return []
