@@ -16,6 +16,7 @@ import torch.fx as fx
 from fusion.graph.origin import frames
 from fusion.records import Candidate
 from fusion.report.folding import ranges
+from fusion.report.statements import statement_at
 
 
 @dataclass(frozen=True)
@@ -79,22 +80,11 @@ def _span(kind: Any) -> tuple[str, int, int] | None:
 
 @cache
 def _statement(file: str, line: int) -> Statement:
-    around = [each for each in _statements(file) if each.lineno <= line <= (each.end_lineno or each.lineno)]
-    if not around:
+    inner = statement_at("".join(linecache.getlines(file)), line)
+    if inner is None or hasattr(inner, "body"):
         return Statement(file, line)
-    inner = max(around, key=lambda each: each.lineno)
     targets = inner.targets if isinstance(inner, ast.Assign) else [getattr(inner, "target", None)]
     return Statement(file, inner.lineno, _names(targets[-1]))
-
-
-@cache
-def _statements(file: str) -> list[ast.stmt]:
-    """List the statements of a file that hold no other statement."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    return [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and not hasattr(each, "body")]
 
 
 def _names(target: ast.expr | None) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ _BY_OPERATOR: dict[str, str] = {
     "npu_interleave_rope": "rotated", "npu_rotary_mul": "rotated", "bmm": "product", "npu_dynamic_quant": "quantised",
     "mm": "product", "matmul": "product", "sub": "difference", "index": "rows", "sigmoid": "gate",
     "constant_pad_nd": "padded", "div": "quotient", "bitwise_not": "inverted", "logical_not": "inverted",
-    "convolution": "convolved", "clone": "copied", "copy": "copied", "floor_divide": "quotient", "abs": "magnitude",
+    "convolution": "convolved", "pow": "power", "clone": "copied", "copy": "copied", "floor_divide": "quotient",
+    "abs": "magnitude",
 }  # fmt: skip
 """Names of results of operators whose own name would say less."""
 _ITEMS: dict[str, tuple[str, ...]] = {
@@ -73,11 +74,10 @@ class Names:
         """Return the variable that the model assigns `node` to; "" where it is a part of an expression."""
         if is_item(node):
             return self._assigned_item(node)
-        if self._is_moved(node) or _is_glue(node) or self._is_view_of_weight(node):
+        if _is_glue(node) or self._is_view_of_weight(node):
             return ""
-        around = [
-            each for each in statements_of(node, self.kind) if not any(is_part(user, each) for user in node.users)
-        ]
+        around = statements_of(node, self.kind)[self._is_moved(node) :]
+        around = [each for each in around if not any(is_part(user, each) for user in node.users)]
         return next((cleaned(each.names[0]) for each in around if len(each.names) == 1), "")
 
     def _assigned_item(self, node: fx.Node) -> str:
@@ -92,7 +92,7 @@ class Names:
         if len(statement.names) == 1 and is_fused(source) and number == 0:
             return self._target(node) if not _is_read_by(node, statement, self.kind) else ""
         read = sorted({user.args[1] for user in source.users})
-        for each in statements_of(node, self.kind):
+        for each in reversed(statements_of(node, self.kind)):
             if len(each.names) == len(read) > 1:
                 return cleaned(each.names[read.index(number)])
         readers = [statement_of(user, self.kind) for user in node.users if user in self._own]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, cast
@@ -48,7 +49,7 @@ class Edit:
         argument: name of the argument that is edited; of an omitted call, the operand that stays.
         old: the constant; of an omitted call, the only number among its arguments, if there is one.
         new: the constant in its place, or the `Step` that an operand goes through.
-        position: place of the argument in the schema of the operator.
+        position: place of the argument in the schema of the operator; of an input, among the inputs of the call.
     """
 
     node: str
@@ -70,7 +71,7 @@ class Edit:
             case "swap":
                 return f"exchange the two results of {self.operator}"
             case "allocate":
-                return f"allocate the input {self.argument} contiguous"
+                return f"allocate the tensor that {self.operator} reads contiguous"
             case _:
                 return f"{self.operator}: set {self.argument} to {self.new} in place of {self.old}"
 
@@ -156,9 +157,9 @@ def edits(node: fx.Node) -> Iterator[Edit]:
         yield Edit(node.name, name, "eps", "self")
     for argument, step in _steps(name, arguments, val):
         yield Edit(node.name, name, "step", argument, None, step, _position(node, argument))
-    for each in node.all_input_nodes:
+    for number, each in enumerate(node.all_input_nodes):
         if each.op == "placeholder" and _is_tensor(each) and not each.meta["val"].is_contiguous():
-            yield Edit(node.name, name, "allocate", each.name)
+            yield Edit(node.name, name, "allocate", each.name, position=number)
     for argument, each in arguments.items() if name in _OMITTED else ():
         if isinstance(each, fx.Node) and _may_replace(each, node) and _needs_no_other(node, each):
             yield Edit(node.name, name, "omit", argument, _number(arguments))
@@ -242,8 +243,9 @@ def edited(captured: fx.GraphModule, edit: Edit) -> fx.GraphModule:
     names = {each.name: each for each in gm.graph.nodes}
     changed = {each for node in names.values() if _is_alike(node, names[edit.node]) for each in _apply(node, edit)}
     gm.graph.eliminate_dead_code()
-    with unlogged():
-        _propagate(gm, changed)
+    mode = fake_mode_of(gm)
+    with unlogged(), mode or nullcontext():  # attention of torch makes tensors of its own for a boolean mask
+        _propagate(gm, changed, mode)
     return gm
 
 
@@ -272,9 +274,9 @@ def _apply(node: fx.Node, edit: Edit) -> list[fx.Node]:
         case "constant":
             arguments[edit.argument] = edit.new
         case "allocate":
-            (given_in,) = [each for each in node.all_input_nodes if each.name == edit.argument]
-            given_in.meta["val"] = given_in.meta["val"].new_empty(given_in.meta["val"].shape)
-            return list(given_in.users)
+            allocated = node.all_input_nodes[edit.position]
+            allocated.meta["val"] = allocated.meta["val"].new_empty(allocated.meta["val"].shape)
+            return list(allocated.users)
         case _:
             step = Step("", aten.add.Tensor, (EPS,)) if edit.kind == "eps" else edit.new
             with node.graph.inserting_before(node):
@@ -295,9 +297,8 @@ def _exchanged(item: fx.Node) -> fx.Node:
     return item
 
 
-def _propagate(gm: fx.GraphModule, changed: set[fx.Node]) -> None:
+def _propagate(gm: fx.GraphModule, changed: set[fx.Node], mode: FakeTensorMode | None) -> None:
     """Compute the fake results of the `changed` calls anew, and of all calls that read them."""
-    mode = fake_mode_of(gm)
     for node in gm.graph.nodes:
         if node.op != "call_function" or changed.isdisjoint((node, *node.all_input_nodes)):
             continue

@@ -9,6 +9,7 @@ from linecache import getlines
 from math import inf
 from typing import Any
 
+from fusion.report.statements import statement_at
 from fusion.report.why.edits import EPS, Edit
 
 _BINARY: Mapping[str, type[ast.operator]] = {"add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div}
@@ -32,7 +33,7 @@ def difference(where: str, edit: Edit) -> str:
     """Return the statement at `where` (`file:line`) with `edit`, as a diff; "" if the place in it is not certain."""
     file, _, line = where.rpartition(":")
     text = "".join(getlines(file))
-    statement = _statement(text, int(line)) if text and line.isdigit() else None
+    statement = statement_at(text, int(line)) if text and line.isdigit() else None
     if statement is None:
         return ""
     if edit.kind == "swap":
@@ -44,20 +45,6 @@ def difference(where: str, edit: Edit) -> str:
     start, end, new = changes.pop()
     changed = (text[:start] + new + text[end:]).splitlines()
     return "\n".join(unified_diff(text.splitlines(), changed, file, file, n=0, lineterm=""))
-
-
-def _statement(text: str, line: int) -> ast.stmt | None:
-    """Return the innermost statement of the source `text` at `line`."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return None
-    there = [
-        each
-        for each in ast.walk(tree)
-        if isinstance(each, ast.stmt) and each.lineno <= line <= (each.end_lineno or each.lineno)
-    ]
-    return min(there, key=lambda each: ((each.end_lineno or 0) - each.lineno, -each.col_offset), default=None)
 
 
 def _calls(statement: ast.stmt, operator: str) -> Iterator[ast.expr]:
