@@ -165,8 +165,8 @@ def _without_effect(options: Options) -> tuple[str, ...]:
 
 def _constants(source: fx.Graph) -> dict[str, Any]:
     """Return the attributes that `source` reads, by name; tensors weakly, as they may be weights."""
-    found = {str(node.target): attribute_of(node) for node in source.find_nodes(op="get_attr")}
-    return {name: weakref.ref(each) if isinstance(each, torch.Tensor) else each for name, each in found.items()}
+    read = {str(node.target): attribute_of(node) for node in source.find_nodes(op="get_attr")}
+    return {name: weakref.ref(each) if isinstance(each, torch.Tensor) else each for name, each in read.items()}
 
 
 def _reported(original: fx.Graph, constants: Mapping[str, Any], backend: FusionBackend) -> GraphReport | None:
