@@ -84,6 +84,13 @@ def test_passes_in_the_configuration_of_inductor_still_run():
     assert mine.graphs == 1
 
 
+def test_a_mode_of_inductor_is_given_as_options():
+    config = fusion.integrations.inductor({**torch._inductor.list_mode_options("reduce-overhead"), **QUICK}, HOST)
+    run(config)
+    assert config["triton.cudagraphs"] is True
+    assert config[HOOK][-1].report.ops == {"npu::npu_rms_norm": 1}
+
+
 def test_the_same_pass_is_added_once():
     config = fusion.integrations.inductor(None, HOST)
     assert fusion.integrations.inductor(config, HOST) == config
