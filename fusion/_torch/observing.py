@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
+from types import CodeType
 from typing import Any
 
-import torch
-from torch import fx
+from torch import fx, nn
 
 COUNTERS = "cann_fusion"
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
-_TORCH = Path(torch.__file__).parent
 
 
 def add_counts(counts: Mapping[str, int]) -> None:
@@ -32,11 +31,11 @@ def add_counts(counts: Mapping[str, int]) -> None:
 def is_traced() -> bool:
     """Return True if torch writes a trace, as it does into the folder that TORCH_TRACE names.
 
-    Private: `torch._logging._internal.trace_log` and its handlers, of which one without a folder writes nothing.
+    Private: `torch._logging._internal.trace_log` and its `LazyTraceHandler`, which without a folder writes nothing.
     """
-    from torch._logging._internal import trace_log
+    from torch._logging._internal import LazyTraceHandler, trace_log
 
-    return any(getattr(each, "root_dir", None) is not None for each in trace_log.handlers)
+    return any(isinstance(each, LazyTraceHandler) and each.root_dir is not None for each in trace_log.handlers)
 
 
 def add_artifact(name: str, text: Callable[[], str]) -> None:
@@ -51,25 +50,61 @@ def add_artifact(name: str, text: Callable[[], str]) -> None:
         trace_structured_artifact(name, "string", text)
 
 
-def compiled_function(source: fx.Graph) -> str:
-    """Name the function that Dynamo compiles, of which `source` is a graph, as "Llama.forward".
+@dataclass(frozen=True)
+class Frame:
+    """The function that Dynamo compiles; nothing in it where Dynamo does not.
 
-    The part of a function behind a graph break at line n is named "Llama.forward, from line n". A function of torch
-    itself, as the one in which `torch.compile` wraps a module, gives the class of the outermost module instead; ""
-    where Dynamo does not compile.
-    Private: `torch._dynamo.symbolic_convert.InstructionTranslator.current_tx`, and the names that
-    `torch._dynamo.resume_execution` gives functions.
+    Attributes:
+        code: its code.
+        module: the module whose method, or wrapper of a method, it is.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    try:
-        traced: Any = InstructionTranslator.current_tx().output.root_tx
-    except AttributeError:  # the caller is not Dynamo
-        return outermost_class(source)
-    code = traced.f_code
-    if _TORCH in Path(code.co_filename).parents:
-        return outermost_class(source) or code.co_qualname
-    return _RESUMED.sub(r"\1, from line \2", code.co_qualname)
+    code: CodeType | None = None
+    module: nn.Module | None = None
+
+    @staticmethod
+    def current() -> Frame:
+        """Return the frame that is being compiled.
+
+        Private: `torch._dynamo.symbolic_convert.InstructionTranslator.current_tx`.
+        """
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        try:
+            traced: Any = InstructionTranslator.current_tx().output.root_tx
+        except AttributeError:  # the caller is not Dynamo
+            return Frame()
+        owner = traced.f_locals.get("self", traced.f_locals.get("fn"))
+        return Frame(traced.f_code, owner if isinstance(owner, nn.Module) else None)
+
+    @staticmethod
+    def called_by(compiled: Any) -> Frame:
+        """Return the frame that a call of `compiled` begins with: a module, a function, or either as `torch.compile`
+        returns it.
+
+        Private: the attributes `_orig_mod` and `_torchdynamo_orig_callable` of what `torch.compile` returns.
+        """
+        plain = getattr(compiled, "_orig_mod", getattr(compiled, "_torchdynamo_orig_callable", compiled))
+        module = plain if isinstance(plain, nn.Module) else getattr(plain, "__self__", None)
+        function = plain.forward if isinstance(plain, nn.Module) else plain
+        return Frame(
+            getattr(getattr(function, "_torchdynamo_orig_callable", function), "__code__", None),
+            module if isinstance(module, nn.Module) else None,
+        )
+
+    def name(self, source: fx.Graph) -> str:
+        """Name the function, of which `source` is a graph, as "Llama.forward".
+
+        The part of a function behind a graph break at line n is named "Llama.forward, from line n". The wrapper that a
+        decorator, or `torch.compile`, makes around the forward of a module gives the class of the module instead, as
+        does a graph that Dynamo does not compile; "" where there is no module.
+        Private: the names that `torch._dynamo.resume_execution` gives functions.
+        """
+        if self.code is None:
+            return outermost_class(source)
+        if "<locals>" in self.code.co_qualname and self.module is not None:
+            return type(self.module).__qualname__
+        return _RESUMED.sub(r"\1, from line \2", self.code.co_qualname)
 
 
 def outermost_class(source: fx.Graph) -> str:

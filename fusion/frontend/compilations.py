@@ -7,14 +7,16 @@ import os
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch.fx as fx
+from torch import nn
 
-from fusion._torch.observing import add_artifact, add_counts, compiled_function, is_traced
+from fusion._torch.observing import Frame, add_artifact, add_counts, is_traced
 from fusion.errors import FusionError, OptionError
 from fusion.graph.origin import render
 from fusion.graph.subgraphs import bodies
@@ -32,6 +34,10 @@ LEVELS = ("debug", "info", "warning", "error")
 TRAINING = "it was traced for training: cann-fusion fuses inference graphs only"
 
 _LISTED: deque[Compilation] = deque(maxlen=MOST)
+
+
+def nothing() -> None:
+    """Return None, as a weak reference to what is freed does."""
 
 
 @dataclass(eq=False)
@@ -60,6 +66,9 @@ class Compilation:
         is_replayed: True if the graph was rewritten as an equal one was before, without a search.
         is_prepared: True if what depends on Parameters alone is computed once; False for a guest.
         note: the reason why the graph runs as it came; "" for a graph that was fused.
+        captured: weak reference to the graph.
+        code: weak reference to the code of the function.
+        module: weak reference to the module whose method the function is.
     """
 
     function: str
@@ -71,7 +80,9 @@ class Compilation:
     is_replayed: bool = False
     is_prepared: bool = True
     note: str = ""
-    _captured: Callable[[], Captured | None] = lambda: None
+    captured: Callable[[], Captured | None] = nothing
+    code: Callable[[], CodeType | None] = nothing
+    module: Callable[[], nn.Module | None] = nothing
 
     @property
     def report(self) -> Report:
@@ -80,7 +91,7 @@ class Compilation:
         Raises:
             FusionError: the compiled code is gone, and the graph with it.
         """
-        captured = self._captured()
+        captured = self.captured()
         part = None if captured is None else captured.part
         if part is None:
             why = self.note or "the code that was compiled from it is freed, and the graph with it"
@@ -108,20 +119,37 @@ class Compilation:
         return f"<{self.door}: {self}>"
 
 
-def reports() -> list[Compilation]:
+def reports(compiled: Any = None) -> list[Compilation]:
     """Return what was compiled in this process, a `Compilation` for each graph, newest last; at most `MOST`.
 
     Warns if nothing was. A graph that Inductor takes from its own cache was rewritten by another process, and is not
     listed.
+
+    Args:
+        compiled: a model or a function, or what `torch.compile` returned for it: only its graphs are returned, those of
+            the modules inside it among them.
     """
-    if not _LISTED:
+    listed = list(_LISTED)
+    if compiled is not None:
+        listed = _compiled_from(Frame.called_by(compiled), listed)
+    if not listed:
+        where = "in this process" if compiled is None else f"of this {type(compiled).__name__}"
         warnings.warn(
-            "listing what was compiled: cann-fusion has compiled no graph in this process. Call what torch.compile "
-            "returned: torch.compile(model).generate(...) calls the model's own forward, which is not compiled; "
-            "write model.compile(backend='cann_fusion'), or give generate a CompileConfig (docs/generate.md).",
+            f"listing what was compiled: cann-fusion has compiled no graph {where}. Call what torch.compile returned: "
+            "torch.compile(model).generate(...) calls the model's own forward, which is not compiled; write "
+            "model.compile(backend='cann_fusion'), or give generate a CompileConfig (docs/generate.md).",
             stacklevel=2,
         )
-    return list(_LISTED)
+    return listed
+
+
+def _compiled_from(frame: Frame, listed: Sequence[Compilation]) -> list[Compilation]:
+    """Return those of `listed` that are of the module of `frame` or of one inside it; if none is, of its code, which
+    instances of a class share.
+    """
+    inside = set() if frame.module is None else set(map(id, frame.module.modules()))
+    own = [each for each in listed if id(each.module()) in inside]
+    return own or [each for each in listed if frame.code is not None and each.code() is frame.code]
 
 
 def add(compilation: Compilation, outcome: Outcome = Outcome()) -> None:
@@ -161,9 +189,10 @@ def described(
         add_artifact("cann_fusion_before", lambda: render(before))
         add_artifact("cann_fusion_after", lambda: render(after))
         add_artifact("cann_fusion_reasons", lambda: str(report_of(target, [captured])))
+    frame = Frame.current()
     tallies = counted(before) if outcome.is_replayed else outcome.before
     return Compilation(
-        function=compiled_function(before),
+        function=frame.name(before),
         door=door,
         target=Target.resolve(target).name,
         launches=(_launches(tallies), _launches(counted(after))),
@@ -173,7 +202,9 @@ def described(
         seconds=seconds,
         is_replayed=outcome.is_replayed,
         is_prepared=outcome.facts.prepares,
-        _captured=weakref.ref(captured),
+        captured=weakref.ref(captured),
+        code=_weakly(frame.code),
+        module=_weakly(frame.module),
     )
 
 
@@ -192,7 +223,20 @@ def keeping(made: Made, captured: Captured) -> Made:
 def unfused(door: str, target: str, source: fx.Graph, note: str, is_captured: bool = True) -> Compilation:
     """Describe a graph that runs as it came, for the reason `note`; `is_captured` is False for a graph of Dynamo."""
     launches = _launches(counted(source)) if is_captured else 0
-    return Compilation(compiled_function(source), door, Target.resolve(target).name, (launches, launches), note=note)
+    frame = Frame.current()
+    return Compilation(
+        function=frame.name(source),
+        door=door,
+        target=Target.resolve(target).name,
+        launches=(launches, launches),
+        note=note,
+        code=_weakly(frame.code),
+        module=_weakly(frame.module),
+    )
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    return nothing if thing is None else weakref.ref(thing)
 
 
 def _rewrites_in(source: fx.Graph) -> dict[str, int]:

@@ -29,7 +29,6 @@ from fusion.language.cache_keys import keys_of, loaded
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.planning.target import Target
-from fusion.planning.usable_packages import Usable
 from fusion.report.failures import stage, warn
 from fusion.report.outcome import GraphReport, Outcome
 from fusion.report.report import Report
@@ -120,7 +119,7 @@ class FusionPass(CustomGraphPass):
             source, self.library, options, original=original, with_refusals=False, in_place=on_npu or not inductor
         )
         with stage("report"):
-            captured = Captured(partial(_reported, original, _constants(source), FusionBackend(options, self.rules)))
+            captured = Captured(partial(_reported, original, _attributes(source), FusionBackend(options, self.library)))
             seconds = perf_counter() - started
             listed = described("FusionPass", options.target, original, source, outcome, captured, seconds)
         if inductor and outcome.chosen:
@@ -150,7 +149,6 @@ class FusionPass(CustomGraphPass):
             loaded(self.library),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),
-            repr(Usable.of(self.options.packages)),
             str(operators.ensure()),
             torch.__version__,
             str(is_guest_idle()),
@@ -165,19 +163,19 @@ def _without_effect(options: Options) -> tuple[str, ...]:
     return tuple(f"option {name} has no effect: {why}" for name in given)
 
 
-def _constants(source: fx.Graph) -> dict[str, Any]:
-    """Return the attributes that `source` reads or calls, by name; tensors weakly, as they may be weights."""
-    nodes = (node for op in ("get_attr", "call_module") for node in source.find_nodes(op=op))
-    found = {str(node.target): attribute_of(node) for node in nodes}
-    return {name: weakref.ref(each) if isinstance(each, torch.Tensor) else each for name, each in found.items()}
+def _attributes(source: fx.Graph) -> dict[str, Any]:
+    """Return what `source` refers to in its module, by name; tensors weakly, as they may be weights."""
+    named = [node for node in source.nodes if node.op in ("get_attr", "call_module")]
+    values = {str(node.target): attribute_of(node) for node in named}
+    return {name: weakref.ref(each) if isinstance(each, torch.Tensor) else each for name, each in values.items()}
 
 
-def _reported(original: fx.Graph, constants: Mapping[str, Any], backend: FusionBackend) -> GraphReport | None:
-    """Fuse a copy of `original` by `backend` and report; None where a tensor among its `constants` is freed."""
-    attributes = {name: each() if isinstance(each, weakref.ref) else each for name, each in constants.items()}
-    if any(each is None for each in attributes.values()):
+def _reported(original: fx.Graph, attributes: Mapping[str, Any], backend: FusionBackend) -> GraphReport | None:
+    """Fuse a copy of `original` by `backend` and report; None where a tensor among its `attributes` is freed."""
+    root = {name: each() if isinstance(each, weakref.ref) else each for name, each in attributes.items()}
+    if any(each is None for each in root.values()):
         return None
-    gm = fx.GraphModule(attributes, copied(original))
+    gm = fx.GraphModule(root, copied(original))
     quiet = replace(backend, options=replace(backend.options, dump_dir="", progress=False))
     try:
         return quiet.fuse(gm, in_place=False)

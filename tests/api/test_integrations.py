@@ -6,6 +6,9 @@ import copy
 import pickle
 import re
 import sys
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +19,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fusion
-from fusion.errors import FusionError, OptionError
+from fusion.errors import FusionError
+from fusion.frontend import compilations
 from fusion.frontend.integrations.hosts import HOOK
-from tests.support.child import REPO
+from tests.lowering.guests import HOOKS
+from tests.support.child import REPO, child
 
 HOST = {"target": "host"}
 QUICK = {"fallback_by_default": True, "fx_graph_cache": False}  # torch's kernels: no code is generated
@@ -33,6 +38,11 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x) + 1
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilations, "_LISTED", deque(maxlen=compilations.MOST))
 
 
 class Counting(CustomGraphPass):
@@ -74,50 +84,113 @@ def test_passes_in_the_configuration_of_inductor_still_run():
     assert mine.graphs == 1
 
 
+def test_a_mode_of_inductor_is_given_as_options():
+    config = fusion.integrations.inductor({**torch._inductor.list_mode_options("reduce-overhead"), **QUICK}, HOST)
+    run(config)
+    assert config["triton.cudagraphs"] is True
+    assert config[HOOK][-1].report.ops == {"npu::npu_rms_norm": 1}
+
+
 def test_the_same_pass_is_added_once():
     config = fusion.integrations.inductor(None, HOST)
     assert fusion.integrations.inductor(config, HOST) == config
     assert len(fusion.integrations.inductor(config, {"target": "ascend910b"})[HOOK]) == 2
 
 
-def test_the_backend_and_a_guest_fuse_once():
-    guest, mine = fusion.FusionPass(HOST), Counting()
-    before = len(fusion.reports())
-    with inductor_config.patch({**QUICK, HOOK: (guest, mine)}):
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_the_backend_and_a_guest_fuse_once_and_all_passes_of_the_user_run(mode: str):
+    guest, mine = fusion.FusionPass(HOST), {hook: Counting() for hook in HOOKS}
+    with inductor_config.patch({**QUICK, **mine, HOOK: (guest, mine[HOOK])}):
         own = guest.uuid()
-        run({"target": "host", "lower": "inductor", "plan_cache": "off"}, backend="cann_fusion")
+        options = {"target": "host", "lower": "inductor", "mode": mode, "plan_cache": "off"}
+        run(options, backend="cann_fusion")
         assert guest.uuid() == own
     assert guest.report.parts == ()
-    assert mine.graphs == 1
-    assert [each.door for each in fusion.reports()[before:]] == ["backend"]
+    assert {hook: each.graphs for hook, each in mine.items()} == dict.fromkeys(HOOKS, 1)
+    assert [each.door for each in fusion.reports()] == ["backend"]
 
 
-def test_options_of_the_host_are_not_those_of_the_pass():
-    with pytest.raises(OptionError, match="'max_autotune' is not a known option"):
-        fusion.integrations.inductor({}, {"max_autotune": True})
+def test_threads_compile_models_of_their_own():
+    models, x = [Normed().eval() for _ in range(4)], torch.randn(3, 64)
+    torch._dynamo.reset()
+
+    def compiled(model: nn.Module) -> Tensor:
+        options = {"target": "ascend910_93", "lower": "eager", "plan_cache": "off"}
+        with torch.inference_mode():
+            return torch.compile(model, backend="cann_fusion", options=options)(x)
+
+    with ThreadPoolExecutor(len(models)) as threads:
+        results = list(threads.map(compiled, models))
+    for result, model in zip(results, models, strict=True):
+        torch.testing.assert_close(result, model(x))
+    assert [dict(each.chosen) for each in fusion.reports()] == [{"rms_norm": 1}] * len(fusion.reports())
 
 
-def test_a_guest_says_which_options_have_no_effect():
-    config = fusion.integrations.inductor(QUICK, {**HOST, "assume": {"mask": "causal"}, "verify": True})
-    notes = config[HOOK][-1].report.notes
-    assert [each.partition(" has no effect")[0] for each in notes] == ["option assume", "option verify"]
+PROCESSES = """
+import multiprocessing, os, pickle, sys
+import torch, fusion
+from tests.api.test_integrations import Normed
+
+X = torch.ones(3, 64)
+OPTIONS = {"target": "ascend910_93", "lower": "eager"}
+
+def check(guest, model):
+    assert guest.uuid() == fusion.FusionPass(OPTIONS).uuid()
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(model, backend="cann_fusion", options=OPTIONS)(X), model(X))
+    assert fusion.reports()[-1].chosen == {"rms_norm": 1}
+    assert fusion.reports()[-1].reasons == []
+
+if __name__ == "__main__":
+    model, guest = Normed().eval(), fusion.FusionPass(OPTIONS)
+    check(guest, model)
+    for how in ("fork", "spawn"):
+        other = multiprocessing.get_context(how).Process(target=check, args=(guest, model))
+        other.start()
+        other.join()
+        assert other.exitcode == 0, how
+"""
 
 
-def test_export_is_the_function_for_programs():
-    assert fusion.integrations.export is fusion.fuse_exported
+@pytest.mark.nightly
+def test_processes_that_are_forked_or_spawned_compile_too(tmp_path: Path):
+    script = tmp_path / "processes.py"
+    script.write_text(PROCESSES)
+    child(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", PYTHONPATH=f"{REPO}:{tmp_path}")
 
 
-@pytest.mark.parametrize("helper", ["torchair", "npugraph_ex"])
-def test_another_compiler_is_no_option(helper: str):
-    with pytest.raises(OptionError, match=f"handing graphs to {helper}: option lower is 'eager'"):
-        getattr(fusion.integrations, helper)(None, {"lower": "eager"})
+COMPILE = """
+import torch, fusion
+from torch._dynamo.utils import counters
+from tests.api.test_integrations import Normed
+
+torch.manual_seed(0)
+model, x = Normed().eval(), torch.ones(3, 64)
+torch._inductor.config.fallback_by_default = True
+HOW = {
+    "guest": lambda: {"options": fusion.integrations.inductor(None, {"target": "host"})},
+    "backend": lambda: {"backend": "cann_fusion", "options": {"target": "host", "lower": "inductor"}},
+}
+if LOADS:
+    with open(ARTIFACTS, "rb") as file:
+        torch.compiler.load_cache_artifacts(file.read())
+with torch.inference_mode():
+    torch.testing.assert_close(torch.compile(model, **HOW[DOOR]())(x), model(x))
+assert counters["inductor"]["fxgraph_cache_hit"] == LOADS, counters["inductor"]
+assert len(fusion.reports()) == (DOOR == "backend" or not LOADS)
+if not LOADS:
+    with open(ARTIFACTS, "wb") as file:
+        file.write(torch.compiler.save_cache_artifacts()[0])
+"""
 
 
-@pytest.mark.parametrize(("helper", "planned"), [("torchair", "torchair"), ("npugraph_ex", "npugraph_ex")])
-def test_fusions_are_planned_for_the_compiler(helper: str, planned: str):
-    backend = getattr(fusion.integrations, helper)(None, {"target": "ascend910_93", "assume": {"mask": "causal"}})
-    assert (backend.options.lower, backend.options.plan_lower) == (helper, planned)
-    assert backend.changed({"fuel": 1}, None).settings is backend.settings
+@pytest.mark.nightly
+@pytest.mark.parametrize("door", ["guest", "backend"])
+def test_artifacts_of_torch_serve_another_process(door: str, tmp_path: Path):
+    """The pass of a guest does not even run there."""
+    for loads in (False, True):
+        given = f"DOOR, LOADS, ARTIFACTS = {door!r}, {loads}, {str(tmp_path / 'artifacts')!r}\n"
+        child(given + COMPILE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / str(loads)), XDG_CACHE_HOME=str(tmp_path))
 
 
 class Protocol:

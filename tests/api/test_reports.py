@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -116,9 +117,24 @@ def test_parts_of_a_function_are_named_by_their_line():
     assert second.startswith(f"{first}, from line ")
 
 
-def test_a_model_of_torch_is_named_by_its_class():
-    run(nn.Sequential(nn.RMSNorm(64)).eval())
-    assert [each.function for each in fusion.reports()] == ["Sequential"]
+def decorated(forward: Any) -> Any:
+    """Return `forward` in a wrapper, as decorators of transformers do."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any) -> Any:
+        return forward(self, *args)
+
+    return wrapper
+
+
+class Wrapped(Normed):
+    forward = decorated(Normed.forward)
+
+
+@pytest.mark.parametrize(("model", "name"), [(nn.Sequential(nn.RMSNorm(64)), "Sequential"), (Wrapped(), "Wrapped")])
+def test_a_wrapped_forward_is_named_by_the_class(model: nn.Module, name: str):
+    run(model.eval())
+    assert [each.function for each in fusion.reports()] == [name]
 
 
 def test_a_graph_of_training_is_listed_with_the_reason():
@@ -130,6 +146,30 @@ def test_a_graph_of_training_is_listed_with_the_reason():
     assert counters["cann_fusion"] == {"graphs": 1, "unfused": 1}
     with pytest.raises(fusion.FusionError, match="traced for training"):
         _ = listed.report
+
+
+def test_graphs_of_one_model_are_listed_alone():
+    class Holder(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return self.inner(x) + 1
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    first, second, holder = Normed().eval(), Wrapped().eval(), Holder(Wrapped().eval()).eval()
+    compiled = [run(each) for each in (first, second, holder, double)]
+    everything = fusion.reports()
+    assert fusion.reports(first) == fusion.reports(compiled[0]) == everything[:1]
+    assert fusion.reports(second) == fusion.reports(compiled[1]) == everything[1:2]
+    assert fusion.reports(compiled[2]) == everything[2:-1]
+    assert fusion.reports(double) == fusion.reports(compiled[3]) == everything[-1:]
+    with pytest.warns(UserWarning, match="no graph of this Linear"):
+        fusion.reports(nn.Linear(2, 2))
 
 
 def test_a_process_that_compiled_nothing_is_told_so():
@@ -175,6 +215,7 @@ run(Normed().eval())
 """
 
 
+@pytest.mark.rotates(4)
 def test_the_trace_of_torch_has_before_after_and_reasons(tmp_path: Path):
     done = child(TRACED, TORCH_TRACE=str(tmp_path), CANN_FUSION_LOG="info")
     assert "cann-fusion: fused 1 x rms_norm in Normed.forward" in done.stderr

@@ -13,7 +13,7 @@ import pytest
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
 
-pytestmark = requires_torch_npu
+pytestmark = [requires_torch_npu, pytest.mark.rotates(4)]
 
 
 @cache
@@ -48,7 +48,6 @@ def test_torchair_converts_what_was_fused():
 
 
 @pytest.mark.parametrize("page", ["torchair", "npugraph-ex"])
-@pytest.mark.rotates(4)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path):
     text = (torch_npu_host.REPO / "docs" / f"{page}.md").read_text()
     (code,) = re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
