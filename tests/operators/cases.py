@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
-from tests.operators import compressed_cases, prolog_quant_cases, pypto_cases, selection_cases
-from tests.operators import expert_cases as experts
 from tests.operators import (
+    compressed_cases,
     first_expert_cases,
     prolog_quant_cases,
     pypto_cases,
@@ -22,6 +21,7 @@ from tests.operators import (
     selection_cases,
     stream_cases,
 )
+from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb

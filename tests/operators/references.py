@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
-from tests.operators import compressed_cases, prolog_quant_references, pypto_cases, selection_cases
-from tests.operators import expert_cases as experts
 from tests.operators import (
+    compressed_cases,
     first_expert_cases,
     prolog_quant_references,
     pypto_cases,
@@ -20,6 +19,7 @@ from tests.operators import (
     selection_cases,
     stream_cases,
 )
+from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
