@@ -66,8 +66,8 @@ class OptionFlags:
     packages: Annotated[
         list[str] | None,
         _flag(
-            "Plan for operators of this package too; `cann-fusion ops` lists the packages; torch_npu==2.10 plans for that "
-            "version of torch_npu. May be repeated."
+            "Plan for operators of this package too; `cann-fusion ops` lists the packages; torch_npu==2.10 plans for "
+            "that version of torch_npu. May be repeated."
         ),
     ] = None
     unsafe: Annotated[
