@@ -150,7 +150,7 @@ y, rstd = torch.ops.npu.npu_rms_norm(x.half().to("meta"), gamma.half().to("meta"
 
 def assert_own_overloads(facts: dict[str, Any]) -> None:
     """Our overloads stand beside the ones of torch_npu, and run."""
-    assert len(facts["own"]) == 17
+    assert len(facts["own"]) >= 17
     assert set(map(tuple, facts["own"].values())) == {(True, True)}
     assert facts["overloads"] == ["default", "out", "tensor_lengths"]
     assert facts["attended"] == [2, 3, 8]

@@ -135,6 +135,23 @@ GELU = Operator(
 )
 
 
+def _fast_gelu(input: Tensor) -> Tensor:
+    wide = input.to(compute_dtype(input))
+    return (wide * torch.sigmoid(1.702 * wide)).to(input.dtype)
+
+
+FAST_GELU = Operator(
+    schema="npu::npu_fast_gelu(Tensor input) -> Tensor",
+    compute=_fast_gelu,
+    outputs=lambda input: torch.empty_like(input),
+    dims={"input": "*S"},
+    dtypes={"input": FLOATS},
+    limits={"host": (), **dict.fromkeys(A2_A3, ("rank(input) <= 8",))},
+    source="op-plugin: torch_npu.npu_fast_gelu (A2 and A3; older chips compute the same by another formula)",
+    summary="y = x / (1 + exp(-1.702 · x)), in float32",
+)
+
+
 def _clipped_swiglu(given: Given) -> Tensor:
     """Compute the gated product of `x`, whose dims from `dim` on are flattened to one.
 
