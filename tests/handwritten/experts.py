@@ -119,5 +119,15 @@ def regrouped_experts(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tenso
     return given[index.argsort()]
 
 
+def permuted_experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Experts of tokens [T, H] by a permutation and its inverse, whose sum takes the weights [T, K] of the choices."""
+    rows, places = torch_npu.npu_moe_token_permute(x, chosen)
+    counts = torch.nn.functional.one_hot(chosen.flatten().long(), len(gate_up)).sum(0)
+    groups = {"group_list": counts, "group_list_type": 1, "split_item": 3, "group_type": 0}
+    hidden = torch_npu.npu_swiglu(torch_npu.npu_grouped_matmul([rows], [gate_up], **groups)[0])
+    given = torch_npu.npu_grouped_matmul([hidden], [down], **groups)[0]
+    return torch_npu.npu_moe_token_unpermute(given, places, weights)
+
+
 def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)

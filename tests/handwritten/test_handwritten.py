@@ -216,6 +216,22 @@ def test_experts_of_other_ranks():
     require_agreement(partial(run, plain), written, None)
 
 
+def test_experts_by_a_permutation():
+    def run(call: Any, dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(0)
+        chosen = torch.rand(7, 3).argsort(-1)[:, :2].int()
+        tensors = torch.randn(7, 16), torch.rand(7, 2), torch.randn(3, 16, 24) / 4, torch.randn(3, 12, 16) / 4
+        x, weights, gate_up, down = (each.bfloat16().to(dtype) for each in tensors)
+        return call(x, chosen, weights, gate_up, down)
+
+    def plain(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = torch.einsum("th,tkhi->tki", x, gate_up[chosen]).chunk(2, -1)
+        given = torch.einsum("tki,tkih->tkh", nn.functional.silu(gate) * up, down[chosen])
+        return torch.einsum("tkh,tk->th", given, weights)
+
+    require_agreement(partial(run, plain), partial(run, experts.permuted_experts), None)
+
+
 def test_a_layer_in_int8():
     torch.manual_seed(0)
     x, weights = torch.randn(5, 64).bfloat16(), [torch.randn(64, 96) / 8, torch.randn(48, 64) / 7]

@@ -28,6 +28,7 @@ from tests.operators import paged_atb_cases as paged_atb
 from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
+BIASED = "_C_ascend::npu_add_rms_norm_bias"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -74,6 +75,14 @@ def _add_norm(*shape: int, swap: bool = False, **more: Any):
         gamma = torch.randn(shape[-1], dtype=torch.float64).to(dtype)
         x1, x2 = (x.transpose(1, 2) if swap else x for x in (x1, x2))
         return {"x1": x1, "x2": x2, "gamma": gamma, **more}
+
+    return make
+
+
+def _add_norm_bias(*shape: int, swap: bool = False, biased: bool = True, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = _add_norm(*shape, swap=swap, **more)(dtype)
+        return call | ({"beta": torch.randn(shape[-1], dtype=torch.float64).to(dtype)} if biased else {})
 
     return make
 
@@ -428,6 +437,9 @@ CASES = (
     Case("npu_moe_gating_top_k", "softmax, renormalised", _grouped(3, 12, k=12, renorm=1, routed_scaling_factor=0.5)),
     *(Case(*call) for call in experts.CALLS),
     *(Case(*call) for call in first_expert_cases.CALLS),
+    Case(BIASED, "rows", _add_norm_bias(5, 64)),
+    Case(BIASED, "a view", _add_norm_bias(2, 3, 4, 64, swap=True)),
+    Case(BIASED, "without a bias, another epsilon", _add_norm_bias(3, 64, biased=False, epsilon=0.5)),
     Case("npu_gelu", "erf", _gelu(2, 5, 64)),
     Case("npu_gelu", "tanh, transposed", _gelu(5, 3, 64, approximate="tanh", swap=True)),
     Case("npu_group_norm_silu", "an image", _group_norm(2, 12, 3, 5, group=4, eps=1e-6)),

@@ -18,6 +18,7 @@ from tests.operators.undocumented import Undocumented
 Make = Callable[[torch.dtype], dict[str, Any]]
 GATE, ROUTE, ENDS = "npu_moe_gating_top_k_softmax", "npu_moe_init_routing", "npu_moe_compute_expert_tokens"
 RANKS, ACTIVATE = "npu_moe_re_routing", "npu_dequant_swiglu_quant"
+PERMUTE, UNPERMUTE, FAST = "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_fast_gelu"
 I32 = torch.int32
 
 
@@ -82,6 +83,24 @@ def activate(
     return make
 
 
+def permute(tokens: int, *choices: int, wide: bool = False, **more: Any) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        experts = torch.randint(0, 4, (tokens, *choices), dtype=torch.int64 if wide else I32)
+        return {"tokens": torch.randn(tokens, 6, dtype=torch.float64).to(dtype), "indices": experts} | more
+
+    return make
+
+
+def unpermute(tokens: int, choices: int, scaled: bool = True) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        rows = torch.randn(tokens * choices, 6, dtype=torch.float64).to(dtype)
+        shares = {"probs": torch.rand(tokens, choices, dtype=torch.float64).to(dtype)} if scaled else {}
+        order = torch.randperm(tokens * choices).to(I32)
+        return {"permuted_tokens": rows, "sorted_indices": order} | shares
+
+    return make
+
+
 CALLS: list[tuple[str, str, Make]] = [
     (GATE, "two of eight", gate(3)),
     (GATE, "in three dims, finished rows", gate(2, 3, k=3, finished=True)),
@@ -94,6 +113,12 @@ CALLS: list[tuple[str, str, Make]] = [
     (RANKS, "two ranks", ranks((1, 0, 2), (2, 3, 0))),
     (RANKS, "in int8 with scales", ranks((1, 2), (0, 3), (2, 0), scaled=True, int8=True, wide=False)),
     (RANKS, "one rank", ranks((2, 3), scaled=True)),
+    (PERMUTE, "two experts each", permute(4, 2)),
+    (PERMUTE, "one expert each", permute(5, wide=True)),
+    (PERMUTE, "the first rows alone", permute(4, 2, num_out_tokens=5)),
+    (UNPERMUTE, "two rows of each", unpermute(4, 2)),
+    (UNPERMUTE, "as they were", unpermute(5, 1, scaled=False)),
+    (FAST, "numbers", lambda dtype: {"input": (torch.randn(3, 8, dtype=torch.float64) * 3).to(dtype)}),
     (ACTIVATE, "sums of products", activate()),
     (ACTIVATE, "groups of rows", activate(6, (2, 0, 3), factors=True)),
     (ACTIVATE, "the first half activated, bias", activate(bias=True, activate_left=True, factors=True)),
@@ -198,7 +223,27 @@ def activated(
     return torch.stack([y for y, _ in made]).view(*shape, lanes), torch.stack([s for _, s in made]).view(shape)
 
 
-REFERENCES = {GATE: gated, ROUTE: routed, ENDS: ended, RANKS: regrouped, ACTIVATE: activated}
+def permuted(tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    choices = indices.numel() // len(tokens)
+    listed = indices.flatten().tolist()
+    order = sorted(range(len(listed)), key=lambda place: listed[place])
+    rows = torch.stack([tokens[place // choices] for place in order])
+    return rows[:num_out_tokens], torch.tensor([order.index(place) for place in range(len(order))])
+
+
+def unpermuted(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None) -> Tensor:
+    rows = [permuted_tokens[place] for place in sorted_indices.tolist()]
+    if probs is None:
+        return torch.stack(rows)
+    shares = probs.flatten().tolist()
+    products = [row * share for row, share in zip(rows, shares, strict=True)]
+    return torch.stack([sum(products[at : at + probs.shape[1]]) for at in range(0, len(rows), probs.shape[1])])
+
+
+REFERENCES = {
+    GATE: gated, ROUTE: routed, ENDS: ended, RANKS: regrouped, ACTIVATE: activated, PERMUTE: permuted,
+    UNPERMUTE: unpermuted, FAST: lambda input: input / (1 + (-1.702 * input).exp()),
+}  # fmt: skip
 
 
 # limits -------------------------------------------------------------------------------------------------------------
@@ -220,6 +265,9 @@ EDGES: list[Any] = [
     ),
     *starts({"sorted_expert_for_source_row": t(6, dtype=I32), "num_expert": 4}, name=ENDS),
     *starts({"tokens": t(6, 16), "expert_token_num_per_rank": t(2, 4, dtype=torch.int64)}, name=RANKS),
+    *starts({"tokens": t(3, 16), "indices": t(3, 2, dtype=I32), "num_out_tokens": 4}, name=PERMUTE),
+    *starts({"permuted_tokens": t(6, 16), "sorted_indices": t(6, dtype=I32), "probs": t(3, 2)}, name=UNPERMUTE),
+    *starts({"input": t(1, 1, 1, 1, 1, 1, 2, 8)}, name=FAST),
     *starts(
         _activate(),
         _activate(**_GROUPED),

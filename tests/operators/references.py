@@ -25,7 +25,7 @@ from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
 from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
-from tests.operators.cases import OLDER
+from tests.operators.cases import BIASED, OLDER
 
 
 def norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -42,6 +42,13 @@ def gemma(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, 
 
 def add_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     return *norm(x1 + x2, gamma, epsilon), x1 + x2
+
+
+def add_norm_bias(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None = None, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, root, x = add_norm(x1, x2, gamma, epsilon)
+    return y if beta is None else y + beta, root, x
 
 
 def add_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, ...]:
@@ -307,6 +314,7 @@ REFERENCES = {
     "npu_group_norm_silu": group_norm_silu,
     **experts.REFERENCES,
     **first_expert_cases.REFERENCES,
+    BIASED: add_norm_bias,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,
     "npu_incre_flash_attention": attention.incre,

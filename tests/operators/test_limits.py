@@ -19,6 +19,7 @@ from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
 from fusion.operators.limit_texts import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.cases import BIASED
 from tests.operators.compressed_cases import EDGES as COMPRESSED_EDGES
 from tests.operators.expert_cases import EDGES as EXPERT_EDGES
 from tests.operators.first_expert_cases import EDGES as FIRST_EXPERT_EDGES
@@ -314,6 +315,15 @@ CASES = [
     # npu_attention_update
     (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(6, 128)]), "R is 6, not 7 in [6, 128]"),
     (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(7, 64)]), "D is 64, not 128 in [7, 64]"),
+    # _C_ascend::npu_add_rms_norm_bias
+    *starts(ADD, ADD | {"beta": t(64)}, name=BIASED),
+    (
+        BIASED,
+        (A2, A3),
+        {"x1": t(*DEEP[1:]), "x2": t(*DEEP[1:]), "gamma": t(64)},
+        {"x1": t(*DEEP), "x2": t(*DEEP), "gamma": t(64)},
+        "rank(x1) <= 8",
+    ),
     *EXPERT_EDGES,
     *FIRST_EXPERT_EDGES,
     *SPARSE_EDGES,
