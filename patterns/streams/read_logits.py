@@ -138,20 +138,23 @@ def _rms(a: Algebra, value: Value) -> _Rms | None:
 
 def _source(a: Algebra, x: Value, behind: _Rms | None) -> Source | None:
     """Read the operand `x` [.., L] of a linear layer as rows, normalised before the layer, or after it by `behind`."""
-    length = x.shape[-1]
-    rms, gamma, rest = behind, None, list[Value]()
-    for factor in _factors(a, x):
-        root = None if rms else _rms(a, factor)
-        if root is not None:
-            rms = root
-        elif gamma is None and but_ones(factor.shape) == (length,) and factor.shape[-1] == length:
-            gamma = a.reshape(factor, (length,))
-        else:
-            rest.append(factor)
-    if rms is None or len(rest) != 1:
+    factors = list(_factors(a, x))
+    roots = {} if behind else {each: root for each in factors if (root := _rms(a, each)) is not None}
+    rms, length = behind or next(iter(roots.values()), None), x.shape[-1]
+    if rms is None or len(roots) > 1:
         return None
-    rows = a.reshape(rest[0], rms.rows.shape)
-    return Source(rows, rms.eps, gamma) if rows is rms.rows else None
+    others = [each for each in factors if each not in roots]
+    # one row alone has as many numbers as a gain: the streams are known by their mean square
+    rows = [each for each in others if _has_size(each, rms.rows) and a.reshape(each, rms.rows.shape) is rms.rows]
+    gains = [each for each in others if each not in rows]
+    if len(rows) != 1 or len(gains) > 1 or any(but_ones(each.shape) != (length,) for each in gains):
+        return None
+    return Source(rms.rows, rms.eps, *(a.reshape(each, (length,)) for each in gains))
+
+
+def _has_size(x: Value, other: Value) -> bool:
+    """Return True if `x` has as many elements as `other`."""
+    return math.prod(x.shape) == math.prod(other.shape)
 
 
 def _factors(a: Algebra, x: Value) -> Iterator[Value]:
