@@ -14,7 +14,7 @@ import torch
 from fusion import reader, word
 from fusion.graph import Annotation, Dim, Graph, Miss, Reading, Value
 from patterns.streams.read_logits import Logits, Source, logits_of
-from patterns.streams.sums import unrounded, weighted_sum
+from patterns.streams.sums import exact, unrounded, weighted_sum
 
 _GATES = {
     "x": "[*B, N, D]", "phi": "[N² + 2 N, N · D]", "alpha": "[3]", "bias": "[N² + 2 N]", "gamma": "[N, D]",
@@ -130,7 +130,7 @@ def _sums(graph: Graph) -> Iterator[_Sum]:
     a = graph.algebra
     for value in list(graph.places):
         for weights, streams in weighted_sum(a, value):
-            x, shifted = unrounded(a, streams), unrounded(a, weights)
+            x, shifted = exact(a, streams), unrounded(a, weights)
             gate, eps = (shifted.arg, shifted.attrs[0]) if shifted.op == "shift" else (shifted, 0.0)
             sigmoid, count = unrounded(a, gate).below("reshape"), x.shape[-2]
             logits = logits_of(graph, sigmoid.arg, count) if sigmoid.op == "sigmoid" and _is_number(count) else None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fusion.graph import Algebra, Graph, Value, but_ones
 from fusion.graph.dims import Dim
 from patterns.kit.linear_layers import linear
-from patterns.streams.sums import unrounded
+from patterns.streams.sums import exact, unrounded
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ def logits_of(graph: Graph, value: Value, count: int) -> Logits | None:
     if value.op != "add":
         return None
     for product, bias in (value.args, value.args[::-1]):
-        product, bias = _cut_inside(a, unrounded(a, product).below("reshape")), unrounded(a, bias)
+        product, bias = _cut_inside(a, unrounded(a, product).below("reshape")), exact(a, bias)
         if math.prod(bias.shape) != count or product.op != "mul":
             continue
         for weighed, factor in (product.args, product.args[::-1]):
-            scale = unrounded(a, factor).below("expand")
+            scale = exact(a, factor).below("expand")
             read = _layer(graph, weighed, count) if math.prod(scale.shape) == 1 else None
             if read is not None:
                 return Logits(*read, a.reshape(scale, (1,)), a.reshape(bias, (count,)))
@@ -100,7 +100,7 @@ def _layer(graph: Graph, value: Value, count: int) -> tuple[Source, Value] | Non
         return None
     source = _source(a, parts[0], inverse)
     weight = a.cut(parts[1], 0, first, first + count)
-    return None if source is None else (source, unrounded(a, weight))
+    return None if source is None else (source, exact(a, weight))
 
 
 def _rows(value: Value, count: int) -> Dim:
@@ -131,38 +131,40 @@ def _rms(a: Algebra, value: Value) -> _Rms | None:
     dims = len(mean.attrs)
     if square is mean or square.op != "power" or square.attrs != (2.0,) or mean.attrs != tuple(range(-dims, 0)):
         return None
-    x = unrounded(a, square.arg)
+    x = exact(a, square.arg)
     size: Any = math.prod(x.shape[-dims:])
     return _Rms(a.reshape(x, (math.prod(x.shape[:-dims]), size)), shifted.attrs[0])
 
 
 def _source(a: Algebra, x: Value, behind: _Rms | None) -> Source | None:
     """Read the operand `x` [.., L] of a linear layer as rows, normalised before the layer, or after it by `behind`."""
-    length = x.shape[-1]
-    rms, gamma, rest = behind, None, list[Value]()
-    for factor in _factors(a, x):
-        root = None if rms else _rms(a, factor)
-        if root is not None:
-            rms = root
-        elif gamma is None and but_ones(factor.shape) == (length,) and factor.shape[-1] == length:
-            gamma = a.reshape(factor, (length,))
-        else:
-            rest.append(factor)
-    if rms is None or len(rest) != 1:
+    factors = list(_factors(a, x))
+    roots = {} if behind else {each: root for each in factors if (root := _rms(a, each)) is not None}
+    rms, length = behind or next(iter(roots.values()), None), x.shape[-1]
+    if rms is None or len(roots) > 1:
         return None
-    rows = a.reshape(rest[0], rms.rows.shape)
-    return Source(rows, rms.eps, gamma) if rows is rms.rows else None
+    others = [each for each in factors if each not in roots]
+    # one row alone has as many numbers as a gain: the streams are known by their mean square
+    rows = [each for each in others if _has_size(each, rms.rows) and a.reshape(each, rms.rows.shape) is rms.rows]
+    gains = [each for each in others if each not in rows]
+    if len(rows) != 1 or len(gains) > 1 or any(but_ones(each.shape) != (length,) for each in gains):
+        return None
+    return Source(rms.rows, rms.eps, *(a.reshape(each, (length,)) for each in gains))
+
+
+def _has_size(x: Value, other: Value) -> bool:
+    """Return True if `x` has as many elements as `other`."""
+    return math.prod(x.shape) == math.prod(other.shape)
 
 
 def _factors(a: Algebra, x: Value) -> Iterator[Value]:
     """Yield the factors of the product `x`, without casts and reshapes; `x` alone if it is none."""
-    x = unrounded(a, x)
-    product = x.below("reshape")
+    product = unrounded(a, x).below("reshape")
     if product.op != "mul":
-        yield x
+        yield exact(a, x)
         return
     for arg, other in (product.args, product.args[::-1]):
         if _is_per_row(other, arg) or but_ones(arg.shape) == arg.shape[-1:] != other.shape:
-            yield unrounded(a, arg)
+            yield exact(a, arg)
         else:
             yield from _factors(a, arg)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fusion import reader, word
+from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Annotation, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 
@@ -24,7 +25,6 @@ LEAST = 3
 """The least number of normalisations that is an iteration; some models normalise weights twice."""
 _ROWS, _COLUMNS = -1, -2
 """Axes of the sums of rows, and of columns."""
-_PASSED = ("cast", "shift")
 _SUMMED = ("shift", "clip", "scale", "reshape", "permute", "cast")
 _ARRANGED = ("cast", "reshape", "permute", "slice", "scale", "exp")
 
@@ -133,14 +133,15 @@ def _chains(graph: Graph) -> dict[Value, _Chain]:
 def _continued(chains: dict[Value, _Chain], value: Value, step: _Normalised) -> _Chain:
     """Return the chain that ends with `value`, of `step`: that of its matrix and one more, or a first one."""
     below, turns, added = step.x, 0, 0.0
-    while below.op in _PASSED or _is_transposed(below):
+    while below.op == "shift" or is_rounding(below) or _is_transposed(below):
         turns += below.op == "permute"
         added += below.attrs[0] if below.op == "shift" else 0.0
         below = below.arg
     before = chains.get(below)
     axis = step.axis
     if before is None or value.op == "softmax" or _seen(before.axes[-1], turns) == axis:
-        return _Chain(step.x, (axis,), value.op == "softmax", False, (step.eps,), (*step.sums, value))
+        softmax = value.op == "softmax" and value.attrs[1] == "nan"  # of a row of -inf, as the operator
+        return _Chain(step.x, (axis,), softmax, False, (step.eps,), (*step.sums, value))
     is_first = len(before.axes) == 1 and before.softmax
     return replace(
         before,

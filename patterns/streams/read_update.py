@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fusion import reader, word
 from fusion.graph import Algebra, Annotation, Graph, Reading, Value
-from patterns.streams.sums import mixed_streams, unrounded
+from patterns.streams.sums import exact, mixed_streams, unrounded
 
 UPDATED = word(
     "updated_streams", "gate_i · out + Σ_j matrix_ji x_j, or gate_i · out + x_i without a matrix",
@@ -33,11 +33,11 @@ def _readings(a: Algebra, value: Value, added: Value, mixed: Value) -> Iterator[
     behind = unrounded(a, mixed)
     mixtures = list(mixed_streams(a, behind))
     for matrix, streams in mixtures:
-        x, matrix = unrounded(a, streams), unrounded(a, matrix)
+        x, matrix = exact(a, streams), unrounded(a, matrix)
         if matrix.shape == (*x.shape[:-1], x.shape[-2]) and x.shape == value.shape:
             yield value, Reading("updated_streams", {"x": x, "matrix": matrix, "out": out, "gate": gate})
-    if not mixtures and behind.shape == value.shape:
-        yield value, Reading("updated_streams", {"x": behind, "out": out, "gate": gate})
+    if not mixtures and mixed.shape == value.shape:
+        yield value, Reading("updated_streams", {"x": exact(a, mixed), "out": out, "gate": gate})
 
 
 def _gated(a: Algebra, product: Value, like: Value) -> tuple[Value, Value] | None:
@@ -48,7 +48,7 @@ def _gated(a: Algebra, product: Value, like: Value) -> tuple[Value, Value] | Non
     for gate, out in (product.args, product.args[::-1]):
         if gate.shape == (*shape[:-1], 1) and out.shape == (*lead, 1, shape[-1]):
             return (
-                unrounded(a, a.reshape(out, (*lead, shape[-1]))),
+                exact(a, a.reshape(out, (*lead, shape[-1]))),
                 unrounded(a, a.reshape(gate, shape[:-1])),
             )
     return None

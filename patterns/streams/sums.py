@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Algebra, Value
+from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
 
 _VIEWS = ("reshape", "permute", "expand", "slice")
@@ -15,12 +16,22 @@ _EACH, _FIRST, _SECOND = -2, -3, -2
 
 
 def unrounded(a: Algebra, x: Value) -> Value:
-    """Strip the casts between floats below the views of `x`."""
-    if is_rounding(x):
-        return unrounded(a, x.arg)
+    """Strip the casts between floats below the views of `x`, as of gates, which operators read in float32."""
+    return _without(a, x, is_rounding)
+
+
+def exact(a: Algebra, x: Value) -> Value:
+    """Strip the casts to wider floats below the views of `x`, as of streams, which operators read as they are."""
+    return _without(a, x, lambda cast: is_rounding(cast) and widens(cast.arg.dtype, cast.dtype))
+
+
+def _without(a: Algebra, x: Value, stripped: Callable[[Value], bool]) -> Value:
+    """Strip the values below the views of `x` for which `stripped` holds."""
+    if stripped(x):
+        return _without(a, x.arg, stripped)
     if x.op not in _VIEWS:
         return x
-    inner = unrounded(a, x.arg)
+    inner = _without(a, x.arg, stripped)
     return x if inner is x.arg else a.seen_as(inner, x)
 
 

@@ -61,6 +61,48 @@ def test_every_spelling_with_a_weight_from_bfloat16_is_fused_on_a3(form: Form):
     testing.means_what_it_says(t)
 
 
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("form", written.FORMS, ids=lambda form: form.__name__)
+def test_one_token_alone_is_fused(form: Form):
+    """A row of streams has as many numbers as a gain then, and the logits of a matrix as many as its bias."""
+    t = fused(Connection(form, phi=BF16, d=128), streams()[:1, :1], target="ascend910_93")
+    assert called(t) == ON_A3
+    testing.means_what_it_says(t)
+
+
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("form", written.FORMS, ids=lambda form: form.__name__)
+def test_as_many_tokens_as_a_call_has(form: Form):
+    """Batch and tokens are symbols."""
+    x = streams()
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(x, dim)
+    source = capture(Connection(form, d=128, times=2), (x,), dynamic=None)
+    t = trial_of(source, Options(target="ascend950", lower="eager", plan_lower="eager"))
+    assert called(t) == ON_950
+
+
+@pytest.mark.parametrize("form", [written.inference, written.transformers], ids=lambda form: form.__name__)
+def test_the_streams_of_the_next_layer_are_those_that_an_update_rounds(form: Form):
+    layers = [Connection(form, d=128, times=2) for _ in range(2)]
+    t = fused(lambda x: layers[1](layers[0](x)), streams())
+    assert called(t) == ON_950
+    assert sum("mhc" in str(node.target) for node in t.fused.graph.nodes) == 6
+    testing.means_what_it_says(t)
+
+
+def test_a_matrix_that_is_normalised_transposed():
+    def transposed(x: Tensor) -> Tensor:
+        y = (x.softmax(-1) + HC_EPS).mT
+        for axis in (-1, -2, -1):
+            y = y / (y.sum(axis, keepdim=True) + HC_EPS)
+        return y.mT * 2
+
+    t = fused(transposed, streams(F32, 4))
+    assert called(t) == {"npu::npu_mhc_sinkhorn"}
+    testing.means_what_it_says(t)
+
+
 @pytest.mark.parametrize("count", [6, 8])
 def test_as_many_streams_as_the_operators_of_950_take(count: int):
     t = fused(Connection(written.inference, n=count, d=32, times=2), streams(d=32, n=count))
