@@ -12,14 +12,14 @@ import torch
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
+from fusion.testing import Trial, trial
 from tests.examples import attention_pages, latent_attention_int8, latent_attention_paged
+from tests.support.fused import FIA, call, calls, checked
 
 from . import facets
 from .facets import LARGE, SMALL
 
 RULES = {rule.name: rule for rule in installed().rules}
-FIA = "npu.npu_fused_infer_attention_score"
 FORMS = {"rows": "Rows", "pages": "Pages", "pages of heads": "Pages", "NZ pages": "PagesNZ"}
 UNPROVEN = "it is not proven to be causal, a window or"
 UNREAD = {"attention": {"NZ pages"}, "latent_attention": set[str]()}
@@ -36,11 +36,7 @@ def cells(s: facets.Sizes) -> Iterator[Any]:
 
 def tried(rule: str, example: Example, target: str) -> Trial:
     options = Options(target=target, lower="eager", disable=frozenset({"npu_multi_head_latent_attention"}))
-    t = trial(RULES[rule], example, torch.bfloat16, options=options)
-    means_what_it_says(t)
-    emits_valid_calls(t)
-    assert not t.outcome.failures
-    return t
+    return checked(trial(RULES[rule], example, torch.bfloat16, options=options))
 
 
 def chosen(t: Trial) -> str:
@@ -136,7 +132,7 @@ def paged(rule: str) -> Trial:
 @pytest.mark.parametrize("rule", ["attention", "latent_attention"])
 def test_the_log_sum_exp_comes_by_the_block_table(rule: str):
     t = paged(rule)
-    (call,) = [node for node in t.fused.graph.nodes if str(node.target).startswith(FIA)]
-    assert call.kwargs["return_softmax_lse"]
-    assert call.kwargs["block_table"] is not None
-    assert not any(str(node.target).startswith("aten.logsumexp") for node in t.fused.graph.nodes)
+    attention = call(t, FIA)
+    assert attention.kwargs["return_softmax_lse"]
+    assert attention.kwargs["block_table"] is not None
+    assert not calls(t, "aten.logsumexp")

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fusion import testing
 from fusion.graph import Algebra
-from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level
 from patterns.attention.core.joined_heads import with_all_heads
 from patterns.attention.reasons.not_softmax import JOINED
 from tests.engine.graphs import numbers
+from tests.support.fused import launches
 
 from .lowered import tried
 
@@ -98,10 +98,7 @@ def check(form: Callable[..., Tensor], level: Level, attentions: int) -> list[st
     t = tried(form, given(), level)
     assert sum(each.match.rule.name == "attention" for each in t.outcome.chosen) == attentions
     testing.means_what_it_says(t)
-    before, after = (
-        sum(each.launches for each in live_calls(of).values()) for of in (t.captured.graph.graph, t.fused.graph)
-    )
-    assert after <= before
+    assert launches(t.fused) <= launches(t.captured.graph)
     return [each.reason for each in t.outcome.refusals if each.rule == "softmax_attention"]
 
 

@@ -342,3 +342,10 @@ def test_heads_that_are_repeated_and_joined_with_sequences_are_found_again():
 
     found = value(joined, numbers(5, 2, 2, 3))
     assert (found.op, found.arg.op) == ("reshape", "expand")
+
+
+def test_operands_come_in_both_orders():
+    product = value(lambda x, w: x * w, X, W)
+    first, second = product.args
+    assert product.operands("mul") == product.operands() == ((first, second), (second, first))
+    assert product.operands("add", "where") == ()

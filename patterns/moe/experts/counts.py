@@ -158,7 +158,7 @@ def _compared(flags: Value, axes: tuple[int, ...]) -> Value | None:
     left = [axis for axis in range(-flags.rank, 0) if axis not in axes]
     if (flags.op, flags.attrs) != ("compare", ("eq",)) or len(left) != 1:
         return None
-    for listed, numbers in (flags.args, flags.args[::-1]):
+    for listed, numbers in flags.operands():
         line = uncast(numbers, "reshape")
         along = [place - numbers.rank for place, size in enumerate(numbers.shape) if size != 1]
         is_outer = prod(listed.shape) * line.shape[0] == prod(flags.shape) if line.rank else False

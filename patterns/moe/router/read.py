@@ -81,7 +81,7 @@ def _become_scores(graph: Graph, places: Value) -> bool:
 def _gathers_choice(graph: Graph, places: Value) -> bool:
     """Return True if `places` is a top-k of numbers + bias [E], and the model gathers the numbers at these places."""
     choice = places.arg
-    for numbers, bias in (choice.args, choice.args[::-1]) if choice.op == "add" else ():
+    for numbers, bias in choice.operands("add"):
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
             return any(each.op == "take" and _reads(each, numbers, places) for each in graph.places)
     return False
@@ -184,7 +184,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
         return choice, None
     if choice.op != "add":
         return None
-    for scores, bias in (choice.args, choice.args[::-1]):
+    for scores, bias in choice.operands():
         if (
             _is_score(scores)
             and scores.shape == choice.shape
