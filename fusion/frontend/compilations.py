@@ -190,18 +190,20 @@ def described(
         add_artifact("cann_fusion_after", lambda: render(after))
         add_artifact("cann_fusion_reasons", lambda: str(report_of(target, [captured])))
     frame = Frame.current()
-    tallies = counted(before) if outcome.is_replayed else outcome.before
+    if outcome.is_replayed:
+        tallies, chosen = counted(before), _rewrites_in(after)
+    else:
+        tallies, chosen = outcome.before, _by_number(each.match.rule.name for each in outcome.chosen)
     return Compilation(
         function=frame.name(before),
         door=door,
         target=Target.resolve(target).name,
         launches=(_launches(tallies), _launches(counted(after))),
-        chosen=_rewrites_in(after)
-        if outcome.is_replayed
-        else _by_number(each.match.rule.name for each in outcome.chosen),
+        chosen=chosen,
         seconds=seconds,
         is_replayed=outcome.is_replayed,
         is_prepared=outcome.facts.prepares,
+        note=next((str(each) for each in outcome.failures if each.drops_graph), ""),
         captured=weakref.ref(captured),
         code=_weakly(frame.code),
         module=_weakly(frame.module),

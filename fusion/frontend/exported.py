@@ -17,7 +17,7 @@ from fusion._torch.tracing import copied, keep_names
 from fusion.errors import OperatorError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.frontend.backend import FusionBackend
-from fusion.frontend.compilations import Captured, add, described, keeping
+from fusion.frontend.compilations import Captured, add, described, keeping, unfused
 from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.rerun import rerun
 from fusion.graph.aliasing import name_results, outputs
@@ -75,6 +75,7 @@ def fuse_exported(
         with stage("lower"):
             fused = _program(plain, report, backend.options.lower)
     except StageError as error:
+        add(unfused("fuse_exported", backend.options.target, plain.graph, str(error)))
         warn([error.failure])
         return plain
     add(listed, report)

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 
 from fusion.errors import NoRulesError, OptionError, RuleError
 from fusion.frontend.expectations.contract import expectations
-from fusion.language import Example, Library, Rule
+from fusion.language import Example, Library, Reader, Rule
 from fusion.language.cache_keys import names_read
 from fusion.language.checks import check_library
 from fusion.operators import OPERATORS, PACKAGES, provide
@@ -24,6 +24,9 @@ from fusion.options import Options, check_names
 GROUP = "fusion.patterns"
 OPERATORS_GROUP = "fusion.operators"
 EXAMPLES = "fusion.examples"
+Rules = Library | Iterable[Rule | Reader] | None
+"""Rules as users hand them over: a library, or rules and readers, to which the installed ones are added; None for the
+installed library."""
 
 
 @cache

@@ -157,9 +157,9 @@ class FusionPass(CustomGraphPass):
 
 
 def _without_effect(options: Options) -> tuple[str, ...]:
-    """Return a remark for each of `options` that needs to see calls, or what a compilation lacks."""
+    """Return a remark for each of `options` that a guest ignores."""
     given = [name for name in ("assume", "verify", "expect") if getattr(options, name)]
-    why = "FusionPass is a guest of a compiler and sees no call; the backend cann_fusion does"
+    why = "FusionPass is a guest of another compiler, and only the backend cann_fusion checks calls and expectations"
     return tuple(f"option {name} has no effect: {why}" for name in given)
 
 

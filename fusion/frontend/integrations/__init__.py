@@ -1,6 +1,7 @@
 """The pass in other compilers, one function for each: `inductor`, `export`, `torchair`, `npugraph_ex`, `vllm`.
 
-Each takes what configures the other compiler, then `options` and `rules` as `fusion.FusionBackend` does.
+Each takes what configures the other compiler, if it hands that over, then `options` and `rules` as
+`fusion.FusionBackend` does.
 """
 
 from fusion.frontend.exported import fuse_exported as export

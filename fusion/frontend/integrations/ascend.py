@@ -6,17 +6,15 @@ The pass comes first and the vendor's compiler behind it, so that calls are seen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from fusion.errors import OptionError
 from fusion.frontend.backend import FusionBackend
-from fusion.language import Library, Reader, Rule
+from fusion.frontend.library import Rules
 from fusion.options import Options
 from fusion.routes.vendor import converts_to_ge
-
-Rules = Library | Iterable[Rule | Reader] | None
 
 
 def torchair(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 from uuid import uuid4
@@ -17,11 +17,9 @@ import torch.fx as fx
 
 from fusion._torch.inductor import passes_at
 from fusion.errors import FusionError
+from fusion.frontend.library import Rules
 from fusion.frontend.passes import FusionPass
-from fusion.language import Library, Reader, Rule
 from fusion.options import Options
-
-Rules = Library | Iterable[Rule | Reader] | None
 
 HOOK = "post_grad_custom_pre_pass"
 """The place in Inductor: behind its decompositions, before its own rewrites of graphs for inference."""
