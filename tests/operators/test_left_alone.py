@@ -1,4 +1,4 @@
-"""The page of operators that are left alone names operators of the wheel: rules emit those under "In", and no others."""
+"""The page of operators that are left alone names operators of the wheel: rules emit those under "In" alone."""
 
 from __future__ import annotations
 
