@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fusion
-from fusion import Library, Options, Package
+from fusion import Library, Options, Package, testing
 from fusion.caching.graph_cache import entry
 from fusion.errors import OperatorError, RuleError
 from fusion.facts import Facts
@@ -70,7 +70,7 @@ def test_reports_name_no_package_of_torch_npu():
 
 
 def test_names_are_part_of_the_keys_of_graphs(library: Library):
-    captured = fusion.testing.captured(fusion.Example("", model, lambda dtype: (x().to(dtype),)), torch.bfloat16)
+    captured = testing.captured(fusion.Example("", model, lambda dtype: (x().to(dtype),)), torch.bfloat16)
     options = Options(target="ascend910_93", plan_cache="memory")
     made = [
         entry(captured.graph.graph, Facts(), library, each)
