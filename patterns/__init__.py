@@ -62,6 +62,7 @@ from patterns.sparse.attention.read_listed import listed_attentions
 from patterns.sparse.attention.sparse_attention import SparseAttention
 from patterns.sparse.compressed.compressed_attention import CompressedAttention
 from patterns.sparse.compressed.read import compressed_attentions
+from patterns.sparse.compressed.read_compressors import compressors
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers, listed_masks
 from patterns.sparse.lists.read_lists import indexer_lists
@@ -116,6 +117,7 @@ _READERS = (
     listed_attentions,
     listed_masks,
     compressed_attentions,
+    compressors,
     unclaimed_attentions,
     encoded_cache,
     softmax_lse,

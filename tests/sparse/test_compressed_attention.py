@@ -89,3 +89,16 @@ def test_the_chip_takes_heads_of_its_width_in_a_package_that_is_named():
     unnamed = fusion.explain(wide, x, options=chip | {"packages": []})
     assert CALL not in unnamed.ops
     assert any("needs the package cann_ops_transformer" in each.reason for each in unnamed.refusals)
+
+
+def pooled(kv: Tensor, gate: Tensor, bias: Tensor, dim: int) -> Tensor:
+    weights = (gate.unflatten(1, (-1, bias.shape[0])) + bias).softmax(dim, dtype=torch.float32)
+    return (kv.unflatten(1, (-1, bias.shape[0])) * weights.to(kv.dtype)).sum(2)
+
+
+@pytest.mark.parametrize(("dim", "count"), [(2, 1), (-1, 0)])
+def test_a_compressor_gives_one_reason(dim: int, count: int):
+    given = torch.randn(2, 12, 16).bfloat16(), torch.randn(2, 12, 16).bfloat16(), torch.randn(4, 16), dim
+    report = fusion.explain(pooled, *given, options=OPTIONS)
+    told = [each.reason for each in report.refusals if "pools windows of 4 tokens; compressor of" in each.reason]
+    assert len(told) == count
