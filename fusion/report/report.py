@@ -18,7 +18,7 @@ from fusion.report.compose import Composition, cost_of
 from fusion.report.document import Break, Document, Expected, Interruption, Memory, Stored
 from fusion.report.outcome import GraphReport, LayerReport, MatchReport, Tally, add_tallies
 from fusion.report.regions import RegionReport
-from fusion.report.trace import emitted
+from fusion.report.trace import displayed_place, emitted
 from fusion.report.why import TRIES, Explanation, why
 
 
@@ -186,7 +186,8 @@ class Report:
     def _expected(self) -> tuple[Expected, ...]:
         """Count the regions that are alike."""
         kinds = Counter(
-            (each.rule, each.name or "with", each.where, each.is_met, each.summary) for each in self.regions
+            (each.rule, each.name or "with", displayed_place(each.where), each.is_met, each.summary)
+            for each in self.regions
         )
         return tuple(Expected(*kind[:3], times, *kind[3:]) for kind, times in kinds.items())
 

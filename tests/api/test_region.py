@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusion
 from fusion.errors import OptionError
 from fusion.graph.origin import render
+from fusion.report.trace import displayed_place
 
 from ..engine.graphs import norm, numbers
 
@@ -96,7 +97,7 @@ def test_a_region_is_reported_for_each_module_with_what_fused_or_why_not(kind: t
     assert (first.rule, first.module, first.is_met, first.fused.get("attention")) == ("attention", "0", True, 1)
     assert (second.module, second.is_met) == ("1", False)
     assert OVER_QUERIES in second.summary
-    assert f"{__file__}:{attend.__code__.co_firstlineno + 1}" in second.summary
+    assert f"[{displayed_place(f'{__file__}:{attend.__code__.co_firstlineno + 1}')}]" in second.summary
     assert "regions in which a fusion is expected" in str(report)
     assert pickle.loads(pickle.dumps(report)).to_json() == report.to_json()
 

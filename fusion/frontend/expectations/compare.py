@@ -23,6 +23,7 @@ from fusion.options import Options
 from fusion.planning.cost import has_flops
 from fusion.records import Refusal
 from fusion.report.refusals import missing
+from fusion.report.regions import listed
 from fusion.report.report import Report
 from fusion.report.text import operators
 from fusion.report.trace import displayed_place
@@ -71,9 +72,8 @@ class Lack:
     reasons: tuple[Reason, ...]
 
     def __str__(self) -> str:
-        there = ", ".join(f"{rule} {count}" for rule, count in self.fused.items()) or "nothing"
         at = f" at {displayed_place(self.where)}" * bool(self.where)
-        head = [f"in {self.modules}{at}: found {self.count}; fused there: {there}"] * bool(self.modules)
+        head = [f"in {self.modules}{at}: found {self.count}; fused there: {listed(self.fused)}"] * bool(self.modules)
         return "\n".join([*head, *(_indented(str(each)) for each in self.reasons)])
 
 

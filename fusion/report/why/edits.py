@@ -182,8 +182,8 @@ def _bounded(node: fx.Node, arguments: Mapping[str, Any]) -> Iterator[Edit]:
 
 def _swapped(node: fx.Node, name: str, results: Sequence[Any]) -> Iterator[Edit]:
     """Yield the edit that exchanges two `results` of one shape, if all of them are read."""
-    read = {cast(int, user.args[1]) for user in node.users if user.target is operator.getitem}
-    if len(results) == 2 and read == {0, 1} and results[0].shape == results[1].shape:
+    read = sorted(cast(int, user.args[1]) for user in node.users if user.target is operator.getitem)
+    if len(results) == 2 and {*read} == {0, 1} and results[0].shape == results[1].shape:
         yield Edit(node.name, name, "swap", "")
 
 
