@@ -241,9 +241,9 @@ def test_with_all_layers_in_int8_the_prolog_gives_rows_that_are_quantised_behind
     (block,) = made(blocks, ALL_LAYERS, torch.bfloat16)
     with torch.no_grad():
         report = fusion.explain(block, *step(PROMPT, 1, torch.bfloat16), options=OPTIONS)
-    (call,) = prologs(report)
-    assert modes(call) == (2, 0, 0)
-    assert all(call.args[place].meta["val"].dtype == torch.bfloat16 for place in (9, 10))
+    prolog = call(report, "mla_prolog")
+    assert modes(prolog) == (2, 0, 0)
+    assert all(prolog.args[place].meta["val"].dtype == torch.bfloat16 for place in (9, 10))
     operators = {
         name: report.ops.get(f"npu::{name}") for name in ("npu_quantize", "npu_scatter_pa_kv_cache_functional")
     }
