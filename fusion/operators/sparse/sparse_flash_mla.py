@@ -98,8 +98,8 @@ def _compressed(given: Given, query: Tensor) -> list[_Keys]:
     shown = within & (places < seen)
     batch = torch.arange(keys.shape[0], device=query.device).reshape(-1, 1, 1)
     rows_of = keys[batch, places.clamp(0, room - 1)]  # [B, S, K, D]
-    found = (query.transpose(1, 2) @ rows_of.mT).transpose(1, 2)
-    return [_Keys(found.masked_fill(~shown.unsqueeze(1), -math.inf), rows_of)]
+    scored = (query.transpose(1, 2) @ rows_of.mT).transpose(1, 2)
+    return [_Keys(scored.masked_fill(~shown.unsqueeze(1), -math.inf), rows_of)]
 
 
 def _lse(q: Tensor, asked: bool) -> Tensor:

@@ -199,8 +199,8 @@ def _entries(scored: _Scored, start: int, stop: int) -> dict[str, Any] | str:
     if len(parts) != 1:
         return _OTHER_ENTRIES
     if list_of(parts[0]) is None:
-        found = _threshold(masks.positions, parts[0], entry, query)
-        return _OTHER_ENTRIES if found is None else _counted(*found, queries, count)
+        bound = _threshold(masks.positions, parts[0], entry, query)
+        return _OTHER_ENTRIES if bound is None else _counted(*bound, queries, count)
     places = _listed(masks)
     named = None if places is None else _named(scored, places, count)
     if places is None or named is None:
@@ -209,8 +209,8 @@ def _entries(scored: _Scored, start: int, stop: int) -> dict[str, Any] | str:
         return _REPEATED
     if queries == 1:
         return {"ratio": LISTED_RATIO, "residual": 0, "places": places}
-    found = _bound_of_list(named)
-    counted = _UNBOUND_LIST if found is None else _counted(*found, queries, count)
+    bound = _bound_of_list(named)
+    counted = _UNBOUND_LIST if bound is None else _counted(*bound, queries, count)
     return counted if isinstance(counted, str) else {**counted, "places": places}
 
 
@@ -303,8 +303,8 @@ def _bound_of_list(named: _Named) -> tuple[int, int] | None:
     """
     positions = named.positions
     entry = positions.affine(named.entries, positions.of(named.entries))
-    found = (_threshold(positions, each, entry, positions.axis(1)) for each in named.conditions)
-    return next((each for each in found if each is not None), None)
+    bounds = (_threshold(positions, each, entry, positions.axis(1)) for each in named.conditions)
+    return next((each for each in bounds if each is not None), None)
 
 
 def _names_none(side: Value, count: int) -> bool:
