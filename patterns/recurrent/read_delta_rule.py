@@ -8,8 +8,8 @@ or the key that is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isclose
 from typing import Any
 
@@ -24,7 +24,9 @@ from patterns.recurrent.vectors import (
     descend,
     heads_of,
     lanes_of,
+    narrowed,
     plain,
+    uncast,
     without,
 )
 from patterns.recurrent.words import DELTA_RULE, DELTA_STATE
@@ -50,7 +52,7 @@ class _Step:
     Attributes:
         update: the update of the state.
         axis: the dim of the key lanes in the state, -2 or -1.
-        key: the key in the frame of the state, [.., K, 1] or [.., 1, K].
+        key: the key [*L, K].
         value: the value [*L, V].
         betas: the factors of the update that have one number for each head [*L].
         number: a further factor of the update.
@@ -91,18 +93,23 @@ def _step(a: Algebra, update: Update) -> _Step | str | None:
     """Read the addend of `update` as k (beta · (v - Dᵀ k))ᵀ; the reason if it has two keys, None if it is anything
     else.
     """
-    sides = proven(_sides(update.added))
+    added, factors = uncast(update.added), list[Value]()
+    while added.op == "mul" and (small := [each for each in added.args if last_dims(each) == (1, 1)]):
+        factors += small[:1]
+        added = uncast(added.args[1] if small[0] is added.args[0] else added.args[0])
+    sides = proven(_sides(added))
+    lead = update.decayed.shape[:-2]
+    betas = [proven(lanes_of(a, each, (*lead, 1, 1), lead)) for each in factors]
     for axis in (-2, -1):
         step = _with_keys_along(a, update, axis, sides[axis], sides[-3 - axis])
         if step is not None:
-            return step
+            return step if isinstance(step, str) else replace(step, betas=(*step.betas, *betas))
     return None
 
 
 @proof
-def _sides(added: Value) -> Mapping[int, Value] | None:
+def _sides(product: Value) -> Mapping[int, Value] | None:
     """Split an outer product [.., X, Y] into its column [.., X, 1], by -2, and its row [.., 1, Y], by -1."""
-    product = added.below("cast")
     is_outer = product.op == "mul" or (product.op == "matmul" and product.arg.shape[-1] == 1)
     must(is_outer)
     sides = {-2 if last_dims(each)[1] == 1 else -1: each for each in product.args if 1 in last_dims(each)}
@@ -116,27 +123,30 @@ def _with_keys_along(a: Algebra, update: Update, axis: int, key: Value, delta: V
 
     The reason if `key` is not k, None if `delta` is anything else.
     """
-    lead, lanes = update.decayed.shape[:-2], update.decayed.shape[-3 - axis]
+    lead, lanes, size = update.decayed.shape[:-2], update.decayed.shape[-3 - axis], update.decayed.shape[axis]
     difference = proven(descend(delta, lambda each: each.op == "add"))
     predicted, value = proven(_addends(a, update, axis, difference.value))
     read = proven(contraction(a, predicted.value))
-    written = _written_key(key, read.vector)
+    k = proven(lanes_of(a, read.vector, _frame(update, axis, size), (*lead, size)))
+    written = _written_key(a, key, k)
     if written is None:
         return _OTHER_KEY
-    remaining = proven(without(value, predicted.factors))
-    outside = difference.number * written.number
-    number = -outside * predicted.number * read.number
+    inner, outer, on_key = (_heads(a, each, lead) for each in (predicted, difference, written))
+    remaining = proven(without(a, value, proven(inner), lead))
+    factor = difference.number * written.number
+    number = -factor * predicted.number * read.number
     must(number > 0)
-    frame = difference.value.shape
-    v = proven(lanes_of(a, remaining.value, frame, (*lead, lanes)))
-    ratio = outside * remaining.number / number
-    scaled = [*zip(difference.factors, difference.frames, strict=True)]
-    scaled += [
-        *zip(predicted.factors, predicted.frames, strict=True),
-        *zip(written.factors, written.frames, strict=True),
-    ]
-    betas = [proven(heads_of(a, each, of, lead)) for each, of in scaled]
-    return _Step(update, axis, read.vector, v if isclose(ratio, 1) else a.scale(v, ratio), tuple(betas), number)
+    v = proven(lanes_of(a, remaining.value, difference.value.shape, (*lead, lanes)))
+    ratio = factor * remaining.number / number
+    betas = (*proven(inner), *proven(outer), *proven(on_key))
+    return _Step(update, axis, k, v if isclose(ratio, 1) else a.scale(v, ratio), betas, number)
+
+
+@proof
+def _heads(a: Algebra, scaled: Scaled, lead: Sequence[Dim]) -> tuple[Value, ...] | None:
+    """Return the factors of `scaled` as [*lead]; None where one has other dims."""
+    pairs = zip(scaled.factors, scaled.frames, strict=True)
+    return tuple(proven(heads_of(a, factor, frame, lead)) for factor, frame in pairs)
 
 
 def _addends(a: Algebra, update: Update, axis: int, difference: Value) -> tuple[Scaled, Value] | None:
@@ -144,7 +154,7 @@ def _addends(a: Algebra, update: Update, axis: int, difference: Value) -> tuple[
 
     def is_predicted(each: Value) -> bool:
         read = contraction(a, each)
-        return read is not None and read.axis == axis and read.matrix is update.decayed.below("cast")
+        return read is not None and read.axis == axis and read.matrix is uncast(update.decayed)
 
     for each, other in (difference.args, difference.args[::-1]):
         predicted = descend(each, is_predicted)
@@ -153,30 +163,29 @@ def _addends(a: Algebra, update: Update, axis: int, difference: Value) -> tuple[
     return None
 
 
-def _written_key(key: Value, read: Value) -> Scaled | None:
-    """Divide the key that is written by the one that is read: numbers, and factors of one number for each head."""
-    written = descend(key, lambda each: plain(each) is plain(read))
-    if written is not None:
+def _written_key(a: Algebra, key: Value, k: Value) -> Scaled | None:
+    """Divide the written `key` by `k` [*L, K], which is read: numbers, and factors of one number for each head."""
+
+    def is_read(each: Value) -> bool:
+        return lanes_of(a, each, each.shape, k.shape) is k
+
+    written = descend(key, is_read)
+    if written is not None or k.op != "scale":
         return written
-    is_scaled = read.op == "scale"
-    below = descend(key, lambda each: plain(each) is plain(read.arg)) if is_scaled else None
-    return below and Scaled(below.value, below.number / read.attrs[0], below.factors, below.frames)
+    below = descend(key, lambda each: lanes_of(a, each, each.shape, k.shape) is narrowed(k.arg))
+    return below and Scaled(below.value, below.number / k.attrs[0], below.factors, below.frames)
 
 
 def _captures(a: Algebra, step: _Step) -> Mapping[str, Any] | str | None:
     """Return the captures of `delta_state`; the reason if the operator takes no such decay."""
     update = step.update
-    lead, size = update.decayed.shape[:-2], update.decayed.shape[step.axis]
-    k = lanes_of(a, step.key, _frame(update, step.axis, size), (*lead, size))
-    if k is None:
-        return None
     decays = _decays(a, step)
     if isinstance(decays, str):
         return decays
     beta = _beta(a, step)
     if beta is None and not isclose(step.number, 1):
         return None
-    key, eps = unit_of(a, k)
+    key, eps = unit_of(a, step.key)
     given = {"k": key, "v": step.value, "beta": beta, **decays}
     captured = {name: each for name, each in given.items() if each is not None}
     return {**captured, "k_eps": eps, "state": update.state, "values_first": step.axis == -1}

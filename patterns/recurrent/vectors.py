@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.proof_steps import must, proof, proven
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,21 @@ class Scaled:
 
 
 def plain(x: Value) -> Value:
-    """Return the value below casts of `x` and reshapes that only insert or remove dims of size 1."""
-    while x.op == "cast" or _opens(x):
+    """Return the value below casts between floats of `x` and reshapes that only insert or remove dims of size 1."""
+    while _is_rounding(x) or _opens(x):
         x = x.arg
     return x
+
+
+def uncast(x: Value) -> Value:
+    """Return the value below casts between floats of 16 bits or more."""
+    while _is_rounding(x):
+        x = x.arg
+    return x
+
+
+def _is_rounding(x: Value) -> bool:
+    return x.op == "cast" and all(each.dtype in _FLOATS for each in (x, x.arg))
 
 
 def _opens(x: Value) -> bool:
@@ -61,13 +76,13 @@ def contraction(a: Algebra, x: Value) -> Contraction | None:
 def _mean_of_product(x: Value) -> Contraction | None:
     (axis,), product = x.attrs, x.arg
     size, number = product.shape[axis], 1.0
-    while product.op in ("cast", "scale"):
+    while product.op == "scale" or _is_rounding(product):
         number *= product.attrs[0] if product.op == "scale" else 1.0
         product = product.arg
     must(product.op == "mul" and isinstance(size, int))
     for matrix, vector in (product.args, product.args[::-1]):
         if matrix.shape == product.shape and (1, *vector.shape)[-3 - axis] == 1:
-            return Contraction(matrix.below("cast"), vector, axis, number / int(size))
+            return Contraction(uncast(matrix), vector, axis, number / int(size))
     return None
 
 
@@ -77,9 +92,9 @@ def _product(a: Algebra, x: Value) -> Contraction | None:
     must(left.rank == right.rank and 1 in (left.shape[-2], right.shape[-1]))
     matrix, vector, axis = (right, left, -2) if left.shape[-2] == 1 else (left, right, -1)
     must(1 not in matrix.shape[-2:])
-    matrix = matrix.below("cast")
+    matrix = uncast(matrix)
     if matrix.op == "permute" and matrix.attrs == (*range(matrix.rank - 2), matrix.rank - 1, matrix.rank - 2):
-        matrix, axis = matrix.arg.below("cast"), -3 - axis
+        matrix, axis = uncast(matrix.arg), -3 - axis
     lead, size = vector.shape[:-2], matrix.shape[axis]
     return Contraction(matrix, a.reshape(vector, (*lead, size, 1) if axis == -2 else (*lead, 1, size)), axis)
 
@@ -93,7 +108,7 @@ def descend(x: Value, is_end: Callable[[Value], bool]) -> Scaled | None:
     while not is_end(x):
         if x.op == "scale":
             number, x = number * x.attrs[0], x.arg
-        elif x.op == "cast" or _opens(x):
+        elif _is_rounding(x) or _opens(x):
             x = x.arg
         elif x.op == "mul" and (inner := _vector_of(x)) is not None:
             factors.append(x.args[1] if inner is x.args[0] else x.args[0])
@@ -119,16 +134,19 @@ def _lanes(shape: Sequence[Dim]) -> int:
 
 
 @proof
-def without(x: Value, factors: Sequence[Value]) -> Scaled | None:
-    """Divide the product `x` by each of `factors`; None where one is no factor of it."""
-    number = 1.0
-    for factor in factors:
+def without(a: Algebra, x: Value, heads: Sequence[Value], lead: Sequence[Dim]) -> Scaled | None:
+    """Divide the product `x` by each of `heads` [*lead], factors of one number for each head; None where one is no
+    factor of it.
+    """
+    number, waiting = 1.0, list(heads)
+    while waiting:
         below = proven(descend(x, lambda each: each.op == "mul"))
-        must(not below.factors)
-        number, product = number * below.number, below.value
-        rest = [each for each in product.args if plain(each) is not plain(factor)]
-        must(len(rest) == 1)
-        x = rest[0]
+        product, inner = below.value, proven(_vector_of(below.value))
+        other = product.args[1] if inner is product.args[0] else product.args[0]
+        factor = proven(heads_of(a, other, product.shape, lead))
+        must(not below.factors and factor in waiting)
+        waiting.remove(factor)
+        number, x = number * below.number, inner
     below = Scaled(x) if x.op != "scale" else Scaled(x.arg, x.attrs[0])
     return Scaled(below.value, number * below.number)
 
