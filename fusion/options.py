@@ -166,8 +166,8 @@ def _plan_cache(option: str, given: Any) -> str:
 
 def _names(option: str, given: Any) -> frozenset[str]:
     names = [given] if isinstance(given, str) else given
-    example = "cann_ops_transformer" if option == "packages" else "rms_norm"
-    wanted = f"names, such as {{{example!r}}}, or leave {option} out"
+    example = "{'cann_ops_transformer'}" if option == "packages" else "{'rms_norm'}"
+    wanted = f"names, such as {example}, or leave {option} out"
     if isinstance(names, Mapping) or not isinstance(names, Iterable):
         raise _wrong(option, given, wanted)
     listed: list[Any] = list(names)

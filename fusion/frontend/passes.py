@@ -119,7 +119,7 @@ class FusionPass(CustomGraphPass):
             source, self.library, options, original=original, with_refusals=False, in_place=on_npu or not inductor
         )
         with stage("report"):
-            captured = Captured(partial(_reported, original, _attributes(source), FusionBackend(options, self.library)))
+            captured = Captured(partial(_reported, original, _attributes(source), FusionBackend(options, self.rules)))
             seconds = perf_counter() - started
             listed = described("FusionPass", options.target, original, source, outcome, captured, seconds)
         if inductor and outcome.chosen:

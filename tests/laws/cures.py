@@ -46,6 +46,11 @@ CURES: dict[str, dict[str, str]] = {
     },
     "gelu": {"another factor of the cube": "tanh of products", "a sigmoid of another slope": "a sigmoid"},
     "sinkhorn": dict.fromkeys(("rows last", "exponentials", "without one eps"), "three times"),
+    "compressed_attention": {
+        "entries of later tokens": "entries",
+        "a list without a bound": "listed entries",
+        "another window": "entries",
+    },
     "stream_gates": dict.fromkeys(("another factor", "an output gate that is shifted", "a head"), "norm before"),
     "latent_attention": {
         "lowered": "a step with its log-sum-exp",

@@ -119,6 +119,7 @@ def call(entries: int = 0, ratio: int = 1, listed: int = 0, heads: int = 8, **mo
 
 EDGES = [
     *starts(call(), call(2, 128), call(3, 4, 512), name=ATTENTION),
+    *starts(schedule(torch.bfloat16) | {"seqused_ori_kv": torch.ones(2, dtype=INT)}, name=SCHEDULE),
     (ATTENTION, (HOST, A2, A3), call(), call(layout_q="TND"), "packed and paged keys"),
     (ATTENTION, (HOST, A2, A3), call(), call(cmp_ratio=4), "cmp_ratio == 1"),
     (ATTENTION, (A2, A3), call(), call(heads=6), "N in"),

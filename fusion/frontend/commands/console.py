@@ -64,7 +64,7 @@ def tell(text: str) -> None:
 
 
 def wrapped(text: str) -> str:
-    """Break the lines of `text` at `WIDTH` columns, with what is broken off indented below the begin of its line."""
+    """Wrap the lines of `text` at `WIDTH` columns, further lines indented below the begin of the first."""
     return "\n".join(map(_wrapped_line, text.splitlines()))
 
 

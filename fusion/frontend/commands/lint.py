@@ -58,7 +58,7 @@ def _rendered(findings: Iterable[Finding]) -> RenderableType:
 
 
 def _worth(finding: Finding) -> str:
-    """Say how often `finding` was made, and how many launches its change saves at all places."""
+    """Describe how often `finding` was made, and how many launches its change saves at all places."""
     places = f"at {finding.times} places" * (finding.times > 1)
     saved = f"saves {counted(finding.saves * finding.times, 'launch')}" * bool(finding.saves)
     return ", ".join(filter(None, (places, saved)))

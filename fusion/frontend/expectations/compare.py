@@ -109,7 +109,7 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A report, and what reasons are found by.
+    """A report, and what reasons are looked up by.
 
     Attributes:
         report: the report.
@@ -245,8 +245,8 @@ class Comparison:
         for name, most in expected.at_most.items():
             if counts[name] > most:
                 is_unexplained = name == "launches" and is_alone
-                found = self._copies() if name == "prepared_bytes" else self._staying("") if is_unexplained else ()
-                lacks = (Lack("", 0, "", {}, found),) * bool(found)
+                lines = self._copies() if name == "prepared_bytes" else self._staying("") if is_unexplained else ()
+                lacks = (Lack("", 0, "", {}, lines),) * bool(lines)
                 advice = "`cann-fusion explain` lists the launches of each module" * is_unexplained
                 yield Mismatch("[at_most]", name, f"at most {most}", counts[name], lacks, advice)
 

@@ -21,7 +21,7 @@ def _group_norm_silu(
     y = y if weight is None else y * weight.to(y.dtype).view(channels)
     y = y if bias is None else y + bias.to(y.dtype).view(channels)
     mean, root = (each.squeeze(-1).to(input.dtype) for each in (mean, root))
-    return silu(y).to(input.dtype), mean, root
+    return silu(y).to(input.dtype).contiguous(), mean, root
 
 
 def _outputs(input: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +31,8 @@ def _outputs(input: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 GROUP_NORM_SILU = Operator(
     schema=(
-        "npu::npu_group_norm_silu(Tensor input, Tensor? weight, Tensor? bias, int group, float eps=0.00001) "
+        "npu::npu_group_norm_silu(Tensor input, Tensor? weight, Tensor? bias, int group, "
+        "float eps=1.0000000000000001e-05) "
         "-> (Tensor, Tensor, Tensor)"
     ),
     compute=_group_norm_silu,

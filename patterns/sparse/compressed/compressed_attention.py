@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion import Captures, Rule, attribute, bounded, lowering, pattern, require, scalar, tensor
+from fusion import Captures, Group, Rule, attribute, bounded, lowering, pattern, require, scalar, tensor
 from patterns.attention.calls import viewed
 
 _LISTED = (512, 1024)
 """Lengths of a list that every version of the operator takes."""
+
+
+@dataclass(frozen=True)
+class Entries(Group):
+    """Compressed entries behind the keys, all absent where attention has the window alone."""
+
+    entries: Any = tensor("B 1 C D", optional=True)
+    places: Any = tensor("B S K", optional=True)
+    ratio: Any = attribute()
+    residual: Any = attribute()
 
 
 @dataclass(frozen=True)
@@ -28,27 +38,24 @@ class CompressedMatch(Captures):
 
     q: Tensor
     keys: Tensor
-    entries: Any
-    places: Any
+    behind: Entries
     sink: Tensor
     scale: float
-    ratio: Any
-    residual: Any
     view: Any
 
     def compressed(self) -> dict[str, Any]:
         """Return the arguments for compressed entries: these, the residual tokens, the ratio and the list."""
-        if self.entries is None:
+        if self.behind.entries is None:
             return dict(cmp_ratio=1, cmp_mask_mode=0)
-        residual = torch.full((self.q.shape[0],), self.residual, dtype=torch.int32, device=self.q.device)
-        listed = {} if self.places is None else dict(cmp_sparse_indices=self._listed(self.places))
-        entries = self.entries.transpose(1, 2)
-        return dict(cmp_kv=entries, cmp_residual_kv=residual, cmp_ratio=self.ratio, cmp_mask_mode=3, **listed)
+        residual = torch.full((self.q.shape[0],), self.behind.residual, dtype=torch.int32, device=self.q.device)
+        listed = {} if self.behind.places is None else dict(cmp_sparse_indices=self._listed(self.behind.places))
+        entries = self.behind.entries.transpose(1, 2)
+        return dict(cmp_kv=entries, cmp_residual_kv=residual, cmp_ratio=self.behind.ratio, cmp_mask_mode=3, **listed)
 
     def _listed(self, places: Tensor) -> Tensor:
         """Return the list int32 [B, S, 1, K] of `places`, entries first, -1 behind them, of a length the operator
         takes."""
-        count: Any = self.entries.shape[2]
+        count: Any = self.behind.entries.shape[2]
         most: Any = places.shape[-1]
         fits = isinstance(most, int) and most <= _LISTED[-1]
         require(
@@ -83,17 +90,13 @@ class CompressedAttention(Rule):
         p,
         q=tensor("B N S D"),
         keys=tensor("B 1 W D"),
-        entries=tensor("B 1 C D", optional=True),
-        places=tensor("B S K", optional=True),
+        behind: Any = Entries,
         sink=tensor("N"),
         scale=scalar(),
-        ratio=attribute(),
-        residual=attribute(),
         view: Any = attribute(),
     ):
         """softmax(scale · q [keys; entries]ᵀ) [keys; entries] with a sink, over the visible keys and entries"""
-        seen = dict(entries=entries, places=places, ratio=ratio, residual=residual)
-        return p.windowed_attention(q=q, keys=keys, sink=sink, scale=scale, output_view=view, **seen)
+        return p.windowed_attention(q=q, keys=keys, sink=sink, scale=scale, output_view=view, **vars(behind))
 
     @lowering
     def fused(self, match: CompressedMatch):
