@@ -248,7 +248,13 @@ CASES = [
         bnsd() | {"layout": "BDNS"},
         "requires layout='BSND' or layout='SBND'",
     ),
-    ("npu_apply_rotary_pos_emb", (HOST, *CHIPS), tnd(), tnd() | {"cos": t(5, 8, 128)}, "1 is 8, not 1 in [5, 8, 128]"),
+    (
+        "npu_apply_rotary_pos_emb",
+        (HOST, *CHIPS),
+        tnd(),
+        tnd() | {"cos": t(5, 8, 128)},
+        "a dim is 8, not 1 in [5, 8, 128]",
+    ),
     # npu_interleave_rope
     ("npu_interleave_rope", CHIPS, rope(cos=(2, 1, 1, 64)), rope(cos=(2, 4, 3, 64)), "size(cos, 1) == 1"),
     # npu_swiglu

@@ -328,6 +328,10 @@ QUANT_MATMUL = Operator(
             Limit("not given(pertoken_scale)", when=_INTEGER_RESULT, because="no page has them beside integer results"),
             Limit("dtype(bias) == 'int32'", when=f"given(bias) and {_INTEGER_RESULT}", because="the page has no other"),
             Limit("rank(bias) == 1 or rank(x1) == 3 or rank(x2) == 3", when="given(bias)"),
+            *(
+                Limit(f"rank({name}) < 3 or size({name}, 0) in (1, Bb)", when="given(bias) and rank(bias) == 3")
+                for name in ("x1", "x2")
+            ),
         ),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
