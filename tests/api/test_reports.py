@@ -215,7 +215,7 @@ run(Normed().eval())
 """
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(16)
 def test_the_trace_of_torch_has_before_after_and_reasons(tmp_path: Path):
     done = child(TRACED, TORCH_TRACE=str(tmp_path), CANN_FUSION_LOG="info")
     assert "cann-fusion: fused 1 x rms_norm in Normed.forward" in done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(24)
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("fusion", "patterns", "pyproject.toml", "README.md", "LICENSE")

@@ -10,7 +10,7 @@ from tests.support import torch_npu_host
 from tests.support.child import child
 from tests.support.torch_npu_host import requires_torch_npu
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(16)
 RUNS = """
 import torch
 from fusion import fallbacks

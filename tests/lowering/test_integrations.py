@@ -13,7 +13,7 @@ import pytest
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
 
-pytestmark = [requires_torch_npu, pytest.mark.rotates(4)]
+pytestmark = [requires_torch_npu, pytest.mark.rotates(24)]
 
 
 @cache

@@ -58,7 +58,7 @@ def test_a_plan_calls_what_the_version_has():
     assert any("torch_npu 2.8 does not have it" in each.reason for each in old.refusals)
 
 
-@pytest.mark.rotates(8)
+@pytest.mark.rotates(24)
 @pytest.mark.parametrize("version", ["2.7", "2.8", "2.10"])
 def test_every_call_of_a_model_is_one_that_the_version_takes(version: str):
     built = build("DeepseekV32", torch.bfloat16)
