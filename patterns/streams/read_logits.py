@@ -141,7 +141,7 @@ def _source(a: Algebra, x: Value, behind: _Rms | None) -> Source | None:
     factors = list(_factors(a, x))
     roots = {} if behind else {each: root for each in factors if (root := _rms(a, each)) is not None}
     rms, length = behind or next(iter(roots.values()), None), x.shape[-1]
-    if rms is None or len(roots) > 1:
+    if rms is None or len(roots) > 1 or rms.rows.shape[-1] != length:  # of each stream alone: no norm of the token
         return None
     others = [each for each in factors if each not in roots]
     # one row alone has as many numbers as a gain: the streams are known by their mean square

@@ -169,7 +169,14 @@ def of_lanes_first(m: Connection, x: Tensor) -> Tensor:
     return gates(m, x, x.transpose(2, 3).flatten(2).float())
 
 
-LIKE_GATES = (of_other_streams, of_another_norm, of_lanes_first)
+def of_each_stream(m: Connection, x: Tensor) -> Tensor:
+    """A norm over the lanes of each stream, before the layer."""
+    normalised = F.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS)
+    pre, post, comb = written.split_by_index(m, F.linear(normalised.flatten(2), m.fn))
+    return written.with_matmul(x, post, comb, written.layer((pre.unsqueeze(-1) * x).sum(2).to(x.dtype)))
+
+
+LIKE_GATES = (of_other_streams, of_another_norm, of_lanes_first, of_each_stream)
 
 
 @pytest.mark.parametrize("form", LIKE_GATES, ids=lambda form: form.__name__)
