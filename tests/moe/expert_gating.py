@@ -430,7 +430,15 @@ LOOKALIKES = (
     _other(raised_groups, "other numbers than 0 and -inf are added"),
     _other(one_group_of_each_pair, "neighbouring experts"),
     _other(groups_beside_those_chosen, "neighbouring experts"),
-    _other(scores_of_softplus, "plus a bias"),
+    look_alike(
+        "expert_gating",
+        scores_of_softplus,
+        "",
+        (GATING,),
+        inputs,
+        lambda logits, bias: routed(logits, bias),
+        "moe_gating_top_k_hash, where its package is named",
+    ),
     look_alike(
         "expert_gating", sigmoids_of_chosen_logits, "chosen by logits", (GATING,), lambda B, S: inputs(B, S), None
     ),
