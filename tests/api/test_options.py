@@ -86,7 +86,7 @@ def test_a_misspelt_rule_is_an_error_at_every_door_with_the_nearest(option: str,
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_two_versions_of_torch_npu_are_an_error_at_every_door(door: Any):
-    with pytest.raises(OptionError, match="packages names torch_npu==2.10 and torch_npu==2.7; name one version"):
+    with pytest.raises(OptionError, match=r"packages names torch_npu==2\.10 and torch_npu==2\.7; name one version"):
         door(packages=["torch_npu==2.7", "torch_npu==2.10"])
 
 
