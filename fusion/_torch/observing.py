@@ -57,17 +57,21 @@ class Frame:
     Attributes:
         code: its code.
         module: the module whose method, or wrapper of a method, it is.
+        begun: the code of the function of which it is a part behind a graph break; `code` where it is none.
     """
 
     code: CodeType | None = None
     module: nn.Module | None = None
+    begun: CodeType | None = None
 
     @staticmethod
     def current() -> Frame:
         """Return the frame that is being compiled.
 
-        Private: `torch._dynamo.symbolic_convert.InstructionTranslator.current_tx`.
+        Private: `torch._dynamo.symbolic_convert.InstructionTranslator.current_tx`, and the code that
+        `torch._dynamo.resume_execution.ContinueExecutionCache` keeps for the parts of a function.
         """
+        from torch._dynamo.resume_execution import ContinueExecutionCache
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         try:
@@ -75,7 +79,9 @@ class Frame:
         except AttributeError:  # the caller is not Dynamo
             return Frame()
         owner = traced.f_locals.get("self", traced.f_locals.get("fn"))
-        return Frame(traced.f_code, owner if isinstance(owner, nn.Module) else None)
+        part = ContinueExecutionCache.generated_code_metadata.get(traced.f_code)
+        begun = traced.f_code if part is None else part.code
+        return Frame(traced.f_code, owner if isinstance(owner, nn.Module) else None, begun)
 
     @staticmethod
     def called_by(compiled: Any) -> Frame:

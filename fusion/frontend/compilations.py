@@ -67,7 +67,7 @@ class Compilation:
         is_prepared: True if what depends on Parameters alone is computed once; False for a guest.
         note: the reason why the graph runs as it came; "" for a graph that was fused.
         captured: weak reference to the graph.
-        code: weak reference to the code of the function.
+        code: weak reference to the code of the function, all of it where the graph is of a part behind a graph break.
         module: weak reference to the module whose method the function is.
     """
 
@@ -146,9 +146,12 @@ def reports(compiled: Any = None) -> list[Compilation]:
 def _compiled_from(frame: Frame, listed: Sequence[Compilation]) -> list[Compilation]:
     """Return those of `listed` that are of the module of `frame` or of one inside it; if none is, of its code, which
     instances of a class share.
+
+    Parts behind a graph break that no longer use their module are known by the code of its forward.
     """
-    inside = set() if frame.module is None else set(map(id, frame.module.modules()))
-    own = [each for each in listed if id(each.module()) in inside]
+    inside = () if frame.module is None else tuple(frame.module.modules())
+    owners, codes = set(map(id, inside)), {frame.code, *(Frame.called_by(each).code for each in inside)} - {None}
+    own = [each for each in listed if id(each.module()) in owners or (each.module is nothing and each.code() in codes)]
     return own or [each for each in listed if frame.code is not None and each.code() is frame.code]
 
 
@@ -205,7 +208,7 @@ def described(
         is_prepared=outcome.facts.prepares,
         note=next((str(each) for each in outcome.failures if each.drops_graph), ""),
         captured=weakref.ref(captured),
-        code=_weakly(frame.code),
+        code=_weakly(frame.begun),
         module=_weakly(frame.module),
     )
 
@@ -232,7 +235,7 @@ def unfused(door: str, target: str, source: fx.Graph, note: str, is_captured: bo
         target=Target.resolve(target).name,
         launches=(launches, launches),
         note=note,
-        code=_weakly(frame.code),
+        code=_weakly(frame.begun),
         module=_weakly(frame.module),
     )
 

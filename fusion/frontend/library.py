@@ -83,7 +83,7 @@ def library_for(options: Options, given: object = None) -> Library:
     Raises:
         OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator; `opt_in`:
             no rule that is off by default; `expect`: none at all), `rules` one that is off, or `packages` an unknown
-            package; or the expectations cannot be read.
+            package or two versions of torch_npu; or the expectations cannot be read.
         RuleError: `given` is declared wrongly.
     """
     library = library_of(given)
@@ -92,7 +92,9 @@ def library_for(options: Options, given: object = None) -> Library:
     operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
     _check_rules("rule", options.rules | options.unsafe, library, rules)
     _check_rules("rule", options.disable, library, {*rules, *operators})
-    check_names("package", options.packages, {*PACKAGES, *(f"{PREFIX}{each}" for each in versions())})
+    check_names("package", options.packages, [*PACKAGES, *(f"{PREFIX}{each}" for each in versions())])
+    if len(named := sorted(each for each in options.packages if each.startswith(PREFIX))) > 1:
+        raise OptionError(f"reading options: packages names {' and '.join(named)}; name one version of torch_npu")
     for name in sorted((options.opt_in & rules.keys()) - switched):
         check_names("opt-in rule", [name], switched, f"{name!r} is on anyway: leave it out. ")
     _check_rules("opt-in rule", options.opt_in, library, switched)

@@ -51,12 +51,8 @@ def _frozen(value: Any) -> Any:
 
 
 def version_named(packages: Iterable[str]) -> str:
-    """Return the version of torch_npu that one of `packages` names, such as "2.10"; "" if none does.
-
-    Of several versions the first in the order of names counts.
-    """
-    named = sorted(each.removeprefix(PREFIX) for each in packages if each.startswith(PREFIX))
-    return named[0] if named else ""
+    """Return the version of torch_npu that one of `packages` names, such as "2.10"; "" if none does."""
+    return next((each.removeprefix(PREFIX) for each in packages if each.startswith(PREFIX)), "")
 
 
 def minor(version: str | None) -> str:

@@ -169,6 +169,16 @@ class Activation(Rule):
         activated = p.maybe_cast(p.silu(p.maybe_cast(gate, to=f32)), to=gate)
         return p.clip(activated, bounds.floor, bounds.limit) * bounds.linear(p, p.maybe_cast(up, to=f32))
 
+    @variants(source=HALVES, bounds=GELUS)
+    @lookalike(
+        "result: it stays in float32, of gate and up in 16 bits; npu_geglu requires the dtype of its input; cast the "
+        "product to that"
+    )
+    def wide_by_gelu(self, p, source, bounds):
+        """gelu(a) · b, in float32"""
+        gate, up = source.wide_terms(p)
+        return bounds.gated(p, gate) * bounds.linear(p, up)
+
     @variants(bounds=GELUS)
     @lookalike(
         "gate, up: they are neither halves of one tensor nor two linear layers of one input; npu_geglu "

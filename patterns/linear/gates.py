@@ -86,6 +86,11 @@ class MergedUpFirst(Merged):
         """Match gate and up, perhaps in float32; up first unless `gate_first`."""
         return super().terms(p, gate_first)
 
+    def wide_terms(self, p) -> tuple[Any, Any]:
+        """Build the terms of gate and up, each cast to float32."""
+        up, gate = super().wide_terms(p)
+        return gate, up
+
 
 @dataclass(frozen=True)
 class MergedWide(Merged):

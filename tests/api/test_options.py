@@ -85,6 +85,12 @@ def test_a_misspelt_rule_is_an_error_at_every_door_with_the_nearest(option: str,
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_two_versions_of_torch_npu_are_an_error_at_every_door(door: Any):
+    with pytest.raises(OptionError, match=r"packages names torch_npu==2\.10 and torch_npu==2\.7; name one version"):
+        door(packages=["torch_npu==2.7", "torch_npu==2.10"])
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_a_misspelt_operator_is_an_error_at_every_door_with_the_nearest(door: Any):
     with pytest.raises(OptionError, match="did you mean 'npu_swiglu'"):
         door(disable={"npu_swiglo"})

@@ -38,6 +38,21 @@ class Normed(nn.Module):
         return y / (y.square().mean(-1, keepdim=True).sqrt() + 1e-6)
 
 
+class Broken(nn.Module):
+    """A module with a graph break, behind which it reads nothing of itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+
+def broken(x: Tensor) -> Tensor:
+    y = x * 2
+    torch._dynamo.graph_break()
+    return y + 1
+
+
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
@@ -106,15 +121,19 @@ def test_no_more_than_the_latest_are_listed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_parts_of_a_function_are_named_by_their_line():
-    def broken(x: Tensor) -> Tensor:
-        y = x * 2
-        torch._dynamo.graph_break()
-        return y + 1
-
     run(broken)
     first, second = (each.function for each in fusion.reports())
     assert first.endswith("broken")
     assert second.startswith(f"{first}, from line ")
+
+
+@pytest.mark.parametrize("model", [Broken(), nn.Sequential(Broken()), broken])
+def test_parts_behind_a_graph_break_are_those_of_the_model(model: Any):
+    compiled = run(model)
+    run(Normed().eval())
+    own = fusion.reports(compiled)
+    assert len(own) == 2
+    assert own == fusion.reports()[:2]
 
 
 def decorated(forward: Any) -> Any:

@@ -34,6 +34,12 @@ def in_float32(x: Tensor, row: Tensor) -> Tensor:
     return F.silu(gate) * up * row.float()
 
 
+def by_gelu_in_float32(x: Tensor, gate_first: bool = True) -> Tensor:
+    """The product in float32, of gate and up in bfloat16."""
+    gate, up = x.bfloat16().chunk(2, dim=-1) if gate_first else reversed(x.bfloat16().chunk(2, dim=-1))
+    return F.gelu(gate.float()) * up.float()
+
+
 def with_factors(
     x: Tensor, before: Tensor | None = None, between: Tensor | None = None, after: Tensor | None = None
 ) -> Tensor:
@@ -75,6 +81,10 @@ EXAMPLES = (
     Example(
         "by gelu, two tensors", lambda gate, up: F.gelu(gate) * up, tensors((2, 3, 64), (2, 3, 64)),
         "they are neither halves of one tensor nor two linear",
+    ),
+    Example("by gelu, in float32", by_gelu_in_float32, X, "it stays in float32"),
+    Example(
+        "by gelu in float32, second half first", partial(by_gelu_in_float32, gate_first=False), X, "it stays in float32"
     ),
     Example(
         "by gelu, alternate lanes", lambda x: F.gelu(x[..., ::2]) * x[..., 1::2], X,
