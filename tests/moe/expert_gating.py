@@ -304,13 +304,6 @@ def groups_beside_those_chosen(logits, bias):
     return _grouped(logits, bias, hide)
 
 
-def scores_of_softplus(logits, bias):
-    scores = F.softplus(logits.to(wide(logits.dtype))).sqrt()
-    experts = (scores + bias).topk(CHOSEN, dim=-1)[1]
-    weights = scores.gather(1, experts)
-    return dense(logits, experts, weights / weights.sum(-1, keepdim=True))
-
-
 def sigmoids_of_chosen_logits(logits, bias):
     values, experts = logits.to(wide(logits.dtype)).topk(CHOSEN, dim=-1)
     weights = values.sigmoid()
@@ -430,15 +423,6 @@ LOOKALIKES = (
     _other(raised_groups, "other numbers than 0 and -inf are added"),
     _other(one_group_of_each_pair, "neighbouring experts"),
     _other(groups_beside_those_chosen, "neighbouring experts"),
-    look_alike(
-        "expert_gating",
-        scores_of_softplus,
-        "",
-        (GATING,),
-        inputs,
-        lambda logits, bias: routed(logits, bias),
-        "moe_gating_top_k_hash, where its package is named",
-    ),
     look_alike(
         "expert_gating", sigmoids_of_chosen_logits, "chosen by logits", (GATING,), lambda B, S: inputs(B, S), None
     ),
