@@ -109,6 +109,8 @@ CURES: dict[str, dict[str, str]] = {
         "sigmoid gate": "two chunks",
         "by gelu, two tensors": "by gelu",
         "by gelu, alternate lanes": "by gelu",
+        "by gelu, in float32": "by gelu",
+        "by gelu in float32, second half first": "by gelu of tanh, second half first",
         "two layers in int8 that are passed in": "two layers in int8",
         "of lanes, quantised": "two chunks, quantised",
         "two layers in int8 that are passed in, quantised": "two layers in int8, quantised",
