@@ -305,7 +305,7 @@ def test_the_right_mask_runs_the_fused_graph(spy, said):
     assert texts(said) == []
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     "lower", ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not has_compiler(), reason="no compiler"))]
 )
@@ -426,7 +426,7 @@ def test_verification_waits_for_the_first_fused_call(spy):
     assert spy.ran == ["plain", "fused", "plain", "fused"]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     "lower", ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not has_compiler(), reason="no compiler"))]
 )

@@ -133,7 +133,7 @@ def test_a_mask_can_be_assumed(models: str):
     assert report(*flags, "--fuel", "0")["rewrites"] == []
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_sizes_can_be_symbolic(models: str):
     flags = f"{models}:build", "--rules", "rms_norm", "--dump"
     folder = Path(models).parent / "dump"

@@ -165,7 +165,7 @@ def test_mismatches_are_data_as_well(file: str):
     assert lack["reasons"][0]["where"] == full_line("softmax(self.axis)")
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_another_target_is_a_mismatch_of_its_own(file: str):
     done = expect("check", f"{FILE}:build", file, "--target", "ascend910b")
     assert done.exit_code == 1
@@ -255,7 +255,7 @@ class InParts(nn.Module):
         return self.layers[1](x)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_a_part_of_a_call_is_held_to_its_own_modules_alone():
     model, args = expected_model.call(layers=2)
     parts = InParts(model.layers)
@@ -266,7 +266,7 @@ def test_a_part_of_a_call_is_held_to_its_own_modules_alone():
     assert "rope: nothing has one of its written forms; `cann-fusion rules rope` shows them" in text
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("door", [fusion.explain, fusion.fuse_exported])
 def test_exported_programs_are_held_to_expectations(door: Any):
     program = torch.export.export(*expected_model.over_queries())

@@ -161,7 +161,7 @@ assert "is imported" in shown
 """
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_an_installed_package_brings_an_operator_and_takes_over_its_registration(tmp_path: Path):
     for folder in FOLDER.glob("own_kernels*"):
         shutil.copytree(folder, tmp_path / folder.name)

@@ -77,7 +77,7 @@ class MarkedMethod(Attention):
 KINDS = [
     MarkedClass,
     MarkedBlock,
-    *(pytest.param(each, marks=pytest.mark.rotates(4)) for each in (OfMarkedClass, MarkedMethod)),
+    *(pytest.param(each, marks=pytest.mark.rotates(8)) for each in (OfMarkedClass, MarkedMethod)),
 ]
 
 
@@ -123,7 +123,7 @@ def test_a_decorated_object_is_the_same_object():
     assert [each.rule for each in explained(scaled, X).regions] == ["rms_norm"]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("kind", [MarkedClass, MarkedBlock])
 def test_a_region_changes_no_graph_and_no_number(kind: type[Attention]):
     x = ROWS
@@ -153,7 +153,7 @@ def test_a_compilation_that_meets_its_regions_does_not_warn():
         torch.compile(layers(MarkedClass, -1), backend="cann_fusion", options=OPTIONS)(ROWS)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_an_exported_program_has_the_regions_of_classes():
     program = torch.export.export(layers(MarkedClass, -2), (ROWS,))
     (region,) = explained(program).regions

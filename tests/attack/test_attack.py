@@ -24,7 +24,7 @@ from .program import Input, Program, changed
 from .shrink import shrunk
 from .writer import Writer
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 FIXED = 2026
 CHANGING = int(os.environ.get("CANN_FUSION_SEED", "0"))
@@ -85,7 +85,7 @@ def test_programs_that_change_are_what_they_were(program):
     held(program, len(program.lines))
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_what_is_built_to_be_fused_is_fused():
     chance = random.Random(FIXED)
     parts, missed = 0, Counter[tuple[str, ...]]()

@@ -54,7 +54,7 @@ FORMS: dict[str, tuple[Form, dict[str, int]]] = {
 }
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_is_copied(name: str, level: Level):

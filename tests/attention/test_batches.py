@@ -15,7 +15,7 @@ from tests.attention.lowered import Form, tried
 from tests.engine.graphs import numbers
 from tests.support.fused import FIA, call, calls
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 B, N, M, D, SIZE, PAGES, BLOCKS = 3, 4, 2, 128, 16, 3, 11
 LENGTHS = torch.tensor([37, 5, SIZE * PAGES])
@@ -113,7 +113,7 @@ FORMS: dict[str, tuple[Form, list[Tensor]]] = {
 }
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_they_are_one_call(name: str, level: Level):

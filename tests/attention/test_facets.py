@@ -63,7 +63,7 @@ def test_a_cell_on_the_host(rule: str, example: Example):
     assert ("int8" in form) == (not in_floats)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("source", ["rows", "pages"])
 @pytest.mark.parametrize("rule", ["attention", "plain", "int8"])
 def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str, source: str):
@@ -81,7 +81,7 @@ def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str
     assert "OutputAndLse" not in chosen(tried(name, summed, "host"))
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("rule", "example"), cells(LARGE))
 def test_a_cell_on_a_chip(rule: str, example: Example):
     t = tried(rule, example, "ascend910_93")
@@ -110,7 +110,7 @@ GATHERED = [
 ]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(("rule", "example", "reason"), GATHERED)
 def test_pages_that_cannot_be_read_in_place_are_gathered(rule: str, example: Example, reason: str):
     assert "Rows" in chosen(tried(rule, example, "host"))

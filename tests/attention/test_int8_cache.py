@@ -19,7 +19,7 @@ from tests.examples.inputs import fixed, normal, tensors
 from tests.examples.quantisation import scales, weights
 from tests.support.fused import FIA, call, checked
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 RULE = next(each for each in installed().rules if each.name == "attention")
 Scales = Callable[["Sizes"], tuple[Tensor, ...]]

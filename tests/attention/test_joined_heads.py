@@ -102,7 +102,7 @@ def check(form: Callable[..., Tensor], level: Level, attentions: int) -> list[st
     return [each.reason for each in t.outcome.refusals if each.rule == "softmax_attention"]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("level", LEVELS)
 def test_products_of_single_heads_are_one(form: Callable[..., Tensor], level: Level):
@@ -113,7 +113,7 @@ def test_scores_that_are_written_head_by_head_are_joined():
     check(written, "composite", 1)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("level", LEVELS)
 def test_heads_that_are_not_those_of_one_tensor_in_order_stay(form: Callable[..., Tensor], level: Level):

@@ -20,7 +20,7 @@ from tests.support.fused import FIA, call, calls
 
 from .lowered import Form, lowerings, tried
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 N, M, D, SIZE, BLOCKS, ROW = 4, 2, 128, 16, 12, 4
 CHUNKS, KEYS = (4, 7, 3), (20, 40, 33)

@@ -49,7 +49,7 @@ DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 INPUTS = (numbers(*STATE), numbers(B, N, K), numbers(B, N, K), numbers(B, N, V), numbers(B, N, 1))
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_a_step_of_linear_attention_is_reported(way: str, decay: str):

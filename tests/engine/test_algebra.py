@@ -177,14 +177,14 @@ def expression(function) -> str:
     return said(value(lambda *given: (*(each.tanh() for each in given), function(*given).exp()), *args))
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", EQUAL)
 def test_spellings_of_one_expression_are_one_value(name):
     forms = [expression(each) for each in EQUAL[name]]
     assert len(set(forms)) == 1, "\n".join(forms)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_expressions_are_different_values(name):
     left, right = DIFFERENT[name]

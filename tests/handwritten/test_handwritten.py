@@ -22,7 +22,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOss
 
 from . import experts, latent, torch_npu
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BF16, F64 = torch.bfloat16, torch.float64

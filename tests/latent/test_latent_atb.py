@@ -19,7 +19,7 @@ from tests.examples import ring_mla
 from tests.support.fused import call
 from tests.support.one_graph import one_graph
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (

@@ -19,7 +19,7 @@ from patterns.latent.prolog.prolog import MlaProlog
 from tests.support.fused import call, calls
 from tests.support.tried import cases
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS, SIZE, TILE, PROMPT = 8, 128, 128, 20

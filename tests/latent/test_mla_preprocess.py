@@ -12,7 +12,7 @@ from tests.examples.latent_model import Given
 from tests.examples.mla_preprocess import INT8, STATIC, TOKEN, setting, tried
 from tests.support.fused import call, calls, targets
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")

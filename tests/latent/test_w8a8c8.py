@@ -15,7 +15,7 @@ from tests.examples import latent_attention_int8 as int8
 from tests.examples import mla_prolog_int8 as prolog
 from tests.support.fused import call, calls
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {

@@ -127,7 +127,7 @@ def test_a_guest_whose_lowering_fails_leaves_the_graph_as_it_came(monkeypatch: p
         torch.testing.assert_close(run(x, w), norm(x, w))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_what_is_added_has_the_provenance_of_the_rewrite():
     seen: list[torch.fx.Node] = []
 

@@ -145,7 +145,7 @@ def test_other_activations_are_told(name: str):
     assert any("between their two products stands something" in each for each in said), said
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("name", ALL)
 def test_every_activation_stands_between_products_of_int8(name: str):
     """Quantised behind it, as no operator does both."""

@@ -77,7 +77,7 @@ def with_tensors(name: str, argument: str) -> dict[str, Any]:
 ARGUMENTS = [(name, each) for name, op in OPERATORS.items() for each in op.dtypes if (name, each) not in LISTS]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids="-".join)
 def test_an_argument_is_taken_in_its_dtypes_alone(name: str, argument: str):
     op, call = OPERATORS[name], with_tensors(name, argument)

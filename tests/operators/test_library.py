@@ -65,7 +65,7 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_nothing_is_registered_before_it_is_asked_for():
     facts = without_torch_npu("""
 before = hasattr(torch.ops.npu, "npu_rms_norm")
@@ -75,7 +75,7 @@ told(before=before, after=hasattr(torch.ops.npu, "npu_rms_norm"))
     assert facts == {"before": False, "after": True}
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_an_overload_before_it_is_registered_says_what_to_do():
     facts = without_torch_npu("""
 try:
@@ -87,7 +87,7 @@ except Exception as error:
     assert "call fusion.operators.ensure() first" in facts["error"]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_absent():
     facts = without_torch_npu("""
 origin, again = ensure(), ensure()
@@ -102,7 +102,7 @@ told(origin=shown(origin), same=origin is again, runs=runs(), table=len(decompos
     assert facts["schemas"] == facts["declared"]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_broken(broken: Path):
     facts = without_torch_npu("told(origin=shown(ensure()), runs=runs())", broken)
     assert facts["origin"]["source"] == "own"
@@ -110,7 +110,7 @@ def test_broken(broken: Path):
     assert facts["runs"]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_broken_and_imported_later(broken: Path):
     facts = without_torch_npu(f"""
 import importlib.util, sys
@@ -215,7 +215,7 @@ told(origin=shown(origin), runs=runs(),
     assert_own_overloads(facts)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @requires_torch_npu
 def test_torch_npu_keeps_the_kernels_that_it_has():
     facts = with_torch_npu(f"""
@@ -229,7 +229,7 @@ told(kept=torch.ops.npu.npu_swiglu(torch.ones(2)).tolist(), runs=runs())
     assert facts == {"kept": [42.0, 42.0], "runs": True}
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @requires_torch_npu
 def test_the_real_torch_npu_without_its_libraries_is_broken():
     facts = with_torch_npu(f"{RUN}\ntold(origin=shown(ensure()), runs=runs())", LD_LIBRARY_PATH="")
@@ -254,7 +254,7 @@ def test_what_hides_its_writes_is_run_by_the_vendors_own_overload():
     assert [each.tolist() for each in (one, two, cache)] == [[2, 2], [3, 3], [2, 2]]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @requires_torch_npu
 def test_a_device_has_a_kernel_for_what_hides_its_writes():
     facts = with_torch_npu("""

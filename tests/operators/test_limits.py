@@ -359,7 +359,7 @@ def label(edge: Any) -> str:
     return f"{edge[0]}: {edge[4]}"
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("edge", EDGES, ids=label)
 def test_both_sides_of_a_limit(edge: Any):
     name, chips, legal, illegal, text = edge
@@ -390,7 +390,7 @@ def declared() -> Iterator[Any]:
             yield pytest.param(name, limit, on, id=f"{name}: {limit.text}{when}")
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("name", "limit", "chips"), declared())
 def test_every_limit_refuses_what_is_beyond_it_alone(name: str, limit: Limit, chips: list[str]):
     op, own = OPERATORS[name], [each for each in EDGES if qualified(each[0]) == name]

@@ -114,7 +114,7 @@ STEPS: dict[str, tuple[Step, int, bool]] = {
 VALUES_FIRST = (by_matmul, weighed_last)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_one_call_that_stays_near_float64(name: str):
     """Results and the state differ by 2⁻⁷ of their largest number at most, as the rule states, over 64 tokens."""
@@ -168,7 +168,7 @@ CHUNKS: dict[str, tuple[Callable[..., Any], bool, str]] = {
 }
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("tokens", [40, 200])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunks_of_tokens_have_one_reason(name: str, tokens: int):
@@ -224,7 +224,7 @@ OTHERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_delta_rule_is_left(name: str):
     class Module(torch.nn.Module):

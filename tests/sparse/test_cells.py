@@ -16,7 +16,7 @@ from tests.support.fused import call, calls, checked
 from . import cells as sparse_cells
 from .cells import LARGE, SMALL
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 TABLES = "the latent and its rotated lanes have one"
@@ -52,7 +52,7 @@ def test_a_cell_on_the_host(example: Example):
     fits(tried(example, "host"), example.name)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("example", cells(LARGE))
 def test_a_cell_on_a_chip(example: Example):
     t = tried(example, "ascend910_93")

@@ -64,7 +64,7 @@ def error(y: Tensor, exact: Tensor) -> float:
     return (y.double() - exact).square().mean().sqrt().item()
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("kind", [HEAVY, SPARSE])
 @pytest.mark.parametrize("how", ["prefill", "step"])
 @torch.no_grad()

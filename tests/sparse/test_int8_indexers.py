@@ -67,7 +67,7 @@ def test_plain_code_that_takes_less_time_stays(form: Form, dtype: torch.dtype):
     refuses(t, "us slower than the model's own calls at these sizes")
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", REFUSED, ids=lambda each: each.__name__)
 def test_look_alike_is_refused(form: Form):
     why, make = REFUSED[form]

@@ -110,7 +110,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("target", ["ascend910_93", "host"])
 @pytest.mark.parametrize("cell", CELLS, ids=lambda each: each.name)
 def test_packed_rows_are_attended_to_as_they_lie(cell: Example, target: str):

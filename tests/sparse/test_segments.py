@@ -58,7 +58,7 @@ def test_a_list_of_the_model_is_counted_from_each_segment():
     means_what_it_says(t)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_other_masks_keep_the_list_of_the_model(form: Form):
     t = tried(form)

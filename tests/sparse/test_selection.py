@@ -246,7 +246,7 @@ def test_a_step_is_one_call_that_writes_in_place(setting: Setting):
     assert after <= 5
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(
     ("setting", "options", "reason"),
     [
@@ -442,7 +442,7 @@ def test_nothing_is_said_of_it_unless_it_is_named():
         assert not reasons(outcome)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_lookalikes_are_refused(name: str):
     reason, parts = LOOKALIKES[name]

@@ -16,7 +16,7 @@ from tests.support.fused import calls
 from . import serving
 from .serving import LOOKALIKES, SPELLINGS, Block, Form
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 OPTIONS = Options(target="ascend910_93", lower="eager", plan_lower="torchair")
 ONE = {"mla_prolog_v3": 1, "lightning_indexer": 1, "sparse_flash_attention": 1}

@@ -45,7 +45,7 @@ def reasons(t: Trial, rule: str = "") -> str:
     return "\n".join(each.reason for each in t.outcome.refusals if rule in ("", each.rule))
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", [*written.FORMS, *written.FORMS_950], ids=lambda form: form.__name__)
 def test_every_spelling_is_fused_on_ascend_950(form: Form):
     t = fused(Connection(form, d=128, times=3), streams())
@@ -53,7 +53,7 @@ def test_every_spelling_is_fused_on_ascend_950(form: Form):
     testing.means_what_it_says(t)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", written.FORMS, ids=lambda form: form.__name__)
 def test_every_spelling_with_a_weight_from_bfloat16_is_fused_on_a3(form: Form):
     t = fused(Connection(form, phi=BF16, d=128), streams(), target="ascend910_93")
