@@ -13,7 +13,7 @@ SYSTEM := $(shell uname -s)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test nightly mutate demo bench docs site clean
+.PHONY: help setup check test nightly mutate demo bench docs dist drift site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -63,6 +63,13 @@ bench: $(VENV)/.installed  ## what the pass costs beside tracing, and beside oth
 
 docs: $(VENV)/.installed  ## write the generated pages of docs/
 	$(BIN)/python -m docs.build
+
+drift: $(VENV)/.installed  ## what the newest wheel of torch_npu changes of the operators here (downloads it)
+	$(BIN)/python -m tests.operators.wheel_versions --drift .cache/wheels
+
+dist: $(VENV)/.installed  ## build the sdist and the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
 
 site: $(VENV)/.installed  ## build the documentation as a site that needs no network: build/site/index.html
 	$(BIN)/python -m docs.site

@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from docs.generate import families, operators, readme, rules, vocabulary
+from docs.generate import families, handwritten, operators, readme, rules, vocabulary
 from docs.generate.markdown import ROOT
 
 README = ROOT / "README.md"
 FIRST = ROOT / "docs" / "first-fusion.md"
+HANDWRITTEN = ROOT / "docs" / "handwritten.md"
 
 
 def generated() -> dict[Path, str]:
@@ -28,6 +29,7 @@ def generated() -> dict[Path, str]:
         ROOT / "docs" / "families.md": families.page(),
         README: readme.filled(README, listing=readme.listing),
         FIRST: readme.filled(FIRST, block=readme.block, report=readme.report),
+        HANDWRITTEN: readme.filled(HANDWRITTEN, operators=handwritten.operators),
     }
 
 

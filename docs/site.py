@@ -29,10 +29,13 @@ SECTIONS = {"options.md": "Options", "support.md": "What works today, and what d
 FOLDED = {"operators.md": "operators/index.md", "rules.md": "rules/index.md"}
 """Pages of the repository -> the index of the pages that the site has in their place."""
 START = ["index.md", "first-fusion.md", "support.md", "families.md", "comparison.md"]
-GUIDES = ["integration.md", "generate.md", "guests.md", "prepared.md", "verification.md", "troubleshooting.md"]
+GUIDES = [
+    "integration.md", "compiled.md", "generate.md", "guests.md", "inductor.md", "torchair.md", "npugraph-ex.md",
+    "vllm.md", "export.md", "prepared.md", "verification.md", "troubleshooting.md",
+]  # fmt: skip
 REFERENCE = [
-    "options.md", "glossary.md", "how-it-works.md", "performance.md", "forms.md", "words.md", "contributing.md",
-    "changes.md",
+    "options.md", "glossary.md", "vendor-operators.md", "how-it-works.md", "performance.md", "forms.md", "words.md",
+    "contributing.md", "changes.md",
 ]  # fmt: skip
 RANKS = {"troubleshooting.md": 3, "glossary.md": 3, "forms.md": 0.3, "words.md": 0.2}
 """Pages -> their weight in the search, where that is not 1."""

@@ -1,9 +1,11 @@
 """cann-fusion: a graph pass that rewrites plain PyTorch graphs to fused CANN operators."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fusion.errors import ExpectationWarning, FusionError
 from fusion.frontend.backend import FusionBackend, fuse
+from fusion.frontend.compilations import Compilation, log_as_asked, reports
 from fusion.frontend.explain import explain
 from fusion.frontend.exported import fuse_exported
 from fusion.frontend.library import installed
@@ -31,7 +33,7 @@ from fusion.language import (
     variants,
     word,
 )
-from fusion.operators import Limit, Operator, encodings
+from fusion.operators import Limit, Operator, Package, encodings
 from fusion.operators.encodings import Encoding
 from fusion.options import Options
 from fusion.planning.target import Target
@@ -39,10 +41,12 @@ from fusion.report.report import Report
 from fusion.runtime.prepared_weights import refresh
 
 if TYPE_CHECKING:
+    from fusion.frontend import integrations
     from fusion.frontend.passes import FusionPass
 
 __all__ = [
     "Captures",
+    "Compilation",
     "Encoding",
     "Example",
     "ExpectationWarning",
@@ -54,6 +58,7 @@ __all__ = [
     "Limit",
     "Operator",
     "Options",
+    "Package",
     "Report",
     "Rule",
     "Target",
@@ -66,6 +71,7 @@ __all__ = [
     "fuse",
     "fuse_exported",
     "installed",
+    "integrations",
     "lookalike",
     "lowering",
     "pattern",
@@ -74,6 +80,7 @@ __all__ = [
     "refresh",
     "refused_on",
     "region",
+    "reports",
     "require",
     "rounding",
     "scalar",
@@ -83,10 +90,15 @@ __all__ = [
 ]
 
 
+log_as_asked()
+
+
 def __getattr__(name: str) -> Any:
-    """Import `FusionPass` at its first use: its base is a class of Inductor, whose import takes seconds."""
+    """Import `FusionPass` and `integrations` at their first use: they import Inductor, which takes seconds."""
     if name == "FusionPass":
         from fusion.frontend.passes import FusionPass
 
         return FusionPass
+    if name == "integrations":
+        return import_module("fusion.frontend.integrations")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

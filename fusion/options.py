@@ -37,6 +37,9 @@ class Options:
         disable: names of rules and of operators not to use, e.g. {"rope", "npu_swiglu"}.
         opt_in: names of rules to use that are off by default: their operators are no part of torch_npu, or are compiled
             for one model. `cann-fusion rules` lists them.
+        packages: names of the packages, beside torch_npu, whose operators the target has: {"cann_ops_transformer"}.
+            Where this machine is an NPU, those that are imported count too, and the name of a rule in `opt_in` stands
+            for its packages. `cann-fusion ops` lists them. "torch_npu==2.10" plans for that version of torch_npu.
         unsafe: names of rules whose guard is skipped (limits of operators still apply).
         assume: kinds of the attention masks among the arguments: {"attention_mask": "causal"}, "padding" or
             "window:n" (n keys, the query's own among them). Checked at every call; a call with another mask runs the
@@ -63,6 +66,7 @@ class Options:
     rules: frozenset[str] = frozenset()
     disable: frozenset[str] = frozenset()
     opt_in: frozenset[str] = frozenset()
+    packages: frozenset[str] = frozenset()
     unsafe: frozenset[str] = frozenset()
     assume: Mapping[str, str] = immutable_dict()
     lengths: str = "auto"
@@ -162,7 +166,8 @@ def _plan_cache(option: str, given: Any) -> str:
 
 def _names(option: str, given: Any) -> frozenset[str]:
     names = [given] if isinstance(given, str) else given
-    wanted = f"names, such as {{'rms_norm'}}, or leave {option} out"
+    example = "{'cann_ops_transformer'}" if option == "packages" else "{'rms_norm'}"
+    wanted = f"names, such as {example}, or leave {option} out"
     if isinstance(names, Mapping) or not isinstance(names, Iterable):
         raise _wrong(option, given, wanted)
     listed: list[Any] = list(names)
@@ -230,7 +235,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "lower": partial(_one_of, LOWER),
     "plan_lower": partial(_one_of, ("", *LOWER)),
     "mode": partial(_one_of, MODES),
-    **dict.fromkeys(("rules", "disable", "opt_in", "unsafe"), _names),
+    **dict.fromkeys(("rules", "disable", "opt_in", "packages", "unsafe"), _names),
     "assume": _assumptions,
     "lengths": partial(_one_of, LENGTHS),
     "fuel": _fuel,

@@ -114,7 +114,10 @@ def _fused(source: fx.Graph, original: fx.Graph, search: _Search, facts: Facts) 
         before = tally(calls, made.chosen)
         for each in made.done:
             mark(each.added, each.candidate.match.node)
-    outcome = Outcome(facts, made.chosen, made.refusals, before, failures=_distinct(made.failures))
+    outcome = Outcome(
+        facts, made.chosen, made.refusals, before, failures=_distinct(made.failures),
+        match_count=made.match_count, refused_count=made.refused_count,
+    )  # fmt: skip
     if made.chosen:
         return _finished(source, original, search, made, outcome)
     if dropped:
@@ -133,6 +136,8 @@ class _Made:
         done: the rewrites, with the nodes that they added.
         copies: the copies that give results their original strides and memory.
         values: the canonical values of the original nodes.
+        match_count: number of matches in the graph that was searched.
+        refused_count: number of these that no lowering takes.
     """
 
     chosen: tuple[Candidate, ...]
@@ -141,6 +146,8 @@ class _Made:
     done: tuple[Rewritten, ...]
     copies: tuple[fx.Node, ...]
     values: Mapping[fx.Node, NodeValue]
+    match_count: int
+    refused_count: int
 
 
 @dataclass(frozen=True)
@@ -209,7 +216,8 @@ class _Search:
             chosen = sorted((each for one in made.chosen for each in origins.candidates(one)), key=_place_in(order))
             refusals = tuple(each for one in made.refusals for each in origins.refusals(one))
             values = {folded.origin[node]: each for node, each in made.values.items()}
-        return _Made(tuple(chosen), refusals, made.failures, tuple(done), tuple(copies), values)
+        counts = made.match_count, made.refused_count
+        return _Made(tuple(chosen), refusals, made.failures, tuple(done), tuple(copies), values, *counts)
 
     def _searched(self, source: fx.Graph, facts: Facts, repeats: Repeats) -> _Made:
         elsewhere = [] if self.target.is_npu else [Target.named(REFERENCE)]
@@ -238,7 +246,8 @@ class _Search:
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
         failures = (*reader_failures, *matched.failures, *planner.failures)
-        return _Made(tuple(chosen), tuple(refusals), failures, tuple(done), tuple(copies), graph.value_of)
+        counts = len(matched.matches), len(set(matched.matches) - {each.match for each in candidates})
+        return _Made(tuple(chosen), tuple(refusals), failures, tuple(done), tuple(copies), graph.value_of, *counts)
 
 
 def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:
@@ -331,7 +340,11 @@ def _with_body(outcome: Outcome, inner: Outcome) -> Outcome:
         name: (*getattr(outcome, name), *getattr(inner, name))
         for name in ("chosen", "refusals", "in_place", "failures")
     }
-    return replace(outcome, result_copies=outcome.result_copies + inner.result_copies, **both)
+    counts = {
+        name: getattr(outcome, name) + getattr(inner, name)
+        for name in ("result_copies", "match_count", "refused_count")
+    }
+    return replace(outcome, **counts, **both)
 
 
 def plan_lower(options: Options, target: Target) -> str:

@@ -9,8 +9,6 @@ from patterns.attention.lse.attention_update import AttentionUpdate
 from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse
 from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
-from patterns.attention.reasons.read_recurrences import recurrences
-from patterns.attention.reasons.read_sinkhorn import sinkhorn
 from patterns.attention.reasons.unclaimed import unclaimed_attentions
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
@@ -43,6 +41,7 @@ from patterns.moe.router.read import expert_choices
 from patterns.moe.router.read_weights import topk_masks
 from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
+from patterns.norm.group_norm import GroupNormSilu
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.quantisation import Quantisation
@@ -53,19 +52,33 @@ from patterns.quant.read_quantise import quantised
 from patterns.quant.read_static_scales import int8_rows
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
+from patterns.recurrent.delta_rule import DeltaRule
+from patterns.recurrent.read_convolutions import causal_convolutions
+from patterns.recurrent.read_delta_rule import delta_rules
+from patterns.recurrent.read_recurrences import recurrences
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.sparse.attention.read_listed import listed_attentions
 from patterns.sparse.attention.sparse_attention import SparseAttention
+from patterns.sparse.compressed.compressed_attention import CompressedAttention
+from patterns.sparse.compressed.read import compressed_attentions
+from patterns.sparse.compressed.read_compressors import compressors
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers, listed_masks
 from patterns.sparse.lists.read_lists import indexer_lists
 from patterns.sparse.lists.read_selection import buffered_rows
 from patterns.sparse.lists.selection import GatherSelectionKvCache
+from patterns.streams.read_gates import stream_gates
+from patterns.streams.read_sinkhorn import sinkhorn
+from patterns.streams.read_update import stream_updates
+from patterns.streams.sinkhorn import Sinkhorn
+from patterns.streams.stream_gates import StreamGates, StreamGatesHf32
+from patterns.streams.stream_update import StreamUpdate
 
 _RULES = (
     RMSNorm(),
     LayerNorm(),
+    GroupNormSilu(),
     AddNorm(),
     EncodedNorm(),
     Rope(),
@@ -79,9 +92,11 @@ _RULES = (
     RoutedExperts(),
     Attention(),
     AttentionUpdate(),
+    DeltaRule(),
     LatentAttention(),
     AbsorbedProducts(),
     SparseAttention(),
+    CompressedAttention(),
     GatherSelectionKvCache(),
     IndexerTopk(),
     KvRmsnormRopeCache(),
@@ -89,6 +104,10 @@ _RULES = (
     MlaProlog(),
     CacheWrite(),
     PageGather(),
+    Sinkhorn(),
+    StreamGates(),
+    StreamGatesHf32(),
+    StreamUpdate(),
 )
 _READERS = (
     rotations,
@@ -97,6 +116,8 @@ _READERS = (
     int8_latent_attentions,
     listed_attentions,
     listed_masks,
+    compressed_attentions,
+    compressors,
     unclaimed_attentions,
     encoded_cache,
     softmax_lse,
@@ -105,8 +126,12 @@ _READERS = (
     segmented_attentions,
     paged_segments,
     merges,
+    delta_rules,
     recurrences,
+    causal_convolutions,
     sinkhorn,
+    stream_gates,
+    stream_updates,
     lightning_indexers,
     indexer_lists,
     latent_operands,

@@ -23,7 +23,7 @@ GREEN = ROOT / ".cache" / "green"
 DOMAINS = tuple(sorted(each.parent.name for each in ROOT.glob("patterns/*/__init__.py")))
 FAMILIES = {
     **dict.fromkeys(("rope_half", "rope_interleaved", "rope_interleaved_to_half"), "rotary"),
-    **dict.fromkeys(("swiglu_projections", "clipped_swiglu", "clipped_swiglu_projections"), "linear"),
+    **dict.fromkeys(("swiglu_projections", "geglu", "clipped_swiglu", "clipped_swiglu_projections"), "linear"),
 }
 """Families of the corpus that are not called as a rule is, with their domains."""
 

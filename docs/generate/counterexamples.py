@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from textwrap import dedent
 
-from docs.generate.markdown import ROOT, link
+from docs.generate.markdown import DOMAINS, ROOT, link
 from fusion import Example
 from tests import examples
 from tests.goldens.outcome import FOLDER, kept
@@ -52,19 +52,38 @@ def counterexamples(matches: Callable[[str], bool], domain: str, path: str, here
     found = (each for each in trials() if any(map(matches, each.reasons)))
     trial = min(found, key=lambda each: each.rule not in path, default=None)
     if trial is None:
-        return _spelled(matches, domain, here)
+        return _spelled(matches, domain, here) or _seen(matches, path, here)
     pair = ("refused", trial.refused), ("fused", trial.cure)
     return [_shown(verdict, trial.rule, name, here) for verdict, name in pair]
 
 
 def _spelled(matches: Callable[[str], bool], domain: str, here: str) -> list[str]:
-    """Return the code of the first look-alike of a domain that gets a reason."""
-    for name, texts in _lookalikes():
-        for path, shown in _definitions(domain).get(name, ()):
-            if any(map(matches, texts)):
-                where = link(Path(path).name, path, here)
-                return [f"*refused*: `{name}`, in {where}\n\n```python\n{shown}\n```"]
+    """Return the code of the first look-alike that gets a reason, of `domain` where there is one."""
+    found = [name for name, texts in _lookalikes() if any(map(matches, texts))]
+    for folder in (domain, *DOMAINS):
+        for name, path, shown in ((key, *each) for key in found for each in _definitions(folder).get(key, ())):
+            where = link(Path(path).name, path, here)
+            return [f"*refused*: `{name}`, in {where}\n\n```python\n{shown}\n```"]
     return []
+
+
+def _seen(matches: Callable[[str], bool], path: str, here: str) -> list[str]:
+    """Return the code of an example that gets a reason beside others, of the rule of file `path` where there is one."""
+    found = [(rule, name) for rule, name, texts in _recorded() if any(map(matches, texts)) and _code(rule, name)]
+    chosen = min(found, key=lambda each: each[0] not in path, default=None)
+    return [_shown("refused", *chosen, here)] if chosen is not None else []
+
+
+@cache
+def _recorded() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """Return rule and name of each example with the reasons that are recorded of it."""
+    names = {(rule, each.name) for rule, several in declared().items() for each in several}
+    recorded = (
+        (path.stem.removeprefix("example_"), name.removesuffix(" (to be refused)"), tuple(_REFUSED.findall(text)))
+        for path in sorted(FOLDER.glob("example_*.txt"))
+        for name, text in kept(path.stem).items()
+    )
+    return tuple(each for each in recorded if each[:2] in names)
 
 
 def _shown(verdict: str, rule: str, name: str, here: str) -> str:

@@ -204,12 +204,12 @@ def _unwarned() -> Generator[None, None, None]:
 
 
 @contextmanager
-def unlogged() -> Generator[None, None, None]:
-    """Suppress torch's log of operators that raise on fake tensors: the caller expects errors.
+def unlogged(name: str = "torch._subclasses.fake_tensor") -> Generator[None, None, None]:
+    """Suppress the log `name` of torch, that of operators on fake tensors, where the caller expects errors.
 
     Private: the name of the logger.
     """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(name)
     disabled, logger.disabled = logger.disabled, True
     try:
         yield

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -76,21 +76,28 @@ def inductor_mode(mode: str) -> AbstractContextManager[Any]:
     return given.patch(list_mode_options(mode))
 
 
+def passes_at(hook: str, config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the passes of the user that Inductor runs at `hook`: those in `config`, else those of its configuration.
+
+    Private: `torch._inductor.config` and `torch._inductor.custom_graph_pass.get_custom_graph_passes`.
+    """
+    from torch._inductor import config as configured
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+    return get_custom_graph_passes(config[hook] if hook in config else getattr(configured, hook))
+
+
 def _configuration(passes: Passes) -> dict[str, Any]:
     """Return the configuration of one compilation: `passes` added to those of the user.
 
     Inductor's configuration is thread-local.
-    Private: `torch._inductor.config.joint_custom_pre_pass`, `.joint_custom_post_pass`, `.post_grad_custom_post_pass`.
+    Private: the names of the hooks in `torch._inductor.config`.
     """
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import get_custom_graph_passes
-
-    given: Any = config
     before, behind, last = (_graph_pass(each.__name__, each) for each in passes)
     return {
-        "joint_custom_pre_pass": (*get_custom_graph_passes(given.joint_custom_pre_pass), before),
-        "joint_custom_post_pass": (behind, *get_custom_graph_passes(given.joint_custom_post_pass)),
-        "post_grad_custom_post_pass": (*get_custom_graph_passes(given.post_grad_custom_post_pass), last),
+        "joint_custom_pre_pass": (*passes_at("joint_custom_pre_pass", {}), before),
+        "joint_custom_post_pass": (behind, *passes_at("joint_custom_post_pass", {})),
+        "post_grad_custom_post_pass": (*passes_at("post_grad_custom_post_pass", {}), last),
     }
 
 

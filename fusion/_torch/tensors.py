@@ -38,7 +38,10 @@ _NUMBERS = frozenset({torch.int32, torch.int64, torch.float32})
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """Return the attribute that a `get_attr` node reads; None where its graph has no module, or no such attribute."""
+    """Return the attribute that a `get_attr` node reads, or a `call_module` node calls.
+
+    None where its graph has no module, or no such attribute.
+    """
     attribute: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         attribute = getattr(attribute, part, None)

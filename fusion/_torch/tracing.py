@@ -218,6 +218,18 @@ def results_before() -> int:
     return 0 if known is None else known.num_mutated_inp_runtime_indices
 
 
+def static_inputs(count: int) -> list[int]:
+    """Return the positions, among `count` inputs of the graph being compiled, of those that keep their address.
+
+    These are parameters and buffers, as Dynamo guards them, and inputs that were added behind those of AOT autograd.
+    Outside of a compilation there are none.
+    Private: `torch._guards.TracingContext.fw_metadata`.
+    """
+    context = TracingContext.try_get()
+    known = None if context is None else context.fw_metadata
+    return [] if known is None else [*known.static_input_indices, *range(len(known.input_info), count)]
+
+
 def forget_output_strides() -> None:
     """Clear the output strides of the tracing context, so that another graph is compiled in its place.
 

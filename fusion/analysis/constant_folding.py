@@ -7,7 +7,7 @@ may round in another place. numpy, as the pass also runs in modes in which every
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import eq, le, lt, ne
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion.analysis.dtypes import INTEGERS, KINDS, Array, is_exact, is_integer, rounded_to
+from fusion.analysis.dtypes import INTEGERS, KINDS, Array, is_exact, is_integer, rounded_number, rounded_to
 from fusion.graph import Value
 
 MOST = 2**22
@@ -176,6 +176,23 @@ def _converted(computed: Any, dtype: torch.dtype | None) -> Array | None:
         return converted
     back = converted if numbers.dtype.kind == "f" else converted.astype(np.int64)
     return converted if (back == numbers).all() else None
+
+
+NUMBER_STEPS = ("cast", "scale", "shift")
+"""Ops that `number_after` computes."""
+
+
+def number_after(number: float, steps: Sequence[Value]) -> float | None:
+    """Apply the casts, sums and products with numbers among `steps` to `number`, rounding to the dtype of each.
+
+    None where torch leaves a conversion open.
+    """
+    result: float | None = number
+    for each in steps:
+        if each.op in NUMBER_STEPS and result is not None:
+            change = 0.0 if each.op == "cast" else each.attrs[0]
+            result = rounded_number(result * change if each.op == "scale" else result + change, each.dtype)
+    return result
 
 
 def band(table: Array) -> tuple[int, int] | None:

@@ -55,7 +55,7 @@ def _read(a: Algebra, value: Value, inner: Callable[[Value], Grid | None]) -> Gr
         case "scale" | "shift" if is_float(value):
             return _with_number(inner(value.arg), value)
         case "mul" | "add":
-            sides = (value.args, value.args[::-1])
+            sides = value.operands()
             grids = (_with_operand(inner(x), x, other, value) for x, other in sides)
             return next((each for each in grids if each is not None), None)
         case "reshape" | "permute" | "expand" | "slice" if is_float(value):

@@ -148,6 +148,8 @@ def joined(a: Algebra, left: Value, right: Value) -> Value | None:
     If one product is of int8, all factors are moved to the left operands. None for any other sum.
     """
     first, second = (proven(peeled(a, each, "matmul")) for each in (left, right))
+    if first.steps != second.steps:
+        first, second = (_arranged_first(a, each) for each in (first, second))
     must(first.steps == second.steps and first.value.shape == second.value.shape)
     floating = [each for each in (first, second) if not _is_int8(a, each.value)]
     number = floating[0].number if floating else 0.0
@@ -161,6 +163,17 @@ def joined(a: Algebra, left: Value, right: Value) -> Value | None:
         keys = _side_by_side(a, *(a.cast(swapped(a, each.value.args[1]), WIDE) for each in (first, second)))
     product = proven(matmul(a, queries, swapped(a, keys)))
     return a.scale(arranged(a, product, first.steps), number)
+
+
+def _arranged_first(a: Algebra, side: Peeled) -> Peeled:
+    """Move the steps of `side`, a product of rows with one matrix, to its left operand; others stay."""
+    x, y = side.value.args
+    if prod(y.shape[:-2]) != 1 or side.factors:
+        return side
+    x, y = arranged(a, x, side.steps), a.reshape(y, y.shape[-2:])
+    # not by `matmul`, which would move the steps out again
+    product = a.make("matmul", (x, y), (), (*x.shape[:-1], y.shape[-1]), side.value.dtype)
+    return replace(side, value=product, steps=())
 
 
 def _below_widening(a: Algebra, left: Value, right: Value) -> Value:

@@ -243,7 +243,7 @@ def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] 
 
     None if neither operand is a constant that is the same in all rows.
     """
-    for other, constant in (at.value.args, at.value.args[::-1]):
+    for other, constant in at.value.operands():
         numbers = leaves.folder.fold(constant) if is_input_free(constant) else None
         if numbers is None:
             continue

@@ -25,7 +25,7 @@ def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | N
     equal = x.below("cast")
     if (equal.op, equal.attrs) != ("compare", ("eq",)):
         return None
-    for places, line in (equal.args, equal.args[::-1]):
+    for places, line in equal.operands():
         chosen = _chosen(a, places, line, axis % x.rank, equal.shape, distinct)
         if chosen is not None:
             return a.cast(chosen, x.dtype)

@@ -11,7 +11,7 @@ from fusion.graph.simplifications import below_greatest
 
 def differences(x: Value) -> list[tuple[Value, Value]]:
     """List the pairs (z, r) with `x` = z - r, where r [.., 1] is one number of each row of z."""
-    pairs = (x.args, x.args[::-1]) if x.op == "add" else ()
+    pairs = x.operands("add")
     less = [(z, minus) for z, minus in pairs if minus.op == "scale" and minus.attrs == (-1.0,)]
     return [(z, minus.arg) for z, minus in less if _is_per_row(minus, z)]
 
@@ -35,7 +35,7 @@ def log_sum(value: Value) -> LogSum | None:
     if value.op == "log":
         z = _exponents(value)
         return None if z is None else LogSum(z, below_greatest(z, -1) is not None)
-    for top, log in (value.args, value.args[::-1]) if value.op == "add" else ():
+    for top, log in value.operands("add"):
         z = _exponents(bare(log))
         shifted = [] if z is None else [x for x, less in differences(z) if bare(less) is bare(top)]
         if z is not None and shifted:
@@ -76,11 +76,11 @@ def decomposed(x: Value) -> tuple[Value, ...]:
     same, one, added = x.args
     if same.op != "and" or added.op != "add":
         return ()
-    for top, log in (added.args, added.args[::-1]):
+    for top, log in added.operands():
         z = log.arg.arg if log.op == "aten.log1p.default" and log.arg.op == "exp" else None
         if z is None or z.op != "add" or top.op != "where":
             continue
-        for least, minus in (z.args, z.args[::-1]):
+        for least, minus in z.operands():
             lower = minus.op == "scale" and minus.attrs[0] == -1 and minus.arg is top and least.op == "where"
             if lower and _are_ordered(top, least) and one in top.args[1:] and _is_same_infinity(same, top.args[1:]):
                 return tuple(top.args[1:])
@@ -106,7 +106,7 @@ def _is_finite(condition: Value, both: Sequence[Value]) -> bool:
     """Return True if `condition` is (|x| != inf) · (x == x), true for finite x, where x is one of the values `both`."""
     if condition.op != "mul":
         return False
-    for other, own in (condition.args, condition.args[::-1]):
+    for other, own in condition.operands():
         x = own.arg if own.attrs == ("eq",) and own.args[0] is own.args[1] else None
         size = other.args if other.attrs == ("ne",) else ()
         infinite = any(each.op == "full" and each.attrs == (float("inf"),) for each in size)

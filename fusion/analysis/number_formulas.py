@@ -47,7 +47,7 @@ def zero_at(choice: Value) -> Value | None:
     condition, yes, no = choice.args
     test = condition.arg if condition.op == "not" else condition
     if test.op == "compare" and test.attrs[0] in ("eq", "ne"):
-        tested = next((x for x, y in (test.args, test.args[::-1]) if y.op == "full" and y.attrs == (0,)), None)
+        tested = next((x for x, y in test.operands() if y.op == "full" and y.attrs == (0,)), None)
     else:
         tested = test.arg if test.op == "cast" else None
     if tested is None:

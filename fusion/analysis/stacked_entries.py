@@ -13,7 +13,7 @@ Pick = tuple[int, int] | None
 
 
 class Picked(NamedTuple):
-    """A pick in the argument of a reshape or a permute; it may be None, which is no failure."""
+    """A proven pick in the argument of a reshape or a permute; wrapped, as None, all entries, is a proven pick too."""
 
     pick: Pick
 

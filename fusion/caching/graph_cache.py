@@ -32,6 +32,7 @@ from fusion.language.cache_keys import keys_of
 from fusion.options import Options
 from fusion.planning.plan_json import Maker, UnwrittenError, read, written
 from fusion.planning.target import Target
+from fusion.planning.usable_packages import Usable
 from fusion.records import Output, Prepared
 from fusion.report.outcome import Outcome
 
@@ -123,7 +124,7 @@ class Entry:
                 self.source.erase_node(node)
         modules: dict[str, fx.GraphModule] = {}
         prepared = tuple(_prepared(each, modules) for each in recorded["prepared"])
-        return Outcome(self.facts, assumed=frozenset(recorded["assumed"]), prepared=prepared)
+        return Outcome(self.facts, assumed=frozenset(recorded["assumed"]), prepared=prepared, is_replayed=True)
 
     def _placed(self, row: Sequence[Any], given: dict[int, fx.Node], at: fx.Node | None) -> fx.Node:
         """Insert the node that `row` describes behind `at`, or before all others if None; or update the node if it
@@ -202,7 +203,8 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
         facts.strides,
         facts.prepares,
     ]
-    parts = [*recorded, keys, Target.resolve(options.target).name, repr(options.key()), repr(known)]
+    machine = Target.resolve(options.target).name, repr(Usable.of(options.packages))
+    parts = [*recorded, keys, *machine, repr(options.key()), repr(known)]
     digest = sha256("\n".join(parts).encode()).hexdigest()
     return Entry(digest, source, facts, _nodes(source), partial(fake_tensor, mode), graphs)
 

@@ -10,24 +10,24 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.fx as fx
-from torch.fx.immutable_collections import immutable_dict
 
 from fusion._torch.garbage_collection import uncollected
 from fusion._torch.inductor import inductor_mode
-from fusion._torch.tracing import Boxed, aot_plain, boxed, copied, inline_regions, outside_modes, specialise_floats
+from fusion._torch.tracing import Boxed, aot_plain, copied, inline_regions, outside_modes, specialise_floats
 from fusion.caching import graph_cache
 from fusion.errors import ExpectationWarning, FusionError, OptionError, StageError
 from fusion.facts import Facts
+from fusion.frontend.compilations import TRAINING, Captured, add, described, keeping, unfused
+from fusion.frontend.dumps import dump
 from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.library import completed, library_for
-from fusion.frontend.regions import region_reports, regions_in
+from fusion.frontend.regions import Place, region_reports, regions_in
 from fusion.frontend.rerun import rerun
-from fusion.graph.origin import render
 from fusion.inputs.assumptions import assumed, checks_of, loosened
 from fusion.inputs.dynamo_inputs import Known
 from fusion.language import Library, Reader, Rule
@@ -39,10 +39,10 @@ from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
 from fusion.report.refusals import rule_names
 from fusion.report.report import Report
-from fusion.runtime.prepared_weights import foreseen, obstacles, supply
+from fusion.runtime.prepared_weights import supply
 from fusion.runtime.verification import Subject, verified
 from fusion.stages.capture import capture, is_training
-from fusion.stages.lower import handed_on, lower, route
+from fusion.stages.lower import guests_idle, handed_on, lower, route
 from fusion.stages.verify import contract, verify
 
 log = logging.getLogger("fusion")
@@ -131,6 +131,7 @@ class FusionBackend:
         options: the options, or a mapping of names to values.
         rules: the rules to choose from: a library, as `fusion.installed() + [MyRule()]`, or rules and readers, to which
             the installed readers are added; None for the installed ones.
+        settings: settings of the vendor's compiler that runs the graphs, see `fusion.integrations`; None for defaults.
 
     Raises:
         OptionError: an option has a value that is not accepted, or names a rule that does not exist.
@@ -139,6 +140,7 @@ class FusionBackend:
 
     options: Options = Options()
     rules: Library | Iterable[Rule | Reader] | None = None
+    settings: Any = None
 
     def __post_init__(self) -> None:
         """Check options and rules before anything is compiled."""
@@ -184,6 +186,7 @@ class FusionBackend:
                 "Call the model under torch.no_grad() or torch.inference_mode(), or freeze its parameters.",
                 stacklevel=2,
             )
+            add(unfused("backend", self.options.target, gm.graph, TRAINING, is_captured=False))
             return aot_plain(gm, example_inputs)
         inline_regions(gm)
         return capture(gm, example_inputs, partial(self._compile, Known.from_dynamo(gm, example_inputs)))
@@ -210,8 +213,20 @@ class FusionBackend:
         example_inputs: Sequence[Any],
     ) -> Boxed:
         """Fuse and lower `gm`, a copy of `original`, and check the assumptions in `facts` at each call."""
+        started = perf_counter()
         try:
             outcome = self.outcome(gm, facts, original.graph)
+            with stage("report"):
+                captured = Captured(partial(self._reported_later, known, facts, original))
+                listed = described(
+                    "backend",
+                    self.options.target,
+                    original.graph,
+                    gm.graph,
+                    outcome,
+                    captured,
+                    perf_counter() - started,
+                )
         except FusionError as error:
             return self._without_fusion(original, example_inputs, error)
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
@@ -223,19 +238,19 @@ class FusionBackend:
                 run = self._lowered(gm, [*example_inputs, *prepared])
         except StageError as error:
             return self._without_fusion(original, example_inputs, error)
+        add(listed, outcome)
         warn(outcome.failures)
         warn_unmet(lacks)
         run = supply(run, gm.graph, outcome.prepared, known.names_in(gm.graph))
         if subject is not None:
             run = verified(subject, run)
         checks = checks_of(gm.graph, facts, outcome.assumed)
-        if not checks:
-            return run
-        looser = loosened(original.graph, facts)
-        again = None
-        if looser != facts and not _is_symbolic(original.graph):
-            again = partial(self._fused_again, known, looser, original, example_inputs)
-        return assumed(run, partial(self._unfused, original, example_inputs), checks, again)
+        if checks:
+            looser, again = loosened(original.graph, facts), None
+            if looser != facts and not _is_symbolic(original.graph):
+                again = partial(self._fused_again, known, looser, original, example_inputs)
+            run = assumed(run, partial(self._unfused, original, example_inputs), checks, again)
+        return keeping(run, captured)
 
     def _lacks(self, outcome: Outcome, known: Known) -> str:
         """Describe the expectations that `outcome` does not meet; "" if it meets all, as a replayed one does."""
@@ -275,6 +290,7 @@ class FusionBackend:
         passed on.
         """
         log.debug("fusing a graph failed", exc_info=error)
+        add(unfused("backend", self.options.target, original.graph, str(error)))
         run = self._lowered(original, example_inputs)
         if isinstance(error, StageError):
             warn([error.failure])
@@ -293,8 +309,8 @@ class FusionBackend:
     def _lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any], by: str | None = None) -> Boxed:
         """Compile a graph by the compiler `by`, that of the options if None: Inductor in the mode of the options."""
         by = by or route(self.options.lower)
-        with inductor_mode(self.options.mode) if by == "inductor" else nullcontext():
-            return lower(gm, example_inputs, by)
+        with inductor_mode(self.options.mode) if by == "inductor" else nullcontext(), guests_idle():
+            return lower(gm, example_inputs, by, self.settings)
 
     def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
         """Fuse `gm` in place, replaying the rewrites of an equal graph where the cache has one.
@@ -306,16 +322,15 @@ class FusionBackend:
             StageError: a stage failed; the graph is not to be used.
         """
         with stage("report"):
-            expects = bool(self.options.expect or regions_in(gm.graph))
-        if expects:
-            return self.fuse(gm, facts, original)
+            regions = regions_in(gm.graph)
+        if self.options.expect or regions:
+            return self.fuse(gm, facts, original, places=regions)
         with stage("graph_cache"), uncollected():
             entry = graph_cache.entry(gm.graph, facts, library_for(self.options, self.rules), self.options)
             known = entry and entry.replayed(original, partial(_check_replayed, gm.graph, original))
         if known is not None:
-            log.info("fused as an equal graph was")
             return known
-        outcome = self.fuse(gm, facts, original, with_refusals=False)
+        outcome = self.fuse(gm, facts, original, with_refusals=False, places=regions)
         if entry is not None:
             with stage("graph_cache"), uncollected():
                 entry.keep(outcome)
@@ -328,6 +343,7 @@ class FusionBackend:
         original: fx.Graph | None = None,
         with_refusals: bool = True,
         in_place: bool = True,
+        places: Sequence[Place] | None = None,
     ) -> GraphReport:
         """Rewrite one functional aten graph in place and report; the module is not recompiled.
 
@@ -337,16 +353,18 @@ class FusionBackend:
             original: a copy of the graph, name for name, where the caller has one.
             with_refusals: False to skip the work on refusals, which compilations do not report.
             in_place: False to leave the graph functional.
+            places: the regions of the graph, where the caller has listed them.
 
         Raises:
             FusionError: the options or a rule cannot be used.
             StageError: a stage failed; the graph is not to be used.
         """
+        if places is None:
+            with stage("report"):
+                places = regions_in(gm.graph)
         number = next(_numbers)
-        dumped = _dump(self.options.dump_dir, f"graph{number}_captured.txt", gm.graph)
+        dumped = dump(self.options.dump_dir, f"graph{number}_captured.txt", gm.graph)
         library = library_for(self.options, self.rules)
-        with stage("report"):
-            places = regions_in(gm.graph)
         before = None
         if with_refusals:
             before = fx.GraphModule(gm, copied(gm.graph) if original is None else original)
@@ -354,15 +372,36 @@ class FusionBackend:
         with stage("report"):
             regions = region_reports(places, outcome, self.options, self.rules) if places else ()
         if dumped:
-            _dump(self.options.dump_dir, f"graph{number}_fused.txt", gm.graph)
+            dump(self.options.dump_dir, f"graph{number}_fused.txt", gm.graph)
         machine = Target.resolve(self.options.target)
         names = rule_names(library) if with_refusals else {}
-        report = GraphReport(
+        return GraphReport(
             **vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on(), original=before, rule_of=names,
             regions=regions,
         )  # fmt: skip
-        log.info("fused %d places", len(report.chosen))
-        return report
+
+    def reported(self, known: Known, facts: Facts, gm: fx.GraphModule, original: fx.GraphModule) -> GraphReport:
+        """Fuse `gm`, a copy of `original`, and report with the names of inputs and results, and the pass to be run
+        again.
+
+        Raises:
+            StageError: a stage failed; the graph is not to be used.
+        """
+        report = self.fuse(gm, facts, original.graph)
+        gm.recompile()
+        inputs, results = known.named(original.graph)
+        again = rerun(original, partial(known.facts, original.graph), self.options, self.rules)
+        return replace(report, inputs=inputs, results=results, counted=known.counted, rerun=again)
+
+    def _reported_later(self, known: Known, facts: Facts, original: fx.GraphModule) -> GraphReport:
+        """Report on `original`, which is not changed, after it was compiled."""
+        gm, before = (fx.GraphModule(original, copied(original.graph)) for _ in range(2))
+        quiet = replace(self, options=replace(self.options, dump_dir="", progress=False))
+        try:
+            with outside_modes():
+                return quiet.reported(known, facts, gm, before)
+        except StageError as error:
+            return quiet.failed(original, error)
 
     def failed(self, gm: fx.GraphModule, error: StageError) -> GraphReport:
         """Return the report of the unchanged graph `gm`, whose only content is the `error` of a stage."""
@@ -375,48 +414,6 @@ class FusionBackend:
         `handed_on`.
         """
         return partial(handed_on, by=route(self.options.lower))
-
-
-@dataclass(frozen=True)
-class Explainer:
-    """A backend that fuses and reports, and whose graphs return fake results instead of running.
-
-    Attributes:
-        backend: the backend that fuses.
-        parts: list to which the reports are appended.
-        positional: names of the positional arguments of the explained function.
-        originals: by the id of a fake tensor, the tensor that it is a copy of.
-    """
-
-    backend: FusionBackend
-    parts: list[GraphReport]
-    positional: tuple[str, ...] = ()
-    originals: Mapping[int, torch.Tensor] = immutable_dict()
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Append the report of one graph, and return an interpreter of the graph."""
-        specialise_floats(gm)
-        inline_regions(gm)
-        known = Known.from_dynamo(gm, example_inputs, self.positional, self.originals)
-        real = [self.originals.get(id(each), each) for each in example_inputs]
-        return capture(gm, example_inputs, partial(self._compile, known, obstacles(real)))
-
-    def _compile(self, known: Known, stuck: Sequence[str], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
-        original = fx.GraphModule(gm, copied(gm.graph))
-        try:
-            with stage("capture"):
-                facts = known.facts(gm.graph, self.backend.options.assume)
-            report = self.backend.fuse(gm, facts, original.graph)
-            gm.recompile()
-            inputs, results = known.named(original.graph)
-            with stage("prepare"):
-                prepared = foreseen(report.prepared, gm.graph, stuck)
-            again = rerun(original, facts, self.backend.options, self.backend.rules)
-            named = {"inputs": inputs, "results": results, "counted": known.counted, "rerun": again}
-            self.parts.append(replace(report, prepared=prepared, **named))
-        except StageError as error:
-            self.parts.append(self.backend.failed(original, error))
-        return boxed(fx.Interpreter(original).run)
 
 
 def _is_symbolic(graph: fx.Graph) -> bool:
@@ -442,26 +439,3 @@ def _warn_of_mode(options: Options) -> None:
             "nothing. Set option lower to 'inductor', or on an NPU to 'npugraph_ex', which captures graphs.",
             stacklevel=2,
         )
-
-
-def _dump(folder: str, name: str, source: fx.Graph) -> bool:
-    """Write a graph as text into a folder, if one is named; True if it was written.
-
-    Where it cannot be written, a warning names the error, and the graph is fused all the same.
-    """
-    if not folder:
-        return False
-    with stage("dump"):
-        text = render(source)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / name).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"cann-fusion could not write {name} into the folder {folder!r} ({why}): the graph is fused without a "
-            "dump. Name a folder in option dump_dir that can be written to.",
-            stacklevel=2,
-        )
-        return False
-    return True

@@ -9,16 +9,18 @@ from importlib.metadata import entry_points
 
 from fusion.frontend.library import GROUP, installed, provided_by, rule_called
 from fusion.language import Rule
-from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator
+from fusion.operators import CHIPS, HOST, OPERATORS, PACKAGES, Limit, Operator, Package, package_of
+from fusion.operators.packages import import_failure
 from fusion.options import check_names
 
 
 @dataclass(frozen=True)
 class OperatorEntry:
-    """One operator that can be emitted.
+    """One operator that is declared.
 
     Attributes:
         name: qualified name, `npu::npu_rms_norm`.
+        package: the package that registers it on an NPU, "" for an unknown one.
         summary: its formula.
         schema: its schema, as torch_npu prints it.
         targets: the chips that have it.
@@ -34,6 +36,7 @@ class OperatorEntry:
     """
 
     name: str
+    package: str
     summary: str
     schema: str
     targets: tuple[str, ...]
@@ -46,6 +49,25 @@ class OperatorEntry:
     without_effect: tuple[str, ...]
     source: str
     older: str
+
+
+@dataclass(frozen=True)
+class PackageEntry:
+    """One package that registers operators.
+
+    Attributes:
+        name: its name, as the option `packages` takes it.
+        namespaces: the namespaces of its operators.
+        summary: its content.
+        source: its repository.
+        state: "is imported", or the reason why it cannot be.
+    """
+
+    name: str
+    namespaces: tuple[str, ...]
+    summary: str
+    source: str
+    state: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +102,11 @@ def operator_entries() -> tuple[OperatorEntry, ...]:
     return tuple(_operator(each) for _, each in sorted(OPERATORS.items()))
 
 
+def package_entries() -> tuple[PackageEntry, ...]:
+    """List all packages in the order in which they are declared; imports those that are installed."""
+    return tuple(_package(each) for each in PACKAGES.values())
+
+
 def rule_entries() -> tuple[RuleEntry, ...]:
     """List all installed rules, in the order in which the packages provide them."""
     return tuple(_rule(each) for each in installed().rules)
@@ -108,9 +135,16 @@ def rule_entry(name: str) -> RuleEntry:
     return entries[name]
 
 
+def _package(package: Package) -> PackageEntry:
+    state = import_failure(package) or "is imported"
+    return PackageEntry(package.name, package.namespaces, package.summary, package.source, state)
+
+
 def _operator(op: Operator) -> OperatorEntry:
+    package = package_of(op.namespace)
     return OperatorEntry(
         op.name,
+        package.name if package else "",
         op.summary,
         op.schema,
         tuple(chip for chip in CHIPS if chip in op.limits),

@@ -153,17 +153,20 @@ def ops(
     name: Annotated[str, typer.Argument(help="One operator, with everything that is known of it.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the fused operators that can be emitted: schema, targets, limits, lowerings, source."""
+    """List the fused operators that are declared, by package: schema, targets, limits, lowerings, source."""
     with reported("listing operators"):
         entries = [catalogue.operator_entry(name)] if name else list(catalogue.operator_entries())
         origin = operators.ensure()
     if as_json:
-        content = {"schemas": asdict(origin), "operators": [asdict(each) for each in entries]}
+        packages = [asdict(each) for each in catalogue.package_entries()]
+        content = {"schemas": asdict(origin), "packages": packages, "operators": [asdict(each) for each in entries]}
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     terminal = console()
     terminal.print(_operator(entries[0]) if name else _operators(entries))
     owner = f"torch_npu {origin.version}" if origin.source == "torch_npu" else "cann-fusion itself"
+    if not name:
+        terminal.print(_packages(catalogue.package_entries()))
     terminal.print(f"schemas of {owner} are in use: {escape(origin.reason)}")
 
 
@@ -182,18 +185,39 @@ def rules(
 
 
 def _operators(entries: list[catalogue.OperatorEntry]) -> Table:
-    rows = ((each.name, each.summary, "\n".join(each.targets), "\n".join(each.lowerings)) for each in entries)
-    return _listed("operators that can be emitted", ("operator", "what it computes", "targets", "lowered by"), rows)
+    """Build the table of operators by package, in the order of the packages."""
+    order = [each.name for each in catalogue.package_entries()]
+    rows = (
+        (each.name, each.summary, "\n".join(each.targets), "\n".join(each.lowerings), each.package)
+        for each in sorted(entries, key=lambda each: order.index(each.package) if each.package else len(order))
+    )
+    columns = "operator", "what it computes", "targets", "lowered by", "from"
+    return _listed("operators", columns, rows)
+
+
+def _packages(entries: Sequence[catalogue.PackageEntry]) -> Table:
+    columns = "package", "what it has", "namespaces", "here it"
+    rows = (
+        (
+            each.name,
+            each.summary,
+            "\n".join(each.namespaces),
+            each.state,
+        )
+        for each in entries
+    )
+    return _listed("packages that bring them", columns, rows)
 
 
 def _operator(entry: catalogue.OperatorEntry) -> Table:
     arguments = [(name, f"[{dims}]  {', '.join(entry.dtypes.get(name, ()))}") for name, dims in entry.dims.items()]
     limits = [(f"limits on {target}", "\n".join(each) or "none") for target, each in entry.limits.items()]
     first = ("computes", entry.summary), ("schema", entry.schema), ("lowered by", ", ".join(entry.lowerings))
+    package = (("package", entry.package),) if entry.package else ()
     raising = "\n".join(f"{name}: {because}" for name, because in entry.uncomputed.items())
     answers = ("computed", ", ".join(entry.computed)), ("not computed", raising or "none")
     older = (("older name", entry.older),) if entry.older else ()
-    return _described(entry.name, (*first, *arguments, *answers, *limits, *older, ("source", entry.source)))
+    return _described(entry.name, (*first, *package, *arguments, *answers, *limits, *older, ("source", entry.source)))
 
 
 def _rules(entries: list[catalogue.RuleEntry]) -> Table:

@@ -16,8 +16,9 @@ from fusion._torch.exported import is_exported
 from fusion._torch.fakes import OUTSIDE, CopyMode, fresh_fake_mode, real_causal_biases
 from fusion._torch.graph_breaks import UNRESUMED, Departures, listening, stack_of
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
-from fusion.frontend.backend import Explainer, FusionBackend
+from fusion.frontend.backend import FusionBackend
 from fusion.frontend.expectations.compare import unmet, warn_unmet
+from fusion.frontend.explainer import Explainer
 from fusion.frontend.exported import explain_exported
 from fusion.inputs.data_dependent import Guesses, innermost, is_of_model
 from fusion.language import Library, Reader, Rule
@@ -102,7 +103,7 @@ class _Trace:
             (model, fake_args, fake_kwargs), copied = _copied((function, args, kwargs))
         pairs = _copies(copied)
         originals = {id(fake): real for fake, real in pairs}
-        explainer = Explainer(self._backend, self.parts, _positional(function), originals)
+        explainer = Explainer(self._backend, self.parts, positional_arguments(function), originals)
         keep_marks(tree_leaves((args, kwargs)), copied)
         self.mode.given.give(pairs)
         for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())
@@ -190,11 +191,12 @@ def _copies(copied: dict[int, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(copied[id(each)], each) for each in originals if id(each) in copied]
 
 
-def _positional(called: Callable[..., Any]) -> tuple[str, ...]:
+def positional_arguments(called: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments of `called` that may be passed by position, in order; () if it is in C."""
     forward = called.forward if isinstance(called, torch.nn.Module) else called
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # implemented in C
+    except (TypeError, ValueError):
         return ()
     return tuple(each.name for each in parameters if each.kind in kinds)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from fusion._torch.tracing import copied, keep_names
 from fusion.errors import OperatorError, OptionError, StageError
 from fusion.facts import Facts
 from fusion.frontend.backend import FusionBackend
+from fusion.frontend.compilations import Captured, add, described, keeping, unfused
 from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.rerun import rerun
 from fusion.graph.aliasing import name_results, outputs
@@ -60,18 +62,25 @@ def fuse_exported(
         RuleError: a rule is declared wrongly.
     """
     plain, backend = _functional(program), _backend(options, rules)
+    started = perf_counter()
     report = _report(plain, backend)
+    captured, seconds = Captured(lambda: report), perf_counter() - started
     warn(report.failures)
     try:
+        with stage("report"):
+            target = backend.options.target
+            listed = described("fuse_exported", target, plain.graph, report.graph.graph, report, captured, seconds)
         with stage("report"):
             lacks = unmet(Report(report.machine.name, (report,)), backend.options, backend.rules)
         with stage("lower"):
             fused = _program(plain, report, backend.options.lower)
     except StageError as error:
+        add(unfused("fuse_exported", backend.options.target, plain.graph, str(error)))
         warn([error.failure])
         return plain
+    add(listed, report)
     warn_unmet(lacks)
-    return fused
+    return keeping(fused, captured)
 
 
 def explain_exported(
@@ -129,7 +138,7 @@ def _report(plain: ExportedProgram, backend: FusionBackend) -> GraphReport:
         with stage("capture"):
             write_at_end(gm, plain.graph_signature)
             captured = fx.GraphModule(gm, copied(gm.graph))
-        again = rerun(captured, facts, backend.options, backend.rules, in_place=False)
+        again = rerun(captured, lambda assume: facts, backend.options, backend.rules, in_place=False)
         report = replace(backend.fuse(gm, facts, in_place=False), rerun=again)
     except StageError as error:
         report = backend.failed(gm, error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -306,7 +307,7 @@ def _call(transformers: Any, request: Request, size: Size, cache: str) -> Call:
         tokens = request.seq if request.mode == "prefill" else 1
         ids = torch.zeros(request.batch, tokens, dtype=torch.long)
     kwargs = {"input_ids": ids, "use_cache": cache != "none"}
-    return Call(model, kwargs | ({} if given is None else {"past_key_values": given}), (*notices, *fallback))
+    return Call(model, kwargs | ({} if given is None else {_cache_name(model): given}), (*notices, *fallback))
 
 
 def _model(transformers: Any, config: Any, dtype: torch.dtype, request: Request) -> tuple[Any, tuple[str, ...]]:
@@ -342,11 +343,21 @@ def _cache(transformers: Any, model: Any, request: Request, kind: str) -> Any:
         _prefill(model, request, filled, cache)
         return cache if decodes else transformers.DynamicCache(**given)
     result = _prefill(model, request, filled, None, use_cache=kind != "none")
-    return result.past_key_values if decodes else None
+    return getattr(result, _cache_name(model)) if decodes else None
 
 
 def _prefill(model: Any, request: Request, tokens: int, cache: Any, use_cache: bool = True) -> Any:
-    return model(torch.zeros(request.batch, tokens, dtype=torch.long), past_key_values=cache, use_cache=use_cache)
+    ids = torch.zeros(request.batch, tokens, dtype=torch.long)
+    return model(ids, use_cache=use_cache, **{_cache_name(model): cache})
+
+
+def _cache_name(model: Any) -> str:
+    """Return the name of the argument of `model` that takes its cache: models with recurrent states alone have another.
+
+    An argument that the forward does not declare is dropped without an error.
+    """
+    declared = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in declared), "past_key_values")
 
 
 def _why(error: Exception) -> str:

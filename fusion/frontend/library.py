@@ -1,4 +1,7 @@
-"""The library of rules: those of the entry points of group `fusion.patterns`, filtered by the options."""
+"""The library of rules: those of the entry points of group `fusion.patterns`, filtered by the options.
+
+Entry points of group `fusion.operators` bring operators and packages without rules.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,39 @@ from importlib.metadata import entry_points
 
 from fusion.errors import NoRulesError, OptionError, RuleError
 from fusion.frontend.expectations.contract import expectations
-from fusion.language import Example, Library, Rule
+from fusion.language import Example, Library, Reader, Rule
 from fusion.language.cache_keys import names_read
 from fusion.language.checks import check_library
-from fusion.operators import OPERATORS, provide
+from fusion.operators import OPERATORS, PACKAGES, provide
+from fusion.operators.vendor_versions import PREFIX, versions
 from fusion.options import Options, check_names
 
 GROUP = "fusion.patterns"
+OPERATORS_GROUP = "fusion.operators"
 EXAMPLES = "fusion.examples"
+Rules = Library | Iterable[Rule | Reader] | None
+"""Rules as users hand them over: a library, or rules and readers, to which the installed ones are added; None for the
+installed library."""
 
 
 @cache
 def installed() -> Library:
-    """Return the rules and readers of all installed packages; names are unique.
+    """Return the rules, readers, operators and packages that all installed distributions provide; names are unique.
 
     Raises:
         NoRulesError: no package provides any.
         RuleError: two packages provide one name, or one uses a word that no reader gives.
     """
     library = Library(())
-    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
-        library += provided_by(entry.load())
+    for group in (OPERATORS_GROUP, GROUP):
+        for entry in sorted(entry_points(group=group), key=lambda each: each.name):
+            library += provided_by(entry.load())
     if not library.rules:
         raise NoRulesError(
             f"loading rules: no installed package provides the entry-point group {GROUP!r}, so nothing could ever be "
             "fused; install the package instead of only importing its folder (pip install -e .)"
         )
-    provide(library.operators)
+    provide(library.operators, library.packages)
     check_library(library)
     return library
 
@@ -59,7 +68,7 @@ def examples() -> Mapping[str, tuple[Example, ...]]:
 
 
 def provided_by(provider: object) -> Library:
-    """Make a library from the object of an entry point: a library, rules alone, or a function that returns either."""
+    """Make a library from the object of an entry point: a library, parts of one, or a function that returns either."""
     return Library.of(provider() if callable(provider) else provider)
 
 
@@ -73,8 +82,8 @@ def library_for(options: Options, given: object = None) -> Library:
 
     Raises:
         OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator; `opt_in`:
-            no rule that is off by default; `expect`: none at all), or `rules` one that is off; or the expectations
-            cannot be read.
+            no rule that is off by default; `expect`: none at all), `rules` one that is off, or `packages` an unknown
+            package or two versions of torch_npu; or the expectations cannot be read.
         RuleError: `given` is declared wrongly.
     """
     library = library_of(given)
@@ -83,6 +92,9 @@ def library_for(options: Options, given: object = None) -> Library:
     operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
     _check_rules("rule", options.rules | options.unsafe, library, rules)
     _check_rules("rule", options.disable, library, {*rules, *operators})
+    check_names("package", options.packages, [*PACKAGES, *(f"{PREFIX}{each}" for each in versions())])
+    if len(named := sorted(each for each in options.packages if each.startswith(PREFIX))) > 1:
+        raise OptionError(f"reading options: packages names {' and '.join(named)}; name one version of torch_npu")
     for name in sorted((options.opt_in & rules.keys()) - switched):
         check_names("opt-in rule", [name], switched, f"{name!r} is on anyway: leave it out. ")
     _check_rules("opt-in rule", options.opt_in, library, switched)
@@ -126,15 +138,15 @@ def why_unused(rule: str, options: Options, given: object = None) -> str:
 
 
 def completed(given: object) -> Library:
-    """Return `given` if it is a library, else a library of its parts and the installed readers and operators."""
+    """Return `given` if it is a library, else a library of its parts and all that is installed but rules."""
     if isinstance(given, Library):
         return given
-    return Library((), installed().readers, installed().operators) + given
+    return replace(installed(), rules=()) + given
 
 
 @cache
 def _checked(library: Library) -> Library:
-    provide(library.operators)
+    provide(library.operators, library.packages)
     check_library(library, _installed_names)
     return library
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,8 +17,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusion import operators
 from fusion._torch.inductor import hosts_pass
+from fusion._torch.tensors import attribute_of
 from fusion._torch.tracing import copied, refill
 from fusion.errors import StageError
+from fusion.frontend.backend import FusionBackend
+from fusion.frontend.compilations import MOST, Captured, add, described, report_of, unfused
 from fusion.frontend.library import completed, library_for
 from fusion.graph.aliasing import name_results, outputs
 from fusion.language import Library, Reader, Rule
@@ -23,10 +30,12 @@ from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.planning.target import Target
 from fusion.report.failures import stage, warn
-from fusion.report.outcome import Outcome
+from fusion.report.outcome import GraphReport, Outcome
+from fusion.report.report import Report
 from fusion.routes import vendor
 from fusion.routes.inductor import copy_results, guest_table
 from fusion.routes.inductor_guest import decompose_added, is_on_npu
+from fusion.stages.lower import is_guest_idle
 
 
 class FusionPass(CustomGraphPass):
@@ -35,7 +44,8 @@ class FusionPass(CustomGraphPass):
     Works as every custom pass of Inductor after tracing (`post_grad_custom_pre_pass`, `joint_custom_post_pass`, ...),
     whose cache of graphs stays in use, and as torchair's and npugraph_ex's `post_grad_custom_pre_pass` (which pass
     further arguments). In a graph of Inductor on a CPU or GPU, fused operators are replaced by their decompositions, so
-    that Inductor generates code for them. Passes pickle, and copies of one have equal keys.
+    that Inductor generates code for them. Graphs from the backend of this package, which are fused already, are left
+    as they are. Passes pickle, without their reports, and copies of one have equal keys.
 
     Attributes:
         options: the options.
@@ -49,6 +59,18 @@ class FusionPass(CustomGraphPass):
         self.options = Options.of(options)
         self.rules = None if rules is None else completed(rules)
         self.library = library_for(self.options, self.rules)
+        self._captured: deque[Captured] = deque(maxlen=MOST)
+
+    @property
+    def report(self) -> Report:
+        """The report over the graphs that this pass has fused in this process, made by a search of each when it is
+        first read.
+        """
+        return replace(report_of(self.options.target, list(self._captured)), notes=_without_effect(self.options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
+        """Return the pass itself, as hosts copy their configuration, and its report is to have what a copy fused."""
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild the pass from its arguments: the installed library is that of the process that unpickles."""
@@ -62,10 +84,13 @@ class FusionPass(CustomGraphPass):
         Raises:
             FusionError: the graph has no shapes.
         """
+        if is_guest_idle():
+            return
         source = graph.graph if isinstance(graph, fx.GraphModule) else graph
         try:
             outcome = self._fuse(source)
         except StageError as error:
+            add(unfused("FusionPass", self.options.target, source, str(error)))
             warn([error.failure])
             return
         warn(outcome.failures)
@@ -85,6 +110,7 @@ class FusionPass(CustomGraphPass):
             FusionError: the graph has no shapes.
             StageError: a stage failed; the graph is unchanged.
         """
+        started = perf_counter()
         original, options, inductor = copied(source), self.options, hosts_pass()
         on_npu = inductor and is_on_npu(source)
         if on_npu and not options.plan_lower:
@@ -92,6 +118,10 @@ class FusionPass(CustomGraphPass):
         outcome = fuse_graph(
             source, self.library, options, original=original, with_refusals=False, in_place=on_npu or not inductor
         )
+        with stage("report"):
+            captured = Captured(partial(_reported, original, _attributes(source), FusionBackend(options, self.rules)))
+            seconds = perf_counter() - started
+            listed = described("FusionPass", options.target, original, source, outcome, captured, seconds)
         if inductor and outcome.chosen:
             try:
                 with stage("lower"):
@@ -101,6 +131,8 @@ class FusionPass(CustomGraphPass):
                 refill(source, original)
                 raise
         name_results(source, [node.name for node in outputs(original)])
+        self._captured.append(captured)
+        add(listed, outcome)
         return outcome
 
     def uuid(self) -> str | None:
@@ -119,5 +151,33 @@ class FusionPass(CustomGraphPass):
             repr(self.options.key()),
             str(operators.ensure()),
             torch.__version__,
+            str(is_guest_idle()),
         ]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def _without_effect(options: Options) -> tuple[str, ...]:
+    """Return a remark for each of `options` that a guest ignores."""
+    given = [name for name in ("assume", "verify", "expect") if getattr(options, name)]
+    why = "FusionPass is a guest of another compiler, and only the backend cann_fusion checks calls and expectations"
+    return tuple(f"option {name} has no effect: {why}" for name in given)
+
+
+def _attributes(source: fx.Graph) -> dict[str, Any]:
+    """Return what `source` refers to in its module, by name; tensors weakly, as they may be weights."""
+    named = [node for node in source.nodes if node.op in ("get_attr", "call_module")]
+    values = {str(node.target): attribute_of(node) for node in named}
+    return {name: weakref.ref(each) if isinstance(each, torch.Tensor) else each for name, each in values.items()}
+
+
+def _reported(original: fx.Graph, attributes: Mapping[str, Any], backend: FusionBackend) -> GraphReport | None:
+    """Fuse a copy of `original` by `backend` and report; None where a tensor among its `attributes` is freed."""
+    root = {name: each() if isinstance(each, weakref.ref) else each for name, each in attributes.items()}
+    if any(each is None for each in root.values()):
+        return None
+    gm = fx.GraphModule(root, copied(original))
+    quiet = replace(backend, options=replace(backend.options, dump_dir="", progress=False))
+    try:
+        return quiet.fuse(gm, in_place=False)
+    except StageError as error:
+        return quiet.failed(gm, error)

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch.fx.traceback import annotate
 
 from fusion.errors import OptionError
-from fusion.frontend.expectations.paths import is_within
+from fusion.frontend.expectations.path_patterns import is_within
 from fusion.frontend.library import uses_of, why_unused
 from fusion.graph.origin import frames, location, module_path, modules
 from fusion.options import Options

@@ -192,7 +192,7 @@ class Graph:
 
     @cached_property
     def _from_view(self) -> Mapping[Value, Value]:
-        """For each value that nodes have permuted or expanded alone, the first such value viewed in the own shape."""
+        """Value without a node -> the first permuted or expanded node of the value, viewed back in its own shape."""
         result: dict[Value, Value] = {}
         for value in self.places:
             if value.op in ("permute", "expand") and value.arg.op not in _SEEN and value.arg not in self.places:

@@ -64,8 +64,13 @@ def module_chain(node: fx.Node) -> list[tuple[str, str, Any]]:
 
 def place_of(node: fx.Node) -> str:
     """Describe where `node` was made, as "in layers.1.attn at model.py:12", or by its name if nothing is recorded."""
-    parts = ("in", module_path(node)), ("at", location(node))
-    return " ".join(f"{word} {part}" for word, part in parts if part) or f"at node {node.name}"
+    return described(module_path(node), location(node)) or f"at node {node.name}"
+
+
+def described(module: str, where: str) -> str:
+    """Describe a place by its module and `file:line`, each if not "", as "in layers.1.attn at model.py:12"."""
+    parts = ("in", module), ("at", where)
+    return " ".join(f"{word} {part}" for word, part in parts if part)
 
 
 @cache

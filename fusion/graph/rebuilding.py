@@ -77,7 +77,7 @@ def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
 
 
 def _matmul(value: Value, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
-    if (x.dim(), y.dim()) != (4, 3):
+    if (x.dim(), y.dim()) != (4, 3) or x.shape[1] != y.shape[0]:
         return torch.matmul(x, y)
     rows = x.transpose(0, 1).flatten(1, 2)  # [N, B·S, K], the rows of each head: no copy of the matrices for each batch
     return torch.bmm(rows, y).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)

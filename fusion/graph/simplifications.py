@@ -29,7 +29,7 @@ def softmax(a: Algebra, numerator: Value, inverse: Value) -> Value | None:
 
 def below_greatest(x: Value, axis: int) -> Value | None:
     """Return the z of x = z - max(z) along `axis`, a negative axis; None for any other `x`."""
-    for z, minus in (x.args, x.args[::-1]) if x.op == "add" else ():
+    for z, minus in x.operands("add"):
         greatest = minus.arg if (minus.op, minus.attrs) == ("scale", (-1.0,)) else minus
         if (greatest.op, greatest.attrs, greatest.args) == ("greatest", (axis,), (z,)):
             return z

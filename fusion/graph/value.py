@@ -51,6 +51,12 @@ class Value:
             value = value.arg
         return value
 
+    def operands(self, *ops: str) -> tuple[tuple[Value, ...], ...]:
+        """Return the arguments of a commutative `self` in both orders, to be matched in either; () if its op is none of
+        `ops`. Without `ops` any op will do.
+        """
+        return (self.args, self.args[::-1]) if not ops or self.op in ops else ()
+
     def sources(self, into: Callable[[Value], Iterable[Value]] = lambda value: value.args) -> Iterator[Value]:
         """Yield `self` and every value reachable from it through `into` (by default its arguments), each once."""
         waiting, seen = list[Value]([self]), set[Value]((self,))

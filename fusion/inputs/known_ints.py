@@ -58,7 +58,7 @@ class GivenNumbers:
         return self._known.get(x)
 
     def is_sampled(self, x: Any) -> bool:
-        """Return True if the numbers of `x` depend on a sample."""
+        """Return True if the numbers of `x` follow from a sample of the data, not from the call's numbers."""
         return isinstance(x, FakeTensor) and x in self._sampled
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Numbers | None:

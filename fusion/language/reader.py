@@ -23,7 +23,7 @@ from fusion.errors import RuleError
 from fusion.graph import Graph
 from fusion.graph.readings import Annotation
 from fusion.language.rule import Rule
-from fusion.operators import Operator
+from fusion.operators import Operator, Package
 
 Read = Callable[[Graph], Iterator[Annotation]]
 
@@ -128,6 +128,8 @@ def reader(
 class Library:
     """The rules of a package, the readers of the words that they use, and operators of its own that they emit.
 
+    `packages` are the Python packages that register these operators on an NPU.
+
     Raises:
         RuleError: an element is of another kind, two have one name, or two give one word.
     """
@@ -135,14 +137,17 @@ class Library:
     rules: tuple[Rule, ...]
     readers: tuple[Reader, ...] = ()
     operators: tuple[Operator, ...] = ()
+    packages: tuple[Package, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in (("rules", Rule), ("readers", Reader), ("operators", Operator)):
+        kinds = ("rules", Rule), ("readers", Reader), ("operators", Operator), ("packages", Package)
+        for name, kind in kinds:
             object.__setattr__(self, name, tuple(_checked_kind(each, kind) for each in getattr(self, name)))
         rules = [(each.name, _defined(type(each))) for each in self.rules]
         _require_unique("rule", rules)
         _require_unique("reader", ((each.name, _defined(each.read)) for each in self.readers))
         _require_unique("operator", ((each.name, _defined(each.compute)) for each in self.operators))
+        _require_unique("package", ((each.name, each.source) for each in self.packages))
         words = [(word, f"the reader {each.name}") for each in self.readers for word in each.gives]
         _require_unique("word", (*words, *((name, f"the rule {kind}") for name, kind in rules)))
 
@@ -154,7 +159,10 @@ class Library:
         """Add the parts of a library, of a collection, or a single part, after those of this."""
         other = Library.of(more)
         return Library(
-            (*self.rules, *other.rules), (*self.readers, *other.readers), (*self.operators, *other.operators)
+            (*self.rules, *other.rules),
+            (*self.readers, *other.readers),
+            (*self.operators, *other.operators),
+            (*self.packages, *other.packages),
         )
 
     def __radd__(self, more: object) -> Library:
@@ -163,7 +171,8 @@ class Library:
 
     @staticmethod
     def of(given: object) -> Library:
-        """Convert a rule, a reader, an operator, or a collection of these to a library; return a library unchanged.
+        """Convert a rule, a reader, an operator, a package, or a collection of these to a library; return a library
+        unchanged.
 
         Raises:
             RuleError: an element is none of these, two have one name, or two give one word.
@@ -171,11 +180,12 @@ class Library:
         if isinstance(given, Library):
             return given
         listed = given if isinstance(given, Iterable) and not isinstance(given, type | str) else [given]
-        checked = [_checked_kind(each, (Rule, Reader, Operator)) for each in listed]
+        checked = [_checked_kind(each, (Rule, Reader, Operator, Package)) for each in listed]
         return Library(
             tuple(each for each in checked if isinstance(each, Rule)),
             tuple(each for each in checked if isinstance(each, Reader)),
             tuple(each for each in checked if isinstance(each, Operator)),
+            tuple(each for each in checked if isinstance(each, Package)),
         )
 
 
@@ -228,7 +238,7 @@ def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
     return sorted_levels
 
 
-Provided = TypeVar("Provided", bound=Rule | Reader | Operator)
+Provided = TypeVar("Provided", bound=Rule | Reader | Operator | Package)
 
 
 def _checked_kind(given: Any, wanted: type[Provided] | tuple[type[Provided], ...]) -> Provided:
@@ -246,8 +256,11 @@ def _checked_kind(given: Any, wanted: type[Provided] | tuple[type[Provided], ...
         what, todo = f"{given!r} is a name", "the option `rules` takes the names of rules, and the argument the rules"
     elif isinstance(given, wanted):
         what, todo = f"{given!r} has a field that cannot be hashed", "give it a value that cannot change, as a tuple"
-    elif isinstance(given, Rule | Reader | Operator):
-        what, todo = f"{given!r} stands in the place of another kind", "write Library(rules, readers, operators)"
+    elif isinstance(given, Rule | Reader | Operator | Package):
+        what, todo = (
+            f"{given!r} stands in the place of another kind",
+            "write Library(rules, readers, operators, packages)",
+        )
     elif callable(given):
         what, todo = f"{given!r} is a function", "mark a reader with @reader(gives=...)"
     raise RuleError(f"handing over rules: {what}; {todo}")

@@ -1,4 +1,4 @@
-"""Terms that match through views: slices and concatenations of lanes, reshapes, permutes, and broadcast tables."""
+"""Terms that match through views: slices and concatenations of lanes, reshapes and permutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from fusion.graph import Algebra, Graph, Value
 from fusion.language.optional_steps import Above
-from fusion.language.terms import Bindings, Context, Operation, Term, attributes, matched
+from fusion.language.terms import Bindings, Context, Operation, attributes, matched
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,45 +98,6 @@ class HeadsFirst(Permuted):
         yield from (each for each in super()._match(value, bound, cx) if not each[self.flag])
 
 
-@dataclass(frozen=True, eq=False)
-class Repeated(Above):
-    """A term that matches inner.repeat_interleave(times, -1), or `inner` itself where no lanes are repeated."""
-
-    times: int
-    step = "reshape"
-
-    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        once = _once(cx.graph.algebra, value, self.times)
-        yield from self.inner.match(value if once is None else once, bound, cx)
-
-
-@dataclass(frozen=True, eq=False)
-class PerToken(Term):
-    """A table that broadcasts to the tensor of `operand`, matched with `inner` in the shape [B or 1, S or 1, D].
-
-    `operand` must be bound before: [B, S, D] or [S, D] without heads, [B, N, S, D] if `heads_first` is True, or is a
-    parameter that is bound to True, [B, S, N, D] if it is False; None for at most one head, before or after S.
-    """
-
-    inner: Term
-    operand: Term
-    heads_first: Any = None
-
-    def below(self) -> tuple[Any, ...]:
-        """Return the term of the table; `operand` is no constituent: it is bound elsewhere."""
-        return (self.inner,)
-
-    def heads(self) -> frozenset[str]:
-        """Return the heads of the table's term."""
-        return self.inner.heads()
-
-    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        first = self.heads_first if isinstance(self.heads_first, bool) else bound.get(self.heads_first)
-        table = _per_token(value, bound[self.operand].shape[:-1], first, cx)
-        if table is not None:
-            yield from self.inner.match(table, bound, cx)
-
-
 def _runs(a: Algebra, parts: Sequence[Value], sizes: Sequence[int]) -> list[Value]:
     """Group consecutive `parts` into runs of the given `sizes`, each concatenated along the last dim."""
     runs = (parts[start:stop] for start, stop in pairwise((0, *accumulate(sizes))))
@@ -193,36 +154,3 @@ def _lanes_of_heads(a: Algebra, value: Value) -> Value | None:
     if x.shape[:-1] != value.shape[:-2] or not isinstance(width, int):
         return None
     return a.cut(x, -1, *(bound * width for bound in value.attrs[1:3]))
-
-
-def _once(a: Algebra, value: Value, times: int) -> Value | None:
-    """Return x [.., D] for `value` = x.repeat_interleave(times, -1); None for any other value."""
-    if value.op == "slice" and value.attrs[0] != value.rank - 1:
-        once = _once(a, value.arg, times)
-        return None if once is None else a.cut(once, *value.attrs)
-    if value.op != "reshape":
-        return None
-    wide, lead = value.arg, value.shape[:-1]
-    if wide.shape[-1:] == value.shape[-1:]:
-        once = _once(a, wide, times)
-        return None if once is None else a.reshape(once, (*lead, once.shape[-1]))
-    repeats = wide.op == "expand" and wide.arg.shape[-1] == 1 and wide.shape == (*wide.arg.shape[:-1], times)
-    flattens = repeats and wide.rank > 1 and wide.shape[-2] * times == value.shape[-1]
-    return a.reshape(wide.arg, (*lead, wide.shape[-2])) if flattens else None
-
-
-def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:
-    """Reshape `table`, which broadcasts to [*rows, D], to [B or 1, S or 1, D]; None if it differs between heads.
-
-    The dim of heads is dropped: the second of `rows` if `heads_first` is True, the last if False; if None, the one of
-    size 1.
-    """
-    lead = (*(1,) * (len(rows) + 1 - table.rank), *table.shape[:-1])
-    if len(rows) == 3 or heads_first is not None:
-        first = rows[1] == 1 if heads_first is None else heads_first
-        heads = len(rows) - (2 if first else 1)
-        if lead[heads] != 1 or (heads_first is None and rows[heads] != 1):
-            return None
-        lead = (*lead[:heads], *lead[heads + 1 :])
-    lead = (*(1,) * (2 - len(lead)), *lead)
-    return cx.graph.algebra.reshape(table, (*lead, table.shape[-1])) if len(lead) == 2 else None

@@ -11,8 +11,9 @@ import torch
 
 from fusion.errors import RuleError
 from fusion.language.optional_steps import Cast, Scaled, Typed
+from fusion.language.table_terms import PerToken, Repeated
 from fusion.language.terms import Apply, Capture, Parameter, Term
-from fusion.language.view_terms import HeadsFirst, Joined, Lanes, Packed, Permuted, PerToken, Repeated, Reshaped
+from fusion.language.view_terms import HeadsFirst, Joined, Lanes, Packed, Permuted, Reshaped
 from fusion.language.word_terms import Meaning
 
 
@@ -78,6 +79,10 @@ class Vocabulary:
     def gelu(self, x: Term, approximate: Any) -> Term:
         """Build x · Φ(x); `approximate` is "none" or "tanh", or the parameter that captures it."""
         return Apply((x,), ("gelu",), (approximate,))
+
+    def group_norm(self, x: Term, *affine: Term, groups: Any, eps: Any) -> Term:
+        """Build the group norm of x, with gamma and beta as `affine` or without both."""
+        return Apply((x, *affine), ("group_norm",), (groups, eps))
 
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:
         """Build x[.., start:stop]; the bounds are numbers or parameters."""

@@ -1,7 +1,8 @@
 """Registration of the operators under their real names: torch_npu's schemas if it imports, else equal schemas of ours.
 
 Two definitions of one schema abort the process in C++, which Python cannot catch. So ours are defined at the first
-`ensure()`, only if torch_npu does not import, and are withdrawn before a later import of torch_npu defines its own.
+`ensure()`, only where no package has defined its own, and are withdrawn before a later import of torch_npu, or of the
+module of another package, defines its own.
 """
 
 # pyright: reportPrivateUsage=false
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pkgutil import walk_packages
 from threading import RLock
 from types import MappingProxyType, ModuleType
@@ -28,8 +29,9 @@ from fusion._torch.operators import OpOverload, has_kernel, schema_of
 from fusion.errors import OperatorError
 from fusion.operators.legality import unchecked
 from fusion.operators.operator import Operator
+from fusion.operators.packages import PACKAGES, VENDOR, Package, import_failure, provide_packages
 
-_VENDOR = "torch_npu"
+_VENDOR = VENDOR.name
 _DEVICES = ("CPU", "CUDA")
 """Dispatch keys that a decomposition may serve as the kernel of; PrivateUse1 belongs to torch_npu."""
 
@@ -65,9 +67,13 @@ class Origin:
 
 @dataclass
 class _Registration:
-    """Registrations of this process, as libraries of PyTorch by namespace; one, because there is one dispatcher."""
+    """Registrations of this process, as libraries of PyTorch by namespace; one, because there is one dispatcher.
+
+    `own` are the names of the operators that have schemas of ours.
+    """
 
     origin: Origin | None = None
+    own: set[str] = field(default_factory=set[str])
     definitions: dict[str, Library] = field(default_factory=dict[str, Library])
     kernels: dict[str, Library] = field(default_factory=dict[str, Library])
     lock: RLock = field(default_factory=RLock)
@@ -85,17 +91,18 @@ def ensure() -> Origin:
     with _registration.lock:
         if _registration.origin is None:
             _settle(_vendor_origin())
-        assert _registration.origin is not None
-        return _registration.origin
+        return _settled()
 
 
-def provide(operators: Iterable[Operator]) -> None:
-    """Add the operators of another package to `OPERATORS`, and register them at once if `ensure` has run.
+def provide(operators: Iterable[Operator], packages: Iterable[Package] = ()) -> None:
+    """Add `operators` of a library to `OPERATORS`, and register them at once if `ensure` has run; add `packages` to
+    `PACKAGES`.
 
     Raises:
-        OperatorError: another operator has the name of one of them.
+        OperatorError: another operator has the name of one of them, or another package that or a namespace.
     """
     with _registration.lock:
+        provide_packages(packages)
         for operator in operators:
             known = _operators.get(operator.name)
             if known is operator:
@@ -134,11 +141,11 @@ def _vendor_broken(error: BaseException) -> Origin:
 
 
 def _settle(origin: Origin) -> None:
-    """Register everything that is missing, and install the import hook for torch_npu if the schemas are ours."""
+    """Register everything that is missing, and install the import hook for the packages."""
     _registration.origin = origin
     for operator in OPERATORS.values():
         _register(operator)
-    if origin.source == "own":
+    if _handover not in sys.meta_path:
         sys.meta_path.insert(0, _handover)
 
 
@@ -149,16 +156,16 @@ def _register(operator: Operator) -> None:
     _add_kernels(operator)
 
 
-def _withdraw() -> None:
-    """Withdraw all schemas that we defined, so that torch_npu can define its own.
+def _withdraw(package: Package) -> None:
+    """Withdraw all schemas that we defined in the namespaces of `package`, so that it can define its own.
 
     The CPU and CUDA kernels stay: they keep the dispatcher's entries alive, and with them the overloads that graphs
     and users refer to. Calls through a freed entry would read freed memory.
     """
-    if _handover in sys.meta_path:
-        sys.meta_path.remove(_handover)
-    while _registration.definitions:
-        _registration.definitions.popitem()[1]._destroy()
+    for namespace in package.namespaces:
+        _registration.own = {each for each in _registration.own if not each.startswith(f"{namespace}::")}
+        if namespace in _registration.definitions:
+            _registration.definitions.pop(namespace)._destroy()
 
 
 def _exists(operator: Operator) -> bool:
@@ -174,6 +181,7 @@ def _define(operator: Operator) -> None:
     library.define(operator.schema.split("::", 1)[1])
     library.impl(operator.short, operator.fallback, "CompositeExplicitAutograd")
     register_fake(operator.name, operator.meta, lib=library)
+    _registration.own.add(operator.name)
 
 
 def _add_kernels(operator: Operator) -> None:
@@ -252,6 +260,18 @@ def run_by_older(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     return (result, *others) if lacks_results else result
 
 
+def absence(operator: Operator, package: Package) -> str:
+    """Import `package`, and return "" if that has registered `operator`, else a text that says what is missing."""
+    failure = import_failure(package)
+    if failure:
+        return failure
+    theirs = operator.name.partition(".")[0] if operator.runs_default else operator.name
+    name, _, overload = theirs.partition("::")[2].partition(".")
+    packet = getattr(getattr(torch.ops, operator.namespace), name, None)
+    is_there = theirs not in _registration.own and getattr(packet, overload or "default", None) is not None
+    return "" if is_there else f"does not have {name} in the installed version"
+
+
 def has_default(operator: Operator) -> bool:
     """Return True if the default overload of `operator`, which is the vendor's own, is registered."""
     packet = getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0], None)
@@ -272,38 +292,51 @@ def _numbers(operator: Operator, name: str, value: torch.Tensor) -> list[int]:
 
 
 class _Handover:
-    """Finder on `sys.meta_path` that withdraws our schemas at the moment at which torch_npu is executed."""
+    """Finder on `sys.meta_path` that withdraws our schemas at the moment at which the module of a package runs."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders have for torch_npu, with a loader that first withdraws our schemas;
-        None for other modules."""
-        if name != _VENDOR:
+        """Return the spec that the other finders have for the module of a package, with a loader that first withdraws
+        our schemas; None for other modules."""
+        package = next((each for each in PACKAGES.values() if each.registers == name), None)
+        if package is None:
             return None
         others = (finder for finder in list(sys.meta_path) if finder is not self)
         specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            self._wrap(spec.loader)
+            self._wrap(spec.loader, package)
         return spec
 
-    def _wrap(self, loader: Any) -> None:
-        """Wrap `loader.exec_module`: withdraw our schemas, execute torch_npu, and register what it lacks."""
-        execute = loader.exec_module
+    def _wrap(self, loader: Any, package: Package) -> None:
+        """Wrap what runs code of `package`: withdraw our schemas, execute it, and register what it lacks.
 
-        def exec_module(module: ModuleType) -> None:
-            # find_spec("torch_npu") alone must change nothing, so schemas are withdrawn when the module is executed.
-            with _registration.lock:
-                _withdraw()
-                try:
-                    execute(module)
-                except BaseException as error:
-                    _settle(_vendor_broken(error))
-                    raise
-                _settle(_vendor_in_use(module))
+        A module in Python runs in `loader.exec_module`, an extension in C++ when it is loaded, in `create_module`.
+        """
+        # find_spec("torch_npu") alone must change nothing, so schemas are withdrawn when the module is executed.
+        steps = ("create_module", "exec_module") if isinstance(loader, ExtensionFileLoader) else ("exec_module",)
+        for step in steps:
+            setattr(loader, step, partial(_handed_over, package, getattr(loader, step)))
 
-        loader.exec_module = exec_module
+
+def _handed_over(package: Package, execute: Callable[[Any], Any], given: Any) -> Any:
+    """Return `execute(given)`, which registers operators of `package`, with our schemas withdrawn before it and the
+    missing ones registered after it."""
+    with _registration.lock:
+        _withdraw(package)
+        try:
+            result = execute(given)
+        except BaseException as error:
+            _settle(_vendor_broken(error) if package is VENDOR else _settled())
+            raise
+        _settle(_vendor_in_use(given) if package is VENDOR and isinstance(given, ModuleType) else _settled())
+        return result
+
+
+def _settled() -> Origin:
+    assert _registration.origin is not None
+    return _registration.origin
 
 
 _handover = _Handover()

@@ -18,6 +18,7 @@ def to_json(document: Document) -> str:
         "graphs": document.graphs,
         **_sides(document.before, document.after),
         "ops": dict(document.ops),
+        "packages": dict(document.packages),
         "refusals": [_change(each) for each in document.changes],
         "refusals_hidden": document.hidden,
         "rewrites": [_rewrite(each) for each in document.rewrites],

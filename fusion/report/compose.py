@@ -131,7 +131,7 @@ class Composition:
         return tuple(_module(len(key), paths, before, after) for key, paths in _nested(around))
 
     def _nesting(self, path: str) -> tuple[str, ...]:
-        """Return the names around the module `path`, equal in equal layers alone."""
+        """Return a key for each module around `path`, outermost first: equal for modules of equal layers only."""
         layer, parts = self.layer_of.get(path), nesting(path)
         if layer is None:
             return tuple(map(template, parts))

@@ -288,6 +288,7 @@ class Document:
         before: cost of all calls before.
         after: cost of all calls after.
         ops: number of emitted operators by qualified name.
+        packages: package of each operator in `ops` that torch_npu does not have.
         changes: refused fusions, those first that would save most.
         hidden: number of refusals that are left out, because their places fused otherwise.
         rewrites: the rewrites, those first that save most.
@@ -312,6 +313,7 @@ class Document:
     before: Cost
     after: Cost
     ops: Mapping[str, int]
+    packages: Mapping[str, str]
     changes: tuple[Change, ...]
     hidden: int
     rewrites: tuple[Rewrite, ...]

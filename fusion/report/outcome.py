@@ -81,6 +81,9 @@ class Outcome:
         prepared: the further inputs of the rewritten graph, computed from Parameters once.
         host_reads: number of times that a call synchronises the device to read lengths on the host (option `lengths`).
         result_copies: number of copies per call that give results the strides that they have in the model.
+        is_replayed: True if the graph was rewritten as an equal one was, without a search; then `before` is empty.
+        match_count: number of places at which a form of a rule was found, equal layers once; 0 for a replayed graph.
+        refused_count: number of these that no lowering takes on the target.
         failures: errors: of a stage, after which the graph is unchanged, or of rules, each dropped once.
     """
 
@@ -93,6 +96,9 @@ class Outcome:
     prepared: tuple[Prepared, ...] = ()
     host_reads: int = 0
     result_copies: int = 0
+    is_replayed: bool = False
+    match_count: int = 0
+    refused_count: int = 0
     failures: tuple[Failure, ...] = ()
 
     @property
@@ -117,10 +123,12 @@ class Rerun:
     Attributes:
         captured: the graph as it was captured.
         fuse: rewrites a copy of that graph in place; keywords replace options.
+        masks: names for the option assume of the inputs that may be masks.
     """
 
     captured: fx.GraphModule
     fuse: Callable[..., Outcome]
+    masks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

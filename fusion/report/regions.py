@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fusion.records import Refusal
+from fusion.report.trace import displayed_place
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class RegionReport:
     @property
     def summary(self) -> str:
         """The fusions in the region, and the first reason why `rule` is not one of them."""
-        fused = ", ".join(f"{rule} {count}" for rule, count in self.fused.items()) or "nothing"
-        reasons = (f"{each.reason} [{each.where}]" for each in self.refusals)
+        reasons = (f"{each.reason} [{displayed_place(each.where)}]" for each in self.refusals)
         reason = f"{self.rule}: {self.unused}" if self.unused else next(reasons, "")
-        return "; ".join(filter(None, (f"fused: {fused}", reason)))
+        return "; ".join(filter(None, (f"fused: {listed(self.fused)}", reason)))
+
+
+def listed(fused: Mapping[str, int]) -> str:
+    """List numbers of fusions by rule: "attention 1, rope 2"."""
+    return ", ".join(f"{rule} {count}" for rule, count in fused.items()) or "nothing"

@@ -12,12 +12,13 @@ import torch.fx as fx
 
 from fusion.errors import Failure
 from fusion.graph.subgraphs import bodies
+from fusion.operators.packages import VENDOR, package_of
 from fusion.records import Prepared, Refusal
 from fusion.report.compose import Composition, cost_of
 from fusion.report.document import Break, Document, Expected, Interruption, Memory, Stored
 from fusion.report.outcome import GraphReport, LayerReport, MatchReport, Tally, add_tallies
 from fusion.report.regions import RegionReport
-from fusion.report.trace import emitted
+from fusion.report.trace import displayed_place, emitted
 from fusion.report.why import TRIES, Explanation, why
 
 
@@ -80,6 +81,12 @@ class Report:
     def ops(self) -> Counter[str]:
         """Number of emitted operators by qualified name, as the NPU would run them."""
         return sum((_emitted(graph.graph) for graph in self.graphs), Counter[str]())
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Package of each operator in `ops` that torch_npu does not have."""
+        owners = {name: package_of(name.partition("::")[0]) for name in self.ops}
+        return {name: owner.name for name, owner in owners.items() if owner not in (None, VENDOR)}
 
     @property
     def launches(self) -> tuple[int, int]:
@@ -156,6 +163,7 @@ class Report:
             before=cost_of(made.before),
             after=cost_of(made.after),
             ops=dict(sorted(self.ops.items())),
+            packages=dict(sorted(self.packages.items())),
             changes=changes,
             hidden=sum(each.times for each in made.changes) - sum(each.times for each in changes),
             rewrites=made.rewrites(),
@@ -178,7 +186,8 @@ class Report:
     def _expected(self) -> tuple[Expected, ...]:
         """Count the regions that are alike."""
         kinds = Counter(
-            (each.rule, each.name or "with", each.where, each.is_met, each.summary) for each in self.regions
+            (each.rule, each.name or "with", displayed_place(each.where), each.is_met, each.summary)
+            for each in self.regions
         )
         return tuple(Expected(*kind[:3], times, *kind[3:]) for kind, times in kinds.items())
 

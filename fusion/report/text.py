@@ -43,7 +43,7 @@ def rendered(document: Document) -> RenderableType:
         ("assumed, and checked at every call", _pairs(document.assumptions)),
         ("read from data: from a sample, as nothing was run", _pairs(document.guesses)),
         ("weights prepared once", _memory(document.memory)),
-        ("of the call", [_entry("", [each]) for each in _notes(document)]),
+        ("of the call", [entry("", [each]) for each in _notes(document)]),
     )
     shown = [(title, list(entries)) for title, entries in parts]
     return Group(_head(document), *(each for title, entries in shown if entries for each in (_title(title), *entries)))
@@ -92,32 +92,33 @@ def _head(document: Document) -> Text:
     title = f"fused for {document.target}: {counted(document.graphs, 'graph')}, "
     title += f"{before.launches} launches -> {after.launches}"
     predicted = f"predicted {microseconds(before.us)} -> {microseconds(after.us)} a call, by data sheets, not measured"
-    operators = [f"{count:>6} {name}" for name, count in document.ops.items()]
+    needs = {name: f"  (package {package})" for name, package in document.packages.items()}
+    operators = [f"{count:>6} {name}{needs.get(name, '')}" for name, count in document.ops.items()]
     return _styled([(title + "\n", "bold"), (predicted, "dim"), *(("\n" + each, "") for each in operators)])
 
 
 def _interrupted(document: Document) -> Iterator[RenderableType]:
     if (given := document.interruption) is not None:
-        yield _entry(given.error, [f"at {given.where}" * bool(given.where), given.advice])
+        yield entry(given.error, [f"at {given.where}" * bool(given.where), given.advice])
 
 
 def _failed(document: Document) -> Iterator[RenderableType]:
     for number, each in document.failures:
         runs = "the graph runs as it came" if each.drops_graph else f"runs without {each.rule}"
-        yield _entry(f"graph {number}, stage {each.stage}: {each.error}", [runs, each.place])
+        yield entry(f"graph {number}, stage {each.stage}: {each.error}", [runs, each.place])
 
 
 def _broken(document: Document) -> Iterator[RenderableType]:
     for each in document.breaks:
         what = f"{each.function} is not traced itself" if each.function else "break"
-        yield _entry(f"{what} at {each.where}", [each.reason])
+        yield entry(f"{what} at {each.where}", [each.reason])
 
 
 def _changed(document: Document) -> Iterator[RenderableType]:
     yield from map(_change, document.changes)
     if document.hidden:
         refusals = counted(document.hidden, "refusal")
-        yield _entry("", [f"{refusals} at places that another rewrite fused: report.document(everything=True)"])
+        yield entry("", [f"{refusals} at places that another rewrite fused: report.document(everything=True)"])
 
 
 def _change(change: Change) -> RenderableType:
@@ -126,7 +127,7 @@ def _change(change: Change) -> RenderableType:
     worth = [f"would save {saving}"] * (change.us > 0) + [stay(change.launches)] * bool(change.launches)
     where = [str(change.line), f"    {change.line.text}"] if change.line else []
     fused = ["the place was fused otherwise"] * change.fused_otherwise
-    return _entry(
+    return entry(
         f"{change.rule or change.op}: {place(change.module, change.times)}{on}",
         [change.reason, *fused, ", ".join(worth), *where],
     )
@@ -135,7 +136,7 @@ def _change(change: Change) -> RenderableType:
 def _expected(document: Document) -> Iterator[RenderableType]:
     for each in document.expected:
         state = "found" if each.is_met else "missing"
-        yield _entry(f"{each.rule} {state}: {place(each.name, each.times)} at {each.where}", [each.state])
+        yield entry(f"{each.rule} {state}: {place(each.name, each.times)} at {each.where}", [each.state])
 
 
 def _rewrite(rewrite: Rewrite) -> RenderableType:
@@ -144,7 +145,7 @@ def _rewrite(rewrite: Rewrite) -> RenderableType:
     saved += f" in all {rewrite.times}" * (rewrite.times > 1)
     title = f"{calls} by {rewrite.rule}: {place(rewrite.module, rewrite.times)}"
     remarks = saved, rewrite.remark, f"from {replaced}" * bool(replaced)
-    return _entry(title, [*remarks, *_lines(rewrite.origins)])
+    return entry(title, [*remarks, *_lines(rewrite.origins)])
 
 
 def _lines(origins: Iterable[Origin]) -> Iterator[str]:
@@ -161,14 +162,14 @@ def _left(left: Sequence[Left]) -> Iterator[RenderableType]:
     if not left:
         return
     launches, us = sum(each.times for each in left), sum(each.us for each in left)
-    yield _entry(f"{counted(launches, 'launch')}, {microseconds(us)}", [])
+    yield entry(f"{counted(launches, 'launch')}, {microseconds(us)}", [])
     for each in left:
         moved = f"{microseconds(each.us)}, {size(each.bytes)}"
         copied = f"copies the input {', '.join(each.copies)}" * bool(each.copies)
         why = f"{each.rule or each.op}: {each.reason}" if each.reason else ""
         made = f"made by {each.made_by}" * bool(each.made_by)
         where = [str(each.line), f"    {each.line.text}"] if each.line and not made else []
-        yield _entry(f"{each.op}: {place(each.module, each.times)}, {moved}", [*where, made, copied, why])
+        yield entry(f"{each.op}: {place(each.module, each.times)}, {moved}", [*where, made, copied, why])
 
 
 def _layers(layers: Sequence[Layers]) -> Iterator[RenderableType]:
@@ -179,7 +180,7 @@ def _layers(layers: Sequence[Layers]) -> Iterator[RenderableType]:
     for each in layers:
         if each.usual:
             subject = "layers {} differ" if each.times > 1 else "layer {} differs"
-            yield _entry(f"{subject.format(each.numbers)} from {each.usual}: {', '.join(each.differences)}", [])
+            yield entry(f"{subject.format(each.numbers)} from {each.usual}: {', '.join(each.differences)}", [])
 
 
 _SIDES = ("launches:", "->:", "us:", "->:")
@@ -203,7 +204,7 @@ def _modules(document: Document) -> Iterator[RenderableType]:
 
 def _pairs(pairs: Mapping[str, object]) -> Iterator[RenderableType]:
     for name, each in pairs.items():
-        yield _entry(f"{name}: {each}", [])
+        yield entry(f"{name}: {each}", [])
 
 
 def _memory(memory: Memory) -> Iterator[RenderableType]:
@@ -212,14 +213,14 @@ def _memory(memory: Memory) -> Iterator[RenderableType]:
 
     if memory.stored:
         title = f"{memory.bytes / 2**20:,.2f} MiB beside the Parameters, {share(memory.bytes)} of these"
-        yield _entry(title, [])
+        yield entry(title, [])
         rows = ((each.how, each.tensors, f"{each.bytes / 2**20:,.2f}", share(each.bytes)) for each in memory.stored)
         yield _table(("held as", "tensors:", "MiB:", "of the Parameters:"), rows)
     if memory.is_stale_after_data:
         note = "copies: writes through .data are seen on the host alone; elsewhere call fusion.refresh(model)"
-        yield _entry("", [note])
+        yield entry("", [note])
     for each in memory.not_prepared:
-        yield _entry("", [f"not prepared: {each}"])
+        yield entry("", [f"not prepared: {each}"])
 
 
 def _notes(document: Document) -> Iterator[str]:
@@ -242,7 +243,7 @@ def _title(title: str) -> RenderableType:
     return Group("", Rule(Text(title, style="bold"), align="left", style="dim"))
 
 
-def _entry(title: str, lines: Iterable[str]) -> RenderableType:
+def entry(title: str, lines: Iterable[str]) -> RenderableType:
     """Build an entry: its `title`, and `lines` indented below; lines of code, which are indented, are cut."""
     from rich.console import Group
     from rich.padding import Padding

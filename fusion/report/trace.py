@@ -183,6 +183,12 @@ def displayed(path: str) -> str:
     return min((Path(path).relative_to(each.resolve()).as_posix() for each in parents), key=len, default=path)
 
 
+def displayed_place(where: str) -> str:
+    """Shorten the path in `where`, a `file:line` or ""."""
+    file, colon, number = where.rpartition(":")
+    return f"{displayed(file)}{colon}{number}" if file else where
+
+
 def _walk(source: fx.Graph, path: str = "", times: int = 1) -> Iterator[tuple[str, fx.Graph, int]]:
     """Yield `source` and the bodies that it runs, each with its path and the number of calls that run it."""
     yield path, source, times

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion._torch.operators import OpOverload
-from fusion._torch.tracing import Boxed, boxed, tracing_apart
+from fusion._torch.tracing import Boxed, boxed, static_inputs, tracing_apart
 from fusion.errors import FusionError
 from fusion.operators import ensure
 from fusion.routes.expand import expand
@@ -28,16 +28,29 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
 
     `config` is a `torchair.CompilerConfig`; without it a fresh default one, never torch_npu's global backend.
     Composite operators, and operators without a working converter, are expanded first; writes to caches stay in place.
+    In the modes of `config` that capture launches instead, nothing is expanded.
 
     Raises:
         FusionError: torch_npu or torchair cannot be imported.
     """
     vendor = _vendor("torchair", "converting a fused graph to a GE graph")
-    expanded = expand(gm, _forms_with_converter() | handed_over(gm.graph))
+    if converts_to_ge(config):
+        expanded = expand(gm, _forms_with_converter() | handed_over(gm.graph))
+    else:
+        expanded = gm
+        _mark_static(example_inputs)
     _mend_converters(vendor.register_fx_node_ge_converter)
     # The converter takes its fake mode from the tracing context, and would make another one outside of any.
     with tracing_apart(gm):
         return boxed(vendor.get_compiler(config or vendor.CompilerConfig())(expanded, list(example_inputs)))
+
+
+def converts_to_ge(config: Any) -> bool:
+    """Return True if torchair converts graphs to GE with `config`, a `CompilerConfig` or None for a default one.
+
+    In its other modes, "reduce-overhead" and "npugraph_ex", it captures the launches of a graph.
+    """
+    return config is None or config.mode.value == "max-autotune"
 
 
 def mend_loaded() -> None:
@@ -58,8 +71,19 @@ def npugraph_ex(
         FusionError: torch_npu or npugraph_ex cannot be imported.
     """
     vendor = _vendor("npugraph_ex", "capturing a fused graph as an NPU graph")
+    _mark_static(example_inputs)
     with tracing_apart(gm):
         return boxed(vendor.compile_fx(gm, list(example_inputs), dict(options or {})))
+
+
+def _mark_static(example_inputs: Sequence[Any]) -> None:
+    """Mark the inputs that keep their address as torchair's own stage of AOT autograd does.
+
+    A captured graph reads them where they are; it copies all others into memory of its own at every call.
+    """
+    for position in static_inputs(len(example_inputs)):
+        if isinstance(example_inputs[position], Tensor):
+            example_inputs[position]._torchair_is_parameter = True
 
 
 def _vendor(name: str, doing: str) -> Any:

@@ -193,7 +193,7 @@ def _differing(
         if truth.is_floating_point():
             reason = _further(truth, was, made, swung, coarsest[number], jumps)
         else:
-            alike = [have == want for have, want in zip(new, old, strict=True) if _is_paired(have, truth)]
+            alike = [_rounded_alike(have, want) for have, want in zip(new, old, strict=True) if _is_paired(have, truth)]
             reason = _other_numbers(truth, was, made, swung, alike)
         if reason:
             return f"result {number} {reason}"
@@ -213,10 +213,15 @@ def _is_paired(x: Any, numbers: Tensor) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape
 
 
+def _rounded_alike(x: Tensor, y: Tensor) -> Tensor:
+    """Return a mask of the entries of `x` and `y` that differ by two units of rounding at most."""
+    return torch.isclose(x, y, rtol=2 * _unit(y.dtype), atol=0)
+
+
 def _other_numbers(exact: Tensor, old: Tensor, new: Tensor, moved: Sequence[Tensor], alike: Sequence[Tensor]) -> str:
     """Return the reason why integers `new` differ from `exact` more often than `old` and each of `moved` do; "" if not.
 
-    Entries for which one of the masks `alike` is True, whose weights are equal, may differ.
+    Entries for which one of the masks `alike` is True, whose weights are equal but for rounding, may differ.
     """
     off = new != exact
     for each in alike:

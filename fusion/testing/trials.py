@@ -15,6 +15,7 @@ from fusion._torch.memory import copied
 from fusion._torch.nested import tree_map_only
 from fusion.frontend.library import installed
 from fusion.language import Example, Library, Rule
+from fusion.operators import PACKAGES
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.runtime.float64 import widen, widened
@@ -65,7 +66,7 @@ def trial(
     """Capture `example` and fuse it by `rule` and its dependencies in `library` (by default the installed one).
 
     Dependencies are the rules whose readings its patterns use, and the rules that are offered jointly with it. An
-    opt-in rule is enabled.
+    opt-in rule is enabled, and all packages are named.
     """
     known = installed() if library is None else library
     needed = replace(known, rules=_closure(rule, known.rules))
@@ -73,8 +74,9 @@ def trial(
 
 
 def switched_on(rule: Rule, options: Options) -> Options:
-    """Return `options` with an opt-in rule enabled."""
-    return replace(options, opt_in=options.opt_in | {rule.name}) if rule.opt_in else options
+    """Return `options` with all packages named, and an opt-in rule enabled."""
+    opt_in = options.opt_in | ({rule.name} if rule.opt_in else frozenset[str]())
+    return replace(options, opt_in=opt_in, packages=frozenset(PACKAGES))
 
 
 def trial_of(

@@ -225,7 +225,7 @@ class Attention(SoftmaxAttention):
         match.encoding.refuse_stored("for encoders")
         match.bias.refuse(
             "bias: it is added to scores that are scaled already; npu_fusion_attention requires a bias of the "
-            "unscaled scores"
+            "unscaled scores; write (q @ k.mT + bias) * scale"
         )
         require(
             match.q.shape[2] != 1,

@@ -22,6 +22,7 @@ from patterns.attention.calls import Call
 from patterns.cache import pages
 from patterns.kit.int8_scales import exact_scale, scale_of
 
+_OPERATOR = "npu_fused_infer_attention_score"
 ALONE = (
     "int8 keys: the call is of packed sequences; npu_fused_infer_attention_score_v2 requires layout BNSD or "
     "BSND for int8 keys"
@@ -46,7 +47,7 @@ class Floats(Group):
         """Refuse pages of `source` in NZ blocks of another width than floats have; any `result` and `sink` are
         taken.
         """
-        source.refuse_blocks(pages.NZ, pages.NZ)
+        source.refuse_blocks(_OPERATOR, pages.NZ, pages.NZ)
 
     def refuse_stored(self, operator: str) -> None:
         """Refuse stored numbers for an operator that reads floats alone; `operator` ends its name in the reason."""
@@ -104,13 +105,13 @@ class Encoded(Floats):
             "npu_fused_infer_attention_score requires keys without an offset there; quantise keys symmetrically",
             name=self.encoding.name,
         )
-        source.refuse_blocks(self.encoding.line, self.encoding.line)
+        source.refuse_blocks(_OPERATOR, self.encoding.line, self.encoding.line)
 
     def refuse_stored(self, operator: str) -> None:
         """Refuse the encoding for the operator with the name `operator`."""
         require(
             False,
-            "keys, values: they are {name}; the operator {operator} requires floats",
+            "keys, values: they are {name}; {operator} requires floats",
             operator=operator,
             name=self.encoding.name,
         )
@@ -132,7 +133,8 @@ class Encoded(Floats):
         if self.encoding.granularity in _MODES:
             key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
             return TokenScales(self.encoding, key, value)
-        key, value = exact_scale(self.k_scale, self.k_by, q), exact_scale(self.v_scale, self.v_by, q)
+        scales = ((self.k_scale, self.k_by), (self.v_scale, self.v_by))
+        key, value = (exact_scale(*each, q, _OPERATOR) for each in scales)
         return Scales(key, value, self._offset(q), source.first.shape[1])
 
     def _offset(self, q: Tensor) -> Tensor | None:

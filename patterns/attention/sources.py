@@ -53,7 +53,7 @@ class Rows(Group):
         """Return the terms of a latent and its rotated lanes."""
         return self.terms(p)
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Accept any `widths` of NZ blocks, which sources in pages require of both operands: rows have no blocks."""
 
     def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:

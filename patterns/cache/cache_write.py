@@ -104,7 +104,7 @@ class KeyValuePages(Group):
         """Refuse writes whose places are not proven to be inside of their pages."""
         require(
             self.slots is not None,
-            "slots: a place in a page is not proven to be below its size; the operator requires slots; "
+            "slots: a place in a page is not proven to be below its size; npu_scatter_pa_kv_cache requires slots; "
             "write page = slot // Size and place = slot % Size",
         )
 
@@ -113,7 +113,7 @@ class KeyValuePages(Group):
         caches = (self.key_cache, self.value_cache)  # a kernel computes the address of a row from its slot alone
         require(
             all(each.is_contiguous() for each in caches),
-            "cache: its pages are not contiguous; the operator writes and reads them in place and requires "
+            "cache: its pages are not contiguous; npu_scatter_pa_kv_cache writes them in place and requires "
             "contiguous ones; allocate the cache contiguous",
         )
         return self.key, self.value, *caches
@@ -131,7 +131,7 @@ class KeyValueLines(KeyValuePages):
 
     def guard(self) -> None:
         """Refuse lines of other than 32 bytes."""
-        pages.refuse_others(self.nz_block, pages.line_of(self.key_cache.dtype))
+        pages.refuse_others(self.nz_block, "npu_scatter_pa_kv_cache", pages.line_of(self.key_cache.dtype))
 
     def read(self) -> Sequence[Tensor]:
         """Return keys and values as rows [T, 1, A · L] of one head, and their caches as [Block, A, Size, L]."""

@@ -68,7 +68,10 @@ class PageGather(Rule):
     def run(self, pages: Pages):
         """Emit npu_gather_pa_kv_cache for both caches in one call, into fresh memory."""
         in_lines = pages.layout == "NZ"
-        caches = [page_operand(each, pages.size, pages.layout) for each in (pages.keys, pages.values)]
+        caches = [
+            page_operand(each, pages.size, "npu_gather_pa_kv_cache", pages.layout)
+            for each in (pages.keys, pages.values)
+        ]
         caches = [each.squeeze(1) if in_lines else each.unsqueeze(2) for each in caches]
         table, lengths = pages.table, pages.lengths
         count = lengths * table.shape[0] if isinstance(lengths, int) else sum(lengths)

@@ -36,58 +36,68 @@ def sequences(cache: Any, start: Any, axis: int) -> Any:
     return cache.shape[0] if axis else 1
 
 
-def single_head(cache: Tensor, axis: int) -> Tensor:
-    """Return `cache` [B, .., T, .., D], T along `axis`; refuse several heads, and gaps in its memory."""
+def single_head(cache: Tensor, axis: int, operator: str) -> Tensor:
+    """Return `cache` [B, .., T, .., D], T along `axis`; refuse several heads, and gaps in its memory.
+
+    Reasons name `operator`.
+    """
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(
         all(each == 1 for each in others),
-        "cache: it has several heads, which pages of it would alias; the operator requires [.., T, .., D] "
+        "cache: it has several heads, which pages of it would alias; {operator} requires [.., T, .., D] "
         "of one head; allocate a cache for each head, or pages [Block, Size, N, D]",
+        operator=operator,
     )
     require(
         cache.is_contiguous(),
-        "cache: it is not contiguous, as a slice or a transposed tensor is not; the operator requires "
+        "cache: it is not contiguous, as a slice or a transposed tensor is not; {operator} requires "
         "contiguous memory to read it as pages; allocate it contiguous",
+        operator=operator,
     )
     return cache
 
 
-def cut(cache: Tensor, axis: int) -> Tensor:
-    """View a contiguous cache [B, .., T, .., D] of one head, T along `axis`, as pages [Block, Size, 1, D]."""
-    cache = single_head(cache, axis)
+def cut(cache: Tensor, axis: int, operator: str) -> Tensor:
+    """View a contiguous cache [B, .., T, .., D] of one head, T along `axis`, as pages [Block, Size, 1, D].
+
+    Reasons name `operator`.
+    """
+    cache = single_head(cache, axis, operator)
     size: Any = cache.shape[axis]
     page = next((each for each in SIZES if isinstance(size, int) and size % each == 0), 0)
     require(
         page,
-        "cache: it has {size} positions, which no page of 16, 32, 64 or 128 divides; the operator "
+        "cache: it has {size} positions, which no page of 16, 32, 64 or 128 divides; {operator} "
         "requires whole pages; allocate a multiple of 16",
         size=size,
+        operator=operator,
     )
     return cache.reshape(-1, page, 1, cache.shape[-1])
 
 
-def in_rows(pages: Tensor, block: Any) -> Tensor:
-    """View contiguous `pages` of one head as [Block, Size, 1, D].
+def in_rows(pages: Tensor, block: Any, operator: str) -> Tensor:
+    """View contiguous `pages` of one head as [Block, Size, 1, D] for `operator`.
 
     With `block` lanes of a line, `pages` [Block, .., A, Size, L] are in NZ and their memory is reinterpreted as is;
     None stands for pages in rows.
     """
     require(
         pages.is_contiguous(),
-        "cache: its pages are not contiguous; the operator writes and reads them in place and requires "
+        "cache: its pages are not contiguous; {operator} writes and reads them in place and requires "
         "contiguous ones; allocate the cache contiguous",
+        operator=operator,
     )
     return pages.reshape(pages.shape[0], pages.shape[1 if block is None else -2], 1, -1)
 
 
-def refuse_others(block: Any, lanes: int = NZ) -> None:
-    """Refuse lines of `block` lanes other than `lanes`; None stands for pages in rows."""
+def refuse_others(block: Any, operator: str, lanes: int = NZ) -> None:
+    """Refuse lines of `block` lanes other than `lanes`, those of `operator`; None stands for pages in rows."""
     reason = (
-        "cache: its pages are [.., Size, {line}], read as lines of {line} lanes; the operator requires "
+        "cache: its pages are [.., Size, {line}], read as lines of {line} lanes; {operator} requires "
         "lines of {lanes}; in NZ allocate [Block, D / {lanes}, Size, {lanes}], else rows [Block, Size, N, "
         "D]"
     )
-    require(block in (None, lanes), reason, line=block, lanes=lanes)
+    require(block in (None, lanes), reason, line=block, lanes=lanes, operator=operator)
 
 
 def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) -> Tensor:
@@ -106,8 +116,8 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
 
 
-def page_operand(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1) -> Tensor:
-    """Reshape `pages` of `size` rows and `heads` heads to the dims that operators take, without a copy.
+def page_operand(pages: Tensor, size: Any, operator: str, layout: str = "BSND", heads: Any = 1) -> Tensor:
+    """Reshape `pages` of `size` rows and `heads` heads to the dims that `operator` takes, without a copy.
 
     Refuse pages that are not contiguous.
 
@@ -115,9 +125,9 @@ def page_operand(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1)
     """
     what = "lines of the pages" if layout == "NZ" else "pages"
     reason = (
-        "cache: the {what} are not contiguous; the operator reads them in place and requires contiguous ones, "
+        "cache: the {what} are not contiguous; {operator} reads them in place and requires contiguous ones, "
         "as a copy would be of the whole cache; allocate them contiguous"
     )
-    require(pages.is_contiguous(), reason, what=what)
+    require(pages.is_contiguous(), reason, what=what, operator=operator)
     dims = {"BSND": (size, -1), "BNSD": (heads, size, -1), "NZ": (heads, -1, size, pages.shape[-1])}
     return pages.reshape(pages.shape[0], *dims[layout])

@@ -239,7 +239,7 @@ def row_number_table(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[V
     total = uncast(index.below("reshape"))
     if total.op != "add" or not total.rank:
         return None
-    for first, inner in (total.args, total.args[::-1]):
+    for first, inner in total.operands():
         size = _iota_length(inner, total.shape[-1])
         scaled = uncast(first, "reshape", "expand")
         blocks = scaled.arg if scaled.op == "scale" and scaled.attrs[0] == size else None
@@ -318,7 +318,7 @@ def _page_and_place(index: Value, count: Any) -> tuple[Value, Value, int] | None
     """
     total = uncast(index, "reshape")
     must(total.op == "add" and total.rank)
-    for first, place in (total.args, total.args[::-1]):
+    for first, place in total.operands():
         scaled = uncast(first, "reshape", "expand")
         if scaled.op == "scale" and scaled.attrs[0] == int(scaled.attrs[0]) > 0:
             must(scaled.arg.dtype is torch.int64 or (isinstance(count, int) and count <= 2**31))

@@ -112,7 +112,7 @@ def _in_step(a: Algebra, cache: Value, writes: Sequence[Sequences], like: Value)
     lead = prod(shape[1 : between + 1])
     must(len({each.rows.shape[1:] for each in writes}) == 1 and all(each.first % lead == 0 for each in writes))
     counts = [(each.end - each.first) // lead for each in writes]
-    rows = proven(_adjacent(a, [each.rows for each in writes], (*shape[1 : between + 1], *writes[0].rows.shape[1:])))
+    rows = proven(adjacent(a, [each.rows for each in writes], (*shape[1 : between + 1], *writes[0].rows.shape[1:])))
     axis = writes[0].axis + between
     starts = [each.start if isinstance(each.start, Value) else number(a, each.start, like) for each in writes]
     start = starts[0]
@@ -141,7 +141,7 @@ def _row_by_row(a: Algebra, cache: Value, writes: Sequence[Sequences], like: Val
     must(all(each.rows.shape[0] == heads for each in writes))
     rest = shape[2 + width :]
     by_token = [a.permute(each.rows, (1, 0, *range(2, each.rows.rank))) for each in writes]
-    rows = proven(_adjacent(a, by_token, (heads, *rest)))
+    rows = proven(adjacent(a, by_token, (heads, *rest)))
     rows = a.reshape(rows, (rows.shape[0] * heads, *rest))
     sequences, places = (a.cat(parts, 0) for parts in zip(*(_places(a, each, like) for each in writes), strict=True))
     flat = a.reshape(cache, (shape[0] * heads, shape[1 + width], *rest))
@@ -169,8 +169,14 @@ def _to_pages(cache: Value, rows: Value, slots: Value) -> Reading:
 
 
 @proof
-def _adjacent(a: Algebra, parts: Sequence[Value], row: Sequence[Any]) -> Value | None:
-    """Return [n, *row], of which `parts` are the elements one after the other; None if they must be copied."""
+def adjacent(a: Algebra, parts: Sequence[Value], row: Sequence[Any]) -> Value | None:
+    """Return [n, *row], of which `parts` are the elements one after the other, or so for each part of their lanes; None
+    if they must be copied.
+    """
+    if all((each.op, each.attrs) == ("cat", (each.rank - 1,)) for each in parts):
+        must(len({tuple(lanes.shape[-1] for lanes in each.args) for each in parts}) == 1)
+        columns = zip(*(each.args for each in parts), strict=True)
+        return a.cat([proven(adjacent(a, each, (*row[:-1], each[0].shape[-1]))) for each in columns], -1)
     runs = [_elements(each) for each in parts]
     source, first, _ = runs[0]
     must(all(each[0] is source for each in runs) and all(one[2] == other[1] for one, other in pairwise(runs)))

@@ -35,12 +35,13 @@ TILE = 128
 class Store(Group):
     """The base of all stores, with the defaults of one without quantisation."""
 
-    def guard_order(self, order: str) -> None:
-        """Refuse an `order` of the rotated lanes in the cache other than halves, the order that the operators write."""
+    def guard_order(self, order: str, operator: str) -> None:
+        """Refuse an `order` of the rotated lanes in the cache other than halves, the order that `operator` writes."""
         require(
             order == HALF,
-            "cache of rotated keys: its lanes are in pairs (interleaved order); the operator requires half "
+            "cache of rotated keys: its lanes are in pairs (interleaved order); {operator} requires half "
             "order (j, j + D/2); store the rotated lanes as halves, and rotate queries alike",
+            operator=operator,
         )
 
     def queries(self, p, rotated, absorbed):
@@ -82,13 +83,13 @@ class Fresh(Store):
         """Return the terms `latent` and `rope`: nothing is written."""
         return latent, rope
 
-    def guard(self, tokens: Any) -> None:
+    def guard(self, tokens: Any, operator: str) -> None:
         """Accept any tokens."""
 
-    def guard_order(self, order: str) -> None:
+    def guard_order(self, order: str, operator: str) -> None:
         """Accept any order: rows in fresh memory can be permuted."""
 
-    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
+    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor, operator: str) -> Both:
         """Allocate memory [.., 1, D] for the latents and the rotated keys of `tokens` [.., H], D being `widths`, as
         `like`.
         """
@@ -124,23 +125,25 @@ class Rows(Store):
         pairs = ((self.kv_cache, latent), (self.kr_cache, rope))
         return [p.write(cache=cache, rows=p.reshaped(row), start=self.start, axis=self.axis) for cache, row in pairs]
 
-    def guard(self, tokens: Any) -> None:
-        """Refuse packed tokens, and another number of sequences than the caches have."""
+    def guard(self, tokens: Any, operator: str) -> None:
+        """Refuse packed tokens, and another number of sequences than the caches have, for `operator`."""
         require(
             len(tokens.shape) == 3,
-            "tokens: those of all sequences are packed [T, H]; the operator requires [B, S, H] for a "
+            "tokens: those of all sequences are packed [T, H]; {operator} requires [B, S, H] for a "
             "contiguous cache; keep the dim of sequences, or write to slots of pages",
+            operator=operator,
         )
         cached = pages.sequences(self.kv_cache, self.start, self.axis)
         require(
             tokens.shape[0] == cached,
-            "caches: they have another number of sequences than the hidden states; the operator requires the "
+            "caches: they have another number of sequences than the hidden states; {operator} requires the "
             "same; slice the caches to the sequences of the call",
+            operator=operator,
         )
 
-    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
-        """View both caches as pages."""
-        return pages.cut(self.kv_cache, self.axis), pages.cut(self.kr_cache, self.axis)
+    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor, operator: str) -> Both:
+        """View both caches as pages of `operator`."""
+        return pages.cut(self.kv_cache, self.axis, operator), pages.cut(self.kr_cache, self.axis, operator)
 
     def layout(self, tokens: Tensor) -> str:
         """Return "PA_BSND", pages in rows."""
@@ -165,19 +168,21 @@ class Slots(Store):
     nz_block = None
     lanes: ClassVar[int] = pages.NZ
 
-    def guard(self, tokens: Any) -> None:
+    def guard(self, tokens: Any, operator: str) -> None:
         """Refuse slots that are not proven, pages of several heads, and lines other than those of NZ."""
         require(
             self.slots is not None,
-            "slots: a place in a page is not proven to be below its size; the operator requires slots; "
+            "slots: a place in a page is not proven to be below its size; {operator} requires slots; "
             "write page = slot // Size and place = slot % Size",
+            operator=operator,
         )
-        pages.refuse_others(self.nz_block, self.lanes)
+        pages.refuse_others(self.nz_block, operator, self.lanes)
         is_one_head = self.nz_block is not None or all(size == 1 for size in self.kv_cache.shape[2:-1])
         require(
             is_one_head,
-            "cache: its pages have several heads; the operator requires [Block, Size, 1, D]; store the latent "
+            "cache: its pages have several heads; {operator} requires [Block, Size, 1, D]; store the latent "
             "once for all heads",
+            operator=operator,
         )
 
     def layout(self, tokens: Tensor) -> str:
@@ -210,9 +215,11 @@ class Pages(Slots):
             p.write_pages(cache=to, rows=p.reshaped(row), slots=self.slots, nz_block=block) for to, row, block in writes
         ]
 
-    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
+    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor, operator: str) -> Both:
         """View both caches as [Block, Size, 1, D]; the memory of pages in NZ is reinterpreted as is."""
-        return pages.in_rows(self.kv_cache, self.nz_block), pages.in_rows(self.kr_cache, self.nz_block)
+        caches = (self.kv_cache, self.kr_cache)
+        latents, ropes = (pages.in_rows(each, self.nz_block, operator) for each in caches)
+        return latents, ropes
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """Reshape the caches of `latent` and `rope`, as the operator returns them, to the shapes of the model."""
@@ -272,15 +279,16 @@ class Int8LatentPages(Pages):
         """Build the terms of the writes of `latent` in int8, and of `rope`, into both caches."""
         return super().written(p, self.quantised(p, latent), rope)
 
-    def guard(self, tokens: Any) -> None:
+    def guard(self, tokens: Any, operator: str) -> None:
         """Refuse unproven slots, several heads, lines other than those of NZ, and one cache alone in NZ."""
-        super().guard(tokens)
-        pages.refuse_others(self.kr_block)
+        super().guard(tokens, operator)
+        pages.refuse_others(self.kr_block, operator)
         is_same_layout = (self.nz_block is None) == (self.kr_block is None)
         require(
             is_same_layout,
-            "caches: one of both is in NZ, the other in rows; the operator requires one layout for both; "
+            "caches: one of both is in NZ, the other in rows; {operator} requires one layout for both; "
             "allocate both [Block, Size, 1, D], or both [Block, D / 16, Size, 16] (32 lanes in int8)",
+            operator=operator,
         )
 
     def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
@@ -305,18 +313,18 @@ class PackedPages(Slots):
         row = p.packed_kv_row(latent=p.reshaped(latent), rope=rope, tile=self.tile)
         return (p.write_pages(cache=self.kv_cache, rows=p.reshaped(row), slots=self.slots, nz_block=None),)
 
-    def guard(self, tokens: Any) -> None:
+    def guard(self, tokens: Any, operator: str) -> None:
         """Refuse tiles of other than 128 lanes, slots that are not proven, and pages of several heads."""
         reason = (
-            "packed rows: each {tile} lanes of the latent share a scale; the operator requires a scale of each "
+            "packed rows: each {tile} lanes of the latent share a scale; {operator} requires a scale of each "
             "128 lanes; quantise in tiles of 128"
         )
-        require(self.tile == TILE, reason, tile=self.tile)
-        super().guard(tokens)
+        require(self.tile == TILE, reason, tile=self.tile, operator=operator)
+        super().guard(tokens, operator)
 
-    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
+    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor, operator: str) -> Both:
         """View the packed cache as [Block, Size, 1, Line], and return an empty cache of rotated keys."""
-        cache = pages.in_rows(self.kv_cache, None)
+        cache = pages.in_rows(self.kv_cache, None, operator)
         return cache, like.new_empty((*cache.shape[:-1], 0))
 
     def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class LatentAttentionAtb(SoftmaxAttention):
             "decoding and speculation have",
         )
         if isinstance(encoding, Int8ByHead):
-            encoding.refuse_blocks(source)
+            encoding.refuse_blocks(source, "npu_multi_head_latent_attention")
 
     @lowering
     @variants(values=VALUES)

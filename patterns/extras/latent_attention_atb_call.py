@@ -19,6 +19,7 @@ from patterns.attention.sources import Rows
 from patterns.attention.varlen.pages import PagesNZ
 from patterns.cache import pages
 
+_OPERATOR = "npu_multi_head_latent_attention"
 HIDDEN = -10000.0
 """Addend of the score of a hidden key, whose weight becomes 0."""
 ROWS = 4
@@ -31,7 +32,7 @@ class AnyPages(PagesNZ):
 
     layout: Any = attribute()
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse pages in BSND, and NZ blocks of other than `widths` lanes."""
         require(
             self.layout == "NZ",
@@ -39,7 +40,7 @@ class AnyPages(PagesNZ):
             "NZ for int8; allocate [Block, D / 32, Size, 32] for the latent, [Block, Dr / 16, Size, 16] for "
             "rotated keys",
         )
-        super().refuse_blocks(*widths)
+        super().refuse_blocks(operator, *widths)
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class PagesInOrder(Group):
         """Build the terms of the latent and of its rotated lanes as rows."""
         return [p.reshaped(p.permuted(each, (0, 2, 1, 3))) for each in (self.first, self.second)]
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse NZ blocks of other than `widths` lanes, of the latent and of the rotated lanes."""
         for each, width in zip((self.first, self.second), widths, strict=True):
-            pages.refuse_others(each.shape[-1], width)
+            pages.refuse_others(each.shape[-1], operator, width)
 
     def read(self, batch: Any) -> list[Tensor]:
         """Return the pages of the latent and of the rotated lanes; refuse strided ones, and other than a multiple of
@@ -114,9 +115,10 @@ def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) ->
     Rows are cut into pages. Without a block table, each of `batch` sequences has consecutive pages. `scale` is the
     factor of the scores, `scales` are arguments for int8, {} for floats.
     """
-    both = source.read(batch)
+    is_paged = isinstance(source, AnyPages)
+    both = source.read(batch, operator=_OPERATOR) if is_paged else source.read(batch)
     if isinstance(source, Rows):
-        both, mode = [pages.cut(each, 1) for each in both], "krope_ctkv"
+        both, mode = [pages.cut(each, 1, _OPERATOR) for each in both], "krope_ctkv"
     elif isinstance(source, AnyPages) and source.layout != "NZ":
         both, mode = [each.reshape(each.shape[0], source.size, 1, -1) for each in both], "krope_ctkv"
     else:

@@ -25,6 +25,8 @@ from patterns.quant.quantisation import quantised_rows
 from patterns.quant.quantised_linear import prepared
 from patterns.sparse.indexer.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes
 
+_OPERATOR = "npu_lightning_indexer_prolog_pto"
+
 
 @dataclass(frozen=True)
 class TurnedLanes(RotatedLanes):
@@ -52,9 +54,9 @@ class TurnedLanes(RotatedLanes):
         int8, scale = quantised_rows(p, turned, self.scale_dtype)
         return int8, p.as_dtype(p.reshaped(scale), torch.float16)
 
-    def guard(self, what: str) -> None:
+    def guard(self, what: str, operator: str) -> None:
         """Refuse lane orders as `RotatedLanes.guard` does, and a `factor` other than 1."""
-        super().guard(what)
+        super().guard(what, operator)
         reason = (
             "{what} of the indexer: they are multiplied by {factor} behind their rotation by the Hadamard "
             "matrix; npu_lightning_indexer_prolog_pto requires none; fold it into the matrix"
@@ -189,9 +191,9 @@ class LightningIndexerPrologPto(Rule):
         return queries.quantised(p, p.cast(queries.rows(p, lanes, tables), to=torch.float16))[0]
 
     @lookalike(
-        "int8 queries of the indexer: their scales are not float16, or no head weights in float16 and no "
-        "keys with float16 scales are written to pages beside them; npu_lightning_indexer_prolog_pto "
-        "requires all of it in one graph"
+        "int8 queries of the indexer: the graph has no head weights and no writes of keys to pages beside them, or "
+        "scales or weights are not float16; npu_lightning_indexer_prolog_pto requires all three, in float16; compute "
+        "queries, keys and head weights in one forward, with .half() scales"
     )
     def alone(self, p, queries: Any = Int8Queries, lanes: Any = Lanes, tables: Any = Tables):
         """int8(rope(c W_IQ) H_q) without keys, head weights or writes"""
@@ -205,8 +207,8 @@ class LightningIndexerPrologPto(Rule):
             "{own}, which it has compiled in"
         )
         require(math.isclose(keys.eps, EPSILON_OF_KEYS, rel_tol=1e-6), reason, eps=keys.eps, own=EPSILON_OF_KEYS)
-        queries.guard("queries")
-        keys.guard("keys")
+        queries.guard("queries", _OPERATOR)
+        keys.guard("keys", _OPERATOR)
         reason = (
             "queries of the indexer: their layer is computed in {dtype}; npu_lightning_indexer_prolog_pto "
             "requires {own}, the dtype of the hidden states; cast its result there"
@@ -217,7 +219,7 @@ class LightningIndexerPrologPto(Rule):
             "cache: its pages are lines of NZ; npu_lightning_indexer_prolog_pto requires rows [Block, Size, 1, "
             "D]; allocate the cache so",
         )
-        storage.guard(x)
+        storage.guard(x, _OPERATOR)
         match.heads.guard(match.lanes.end)
 
     @lowering
@@ -229,7 +231,7 @@ class LightningIndexerPrologPto(Rule):
         x, queries, keys, storage = match.x, match.queries, match.keys, match.storage
         rows = x.reshape(-1, x.shape[-1])
         cos, sin = match.tables.in_halves(x, keys.result, match.lanes.split, x.dtype)
-        key_cache, scale_cache = storage.caches(x, (None, None), x)
+        key_cache, scale_cache = storage.caches(x, (None, None), x, _OPERATOR)
         query, scale, weights, *caches = torch.ops.custom_pypto.npu_lightning_indexer_prolog_pto.functional(
             rows, queries.latent.reshape(rows.shape[0], -1), queries.tokens.float().reshape(-1, 1),
             prepared(queries.weight), queries.scale.float().reshape(-1, 1), prepared(keys.weight),

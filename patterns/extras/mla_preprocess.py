@@ -30,6 +30,7 @@ from patterns.quant.quantised_linear import NZ
 from patterns.rotary.orders import HALF, RowOrder
 from patterns.rotary.token_tables import rotated_lanes
 
+_OPERATOR = "npu_mla_preprocess"
 EPSILON = 1e-6  # compiled into the kernel
 
 
@@ -75,14 +76,14 @@ class Int8Pages(Int8LatentPages):
         scheme = dict(scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift, encoding=STATIC, scheme="static")
         return p.quantise(x=p.reshaped(latent), **scheme)
 
-    def guard(self, tokens: Any) -> None:
+    def guard(self, tokens: Any, operator: str) -> None:
         """Refuse pages in BSND, and a zero point of the latent."""
         require(
             None not in self.blocks,
             "cache: its pages are rows [Block, Size, 1, D]; npu_mla_preprocess requires lines of NZ for an "
             "int8 latent; allocate [Block, D / 32, Size, 32]",
         )
-        super().guard(tokens)
+        super().guard(tokens, operator)
         require(
             self.kv_shift == 0,
             "latent: it is stored with a zero point; npu_mla_preprocess requires round(latent / scale); "
@@ -91,8 +92,8 @@ class Int8Pages(Int8LatentPages):
 
     def preprocess_arguments(self, like: Tensor) -> dict[str, Any]:
         """Return ctkv_scale, by which the latent is divided, and q_nope_scale, by which the queries are multiplied."""
-        kv_scale = exact_scale(self.kv_scale, self.kv_by, like)
-        return dict(ctkv_scale=kv_scale, q_nope_scale=exact_scale(self.query_scale, 1, like))
+        kv_scale = exact_scale(self.kv_scale, self.kv_by, like, _OPERATOR)
+        return dict(ctkv_scale=kv_scale, q_nope_scale=exact_scale(self.query_scale, 1, like, _OPERATOR))
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,8 @@ class MlaPreprocess(Rule):
                 eps=eps,
             )
         projection.guard()
-        storage.guard_order(row.result)
-        storage.guard(match.x)
+        storage.guard_order(row.result, _OPERATOR)
+        storage.guard(match.x, _OPERATOR)
 
     @lowering
     def run(self, match: PreprocessMatch):
@@ -231,11 +232,11 @@ def _quantisation(
     both = order.joined(*(_or_zeros(*each, torch.int32) for each in biases))
     return betas, dict(
         quant_mode="per_tensor_quant_asymm",
-        quant_scale0=exact_scale(layers.scale, layers.factor, x),
-        quant_offset0=int8_zero_point(layers.zero_point, layers.shift, x.device),
+        quant_scale0=exact_scale(layers.scale, layers.factor, x, _OPERATOR),
+        quant_offset0=int8_zero_point(layers.zero_point, layers.shift, x.device, _OPERATOR),
         bias0=both[0],
-        quant_scale1=exact_scale(layers.scale_cq, layers.factor_cq, x),
-        quant_offset1=int8_zero_point(layers.zero_point_cq, layers.shift_cq, x.device),
+        quant_scale1=exact_scale(layers.scale_cq, layers.factor_cq, x, _OPERATOR),
+        quant_offset1=int8_zero_point(layers.zero_point_cq, layers.shift_cq, x.device, _OPERATOR),
         bias1=both[1],
     )
 
@@ -248,9 +249,9 @@ def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
     """Return both caches as the operator takes them, in rows or in NZ blocks, and their cache_mode."""
     both = storage.kv_cache, storage.kr_cache
     if storage.nz_block is None:
-        kv, kr = (in_rows(each, None) for each in both)
+        kv, kr = (in_rows(each, None, _OPERATOR) for each in both)
         return kv, kr, "krope_ctkv"
-    kv, kr = (page_operand(each, each.shape[-2], "NZ").squeeze(1) for each in both)
+    kv, kr = (page_operand(each, each.shape[-2], _OPERATOR, "NZ").squeeze(1) for each in both)
     return kv, kr, "int8_nzcache" if isinstance(storage, Int8Pages) else "nzcache"
 
 

@@ -41,6 +41,9 @@ LISTED, EPSILON = 2048, 1e-5
 """Length of a list, and epsilon of the RMS norms, that the operator has compiled in."""
 
 
+_OPERATOR = "npu_sparse_attention_pto"
+
+
 @dataclass(frozen=True)
 class IndexKeys(RotatedLanes):
     """Keys of an indexer, a layer norm of a linear layer of x, and the pages `cache` that they are written to."""
@@ -206,7 +209,7 @@ class SparseAttentionPto(Rule):
         list.
         """
         projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
-        refuse_nz(attended.table.layout, attended.table.index_layout)
+        refuse_nz(_OPERATOR, attended.table.layout, attended.table.index_layout)
         latent, rope = row.widths
         own = (latent + rope) ** -0.5
         reason = (
@@ -254,10 +257,10 @@ class SparseAttentionPto(Rule):
         queries.guard(row)
         projection.guard_row(row)
         projection.guard(queries)
-        storage.guard_order(row.result)
-        storage.guard(x)
+        storage.guard_order(row.result, _OPERATOR)
+        storage.guard(x, _OPERATOR)
         for what, lanes in (("queries", index.queries), ("keys", index.keys)):
-            lanes.guard(what)
+            lanes.guard(what, _OPERATOR)
 
     @lowering
     @variants(values=VALUES)
@@ -277,12 +280,12 @@ class SparseAttentionPto(Rule):
             "mask: each query sees keys behind it; npu_sparse_attention_pto requires a causal order; mask keys "
             "behind the query",
         )
-        kv_cache, kr_cache = match.caches()
+        kv_cache, kr_cache = match.caches(_OPERATOR)
         weights = (prepared(each) for each in (index.queries.weight, keys.weight, index.queries.head_weight))
         y, kv, kr, written = torch.ops.custom_pypto.npu_sparse_attention_pto.functional(
             x, dq, uq, up, dkv, gain_q, gain, sin, cos, storage.index(x).int(), kv_cache, kr_cache,
             table.block_table.int(), lengths, *weights, keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
-            pages.in_rows(keys.cache, None),
+            pages.in_rows(keys.cache, None, _OPERATOR),
         )  # fmt: skip
         y = viewed(expanded(y, attended.heads.up_value, values), attended.result.view)
         return y, *match.stored((kv, kr)), written.reshape(keys.cache.shape)

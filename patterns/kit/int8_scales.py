@@ -31,21 +31,21 @@ def multipliers(scale: Tensor | None, by: float, width: Any, device: torch.devic
     return torch.reciprocal(scale_of(scale, by, device)).expand(width).contiguous()
 
 
-def int8_zero_point(zero_point: Tensor | None, shift: float, device: torch.device) -> Tensor:
+def int8_zero_point(zero_point: Tensor | None, shift: float, device: torch.device, operator: str) -> Tensor:
     """Return the zero point [1] in int8: `zero_point`, or where that is None the number `shift`.
 
     Raises:
-        Refused: `zero_point` is held in another dtype.
+        Refused: `zero_point` has another dtype; `operator` is named.
     """
     if zero_point is None:
         return torch.full((1,), int(shift), dtype=torch.int8, device=device)
-    reason = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
-    require(zero_point.dtype == torch.int8, reason, dtype=zero_point.dtype)
+    reason = "zero point: it is {dtype}, and so not proven to be a whole number; {operator} requires int8"
+    require(zero_point.dtype == torch.int8, reason, dtype=zero_point.dtype, operator=operator)
     return zero_point
 
 
-def exact_scale(scale: Tensor | None, by: float, like: Tensor) -> Tensor:
-    """Return `scale`, or where `scale` is None the number `by` as a tensor [1], in the dtype of `like`.
+def exact_scale(scale: Tensor | None, by: float, like: Tensor, operator: str) -> Tensor:
+    """Return `scale`, or where `scale` is None the number `by` as a tensor [1], in the dtype of `like`, for `operator`.
 
     Raises:
         Refused: the dtype of `like` rounds `by`; or `scale` has another dtype or is multiplied by `by` ≠ 1.
@@ -54,16 +54,18 @@ def exact_scale(scale: Tensor | None, by: float, like: Tensor) -> Tensor:
         ulps = math.frexp(by)[0] * 2 / torch.finfo(like.dtype).eps
         require(
             abs(ulps - round(ulps)) < 1e-9,
-            "scale: it is {by}, which the dtype of x rounds; the operator requires a scale that is exact in "
+            "scale: it is {by}, which the dtype of x rounds; {operator} requires a scale that is exact in "
             "the dtype of x; choose such a number (a power of two), or pass a tensor in the dtype of x",
             by=by,
+            operator=operator,
         )
         return torch.full((1,), by, dtype=like.dtype, device=like.device)
     same = scale.dtype == like.dtype and by == 1
     require(
         same,
-        "scale: it is {dtype}, or multiplied by a number; the operator requires it in the dtype of x, as it "
+        "scale: it is {dtype}, or multiplied by a number; {operator} requires it in the dtype of x, as it "
         "is; store it in the dtype of x",
         dtype=scale.dtype,
+        operator=operator,
     )
     return scale

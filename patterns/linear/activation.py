@@ -1,10 +1,13 @@
-"""y = silu(a) · b; or y = a · sigmoid(alpha · a) · (b + shift), a and b bounded  (Shazeer, 2020; gpt-oss, 2025).
+"""y = silu(a) · b or gelu(a) · b; or y = a · sigmoid(alpha · a) · (b + shift), a and b bounded.
 
-*Matches* silu in any spelling, of halves or alternate lanes of a merged projection, or of two projections of one input
-whose weights are Parameters; with bounds of a and b, or without; rounded, in float32 for another factor, or quantised
-for the next layer in W8A8, each row with its own scale, if nothing else uses it. *Replaces with* `npu_swiglu`,
-`npu_clipped_swiglu`, or `npu_swiglu_quant`, which quantises the activation before it would be rounded to 16 bits; two
-projections become one matmul of the concatenated weights, in floats or in W8A8, prepared once.
+After Shazeer (2020) and gpt-oss (2025).
+
+*Matches* silu and gelu in any spelling, of halves or alternate lanes of a merged projection, or of two projections of
+one input whose weights are Parameters; silu with bounds of a and b, or without; rounded, in float32 for another factor,
+or quantised for the next layer in W8A8, each row with its own scale, if nothing else uses it. *Replaces with*
+`npu_swiglu`, `npu_geglu`, `npu_clipped_swiglu`, or `npu_swiglu_quant`, which quantises the activation before it would
+be rounded to 16 bits; two projections become one matmul of the concatenated weights, in floats or in W8A8, prepared
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, scalar, tensor, variants
-from patterns.linear.gates import BOUNDS, SOURCES, WIDE_SOURCES, Clipped, Merged, Projected, Unbounded, activated
+from patterns.linear.gates import (
+    BOUNDS,
+    GELUS,
+    HALVES,
+    SOURCES,
+    WIDE_SOURCES,
+    Clipped,
+    Merged,
+    Projected,
+    Unbounded,
+    activated,
+)
 from patterns.quant.results import Plain, TokenScales
 
 f32 = torch.float32
@@ -52,6 +66,12 @@ class Activation(Rule):
     def gated(self, p, source, bounds, result):
         """silu(a) · b or its bounded form, rounded to the dtype of its source"""
         return result.terms(p, p.as_dtype(activated(p, bounds, source.terms(p), source.like), like=source.like))
+
+    @pattern
+    @variants(source=HALVES, bounds=GELUS, result=(Plain,))
+    def by_gelu(self, p, source, bounds, result):
+        """gelu(a) · b, rounded to the dtype of its source"""
+        return self.gated(p, source, bounds, result)
 
     @pattern
     @variants(source=SOURCES, bounds=(Unbounded,), result=(TokenScales,))
@@ -149,13 +169,25 @@ class Activation(Rule):
         activated = p.maybe_cast(p.silu(p.maybe_cast(gate, to=f32)), to=gate)
         return p.clip(activated, bounds.floor, bounds.limit) * bounds.linear(p, p.maybe_cast(up, to=f32))
 
+    @variants(source=HALVES, bounds=GELUS)
     @lookalike(
-        "gate: it goes through gelu; npu_swiglu requires silu, and no operator here computes gelu(gate) * up; "
-        "nothing to change"
+        "result: it stays in float32, of gate and up in 16 bits; npu_geglu requires the dtype of its input; cast the "
+        "product to that"
     )
-    def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
-        """gelu(a) · b"""
-        return p.op("gelu", gate) * up
+    def wide_by_gelu(self, p, source, bounds):
+        """gelu(a) · b, in float32"""
+        gate, up = source.wide_terms(p)
+        return bounds.gated(p, gate) * bounds.linear(p, up)
+
+    @variants(bounds=GELUS)
+    @lookalike(
+        "gate, up: they are neither halves of one tensor nor two linear layers of one input; npu_geglu "
+        "requires them in one tensor; write one linear layer for both, and chunk(2, -1)",
+        apart=("gate", "up"),
+    )
+    def two_tensors_by_gelu(self, p, bounds, gate=tensor("*B D"), up=tensor("*B D")):
+        """gelu(a) · b of any two tensors"""
+        return activated(p, bounds, (p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)), gate)
 
     def guard(self, source: Any, bounds: Any):
         """Refuse bounds that the operator does not compute, alternate lanes that it does not read, and weights joined
@@ -167,14 +199,14 @@ class Activation(Rule):
     @lowering
     @variants(result=(Plain,))
     def npu(self, source: Any, bounds: Any, result: Plain):
-        """Emit npu_swiglu or npu_clipped_swiglu, behind one matmul for projections."""
-        return bounds.run(source.joined(), source.interleaved)
+        """Emit npu_swiglu, npu_geglu or npu_clipped_swiglu, behind one matmul for projections."""
+        return bounds.run(source.joined(), source)
 
     @lowering
     @variants(result=(Unrounded,))
     def npu_in_float32(self, source: Any, bounds: Any, result: Unrounded):
         """Emit npu_swiglu or npu_clipped_swiglu on gate and up cast to float32."""
-        return bounds.run(source.joined().to(f32), source.interleaved)
+        return bounds.run(source.joined().to(f32), source)
 
     @lowering
     @variants(result=(TokenScales,))

@@ -1,11 +1,14 @@
 """The facets of a gated activation: the sources of gate a and up b, and their bounds.
 
 Merged       two halves, or alternate lanes, of one tensor
+MergedUpFirst    two halves of one tensor, up first
 MergedWide   two halves, or alternate lanes, of a tensor that is cast to float32
 Projected    two projections of one input, whose weights are concatenated
 Int8Projected    two projections in W8A8 of one input
 
 Unbounded    silu(a) · b
+GeluGate     gelu(a) · b
+WrittenGeluGate  gelu(a) · b, with gelu in primitive operators
 Clipped      a · sigmoid(alpha · a) · b, a ≤ limit, |b| ≤ limit
 Shifted      a · sigmoid(alpha · a) · (b + shift), a ≤ limit, |b| ≤ limit
 """
@@ -25,6 +28,12 @@ from patterns.linear.joined_projections import NOT_PARAMETERS
 from patterns.quant.quantised_linear import multiplied, prepared, refuse
 
 f32 = torch.float32
+GELU_CODES = ("none", "tanh")
+"""How gelu is computed, at the number that npu_geglu has for it."""
+ALTERNATE_LANES = (
+    "gate, up: they are every second lane of one tensor; npu_geglu requires its halves; order the rows of the weight "
+    "of their projection so"
+)
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,17 @@ class Merged(Group):
 
     x: Any = tensor("*B D")
     interleaved: Any = attribute()
+    gate_first = True
 
     def terms(self, p, gate_first: bool = True) -> tuple[Any, Any]:
-        """Match gate and up, perhaps in float32; up first unless `gate_first`."""
+        """Build the terms of gate and up, perhaps in float32; up first unless `gate_first`."""
         wide = p.maybe_cast(self.x, to=f32)
         lanes = [p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True)]
         gate, up = (p.maybe_cast(each, to=f32) for each in (lanes if gate_first else lanes[::-1]))
         return gate, up
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Match gate and up, each cast to float32."""
+        """Build the terms of gate and up, each cast to float32."""
         gate, up = (
             p.cast(p.gate_lanes(x=self.x, second=each, interleaved=self.interleaved), to=f32) for each in (False, True)
         )
@@ -67,11 +77,27 @@ class Merged(Group):
 
 
 @dataclass(frozen=True)
+class MergedUpFirst(Merged):
+    """Gate and up as halves of one tensor, the gate second, as in diffusion models."""
+
+    gate_first = False
+
+    def terms(self, p, gate_first: bool = False) -> tuple[Any, Any]:
+        """Match gate and up, perhaps in float32; up first unless `gate_first`."""
+        return super().terms(p, gate_first)
+
+    def wide_terms(self, p) -> tuple[Any, Any]:
+        """Build the terms of gate and up, each cast to float32."""
+        up, gate = super().wide_terms(p)
+        return gate, up
+
+
+@dataclass(frozen=True)
 class MergedWide(Merged):
     """Gate and up of one tensor that is cast to float32 before it is split."""
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Match gate and up as lanes of the tensor cast to float32."""
+        """Build the terms of gate and up as lanes of the tensor cast to float32."""
         wide = p.cast(self.x, to=f32)
         gate, up = (p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True))
         return gate, up
@@ -89,19 +115,20 @@ class Projected(Group):
     up_bias: Any = tensor("H", optional=True)
     up_is_parameter_only: Any = attribute()
     interleaved = False
+    gate_first = True
 
     def terms(self, p, up_input: Any = None) -> tuple[Any, Any]:
-        """Match gate and up, perhaps in float32; up is projected from `up_input` if given."""
+        """Build the terms of gate and up, perhaps in float32; up is projected from `up_input` if given."""
         gate, up = self.projections(p, up_input)
         return p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)
 
     def wide_terms(self, p) -> tuple[Any, Any]:
-        """Match gate and up, each cast to float32."""
+        """Build the terms of gate and up, each cast to float32."""
         gate, up = self.projections(p)
         return p.cast(gate, to=f32), p.cast(up, to=f32)
 
     def projections(self, p, up_input: Any = None) -> tuple[Any, Any]:
-        """Match both linear layers; up is projected from `up_input` if given."""
+        """Build the terms of both linear layers; up is projected from `up_input` if given."""
         gate = dict(weight=self.gate, bias=self.gate_bias, is_parameter_only=self.gate_is_parameter_only)
         up = dict(weight=self.up, bias=self.up_bias, is_parameter_only=self.up_is_parameter_only)
         other = self.x if up_input is None else up_input
@@ -145,7 +172,7 @@ class Int8Projected(Projected):
     dtype: Any = attribute()
 
     def projections(self, p, up_input: Any = None) -> tuple[Any, Any]:
-        """Match both layers in W8A8."""
+        """Build the terms of both layers in W8A8."""
         gate, up = (
             p.int8_matmul(
                 x=self.x, weight=getattr(self, name), scale=getattr(self, f"{name}_scale"), tokens=self.tokens,
@@ -178,11 +205,11 @@ class Unbounded(Group):
     """No bounds: silu(a) · b."""
 
     def gated(self, p, gate):
-        """Match silu of the gate."""
+        """Build the term of silu of the gate."""
         return p.silu(gate)
 
     def linear(self, p, up):
-        """Match the other factor, up."""
+        """Return `up`, the other factor, unchanged."""
         return up
 
     def refuse(self, interleaved: bool) -> None:
@@ -193,11 +220,45 @@ class Unbounded(Group):
             "rows of the weight of their projection so",
         )
 
-    def run(self, merged: Tensor, interleaved: bool) -> Tensor:
-        """Emit npu_swiglu on gate and up `merged` [*B, 2 · H], which are halves: `refuse` excludes
-        `interleaved` ones.
-        """
+    def run(self, merged: Tensor, source: Any) -> Tensor:
+        """Emit npu_swiglu on gate and up of `source`, `merged` [*B, 2 · H] as halves."""
         return torch.ops.npu.npu_swiglu(merged, -1)
+
+
+@dataclass(frozen=True)
+class GeluGate(Group):
+    """No bounds, and gelu in place of silu: gelu(a) · b.
+
+    Attributes:
+        approximate: how gelu is computed: "none" by erf, or "tanh".
+    """
+
+    approximate: Any = attribute()
+
+    def gated(self, p, gate):
+        """Match gelu of the gate."""
+        return p.gelu(gate, self.approximate)
+
+    def linear(self, p, up):
+        """Match the other factor, up."""
+        return up
+
+    def refuse(self, interleaved: bool) -> None:
+        """Refuse gate and up that alternate lane by lane, if `interleaved`: npu_geglu reads halves."""
+        require(not interleaved, ALTERNATE_LANES)
+
+    def run(self, merged: Tensor, source: Any) -> Tensor:
+        """Emit npu_geglu on gate and up of `source`, `merged` [*B, 2 · H] as halves in either order."""
+        return torch.ops.npu.npu_geglu(merged, -1, GELU_CODES.index(self.approximate), source.gate_first)[0]
+
+
+@dataclass(frozen=True)
+class WrittenGeluGate(GeluGate):
+    """Gelu of the gate, in primitive operators."""
+
+    def gated(self, p, gate):
+        """Match gelu of the gate, written out."""
+        return p.written_gelu(x=gate, approximate=self.approximate)
 
 
 @dataclass(frozen=True)
@@ -220,12 +281,12 @@ class Clipped(Group):
     shift = 0.0
 
     def gated(self, p, gate):
-        """Match a · sigmoid(alpha · a) of the clamped gate a."""
+        """Build the term of a · sigmoid(alpha · a) of the clamped gate a."""
         a = p.maybe_cast(p.clip(gate, self.floor, self.limit), to=f32)
         return a * p.sigmoid(p.maybe_scaled(a, self.alpha))
 
     def linear(self, p, up):
-        """Match the clamped other factor, up."""
+        """Build the term of the other factor: `up` clamped to [`low`, `high`]."""
         return p.clip(up, self.low, self.high)
 
     def refuse(self, interleaved: bool) -> None:
@@ -243,10 +304,10 @@ class Clipped(Group):
         )
         require(symmetric, between, low=self.low, high=self.high, limit=self.limit)
 
-    def run(self, merged: Tensor, interleaved: bool) -> Tensor:
-        """Emit npu_clipped_swiglu on gate and up `merged` [*B, 2 · H], halves or `interleaved` lane by lane."""
+    def run(self, merged: Tensor, source: Any) -> Tensor:
+        """Emit npu_clipped_swiglu on gate and up of `source`, `merged` [*B, 2 · H] as halves or lane by lane."""
         return torch.ops.npu.npu_clipped_swiglu(
-            merged, dim=-1, alpha=self.alpha, limit=self.limit, bias=self.shift, interleaved=interleaved
+            merged, dim=-1, alpha=self.alpha, limit=self.limit, bias=self.shift, interleaved=source.interleaved
         )
 
 
@@ -257,17 +318,19 @@ class Shifted(Clipped):
     shift: Any = scalar()
 
     def linear(self, p, up):
-        """Match the clamped other factor, up, plus `shift`."""
+        """Build the term of the other factor: `up`, clamped, plus `shift`."""
         return p.shift(super().linear(p, up), self.shift)
 
 
 SOURCES: tuple[Any, ...] = (Merged, Projected, Int8Projected)
 WIDE_SOURCES: tuple[Any, ...] = (*SOURCES, MergedWide)
+HALVES: tuple[Any, ...] = (*SOURCES, MergedUpFirst)
 BOUNDS: tuple[Any, ...] = (Unbounded, Clipped, Shifted)
+GELUS: tuple[Any, ...] = (GeluGate, WrittenGeluGate)
 
 
 def activated(p: Any, bounds: Any, terms: tuple[Any, Any], like: Any) -> Any:
-    """Match the activated gate times the other factor, the pair `terms`, by the functions of `bounds`.
+    """Build the term of the activated gate times the other factor, the pair `terms`, by the functions of `bounds`.
 
     The activated gate may be cast to the dtype of `like` before the product.
     """

@@ -66,7 +66,7 @@ class Layers(Group):
         return F.linear(x, torch.cat(self.weights()), torch.cat(biases) if biases else None)
 
     def terms(self, p, x, count: int):
-        """Match the first `count` layers on `x`, each next to the following one."""
+        """Build the terms of the first `count` layers on `x`, each next to the following one."""
         *before, last = [
             dict(x=x, weight=weight, bias=bias, is_parameter_only=self.is_parameter_only)
             for weight, bias in list(zip(self.weights(), self.biases(), strict=True))[:count]

@@ -29,7 +29,7 @@ def written_gelus(graph: Graph) -> Iterator[Annotation]:
     """Read every product x / 2 · (1 + f(..)), f tanh or erf, as `written_gelu`; else give the differing polynomial."""
     for value in list(graph.places):
         product, number = unscaled(value)
-        for x, behind in (product.args, product.args[::-1]) if product.op == "mul" and is_float(value) else ():
+        for x, behind in product.operands("mul") if is_float(value) else ():
             (x, factor_of_x), (behind, factor) = unscaled(x), unscaled(behind)
             inside = _inside(behind)
             if inside is not None and math.isclose(number * factor_of_x * factor, 0.5, rel_tol=_NEAR):

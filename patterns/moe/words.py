@@ -7,7 +7,7 @@ from fusion import word
 _GATE = {
     "logits": "[*T, E]",
     "bias": "[E], added to the scores for the choice of experts only, not to their weights",
-    "norm": "the function of the logits that gives the scores: sigmoid or softmax",
+    "norm": "the function of the logits that gives the scores: sigmoid, softmax or sqrt_softplus",
     "groups": "number of groups that the E experts are divided into, 1 without groups",
     "kept": "number of the best groups from which experts are chosen",
     "group_score": "score of a group: max of its scores + bias, or sum of the two largest",

@@ -36,7 +36,7 @@ class RmsNorm(Gain):
     """x / sqrt(mean(x²) + eps), times a gain."""
 
     def term(self, p, x, eps):
-        """Match the RMS norm of `x` with `eps` and this gain."""
+        """Build the term of the RMS norm of `x` with `eps` and this gain."""
         return p.rms_norm(x=x, **vars(self), eps=eps)
 
 
@@ -48,7 +48,7 @@ class LayerNorm(Group):
     beta: Any = GAIN
 
     def term(self, p, x, eps):
-        """Match the layer norm of `x` with `eps`, this gain and bias."""
+        """Build the term of the layer norm of `x` with `eps`, this gain and bias."""
         return p.layer_norm(x=x, **vars(self), eps=eps)
 
     def remark(self, x: Any, operator: str) -> str:
@@ -57,13 +57,13 @@ class LayerNorm(Group):
 
 
 def rounded_before_gain(p, x, gamma, eps, to) -> Any:
-    """Match the RMS norm of `x` in float32, rounded to the dtype of `to` before its gain `gamma` [D]."""
+    """Build the term of the RMS norm of `x` in float32, rounded to the dtype of `to` before its gain `gamma` [D]."""
     unit = x * p.rsqrt(p.mean(p.square(x)) + eps)
     return p.maybe_cast(unit, to=to) * p.maybe_cast(gamma, to=f32)
 
 
 def float32_sum(p, a, b) -> Any:
-    """Match the sum of `a` and `b`, each cast to float32."""
+    """Build the term of the sum of `a` and `b`, each cast to float32."""
     return p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
 
 

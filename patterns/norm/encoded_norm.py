@@ -25,6 +25,13 @@ from patterns.quant.quantisation import Quantisation
 from patterns.quant.results import TokenScales
 
 f32 = torch.float32
+_OPERATORS = {
+    "by_token": "npu_add_rms_norm_dynamic_quant",
+    "static_sum": "npu_add_rms_norm_quant",
+    "static": "npu_rms_norm_quant",
+    "widened": "npu_add_rms_norm_cast",
+}
+"""The operator that each lowering emits."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Alone(Group):
     x: Any = tensor("*B D")
 
     def terms(self, p, gain, eps):
-        """Match the RMS norm of x with `gain` and `eps`; there are no other results."""
+        """Build the term of the RMS norm of x with `gain` and `eps`; there are no other results."""
         return p.rms_norm(x=self.x, **vars(gain), eps=eps), ()
 
 
@@ -50,7 +57,7 @@ class RoundedSum(Group):
     total: Any = attribute()
 
     def terms(self, p, gain, eps):
-        """Match the RMS norm of a + b with `gain` and `eps`, and the sum as another result."""
+        """Build the terms of the RMS norm of a + b with `gain` and `eps`, and of the sum, a second result."""
         s = p.typed(self.a + self.b, self.total)
         return p.rms_norm(x=s, **vars(gain), eps=eps), (s,)
 
@@ -60,12 +67,12 @@ class Float32Sum(RoundedSum):
     """A norm of the sum a + b in float32; both are rounded to the dtype of the addends afterwards."""
 
     def terms(self, p, gain, eps):
-        """Match `norm` of the sum in float32, rounded, and the sum, rounded, as another result."""
+        """Build the terms of `norm` of the sum in float32, rounded, and of the rounded sum, a second result."""
         s = p.typed(float32_sum(p, self.a, self.b), self.total)
         return p.as_dtype(self.norm(p, s, gain, eps), like=self.a), (p.as_dtype(s, like=self.a),)
 
     def norm(self, p, s, gain, eps):
-        """Match the RMS norm of the sum `s` in float32 with `gain` and `eps`."""
+        """Build the term of the RMS norm of the sum `s` in float32 with `gain` and `eps`."""
         return p.rms_norm(x=s, **vars(gain), eps=eps)
 
 
@@ -74,7 +81,7 @@ class RoundedNorm(Float32Sum):
     """A norm of the sum a + b in float32, rounded to the dtype of a before it is multiplied by its gain."""
 
     def norm(self, p, s, gain, eps):
-        """Match the norm of the sum `s`, rounded to the dtype of the addends before its gain."""
+        """Build the term of the norm of the sum `s`, rounded to the dtype of the addends before its gain."""
         return rounded_before_gain(p, s, gain.gamma, eps, self.a)
 
 
@@ -100,14 +107,14 @@ class Static(Group):
     bias: Any = tensor("D", optional=True)
 
     def terms(self, p, norm):
-        """Match the quantised norm in int8."""
+        """Build the term of the quantised norm in int8."""
         return (p.quantise(x=norm, encoding=STATIC, scheme="static", **vars(self)),)
 
-    def offset(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the zero point [1] in `dtype`, in which the model holds it unless that is int8."""
+    def offset(self, dtype: torch.dtype, device: torch.device, operator: str) -> Tensor:
+        """Return the zero point [1] of `operator` in `dtype`, in which the model holds it unless that is int8."""
         if self.zero_point is not None and self.zero_point.dtype == dtype:
             return self.zero_point
-        return int8_zero_point(self.zero_point, self.shift, device).to(dtype)
+        return int8_zero_point(self.zero_point, self.shift, device, operator).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class Widened(Group):
     """The norm in its own dtype and in float32, the latter perhaps with other dims."""
 
     def terms(self, p, norm):
-        """Match the norm cast to float32, and the norm."""
+        """Build the terms of the norm cast to float32, and the norm."""
         return p.cast(p.reshaped(norm), to=f32), norm
 
 
@@ -144,9 +151,9 @@ class EncodedNorm(Rule):
         norm, _ = source.terms(p, gain, eps)
         return result.terms(p, norm)
 
-    def remark(self, source: Any, gain: Gain) -> str:
-        """Describe the rounding of the gain to the dtype of the addends."""
-        return gain.remark(source.x if isinstance(source, Alone) else source.a, "the operator")
+    def remark(self, source: Any, gain: Gain, lowering: str) -> str:
+        """Describe the rounding of the gain to the dtype of the addends by the operator of `lowering`."""
+        return gain.remark(source.x if isinstance(source, Alone) else source.a, _OPERATORS[lowering.partition("[")[0]])
 
     @lowering
     @variants(source=SUMS, result=(TokenScales,))
@@ -164,15 +171,16 @@ class EncodedNorm(Rule):
     def static_sum(self, source: RoundedSum, result: Static, gain: Gain, eps: float):
         """Emit npu_add_rms_norm_quant, with scale and zero point of each channel, in bfloat16 for such addends."""
         x, bias = source.a, result.bias
-        narrow = x.dtype == torch.bfloat16
+        narrow, name = x.dtype == torch.bfloat16, "npu_add_rms_norm_quant"
         if narrow:
-            scale, offset = exact_scale(result.scale, result.by, x), result.offset(x.dtype, x.device)
+            scale = exact_scale(result.scale, result.by, x, name)
+            offset = result.offset(x.dtype, x.device, name)
         else:
             scale = scale_of(result.scale, result.by, x.device)
-            offset = result.offset(torch.int32, x.device)
+            offset = result.offset(torch.int32, x.device, name)
         lines = [each.expand(x.shape[-1]).contiguous() for each in (scale, offset)]
         given = (
-            *_addends(source, "npu_add_rms_norm_quant"),
+            *_addends(source, name),
             gain.like(x),
             *lines,
             None if bias is None else _exact_bias(bias, x),
@@ -187,7 +195,8 @@ class EncodedNorm(Rule):
         """Emit npu_rms_norm_quant, with one scale in the dtype of x, and a bias of zeros where there is none."""
         x = source.x
         bias = torch.zeros_like(unit_gain(x)) if result.bias is None else _exact_bias(result.bias, x)
-        scale, offset = exact_scale(result.scale, result.by, x), result.offset(torch.int8, x.device)
+        name = "npu_rms_norm_quant"
+        scale, offset = exact_scale(result.scale, result.by, x, name), result.offset(torch.int8, x.device, name)
         return torch.ops.npu.npu_rms_norm_quant(x, gain.like(x), bias, scale, offset, eps)
 
     @lowering

@@ -181,7 +181,7 @@ def dynamic(
     quotient, outside = unscaled(below.quotient)
     if quotient.op != "mul" or (not below.rounded and not _has_scale(quotient)):
         return None
-    for factor, dividend in (quotient.args, quotient.args[::-1]):
+    for factor, dividend in quotient.operands():
         divisor, number = _divisor(factor) or (factor, 0.0)
         scale = _scale(divisor) if number else None
         if scale is None:

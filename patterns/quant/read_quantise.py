@@ -135,7 +135,7 @@ def _by_head(a: Algebra, encoding: Encoding, below: Rounded) -> Reading | str | 
     The reason if it is rounded or clipped otherwise than by the operator; None for other values.
     """
     product = below.quotient
-    for x, factor in (product.args, product.args[::-1]) if product.op == "mul" else ():
+    for x, factor in product.operands("mul"):
         heads = x.shape[1] if x.rank == 4 else 1
         if heads == 1 or (1,) * (4 - factor.rank) + factor.shape != (1, heads, 1, 1) or not below.rounded:
             continue
@@ -218,7 +218,7 @@ def _scaled(a: Algebra, value: Value) -> dict[str, Any] | None:
 
 def _factored(quotient: Value, number: float) -> tuple[Value, Value] | None:
     """Split `quotient` into x and one factor of all of it, or of each channel if `number` is 1; None for others."""
-    pairs = (quotient.args, quotient.args[::-1]) if quotient.op == "mul" else ()
+    pairs = quotient.operands("mul")
     for x, factor in pairs:
         if prod(factor.shape) == 1:
             return x, factor
@@ -240,7 +240,7 @@ def _is_from_input(factor: Value) -> bool:
 
 def _biased(a: Algebra, x: Value) -> dict[str, Value]:
     """Return x and the bias [D] of `x` = x + bias as captures; `x` alone if there is no bias."""
-    for rest, line in (x.args, x.args[::-1]) if x.op == "add" else ():
+    for rest, line in x.operands("add"):
         channels = line.shape[-1:] == x.shape[-1:] == (prod(line.shape),)
         if channels and rest.shape == x.shape and (prod(rest.shape) != prod(line.shape) or _is_from_input(line)):
             return {"x": exact(rest), "bias": a.reshape(exact(line), x.shape[-1:])}

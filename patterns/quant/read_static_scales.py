@@ -66,11 +66,11 @@ def _scaled(a: Algebra, quotient: Value) -> Reading | None:
     if quotient.op == "shift":
         quotient, shift = quotient.arg, float(quotient.attrs[0])
     elif quotient.op == "add":
-        pairs = (quotient.args, quotient.args[::-1])
+        pairs = quotient.operands()
         quotient, zero = next(
             ((x, z) for x, z in pairs if _is_input(z) and x.shape == quotient.shape), (quotient, None)
         )
-    for x, factor in (quotient.args, quotient.args[::-1]) if quotient.op == "mul" else ():
+    for x, factor in quotient.operands("mul"):
         divided = factor.op == "power" and factor.attrs == (-1.0,)
         scale = factor.arg if divided else factor
         if x.shape != quotient.shape or not _is_input(scale) or not _is_per_channel(x, scale):

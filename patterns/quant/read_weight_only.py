@@ -265,7 +265,7 @@ def _layer(a: Algebra, graph: Graph, value: Value, wide: bool = False) -> _Layer
         must(below.x.dtype == value.dtype)
         return below
     must(value.op in ("mul", "add"))
-    for inner, line in (value.args, value.args[::-1]):
+    for inner, line in value.operands():
         inner = exact(inner) if wide else inner
         below = (
             _layer(a, graph, inner, wide) if _is_channel_factor(line, value) and inner.shape == value.shape else None

@@ -66,13 +66,14 @@ class Pair(Group):
     def read(self, by_batch: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys, cosines and sines with four dims; `by_batch` expands the tables to every sequence."""
         rotated_q = self.each()[0]
-        tables = rotated_q.tables_by_batch() if by_batch else rotated_q.tables()
-        q, k, cos, sin = (four_dims(each) for each in (self.q, self.k, *tables))
+        tables = rotated_q.tables_by_batch("npu_apply_rotary_pos_emb") if by_batch else rotated_q.tables()
+        q, k, cos, sin = (four_dims(each, "npu_apply_rotary_pos_emb") for each in (self.q, self.k, *tables))
         return q, k, cos, sin
 
     def results(self, *rotated: Tensor) -> tuple[Tensor, ...]:
         """Return the `rotated` queries and keys with the dims and in the dtype of the model."""
-        return tuple(each.rounded(dims_of(y, each.x)) for y, each in zip(rotated, self.each(), strict=True))
+        pairs = zip(rotated, self.each(), strict=True)
+        return tuple(each.rounded(dims_of(y, each.x), "npu_apply_rotary_pos_emb") for y, each in pairs)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class SameTables(Group):
     """Marker of rotations of queries and keys by the same tables."""
 
     def term(self, p, rotated: Pair):
-        """Match the two rotations of `rotated`, of queries and of keys."""
+        """Build the terms of the two rotations of `rotated`, of queries and of keys."""
         return tuple(each.term(p, "rotation") for each in rotated.each())
 
     def guard(self, rotated: Pair) -> None:

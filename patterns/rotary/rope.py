@@ -119,7 +119,7 @@ class Rope(Rule):
     @variants(others=CONCATENATED)
     def pairs_to_half_by_batch(self, rotated: Rotated, others: Alone):
         """Emit npu_interleave_rope from interleaved to half order, with tables expanded to every sequence."""
-        cos, sin = rotated.tables_by_batch()
+        cos, sin = rotated.tables_by_batch("npu_interleave_rope")
         return others.joined(_pairs_to_half(replace(rotated, cos=cos, sin=sin)))
 
     @lowering
@@ -205,5 +205,6 @@ def _refuse_other_orders(rotated: Rotated) -> None:
 
 def _pairs_to_half(rotated: Rotated) -> Tensor:
     _refuse_other_orders(rotated)
-    x, cos, sin = (four_dims(each) for each in (rotated.x, *rotated.tables()))
-    return rotated.rounded(torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(rotated.x.shape))
+    name = "npu_interleave_rope"
+    x, cos, sin = (four_dims(each, name) for each in (rotated.x, *rotated.tables()))
+    return rotated.rounded(torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(rotated.x.shape), name)

@@ -11,12 +11,13 @@ from torch import Tensor
 from fusion import Group, attribute, bounded, require, tensor
 
 
-def four_dims(x: Tensor) -> Tensor:
-    """Reshape `x` [.., D] to the four dims that the kernels read, with leading dims of size 1; refuse more."""
+def four_dims(x: Tensor, operator: str) -> Tensor:
+    """Reshape `x` [.., D] to the four dims that `operator` reads, with leading dims of size 1; refuse more."""
     require(
         x.dim() <= 4,
-        "x: it has {rank} dims; the operator requires four at most; flatten the leading dims before the rotation",
+        "x: it has {rank} dims; {operator} requires four at most; flatten the leading dims before the rotation",
         rank=x.dim(),
+        operator=operator,
     )
     for _ in range(4 - x.dim()):
         x = x.unsqueeze(0)
@@ -43,7 +44,7 @@ def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str, matrix: Tensor |
 
     Where `matrix` [D, D] is given, the operator multiplies by it instead of permuting the lanes.
     """
-    ranked = [four_dims(each) for each in (x, cos, sin)]
+    ranked = [four_dims(each, "npu_rotary_mul") for each in (x, cos, sin)]
     swapped = ranked[0].stride(1) < ranked[0].stride(2)
     if swapped:
         ranked = [each.transpose(1, 2) for each in ranked]
@@ -79,18 +80,18 @@ class Rotated(Group):
     dtype: Any = attribute()
 
     def term(self, p, word: str, **extra: Any):
-        """Match the rotation as `word`, with the captures `extra` added to, or instead of, those of this group."""
+        """Build the term of the rotation as `word`; the captures `extra` add to, or replace, those of this group."""
         return getattr(p, word)(**vars(self) | extra)
 
-    def rounded(self, y: Tensor) -> Tensor:
+    def rounded(self, y: Tensor, operator: str) -> Tensor:
         """Return the rotated lanes `y` in the dtype of the model.
 
         Raises:
-            Refused: the operator has rounded them to a narrower one.
+            Refused: `operator` has rounded them to a narrower one.
         """
         require(
             torch.promote_types(y.dtype, self.dtype) == y.dtype,
-            "the rotated lanes: the model holds them in {wide}; the operator rounds them to {narrow}",
+            "the rotated lanes: the model holds them in {wide}; {operator} rounds them to {narrow}", operator=operator,
             wide=str(self.dtype).removeprefix("torch."), narrow=str(y.dtype).removeprefix("torch."),
         )  # fmt: skip
         return y.to(self.dtype)
@@ -99,17 +100,17 @@ class Rotated(Group):
         """Return cosines and sines [.., D] as the operators read them."""
         return self.cos, self.sin
 
-    def tables_by_batch(self) -> tuple[Tensor, Tensor]:
-        """Return tables expanded to every sequence [B, .., D], for chips whose kernels do not broadcast them."""
-        batch = four_dims(self.x).shape[0]
-        spread = (four_dims(each) for each in (self.cos, self.sin))
+    def tables_by_batch(self, operator: str) -> tuple[Tensor, Tensor]:
+        """Return tables expanded to every sequence [B, .., D], for chips where `operator` does not broadcast them."""
+        batch = four_dims(self.x, operator).shape[0]
+        spread = (four_dims(each, operator) for each in (self.cos, self.sin))
         cos, sin = (_for_batch(each, batch) for each in spread)
         cos, sin = (each.contiguous() for each in replace(self, cos=cos, sin=sin).tables())
         return cos, sin
 
     def by(self, order: str, matrix: Tensor | None = None) -> Tensor:
         """Emit the rotation by npu_rotary_mul in `order`, with `matrix` if given."""
-        return self.rounded(rotary_mul(self.x, *self.tables(), order, matrix))
+        return self.rounded(rotary_mul(self.x, *self.tables(), order, matrix), "npu_rotary_mul")
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,14 @@ class Widened(Rotated):
     sin: Any = tensor("*U Angles")
 
     def term(self, p, word: str, **extra: Any):
-        """Match the rotation of the lanes in float32, as `word`, rounded back; tables may be cast or repeated."""
+        """Build the term of the rotation in float32, as `word`, rounded back; tables may be cast or repeated."""
         tables = {"cos": self.cos, "sin": self.sin}
         wide = {name: p.maybe_cast(p.maybe_repeated(table, 2), to=torch.float32) for name, table in tables.items()}
         captured = vars(self) | wide | extra
         captured["x"] = p.cast(captured["x"], to=torch.float32)
         return p.as_dtype(getattr(p, word)(**captured), self.x)
 
-    def rounded(self, y: Tensor) -> Tensor:
+    def rounded(self, y: Tensor, operator: str) -> Tensor:
         """Return the rotated lanes `y`, which have the dtype of the model."""
         return y
 

@@ -20,7 +20,7 @@ class TokenTables(Group):
     sin: Any = tensor("Bt St Angles")
 
     def terms(self, p):
-        """Match cosines and sines, expanded from pairs to lanes or not, and cast to float32 or not."""
+        """Build the terms of cosines and sines, expanded from pairs to lanes or not, and cast to float32 or not."""
         return [p.maybe_cast(p.maybe_repeated(each, 2), to=torch.float32) for each in (self.cos, self.sin)]
 
     def rows(self, x: Tensor) -> list[Tensor]:
@@ -30,7 +30,7 @@ class TokenTables(Group):
 
 
 def rotated_lanes(p, x, tables, orders, like, heads_first=None, factor=1.0):
-    """Match the rotation of the lanes `x` by `tables`, in float32 or narrower, rounded to the dtype of `like`.
+    """Build the term of the rotation of `x` by `tables`, in float32 or narrower, rounded to the dtype of `like`.
 
     Args:
         p: the builder of the form.

@@ -18,7 +18,7 @@ class Alone(Group):
     """No lanes but the rotated ones."""
 
     def term(self, p, rotated: Rotated):
-        """Match the rotation."""
+        """Build the term of the rotation."""
         return rotated.term(p, "rotation")
 
     def guard(self, rotated: Rotated) -> None:
@@ -42,7 +42,7 @@ class Rest(Alone):
     rest_first: Any = attribute()
 
     def term(self, p, rotated: Rotated):
-        """Match the concatenation of the rotation and the other lanes."""
+        """Build the term of the concatenation of the rotation and the other lanes."""
         return rotated.term(p, "partial_rotation", **vars(self))
 
     def joined(self, y: Tensor) -> Tensor:
@@ -63,15 +63,15 @@ class BehindRotated(Group):
     end: Any = attribute()
 
     def term(self, p, rotated: Rotated):
-        """Match the rotated lanes, concatenated with the others."""
+        """Build the term of the rotated lanes, concatenated with the others."""
         return p.joined(rotated.term(p, "rotation", x=self.first(p, rotated)), self.last(p, rotated))
 
     def first(self, p, rotated: Rotated):
-        """Match the lanes of `rotated` before `split`."""
+        """Build the term of the lanes of `rotated` before `split`."""
         return p.lanes(rotated.x, 0, self.split)
 
     def last(self, p, rotated: Rotated):
-        """Match the lanes of `rotated` from `split` on."""
+        """Build the term of the lanes of `rotated` from `split` on."""
         return p.lanes(rotated.x, self.split, self.end)
 
     def guard(self, rotated: Rotated) -> None:
@@ -106,7 +106,7 @@ class BeforeRotated(BehindRotated):
     """Other lanes, up to `split`, before the rotated lanes of one tensor."""
 
     def term(self, p, rotated: Rotated):
-        """Match the other lanes, concatenated with the rotated lanes."""
+        """Build the term of the other lanes, concatenated with the rotated lanes."""
         return p.joined(self.first(p, rotated), rotated.term(p, "rotation", x=self.last(p, rotated)))
 
     def margins(self, width: Any) -> tuple[Any, Any]:

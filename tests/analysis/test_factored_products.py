@@ -101,6 +101,20 @@ def test_a_product_is_not_joined_with_one_of_which_heads_have_changed_places():
     assert not joins(a, a.permute(x, (1, 0, 2, 3)), y)
 
 
+def test_products_with_one_matrix_are_joined_where_their_rows_are_arranged_otherwise():
+    """One token of absorbed queries is [N, 1, C] by the product with W_UK, and [1, N, Dr] in the model."""
+    a = Algebra()
+    q, r, c, k = (
+        a.make("input", (), (str(shape), 0), shape, torch.float32) for shape in ((4, 1, 8), (1, 4, 6), (8, 5), (6, 5))
+    )
+    x, y = a.reshape(made(matmul(a, q, c)), (1, 4, 5)), made(matmul(a, r, k))
+    found = made(joined(a, x, y))
+    keys = a.cat([swapped(a, each) for each in (c, k)], -1)
+    assert found is made(matmul(a, a.cat([a.reshape(q, (1, 4, 8)), r], -1), swapped(a, keys)))
+    several = a.make("input", (), ("several", 0), (4, 8, 5), torch.float32)
+    assert joined(a, a.reshape(made(matmul(a, q, several)), (1, 4, 5)), y) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32], ids=str)
 def test_a_product_is_not_joined_with_one_of_which_rows_were_split_otherwise(dtype: torch.dtype):
     a = Algebra()

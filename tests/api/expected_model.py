@@ -52,6 +52,19 @@ class MultipliedMask(Attention):
         return scores * torch.ones(scores.shape[-2:], dtype=scores.dtype).tril()
 
 
+class FiniteMask(Attention):
+    def masked(self, scores: Tensor) -> Tensor:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores + torch.where(hidden, -3.0, 0.0).to(scores.dtype)
+
+
+class NoSoftmax(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.projected(x)
+        weights = self.masked(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).sigmoid()
+        return self.o((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
 class TransposedWeight(Attention):
     def projected(self, x: Tensor) -> list[Tensor]:
         batch, tokens, _ = x.shape
@@ -68,6 +81,11 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class NoGate(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.gate(x)) * self.up(x))
+
+
 class Layer(nn.Module):
     def __init__(self, hidden: int, heads: int, attention: type[Attention]) -> None:
         super().__init__()
@@ -77,6 +95,12 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
+
+
+class Ungated(Layer):
+    def __init__(self, hidden: int, heads: int, attention: type[Attention]) -> None:
+        super().__init__(hidden, heads, attention)
+        self.mlp = NoGate(hidden)
 
 
 class Renamed(Layer):
@@ -136,6 +160,18 @@ def transposed_weight() -> tuple[Model, tuple[Tensor]]:
 
 def one_wide_head() -> tuple[Model, tuple[Tensor]]:
     return call(hidden=528, heads=1)
+
+
+def finite_mask() -> tuple[Model, tuple[Tensor]]:
+    return call(attention=FiniteMask)
+
+
+def no_softmax() -> tuple[Model, tuple[Tensor]]:
+    return call(attention=NoSoftmax)
+
+
+def no_gate() -> tuple[Model, tuple[Tensor]]:
+    return call(layer=Ungated)
 
 
 def renamed() -> tuple[Model, tuple[Tensor]]:

@@ -40,7 +40,7 @@ def close(have, want, tolerance=1e-5):
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_the_backend_is_found_without_importing_fusion():
     done = child(
         """
@@ -61,7 +61,7 @@ def test_the_backend_is_found_without_importing_fusion():
     assert done.stdout.strip() == "1"
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_results_are_those_of_the_model(lower):
     with torch.no_grad():
@@ -256,7 +256,7 @@ def test_graph_breaks_give_several_graphs_each_fused():
     assert [sum(1 for node in each.graph.nodes if "fusion" in node.meta) > 0 for each in report.graphs] == [True, True]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_lowered_graph_runs_as_it_was_rewritten(lowering):
     """What a report holds is this graph: its code is not that of before the rewrite."""

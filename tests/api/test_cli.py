@@ -280,7 +280,7 @@ def test_a_model_that_is_as_it_was_asked_for_has_no_note(monkeypatch: pytest.Mon
     assert tried(monkeypatch, Request("qwen3"), lambda *_: False)[0].notices == ()
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_a_call_that_cannot_be_traced_gives_way_to_one_with_another_cache(monkeypatch: pytest.MonkeyPatch):
     def model(cache: str) -> torch.Tensor:
         if cache == "static":

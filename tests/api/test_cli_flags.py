@@ -133,7 +133,7 @@ def test_a_mask_can_be_assumed(models: str):
     assert report(*flags, "--fuel", "0")["rewrites"] == []
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_sizes_can_be_symbolic(models: str):
     flags = f"{models}:build", "--rules", "rms_norm", "--dump"
     folder = Path(models).parent / "dump"
@@ -169,7 +169,10 @@ def test_the_command_explains_a_class(models: str):
         (("{models}:Norm",), "the model requires x; give them by --input x=bf16[2,16,256], or name a function"),
         (("{models}:masked",), "it requires q, attention_mask; a factory takes no arguments: write def build()"),
         (("{models}:masked", "--input", "bf16[1,4,32,64]"), "the model requires attention_mask"),
-        (("{models}:Nrm",), "has no callable 'Nrm'; it defines Norm, Sized, Fixed, masked, build"),
+        (("{models}:Nrm",), "has no callable 'Nrm'; did you mean 'Norm'? it defines Norm, Sized, Fixed, masked, build"),
+        (("{models}",), "it names no function or class of the file; it defines Norm, Sized, Fixed, masked, build"),
+        (("{broken}:build",), "broken.py cannot be imported (NameError: name 'absent' is not defined) at "),
+        (("nothing",), "it is no model type, module or file; write hf:<model type>"),
         (("{models}:TEXT",), "'norm' is no callable"),
         (("{models}:Norm", "--input", "x=int[2]"), "is no tensor; write DTYPE[SHAPE] or NAME=DTYPE[SHAPE]"),
         (("absent.py:build",), "there is no file 'absent.py'"),
@@ -179,7 +182,9 @@ def test_the_command_explains_a_class(models: str):
     ],
 )
 def test_a_wrong_model_is_told_what_to_write(arguments: tuple[str, ...], words: str, models: str):
-    done = run(*(each.format(models=models) for each in arguments))
+    broken = Path(models).with_name("broken.py")
+    broken.write_text("import torch\n\nabsent.build\n")
+    done = run(*(each.format(models=models, broken=broken) for each in arguments))
     assert done.exit_code == 2, done.output
     assert words in done.stderr
 

@@ -104,7 +104,7 @@ def test_lines_can_be_read():
             assert len(line) <= LONGEST, f"{page}:{number} has {len(line)} characters"
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_the_site_is_complete():
     """Each link of the assembled pages leads to a page and an anchor, and the navigation has all but sources."""
     pages = site.pages()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LONG = ("demo", "qwen3", "deepseek_r1_w8a8", "deepseek_r1_w8a8c8", "deepseek_v32", "deepseek_v32_w8a8c8", "glm5")

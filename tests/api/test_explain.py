@@ -618,7 +618,7 @@ def test_a_report_for_the_chip_names_what_it_would_run_and_lowers_for_it():
     assert report.ops
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_what_inductor_is_given_holds_no_operator_of_the_npu():
     report = explain(norm, X, W, options={"target": "host", "lower": "inductor"})
     handed = {str(node.target) for graph in report.lowered for node in graph.graph.nodes}

@@ -170,7 +170,7 @@ def test_a_fused_program_fuses_no_further():
     assert set(again.state_dict) == set(fused.state_dict)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_for_inductor_nothing_of_this_package_is_needed():
     program = exported()
     fused = fusion.fuse_exported(program, options={**A3, "lower": "inductor"})
@@ -241,7 +241,7 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda x, w: norm(x, w), lambda x, w: norm(x, w) * 2, (x, w))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_branches_are_fused():
     given = numbers(2, 64), numbers(64)
     with torch.no_grad():

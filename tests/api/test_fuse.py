@@ -112,7 +112,7 @@ UUID = """
 """
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_the_key_is_stable_across_processes_and_follows_what_matters():
     assert len({child(UUID, PYTHONHASHSEED=seed).stdout for seed in ("1", "2")}) == 1
     host = fusion.FusionPass({"target": "host"})
@@ -129,7 +129,7 @@ def test_the_key_is_stable_across_processes_and_follows_what_matters():
     assert fusion.FusionPass({"target": "host"}, rules=host.library.rules[::-1]).uuid() == host.uuid()
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_as_a_pass_of_inductor():
     from torch._inductor import config
 

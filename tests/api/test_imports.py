@@ -32,7 +32,7 @@ def test_patterns_use_public_names(path: Path):
             assert not any(each.name.startswith("_") for each in node.names)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_importing_and_loading_the_library_loads_nothing_heavy():
     """Dynamo and torch.export, which `import torch` may bring itself, are not counted if it does."""
     source = """

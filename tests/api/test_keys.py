@@ -64,7 +64,7 @@ COMPILES = """
 HIT, MISS = [1, 0, 0], [0, 1, 0]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_a_pass_is_one_of_inductor():
     assert issubclass(fusion.FusionPass, CustomGraphPass)
 
@@ -78,7 +78,7 @@ def compiles(**options: str) -> list[int]:
     return [counters["inductor"][f"fxgraph_cache_{each}"] for each in ("hit", "miss", "bypass")]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_inductor_finds_what_an_equal_pass_gave_and_nothing_else():
     with fresh_cache():
         assert [compiles(), compiles(), compiles(disable="rope")] == [MISS, HIT, MISS]

@@ -72,6 +72,7 @@ NAMES = {
     "rules": ({"rms_nrom"}, "'rms_norm'"),
     "unsafe": ("ropee", "'rope'"),
     "opt_in": (("gather_selection_kv_cash",), "'gather_selection_kv_cache'"),
+    "packages": (["cann_ops_transformers"], "'cann_ops_transformer'"),
 }
 
 
@@ -79,8 +80,14 @@ NAMES = {
 @pytest.mark.parametrize("option", NAMES)
 def test_a_misspelt_rule_is_an_error_at_every_door_with_the_nearest(option: str, door: Any):
     given, nearest = NAMES[option]
-    with pytest.raises(OptionError, match=rf"is not a known .*rule; did you mean {nearest}"):
+    with pytest.raises(OptionError, match=rf"is not a known .*(rule|package); did you mean {nearest}"):
         door(**{option: given})
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_two_versions_of_torch_npu_are_an_error_at_every_door(door: Any):
+    with pytest.raises(OptionError, match=r"packages names torch_npu==2\.10 and torch_npu==2\.7; name one version"):
+        door(packages=["torch_npu==2.7", "torch_npu==2.10"])
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
@@ -104,6 +111,7 @@ WRONG: dict[str, list[Any]] = {
     "rules": [None, 3, {"rope": True}, [None], [["rope"]], b"rope"],
     "disable": [None, True, {"rope": 1}, [3]],
     "opt_in": [None, 1.5],
+    "packages": [None, 2, {"cann_ops_transformer": "9.0"}, [b"custom_ops"]],
     "unsafe": [None, object()],
     "assume": [
         None,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusion
 from fusion.errors import OptionError
 from fusion.graph.origin import render
+from fusion.report.trace import displayed_place
 
 from ..engine.graphs import norm, numbers
 
@@ -76,7 +77,7 @@ class MarkedMethod(Attention):
 KINDS = [
     MarkedClass,
     MarkedBlock,
-    *(pytest.param(each, marks=pytest.mark.rotates(4)) for each in (OfMarkedClass, MarkedMethod)),
+    *(pytest.param(each, marks=pytest.mark.rotates(8)) for each in (OfMarkedClass, MarkedMethod)),
 ]
 
 
@@ -96,7 +97,7 @@ def test_a_region_is_reported_for_each_module_with_what_fused_or_why_not(kind: t
     assert (first.rule, first.module, first.is_met, first.fused.get("attention")) == ("attention", "0", True, 1)
     assert (second.module, second.is_met) == ("1", False)
     assert OVER_QUERIES in second.summary
-    assert f"{__file__}:{attend.__code__.co_firstlineno + 1}" in second.summary
+    assert f"[{displayed_place(f'{__file__}:{attend.__code__.co_firstlineno + 1}')}]" in second.summary
     assert "regions in which a fusion is expected" in str(report)
     assert pickle.loads(pickle.dumps(report)).to_json() == report.to_json()
 
@@ -122,7 +123,7 @@ def test_a_decorated_object_is_the_same_object():
     assert [each.rule for each in explained(scaled, X).regions] == ["rms_norm"]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("kind", [MarkedClass, MarkedBlock])
 def test_a_region_changes_no_graph_and_no_number(kind: type[Attention]):
     x = ROWS
@@ -152,7 +153,7 @@ def test_a_compilation_that_meets_its_regions_does_not_warn():
         torch.compile(layers(MarkedClass, -1), backend="cann_fusion", options=OPTIONS)(ROWS)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_an_exported_program_has_the_regions_of_classes():
     program = torch.export.export(layers(MarkedClass, -2), (ROWS,))
     (region,) = explained(program).regions

@@ -148,7 +148,7 @@ def test_bodies_of_calls_are_fused_and_counted(function, count, sign):
     assert before - after == sum(each.saved for each in report.matches) > 0
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("function", [of_cond, of_cond_inside, of_while, of_map])
 def test_bodies_of_calls_are_fused_for_inductor(function):
     options = {"target": "host", "lower": "inductor"}

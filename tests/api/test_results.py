@@ -165,7 +165,7 @@ def compare(function: Callable[..., Any], args: Sequence[Tensor], **options: Any
     assert memory(*mine, *have) == memory(*plain, *want)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])
 @pytest.mark.parametrize("name", CASES)
 def test_results_lie_as_without_a_compiler(name, target):
@@ -188,7 +188,7 @@ def test_results_of_symbolic_sizes_lie_as_without_a_compiler():
         assert telling(have) == telling(want)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_results_lie_as_without_a_compiler_by_inductor():
     """All of them in one graph, which costs one compilation; but those for which a plain Inductor shares memory too."""
     kept = [each for name, each in CASES.items() if not name.startswith("twice") and name != "written back"]

@@ -83,7 +83,7 @@ def main(
     kernels: Annotated[bool, typer.Option(help="Inductor builds kernels; without, it calls torch's: faster")] = True,
     missed: Annotated[bool, typer.Option(help="list what was not fused, and why")] = False,
 ) -> None:
-    """Attack with generated programs; failures are printed small, ready for tests/attack/kept.py.
+    """Attack with generated programs; failures are printed small, ready for tests/attack/kept.txt.
 
     Where it is interrupted, it tells what it has found so far.
     """

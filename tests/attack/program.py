@@ -3,7 +3,7 @@
     program = Program(inputs=(Input("x", ("B", 64)),), lines=("y = x.square()",), results=("y",), sizes=(("B", 2),))
     program.function()(*program.tensors())
 
-A program prints as the Python that builds it, so that a case that fails can be kept in `kept.py` as it was printed.
+A program prints as the text that `Program.of` reads: a case that fails is kept in `kept.txt` as it was printed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import importlib
 import linecache
 import math
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from zlib import crc32
@@ -136,30 +137,76 @@ class Program:
         return True
 
     def __repr__(self) -> str:
-        """The Python that builds it."""
-        given = [each for each in fields(self) if getattr(self, each.name) != each.default]
-        shown = (f"    {each.name}={_shown(getattr(self, each.name))}," for each in given)
-        return "\n".join(["Program(", *shown, ")"])
+        """The text that `Program.of` reads."""
+        notes = [f"# {kind}: {each}" for kind in _NOTES for each in getattr(self, kind)]
+        body = [*notes, *self.lines, f"return {'; '.join(self.results)}"]
+        again = ("again", *_sizes_text(self.again)) if self.again else ()
+        dtype = () if self.dtype == "float32" else (self.dtype,)
+        options = (*_sizes_text(self.sizes), *again, *dtype, *(("autocast",) if self.autocast else ()))
+        inputs = [_input_text(each) for each in self.inputs]
+        given = "; ".join(inputs) if sum(map(len, inputs)) <= 90 else ";\n        ".join(inputs)
+        return "\n".join([f"{' '.join((f'program({given})', *options))}:", *(f"    {line}" for line in body)])
+
+    @staticmethod
+    def of(text: str) -> Program:
+        """The program that a text describes: program(x[B 64]; n[B] below 12) B=2 float16: with its lines below."""
+        match = re.fullmatch(r"program\((.*?)\)([^():]*):\n(.*)", text, re.DOTALL)
+        assert match, text
+        inputs, options, body = match.groups()
+        *lines, last = (line.removeprefix("    ") for line in body.splitlines())
+        notes = {kind: tuple(_after(lines, f"# {kind}: ")) for kind in _NOTES}
+        return Program(
+            inputs=tuple(_input_of(each.strip()) for each in inputs.split(";")),
+            lines=tuple(line for line in lines if not line.startswith("# ")),
+            results=tuple(last.removeprefix("return ").split("; ")),
+            **_options_of(options.split()),
+            **notes,
+        )
+
+
+_NOTES = ("fusable", "mutations", "disabled")
+
+
+def _after(lines: Iterable[str], mark: str) -> Iterable[str]:
+    return (line.removeprefix(mark) for line in lines if line.startswith(mark))
+
+
+def _sizes_text(sizes: Sizes) -> Iterable[str]:
+    return (f"{name}={size}" for name, size in sizes)
+
+
+def _options_of(words: Sequence[str]) -> dict[str, Any]:
+    before, after = (words[: words.index("again")], words[words.index("again") :]) if "again" in words else (words, [])
+    sizes, again = (
+        tuple((name, int(size)) for name, _, size in (word.partition("=") for word in part) if size)
+        for part in (before, after)
+    )
+    plain = [word for word in words if "=" not in word and word != "again"]
+    dtype = next((word for word in plain if word != "autocast"), "float32")
+    return {"sizes": sizes, "again": again, "dtype": dtype, "autocast": "autocast" in plain}
+
+
+def _input_text(given: Input) -> str:
+    more = (each for each in fields(given)[3:] if getattr(given, each.name) != each.default)
+    values = () if given.values == "normal" else (given.values,)
+    words = (*values, *(f"{each.name}={getattr(given, each.name)}" for each in more))
+    return " ".join((f"{given.name}[{' '.join(map(str, given.dims))}]", *words))
+
+
+def _input_of(text: str) -> Input:
+    match = re.fullmatch(r"(\w+)\[([^]]*)\](.*)", text)
+    assert match, text
+    name, dims, rest = match.groups()
+    options = dict(word.split("=") for word in rest.split() if "=" in word)
+    values = " ".join(word for word in rest.split() if "=" not in word) or "normal"
+    power = int(options.pop("power", 0))
+    sizes = tuple(int(each) if each.isdigit() else each for each in dims.split())
+    return Input(name, sizes, values, power=power, **options)
 
 
 def changed(what: Any, **values: Any) -> Any:
     """The same with other values."""
     return replace(what, **values)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple) and value and (isinstance(value[0], Input) or len(repr(value)) > 100):
-        return "\n".join(["(", *(f"        {_short(each)}," for each in value), "    )"])
-    return repr(value)
-
-
-def _short(value: Any) -> str:
-    if not isinstance(value, Input):
-        return repr(value)
-    given = [f"{each.name}={getattr(value, each.name)!r}" for each in fields(value)[2:]]
-    defaults = [f"{each.name}={each.default!r}" for each in fields(value)[2:]]
-    more = [one for one, default in zip(given, defaults, strict=True) if one != default]
-    return f"Input({', '.join([repr(value.name), repr(value.dims), *more])})"
 
 
 # inputs --------------------------------------------------------------------------------------------------------------

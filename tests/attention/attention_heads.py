@@ -415,7 +415,7 @@ LOOKALIKES = (
     refused(scaled_by_key, "they are multiplied by a tensor that", activations(8, S)),
     refused(scaled_by_a_column, "they are multiplied by a tensor that", activations(8, S)),
     refused(scaled_behind_the_mask, "they are multiplied by a tensor behind the", torch.tensor(0.25)),
-    refused(scaled_by_themselves, "it is computed from the scores"),
+    refused(scaled_by_themselves, "multiplied by a tensor that is computed from them"),
     refused(
         sink_that_a_tensor_scales,
         "it is scaled or masked together with the",

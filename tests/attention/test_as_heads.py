@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import testing
-from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level
 from tests.engine.graphs import numbers
+from tests.support.fused import launches
 
 from .lowered import Form, lowerings, tried
 
@@ -54,7 +54,7 @@ FORMS: dict[str, tuple[Form, dict[str, int]]] = {
 }
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_is_copied(name: str, level: Level):
@@ -63,7 +63,7 @@ def test_nothing_is_copied(name: str, level: Level):
     assert lowerings(t) == ["as_heads"]
     testing.means_what_it_says(t)
     if level == "composite" and name != "a mask that is shared":
-        assert sum(each.launches for each in live_calls(t.fused.graph).values()) == 1
+        assert launches(t.fused) == 1
 
 
 def test_log_sums_are_told_of_each_sequence():

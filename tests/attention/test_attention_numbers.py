@@ -20,7 +20,7 @@ from tests.corpus.base import generator
 from .attention_base import Entry, lowest, repeat, tensors
 from .test_attention import told, tried
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 HOST = {"target": "host", "lower": "eager"}
 CAP = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # rms error against float64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from fusion import testing
 from fusion.testing import LEVELS, Level
 from tests.attention.lowered import Form, tried
 from tests.engine.graphs import numbers
+from tests.support.fused import FIA, call, calls
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 B, N, M, D, SIZE, PAGES, BLOCKS = 3, 4, 2, 128, 16, 3, 11
 LENGTHS = torch.tensor([37, 5, SIZE * PAGES])
@@ -113,11 +113,7 @@ FORMS: dict[str, tuple[Form, list[Tensor]]] = {
 }
 
 
-def calls(t: testing.Trial) -> list[Any]:
-    return [each for each in t.fused.graph.nodes if "npu_fused_infer_attention_score" in str(each.target)]
-
-
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_they_are_one_call(name: str, level: Level):
@@ -125,8 +121,8 @@ def test_they_are_one_call(name: str, level: Level):
     t = tried(form, inputs, level)
     assert not t.outcome.failures
     testing.means_what_it_says(t)
-    (call,) = calls(t)
-    assert (call.kwargs.get("block_table") is not None) == (name != "rows")
+    attention = call(t, FIA)
+    assert (attention.kwargs.get("block_table") is not None) == (name != "rows")
 
 
 def another_scale(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
@@ -164,14 +160,14 @@ def test_what_is_not_alike_stays_one_by_one(form: Form):
     t = tried(form, [given(1)[0], *caches(), LENGTHS])
     assert not t.outcome.failures
     testing.means_what_it_says(t)
-    assert len(calls(t)) == B
+    assert len(calls(t, FIA)) == B
 
 
 def test_scales_of_one_sequence_are_not_those_of_all():
     t = tried(partial(in_int8, own=True), given_int8())
     assert not t.outcome.failures
     testing.means_what_it_says(t)
-    assert len(calls(t)) == B
+    assert len(calls(t, FIA)) == B
 
 
 def one_mask_for_all(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
@@ -188,4 +184,4 @@ def test_a_mask_that_all_have_is_not_repeated():
     )
     t = tried(one_mask_for_all, [given(1)[0], *caches(), seen])
     testing.means_what_it_says(t)
-    assert len(calls(t)) == 1
+    assert len(calls(t, FIA)) == 1

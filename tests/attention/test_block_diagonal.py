@@ -13,7 +13,7 @@ from torch import Tensor
 import fusion
 from fusion.runtime.verification import relative_error
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 N, D = 4, 64
 SIZES = (5, 11, 8)

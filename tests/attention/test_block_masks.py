@@ -126,7 +126,7 @@ def test_so_is_attention_that_is_written_out(name: str):
     is_exact(written(BLOCKS[name]))
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_are_no_segments(name: str):
     _, way = explained(whole(OTHERS[name]))

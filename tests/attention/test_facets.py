@@ -12,14 +12,14 @@ import torch
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
+from fusion.testing import Trial, trial
 from tests.examples import attention_pages, latent_attention_int8, latent_attention_paged
+from tests.support.fused import FIA, call, calls, checked
 
 from . import facets
 from .facets import LARGE, SMALL
 
 RULES = {rule.name: rule for rule in installed().rules}
-FIA = "npu.npu_fused_infer_attention_score"
 FORMS = {"rows": "Rows", "pages": "Pages", "pages of heads": "Pages", "NZ pages": "PagesNZ"}
 UNPROVEN = "it is not proven to be causal, a window or"
 UNREAD = {"attention": {"NZ pages"}, "latent_attention": set[str]()}
@@ -36,11 +36,7 @@ def cells(s: facets.Sizes) -> Iterator[Any]:
 
 def tried(rule: str, example: Example, target: str) -> Trial:
     options = Options(target=target, lower="eager", disable=frozenset({"npu_multi_head_latent_attention"}))
-    t = trial(RULES[rule], example, torch.bfloat16, options=options)
-    means_what_it_says(t)
-    emits_valid_calls(t)
-    assert not t.outcome.failures
-    return t
+    return checked(trial(RULES[rule], example, torch.bfloat16, options=options))
 
 
 def chosen(t: Trial) -> str:
@@ -67,7 +63,7 @@ def test_a_cell_on_the_host(rule: str, example: Example):
     assert ("int8" in form) == (not in_floats)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("source", ["rows", "pages"])
 @pytest.mark.parametrize("rule", ["attention", "plain", "int8"])
 def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str, source: str):
@@ -85,7 +81,7 @@ def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str
     assert "OutputAndLse" not in chosen(tried(name, summed, "host"))
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("rule", "example"), cells(LARGE))
 def test_a_cell_on_a_chip(rule: str, example: Example):
     t = tried(rule, example, "ascend910_93")
@@ -114,7 +110,7 @@ GATHERED = [
 ]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(("rule", "example", "reason"), GATHERED)
 def test_pages_that_cannot_be_read_in_place_are_gathered(rule: str, example: Example, reason: str):
     assert "Rows" in chosen(tried(rule, example, "host"))
@@ -136,7 +132,7 @@ def paged(rule: str) -> Trial:
 @pytest.mark.parametrize("rule", ["attention", "latent_attention"])
 def test_the_log_sum_exp_comes_by_the_block_table(rule: str):
     t = paged(rule)
-    (call,) = [node for node in t.fused.graph.nodes if str(node.target).startswith(FIA)]
-    assert call.kwargs["return_softmax_lse"]
-    assert call.kwargs["block_table"] is not None
-    assert not any(str(node.target).startswith("aten.logsumexp") for node in t.fused.graph.nodes)
+    attention = call(t, FIA)
+    assert attention.kwargs["return_softmax_lse"]
+    assert attention.kwargs["block_table"] is not None
+    assert not calls(t, "aten.logsumexp")

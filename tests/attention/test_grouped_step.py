@@ -91,7 +91,7 @@ def call(t: Trial) -> torch.fx.Node:
     return found
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_its_heads_are_no_queries(name: str, level: Level):

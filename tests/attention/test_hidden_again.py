@@ -16,7 +16,7 @@ from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
 from .attention_base import B, D, N, S, lowest
 from .attention_masks import SCALE, scores_of
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 Form = Callable[..., Tensor]
 VALID = torch.arange(S) >= torch.tensor([[2], [0]])

@@ -14,14 +14,14 @@ from torch import Tensor
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
+from fusion.testing import Trial, means_what_it_says, trial
 from tests.examples.inputs import fixed, normal, tensors
 from tests.examples.quantisation import scales, weights
+from tests.support.fused import FIA, call, checked
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 RULE = next(each for each in installed().rules if each.name == "attention")
-FIA = "npu.npu_fused_infer_attention_score"
 Scales = Callable[["Sizes"], tuple[Tensor, ...]]
 
 
@@ -118,26 +118,18 @@ def fused(
     q = s.batch, s.heads, s.queries, s.width
     caches = [weights(seed, *s.cache()) for seed in (1, 2)]
     example = Example("a step", decode(s, turn), tensors(q, *caches, s.table(), s.lengths(), *of(s)))
-    t = trial(RULE, example, dtype, options=Options(target=target, lower="eager", plan_lower="torchair"))
-    means_what_it_says(t)
-    emits_valid_calls(t)
-    assert not t.outcome.failures
-    return t
-
-
-def call(t: Trial) -> Any:
-    (found,) = [node for node in t.fused.graph.nodes if str(node.target).startswith(FIA)]
-    return found
+    options = Options(target=target, lower="eager", plan_lower="torchair")
+    return checked(trial(RULE, example, dtype, options=options))
 
 
 def told(t: Trial) -> dict[str, Any]:
     """What the operator is told of int8, tensors by their shapes."""
-    given = {name: each for name, each in call(t).kwargs.items() if "quant" in name}
+    given = {name: each for name, each in call(t, FIA).kwargs.items() if "quant" in name}
     return {name: tuple(each.meta["val"].shape) if hasattr(each, "meta") else each for name, each in given.items()}
 
 
 def key_dtype(t: Trial) -> torch.dtype:
-    return call(t).args[1].meta["val"].dtype
+    return call(t, FIA).args[1].meta["val"].dtype
 
 
 def reasons(t: Trial) -> list[str]:
@@ -161,7 +153,7 @@ def test_int8_is_read_as_it_lies(kind: str, dtype: torch.dtype):
     t = fused(s, dtype=dtype)
     assert key_dtype(t) == torch.int8
     assert not has_dequantised(t, s)
-    assert ("block_table" in call(t).kwargs) == (kind in ("pages", "heads"))
+    assert ("block_table" in call(t, FIA).kwargs) == (kind in ("pages", "heads"))
     assert told(t) == dict.fromkeys(("dequant_scale_key", "dequant_scale_value"), (1, 2, 1, 64))
 
 
@@ -296,7 +288,7 @@ def test_what_the_operator_does_not_take_is_told(
 ):  # fmt: skip
     t = fused(s, of, turn)
     assert any(reason in each for each in reasons(t)), reasons(t)
-    assert "block_table" not in call(t).kwargs or key_dtype(t) != torch.int8
+    assert "block_table" not in call(t, FIA).kwargs or key_dtype(t) != torch.int8
 
 
 @pytest.mark.parametrize("kind", ["lines", "flat lines"])
@@ -304,15 +296,15 @@ def test_what_the_operator_does_not_take_is_told(
 def test_pages_in_nz_are_read_in_place(heads: int, shared: int, kind: str):
     s = Sizes(heads=heads, shared=shared, width=128, size=128, pages=2, kind=kind)
     t = fused(s)
-    assert call(t).args[1].meta["val"].shape[1:] == (shared, 4, 128, 32)
+    assert call(t, FIA).args[1].meta["val"].shape[1:] == (shared, 4, 128, 32)
     assert told(t) == dict.fromkeys(("dequant_scale_key", "dequant_scale_value"), (shared, 1, 128))
-    assert call(t).kwargs["inner_precise"] == 1
+    assert call(t, FIA).kwargs["inner_precise"] == 1
     assert not has_dequantised(t, s)
 
 
 def test_blocks_of_512_are_read_in_nz_and_other_sequences_of_queries_are_in_line():
     large = Sizes(heads=64, shared=8, width=128, size=512, pages=1, kind="lines")
-    assert call(fused(large)).kwargs["block_size"] == 512
+    assert call(fused(large), FIA).kwargs["block_size"] == 512
 
 
 def test_several_queries_over_rows_have_scales_without_a_dim_for_sequences():

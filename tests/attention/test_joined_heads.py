@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fusion import testing
 from fusion.graph import Algebra
-from fusion.report.outcome import live_calls
 from fusion.testing import LEVELS, Level
 from patterns.attention.core.joined_heads import with_all_heads
 from patterns.attention.reasons.not_softmax import JOINED
 from tests.engine.graphs import numbers
+from tests.support.fused import launches
 
 from .lowered import tried
 
@@ -98,14 +98,11 @@ def check(form: Callable[..., Tensor], level: Level, attentions: int) -> list[st
     t = tried(form, given(), level)
     assert sum(each.match.rule.name == "attention" for each in t.outcome.chosen) == attentions
     testing.means_what_it_says(t)
-    before, after = (
-        sum(each.launches for each in live_calls(of).values()) for of in (t.captured.graph.graph, t.fused.graph)
-    )
-    assert after <= before
+    assert launches(t.fused) <= launches(t.captured.graph)
     return [each.reason for each in t.outcome.refusals if each.rule == "softmax_attention"]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("level", LEVELS)
 def test_products_of_single_heads_are_one(form: Callable[..., Tensor], level: Level):
@@ -116,7 +113,7 @@ def test_scores_that_are_written_head_by_head_are_joined():
     check(written, "composite", 1)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("level", LEVELS)
 def test_heads_that_are_not_those_of_one_tensor_in_order_stay(form: Callable[..., Tensor], level: Level):

@@ -138,7 +138,7 @@ def tried(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> testing.
     return testing.trial(AttentionUpdate(), Example("", function, random(*shapes)), torch.float32)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [

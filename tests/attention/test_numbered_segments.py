@@ -77,7 +77,7 @@ def told(form: Form, bounds: Tensor) -> list[str]:
 BOUNDS = torch.tensor([0, 5, 29, 29, T], dtype=torch.int32)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     "form", [numbered_by_bounds, put_in_buckets, searched, started, repeated, in_order, others_hidden]
 )
@@ -85,7 +85,7 @@ def test_segments_are_one_call_that_is_told_where_each_ends(form: Form):
     assert told(form, BOUNDS) == ["TND"]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("bounds", [(29, 5), (-3, 0, 7), (7, T + 9), (T,), (1, 2, 3)])
 @pytest.mark.parametrize("form", [in_order, others_hidden])
 def test_bounds_may_be_any_numbers(form: Form, bounds: tuple[int, ...]):
@@ -143,7 +143,7 @@ def of_rounded_positions(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Ten
     return same(q, k, v, ((torch.arange(T) % 10)[:, None] >= bounds[None]).sum(-1))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     "form",
     [

@@ -13,7 +13,7 @@ import fusion
 from fusion.report.report import Report
 from tests.support.torch_npu_host import requires_torch_npu, run
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 HIDDEN, HEADS, SHARED, WIDTH = 256, 64, 8, 128
 BATCH, SIZE, PAGES, LINE = 2, 128, 2, 32
@@ -147,7 +147,7 @@ print(json.dumps(ge.operators()))
 """
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @requires_torch_npu
 def test_a_token_reaches_ge_as_five_operators():
     child = run(GE)

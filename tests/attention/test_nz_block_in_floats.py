@@ -24,7 +24,7 @@ from fusion.report.report import Report
 from fusion.testing import capture
 from tests.attention.test_nz_block import BATCH, PAGES, SIZE, inputs, rotated
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 HIDDEN, HEADS, SHARED, WIDTH, LINE = 256, 64, 8, 128, 16
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager"}

@@ -59,7 +59,7 @@ LENGTHS, TABLE = torch.tensor([5, 8]), torch.tensor([[3, 0], [1, 4]])
 PAGES = tuple(torch.randn(5, 128, 2, 64).bfloat16() for _ in range(2))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     ("function", "args", "operator"),
     [
@@ -104,7 +104,7 @@ def filled_by_hand(q: Tensor, k: Tensor, v: Tensor, table: Tensor, length: Tenso
     return torch.einsum("bmgt,btmd->bmgd", weights, v).reshape(q.shape)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("length", [LENGTHS, torch.tensor([0, 200])])
 @pytest.mark.parametrize("function", [paged, filled_by_hand])
 @pytest.mark.parametrize("chip", ["ascend910b", "ascend910_93"])

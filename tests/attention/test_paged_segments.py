@@ -16,10 +16,11 @@ from fusion import testing
 from fusion.runtime.verification import relative_error
 from fusion.testing import LEVELS, Level
 from tests.engine.graphs import numbers
+from tests.support.fused import FIA, call, calls
 
 from .lowered import Form, lowerings, tried
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 N, M, D, SIZE, BLOCKS, ROW = 4, 2, 128, 16, 12, 4
 CHUNKS, KEYS = (4, 7, 3), (20, 40, 33)
@@ -154,10 +155,6 @@ FORMS: dict[str, tuple[Form, list[Tensor], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def calls(t: testing.Trial) -> list[Any]:
-    return [each for each in t.fused.graph.nodes if "npu_fused_infer_attention_score" in str(each.target)]
-
-
 @pytest.mark.rotates(27)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
@@ -166,9 +163,9 @@ def test_they_are_one_call_over_the_pages(name: str, level: Level):
     t = tried(form, inputs, level)
     assert lowerings(t) == ["packed"]
     testing.means_what_it_says(t)
-    (call,) = calls(t)
-    assert call.kwargs["actual_seq_qlen"] == list(accumulate(queries))
-    assert call.kwargs["block_table"] is not None
+    attention = call(t, FIA)
+    assert attention.kwargs["actual_seq_qlen"] == list(accumulate(queries))
+    assert attention.kwargs["block_table"] is not None
     copies = (torch.ops.aten.index.Tensor, torch.ops.aten.cat.default)
     assert not [each for each in t.fused.graph.nodes if each.target in copies]
 
@@ -195,16 +192,16 @@ def test_the_last_rows_of_each_are_chunks_behind_their_keys(queries: tuple[int, 
     t = tried(partial(last_rows, queries=queries), given(queries), level)
     assert lowerings(t) == ["packed"]
     testing.means_what_it_says(t)
-    (call,) = calls(t)
-    assert call.kwargs["actual_seq_qlen"] == list(accumulate(queries))
-    assert call.kwargs["block_table"] is not None
+    attention = call(t, FIA)
+    assert attention.kwargs["actual_seq_qlen"] == list(accumulate(queries))
+    assert attention.kwargs["block_table"] is not None
 
 
 def test_the_first_rows_see_the_first_keys():
     t = tried(partial(last_rows, first=True), given(CHUNKS))
     assert not t.outcome.failures
     testing.means_what_it_says(t)
-    assert len(calls(t)) == len(CHUNKS)
+    assert len(calls(t, FIA)) == len(CHUNKS)
 
 
 def causal_from_the_first(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
@@ -285,23 +282,23 @@ def test_rows_of_no_one_table_are_joined(name: str):
     assert not t.outcome.failures
     testing.means_what_it_says(t)
     assert lowerings(t) == ["packed"]
-    (call,) = calls(t)
-    assert call.kwargs["block_table"].meta["val"].shape[0] == len(CHUNKS)
+    attention = call(t, FIA)
+    assert attention.kwargs["block_table"].meta["val"].shape[0] == len(CHUNKS)
 
 
 def test_pages_of_several_caches_are_gathered():
     t = tried(other_pages, given(CHUNKS))
     testing.means_what_it_says(t)
     assert lowerings(t)
-    assert len(calls(t)) == 3 or all(each.kwargs["block_table"] is None for each in calls(t))
+    assert len(calls(t, FIA)) == 3 or all(each.kwargs["block_table"] is None for each in calls(t, FIA))
 
 
 def test_pages_of_one_sequence_need_no_batch():
     """Packed tokens of one sequence: the dim of sequences comes behind the transpose."""
     t = tried(partial(reference, queries=(5,)), given((5,)))
     testing.means_what_it_says(t)
-    (call,) = calls(t)
-    assert call.kwargs["block_table"] is not None
+    attention = call(t, FIA)
+    assert attention.kwargs["block_table"] is not None
 
 
 def test_lengths_may_be_read_from_tensors():
@@ -325,3 +322,33 @@ def test_lengths_may_be_read_from_tensors():
     exact = forward(*(each.double() for each in given(MIXED)[:3]), given(MIXED)[3], *lengths)
     fused, plain = (relative_error(each(*given(MIXED), *lengths), exact) for each in (compiled, forward))
     assert fused <= 1.5 * plain
+
+
+def written(
+    q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, k: Tensor, v: Tensor, slots: Tensor, first: bool = False
+) -> Tensor:
+    """Each sequence writes its row at a slot that is data: all of them `first`, or each before its own attention."""
+    writes = [(keys, k), (values, v)]
+    outs = []
+    for number in range(len(KEYS) if first else 0):
+        for cache, rows in writes:
+            cache.view(-1, M, D)[slots[number : number + 1]] = rows[number : number + 1]
+    for number, count in enumerate(KEYS):
+        for cache, rows in () if first else writes:
+            cache.view(-1, M, D)[slots[number : number + 1]] = rows[number : number + 1]
+        pages = lookup[number, : -(-count // SIZE)].long()
+        one = (each[pages].view(-1, M, D)[:count] for each in (keys, values))
+        outs.append(weighed(q[number : number + 1] * D**-0.5, *one))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_slots_written_between_the_attentions_may_be_rows_that_were_read(first: bool):
+    """The second sequence writes into a page of the first one."""
+    rows = [numbers(len(KEYS), M, D, seed=seed).bfloat16() for seed in (5, 6)]
+    slots = torch.tensor([2 * SIZE + 3, 7 * SIZE + 1, 5 * SIZE])
+    t = tried(partial(written, first=first), [*given(STEPS), *rows, slots])
+    testing.means_what_it_says(t)
+    assert len(calls(t)) == (1 if first else len(KEYS))
+    reasons = [each for each in t.outcome.refusals if "written between the attentions" in each.reason]
+    assert bool(reasons) != first

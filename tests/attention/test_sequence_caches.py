@@ -15,6 +15,7 @@ from fusion import testing
 from fusion.graph.launches import is_launch
 from tests.attention.lowered import Form, lowerings, tried
 from tests.engine.graphs import numbers
+from tests.support.fused import FIA, call, calls
 
 pytestmark = pytest.mark.rotates(5)
 
@@ -119,32 +120,28 @@ def launches(t: testing.Trial) -> int:
     return sum(is_launch(each) for each in t.fused.graph.nodes if "copy_" not in str(each.target))
 
 
-def attentions(t: testing.Trial) -> list[Any]:
-    return [each for each in t.fused.graph.nodes if "npu_fused_infer_attention_score" in str(each.target)]
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_they_are_one_call_over_the_cache(name: str):
     form, inputs, count = FORMS[name]
     t = tried(form, inputs)
     assert not t.outcome.failures
     testing.means_what_it_says(t)
-    assert len(attentions(t)) == 1
+    assert len(calls(t, FIA)) == 1
     assert launches(t) == count
 
 
 def test_numbers_of_keys_are_told_as_numbers():
-    (call,) = attentions(tried(by_sdpa, given(*STEP)))
-    assert call.kwargs["actual_seq_kvlen"] == [*LENGTHS]
+    attention = call(tried(by_sdpa, given(*STEP)), FIA)
+    assert attention.kwargs["actual_seq_kvlen"] == [*LENGTHS]
 
 
 @pytest.mark.parametrize("heads", [False, True])
 def test_sequences_of_packed_queries_are_pages(heads: bool):
     t = tried(partial(mixed, heads=heads), given(*PACKED, (B, M, T, D) if heads else FIRST))
     assert lowerings(t) == ["packed"]
-    (call,) = attentions(t)
-    assert call.kwargs["block_size"] == (T if heads else 16)
-    assert call.kwargs["actual_seq_kvlen"] == [*KEYS]
+    attention = call(t, FIA)
+    assert attention.kwargs["block_size"] == (T if heads else 16)
+    assert attention.kwargs["actual_seq_kvlen"] == [*KEYS]
 
 
 def read_before_a_write(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -178,5 +175,5 @@ def test_other_rows_are_not_read_as_the_first_of_each_sequence(form: Callable[..
     t = tried(form, given(*STEP))
     assert not t.outcome.failures
     testing.means_what_it_says(t)
-    lengths = [call.kwargs.get("actual_seq_kvlen") for call in attentions(t) if call.args[1].meta["val"].dim() == 4]
+    lengths = [each.kwargs.get("actual_seq_kvlen") for each in calls(t, FIA) if each.args[1].meta["val"].dim() == 4]
     assert form is read_before_a_write or [*LENGTHS] not in lengths

@@ -135,7 +135,7 @@ SINKS: dict[str, Form] = {
 }
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", SINKS)
 def test_a_sink_is_told(name: str):
     t = tried(SINKS[name], torch.float32, "the least")

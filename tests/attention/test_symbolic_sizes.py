@@ -213,7 +213,7 @@ def test_slopes_are_a_bias_of_any_number_of_tokens(repeated: bool):
     assert any("may hide keys" in each.reason for each in steep.refusals)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("form", [*ONE_DOCUMENT, *DOCUMENTS])
 def test_positions_that_go_on_by_one_are_one_document_of_any_length(form: Callable[..., Tensor]):
     ((_, mode, _),) = becomes(form, of_prompt(7), None)

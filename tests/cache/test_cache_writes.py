@@ -13,7 +13,7 @@ from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture
 from tests.engine.graphs import fuse, names, numbers
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 PLACES = torch.tensor([7, -3, 0, 22])
 RANGES = [

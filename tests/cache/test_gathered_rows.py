@@ -15,7 +15,7 @@ from tests.engine.graphs import numbers, read_graph
 
 from .layouts import applied, tried
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 BLOCKS, SIZE, N, D = 7, 4, 2, 16
 PAGES = numbers(BLOCKS, SIZE, N, D), numbers(BLOCKS, SIZE, N, D, seed=1)

@@ -10,7 +10,7 @@ from tests.engine.graphs import numbers
 
 from .test_parts_of_caches import fused
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 NPU, HOST = Options(target="ascend910_93"), Options(target="host", lower="eager")
 BLOCKS, SIZE, R, D = 6, 4, 16, 8

@@ -17,7 +17,7 @@ from tests.examples.inputs import Inputs, normal
 
 from .layouts import HOST, RULES, UNEQUAL, Shape, Sizes, applied, calls, tried
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 FIA = "npu.npu_fused_infer_attention_score_v2"
 Read = Callable[[Tensor, Tensor], Tensor]

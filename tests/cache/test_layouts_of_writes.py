@@ -16,7 +16,7 @@ from tests.examples.latent_model import norm, turned
 
 from .layouts import UNEQUAL, Shape, Sizes, calls, tried
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 CHANNELS, RATE = 32, 16
 

@@ -14,7 +14,7 @@ from fusion.pipeline import fuse_graph
 from fusion.runtime.verification import relative_error
 from fusion.testing import capture
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 N, D, C, R, BLOCKS, SIZE, PAGES = 8, 128, 512, 64, 9, 128, 3
 TABLE = torch.tensor([[3, 6, 0], [5, 8, 2]])

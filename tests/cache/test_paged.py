@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fusion
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 HEADS, DIM, BLOCKS, SIZE, LAYERS = 2, 16, 7, 4, 2
 RULES = {"cache_write"}

@@ -15,7 +15,7 @@ from fusion.options import Options
 from fusion.testing import capture, trial_of
 from tests.engine.graphs import names, numbers
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 NPU = Options(target="ascend910_93")
 BLOCKS, SIZE, N, D = 6, 4, 2, 8

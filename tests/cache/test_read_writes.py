@@ -337,7 +337,7 @@ def test_a_length_that_changes_is_cut_into_no_pages():
     context = StatelessSymbolicContext(dynamic_sizes=sizes)
     cache = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(2, 128, 8), symbolic_context=context)
     with pytest.raises(Refused):
-        cut(cache, 1)
+        cut(cache, 1, "npu_scatter_pa_kv_cache")
 
 
 def test_a_slot_is_one_where_the_place_is_proven_to_lie_in_its_page():

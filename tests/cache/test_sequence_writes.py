@@ -13,7 +13,7 @@ from fusion import testing
 from tests.attention.lowered import tried
 from tests.engine.graphs import numbers
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 B, M, T, D = 3, 2, 32, 128
 LENGTHS = (17, 5, 32)

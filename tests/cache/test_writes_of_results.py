@@ -18,7 +18,7 @@ from fusion.options import Options
 from fusion.testing import Trial, capture
 from tests.engine.graphs import fuse, names, numbers
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 NPU = Options(target="ascend910_93")
 B, S, T, N, D, FIRST = 2, 3, 256, 4, 64, 100

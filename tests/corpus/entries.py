@@ -6,6 +6,7 @@ from tests.cache import cache_write, lookalikes_cache_write
 from tests.linear import (
     clipped_swiglu,
     clipped_swiglu_projections,
+    geglu,
     lookalikes_swiglu,
     swiglu,
     swiglu_projections,
@@ -45,6 +46,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *rope_interleaved_to_half.SPELLINGS,
     *swiglu.SPELLINGS,
     *swiglu_projections.SPELLINGS,
+    *geglu.SPELLINGS,
     *clipped_swiglu.SPELLINGS,
     *clipped_swiglu_projections.SPELLINGS,
     *expert_routing.SPELLINGS,
@@ -61,6 +63,7 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rope.LOOKALIKES,
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,
+    *geglu.LOOKALIKES,
     *clipped_swiglu.LOOKALIKES,
     *clipped_swiglu_projections.LOOKALIKES,
     *expert_routing.LOOKALIKES,

@@ -37,6 +37,7 @@ MINIMUM = {
     "rope_interleaved_to_half": 5,
     "swiglu": 6,
     "swiglu_projections": 8,
+    "geglu": 8,
     "expert_routing": 8,
     "clipped_swiglu": 7,
     "clipped_swiglu_projections": 4,

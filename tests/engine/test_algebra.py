@@ -177,14 +177,14 @@ def expression(function) -> str:
     return said(value(lambda *given: (*(each.tanh() for each in given), function(*given).exp()), *args))
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", EQUAL)
 def test_spellings_of_one_expression_are_one_value(name):
     forms = [expression(each) for each in EQUAL[name]]
     assert len(set(forms)) == 1, "\n".join(forms)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_expressions_are_different_values(name):
     left, right = DIFFERENT[name]
@@ -342,3 +342,10 @@ def test_heads_that_are_repeated_and_joined_with_sequences_are_found_again():
 
     found = value(joined, numbers(5, 2, 2, 3))
     assert (found.op, found.arg.op) == ("reshape", "expand")
+
+
+def test_operands_come_in_both_orders():
+    product = value(lambda x, w: x * w, X, W)
+    first, second = product.args
+    assert product.operands("mul") == product.operands() == ((first, second), (second, first))
+    assert product.operands("add", "where") == ()

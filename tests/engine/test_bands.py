@@ -141,7 +141,7 @@ def words(report: fusion.Report) -> list[tuple[int, bool]]:
     return [(each.kwargs.get("sparse_mode", 0), str(each.kwargs.get("atten_mask")).startswith("arg")) for each in calls]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_mask_in_a_buffer_is_told_in_words(name: str):
     model, x = of(*FORMS[name]).to(torch.bfloat16), numbers(2, T, H * D).to(torch.bfloat16)

@@ -348,7 +348,7 @@ HANDED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an installed one": (lambda: fusion.installed() + fusion.installed().rules[0], "the rule 'rms_norm' is provided"),
     "a value that changes": (lambda: [Listed([1])], "has a field that cannot be hashed"),
-    "a rule among readers": (lambda: Library((), (DoubleExp(),)), "write Library(rules, readers, operators)"),  # type: ignore[arg-type]
+    "a rule among readers": (lambda: Library((), (DoubleExp(),)), "write Library(rules, readers, operators, packages)"),  # type: ignore[arg-type]
 }
 
 

@@ -128,7 +128,7 @@ KEY = """
 """
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_a_key_is_the_same_in_every_process():
     path = str(Path(__file__).parents[2])
     assert child(KEY.format(path=path), PYTHONHASHSEED="7").stdout == f"{key_of(made())}\n"
@@ -264,7 +264,7 @@ def fused(rule: Any, where: str, function: Callable[..., Any], x: torch.Tensor) 
         return torch.compile(function, backend=backend)(x)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("where", ["off", "memory", "disk"])
 def test_a_rule_without_a_source_file_runs_by_its_own_body(where: str):
     x = numbers(2, 64)

@@ -67,7 +67,7 @@ def agree(form: Callable[..., Any], make: Callable[[], tuple[Any, ...]], **optio
     torch.testing.assert_close(run(form, make(), **options), expected, rtol=3e-2, atol=3e-2, equal_nan=True)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @every_target
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.rotates)])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

@@ -67,7 +67,7 @@ def once(real):
     return run
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("function", "stage"), STAGES.items(), ids=STAGES.values())
 def test_a_stage_that_fails_leaves_its_graph_as_it_came_and_the_others_fuse(monkeypatch, function, stage):
     monkeypatch.setattr(pipeline, function, once(getattr(pipeline, function)))

@@ -126,7 +126,7 @@ CHANGES: dict[str, Callable[[Captured], tuple[Captured, Options, Facts | None]]]
 }
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_not_equal_is_searched(change: str, searched: list[fx.Graph]):
     source = capture(block, inputs())

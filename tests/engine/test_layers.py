@@ -101,7 +101,7 @@ def test_equal_layers_become_what_each_would(
         torch.testing.assert_close(ran(of, graph, outcome)[: len(expected)], list(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_many_layers_cost_what_few_do(monkeypatch: pytest.MonkeyPatch):
     record, asked = Fakes.record, Counter[int]()
 
@@ -132,7 +132,7 @@ def _other_widths(blocks: list[Block]) -> None:
         block.down = torch.nn.Linear(64 + 16 * number, HIDDEN, bias=False)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("change", [_other_scale, _other_widths])
 def test_layers_that_differ_are_not_equal(change: Callable[[list[Block]], None]):
     different = model(6)
@@ -141,7 +141,7 @@ def test_layers_that_differ_are_not_equal(change: Callable[[list[Block]], None])
     assert divide(of.graph.graph, of.facts) is None
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_layers_begin_where_they_share_no_weight(monkeypatch: pytest.MonkeyPatch):
     """The second norm of each layer has the gain of the first one of the next: layers begin between the two."""
     tied = model(6)
@@ -151,7 +151,7 @@ def test_layers_begin_where_they_share_no_weight(monkeypatch: pytest.MonkeyPatch
     check_as_searched_in_full(of, monkeypatch)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_a_layer_of_another_kind_is_searched_itself(monkeypatch: pytest.MonkeyPatch):
     mixed = model(9)
     _other_scale(list(mixed.layers)[:1])  # type: ignore[arg-type]
@@ -353,7 +353,7 @@ def _constants(x: Tensor, w: Tensor) -> Tensor:
     return x + w
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("several", [_residual, _one_of_all, _runs, _swapped, _one_value, _norms_of_norms, _constants])
 def test_small_layers_become_what_each_would(several: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     def listed(*given: Tensor) -> tuple[Tensor, ...]:

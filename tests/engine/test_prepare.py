@@ -466,7 +466,7 @@ def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack
         close(run(x).float(), model(x).float(), 1e-2)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(
     ("target", "copied"),
     [

@@ -39,7 +39,7 @@ def entries():
     return [entry for recipe in own for entry in recipe.entries.values()]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("verify", [False, True])
 def test_prepared_once(lower, verify):
@@ -74,7 +74,7 @@ def replace(model):
     model.up.weight = nn.Parameter(numbers(32, 16, 1, seed=6))
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("change", [write, assign, load, replace])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("options", [{"prepack": "copy"}, {"prepack": "share"}], ids=["copy", "share"])

@@ -115,7 +115,7 @@ def settings():
         yield pytest.param(change, rule, plain, marks=marks, id=name)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.filterwarnings("ignore:.*joined weights")
 @pytest.mark.parametrize(("change", "rule", "plain"), settings())
 def test_every_change_is_seen(change, rule, plain, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusion.graph import Algebra, Value
-from fusion.language.view_terms import _once
+from fusion.language.table_terms import unrepeated
 
 
 def given(a: Algebra, *shape: int) -> Value:
@@ -24,11 +24,13 @@ def written_out(a: Algebra, x: Value, times: int = 2) -> Value:
 def test_what_is_repeated_is_seen_below_views_of_other_dims():
     a = Algebra()
     x = given(a, 2, 3, 4)
-    assert _once(a, written_out(a, x), 2) is x
-    assert _once(a, written_out(a, x, 3), 3) is x
-    assert _once(a, a.reshape(written_out(a, x), (6, 8)), 2) is a.reshape(x, (6, 4))
-    assert _once(a, a.cut(written_out(a, x), 0, 1, 2), 2) is a.cut(x, 0, 1, 2)
-    assert _once(a, a.reshape(a.cut(written_out(a, x), 0, 1, 2), (3, 8)), 2) is a.reshape(a.cut(x, 0, 1, 2), (3, 4))
+    assert unrepeated(a, written_out(a, x), 2) is x
+    assert unrepeated(a, written_out(a, x, 3), 3) is x
+    assert unrepeated(a, a.reshape(written_out(a, x), (6, 8)), 2) is a.reshape(x, (6, 4))
+    assert unrepeated(a, a.cut(written_out(a, x), 0, 1, 2), 2) is a.cut(x, 0, 1, 2)
+    assert unrepeated(a, a.reshape(a.cut(written_out(a, x), 0, 1, 2), (3, 8)), 2) is a.reshape(
+        a.cut(x, 0, 1, 2), (3, 4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,4 +50,4 @@ def test_what_is_repeated_is_seen_below_views_of_other_dims():
 )
 def test_other_lanes_are_not(other: Any):
     a = Algebra()
-    assert _once(a, other(a, given(a, 2, 3, 4)), 2) is None
+    assert unrepeated(a, other(a, given(a, 2, 3, 4)), 2) is None

@@ -704,7 +704,7 @@ OF_SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", OF_SIZES)
 def test_symbolic_sizes_may_stand_wherever_numbers_do(name):
     form, target = OF_SIZES[name]
@@ -748,7 +748,7 @@ PARTS = {
 }
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_is_changed_as_a_whole_where_the_rest_stays(name):
     form, op = PARTS[name]

@@ -254,7 +254,7 @@ def test_a_wrong_rewrite_in_one_layer_is_named(
     assert "the fused graph differs from the plain one in float64 as well" in capsys.readouterr().out
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_a_wrong_list_is_found_and_its_script_runs_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     spoil(monkeypatch, "npu.npu_moe_gating_top_k_softmax_v2.default", result(one_listed_twice, 1))
     x, w = numbers(32, 64, dtype=torch.bfloat16), numbers(64, 8, seed=1, dtype=torch.bfloat16)

@@ -173,7 +173,7 @@ PAGED = (
     Example("a block table", BY_TABLE, two(TABLE, torch.tensor([5, 0, 7]))),
     Example("pages that lie otherwise", BY_BLOCK, _turned, "its pages are not contiguous", "written[Cache]"),
     Example("lines of NZ", IN_NZ, NZ),
-    Example("shorter lines", IN_NZ, SHORT, "lines of 8 lanes; the operator requires lines of 16"),
+    Example("shorter lines", IN_NZ, SHORT, "lines of 8 lanes; npu_scatter_pa_kv_cache requires lines of 16"),
     Example(
         "places of unknown range", ANYWHERE, UNKNOWN, "a place in a page is not proven to be below", "written[Cache]"
     ),

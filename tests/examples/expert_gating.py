@@ -71,8 +71,10 @@ def _chosen_by_logits(logits: Tensor) -> Routed:
     return by_their_sum(best.sigmoid()), experts
 
 
-def _by_softplus(logits: Tensor, bias: Tensor) -> Routed:
-    scores = torch.nn.functional.softplus(logits).sqrt()
+def by_softplus(logits: Tensor, bias: Tensor, root: bool = True) -> Routed:
+    """Roots of a softplus, chosen with a bias  (DeepSeek-V4)."""
+    scores = torch.nn.functional.softplus(logits)
+    scores = scores.sqrt() if root else scores
     experts = (scores + bias).topk(COUNT, dim=-1)[1]
     return by_their_sum(scores.gather(-1, experts)), experts
 
@@ -91,7 +93,10 @@ EXAMPLES = (
     Example("divided by no less than a half", CLAMPED, FLAT, "clamped between 0.5 and inf", "undivided"),
     Example("shares of a softmax, divided", _divided, FLAT, "the chosen scores of a softmax are divided", "undivided"),
     Example("chosen by logits", _chosen_by_logits, lambda dtype: FLAT(dtype)[:1], "they are chosen by logits"),
-    Example("scores by softplus", _by_softplus, FLAT, "the top-k is of something else than sigmoid"),
+    Example("roots of a softplus", by_softplus, FLAT),
+    Example(
+        "scores by softplus", partial(by_softplus, root=False), FLAT, "the top-k is of something else than sigmoid"
+    ),
 )
 
 TRIED = {"expert_routing": EXAMPLES}

@@ -29,11 +29,19 @@ def with_erf(x: Tensor) -> Tensor:
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
 
+def by_sigmoid(x: Tensor, slope: float = 1.702) -> Tensor:
+    """As CLIP has it."""
+    return x * torch.sigmoid(slope * x)
+
+
 EXAMPLES = (
     Example("tanh of a cube", new, X),
     Example("tanh of products", fast, X),
     Example("widened", lambda x: new(x.float()).to(x.dtype), X),
     Example("erf", with_erf, X),
+    Example("a sigmoid", by_sigmoid, X),
+    Example("a sigmoid in float32", lambda x: by_sigmoid(x.float()).to(x.dtype), X),
+    Example("a sigmoid of another slope", partial(by_sigmoid, slope=1.5), X, "x is multiplied by 1.5 in the sigmoid"),
     Example("another factor of the cube", partial(new, factor=0.04), X, "the argument of its tanh or erf is"),
 )
 

@@ -155,7 +155,9 @@ INT8 = (
     written("the latent alone, and the rows", LATENT, viewed, change=LATENT_ALONE, kept=True),
     written("the latent alone in lines", LATENT_NZ, in_nz, change=LATENT_ALONE),
     written("other bounds", BOTH, viewed, "clamped to -127 and 127", int8(narrow)),
-    written("short lines", SHORT, in_nz, "lines of 16 lanes; the operator requires lines of 32", int8()),
+    written(
+        "short lines", SHORT, in_nz, "lines of 16 lanes; npu_kv_rmsnorm_rope_cache_v2 requires lines of 32", int8()
+    ),
     written("lines beside whole rows", MIXED, whole_keys, "one of both is in NZ, the other in rows", LATENT_ALONE),
 )
 

@@ -120,7 +120,10 @@ EXAMPLES = (
     Example("rounded shares", by_table(rounded_shares), ONE, "shares of the softmax are rounded"),
     Example("divided by the rounded sum", by_table(rounded_total), ONE, "it is divided by another sum than that of"),
     Example(
-        "other lines", by_table(written_out), inputs(1, 16), "lines of 16 lanes; the operator requires lines of 32"
+        "other lines",
+        by_table(written_out),
+        inputs(1, 16),
+        "lines of 16 lanes; npu_multi_head_latent_attention requires lines of 32",
     ),
     Example("many queries", by_table(written_out, seen=in_line), inputs(5), "a sequence has more than four"),
 )

@@ -224,7 +224,7 @@ BY_TENSOR = (
     by_tensor_in("lines of a head", NZ_OF_A_HEAD, in_nz, by_inverse),
     by_tensor_in("a scale that is a number", TENSOR_NZ, in_nz, by_number, numbered),
     by_tensor_in("another scale", TENSOR_NZ, attend=doubled, refusal="it is read with another than it is written"),
-    by_tensor_in("shorter lines", SHORT, refusal="lines of 8 lanes; the operator requires lines of 32"),
+    by_tensor_in("shorter lines", SHORT, refusal="lines of 8 lanes; npu_mla_prolog_v3 requires lines of 32"),
     by_tensor_in("other bounds", TENSOR_NZ, in_nz, narrow, refusal="clamped to -127 and 127"),
 )
 

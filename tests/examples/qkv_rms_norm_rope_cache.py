@@ -212,7 +212,9 @@ OF_INT8 = (
         refusal="they differ among the lines of a page",
     ),
     written(
-        "short lines", replace(INT8, pages=FLAT.pages), refusal="lines of 16 lanes; the operator requires lines of 32"
+        "short lines",
+        replace(INT8, pages=FLAT.pages),
+        refusal="lines of 16 lanes; npu_qkv_rms_norm_rope_cache requires lines of 32",
     ),
 )
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Example
+from tests.examples.gelu import new
 from tests.examples.inputs import tensors
 
 X = tensors((2, 3, 128))
@@ -33,6 +34,12 @@ def in_float32(x: Tensor, row: Tensor) -> Tensor:
     return F.silu(gate) * up * row.float()
 
 
+def by_gelu_in_float32(x: Tensor, gate_first: bool = True) -> Tensor:
+    """The product in float32, of gate and up in bfloat16."""
+    gate, up = x.bfloat16().chunk(2, dim=-1) if gate_first else reversed(x.bfloat16().chunk(2, dim=-1))
+    return F.gelu(gate.float()) * up.float()
+
+
 def with_factors(
     x: Tensor, before: Tensor | None = None, between: Tensor | None = None, after: Tensor | None = None
 ) -> Tensor:
@@ -44,6 +51,7 @@ def with_factors(
 
 
 WITH_CHANNELS = tensors((2, 3, 128), (64,))
+tanh = partial(F.gelu, approximate="tanh")
 written_out = partial(gated, activation=lambda gate: gate / (1 + torch.exp(-gate)))
 EXAMPLES = (
     Example("two chunks", gated, X),
@@ -67,7 +75,21 @@ EXAMPLES = (
     Example("gate times a tensor", with_factors, WITH_CHANNELS, "multiplied by a tensor before silu"),
     Example("weighted between", lambda x, row: with_factors(x, between=row), WITH_CHANNELS, "write (silu(gate) * up)"),
     Example("sigmoid gate", partial(gated, activation=torch.sigmoid), X, "it is a sigmoid alone"),
-    Example("gelu gate", partial(gated, activation=F.gelu), X, "it goes through gelu"),
+    Example("by gelu", partial(gated, activation=F.gelu), X),
+    Example("by gelu of tanh, second half first", partial(gated, activation=tanh, gate_first=False), X),
+    Example("by gelu written out", partial(gated, activation=new), X),
+    Example(
+        "by gelu, two tensors", lambda gate, up: F.gelu(gate) * up, tensors((2, 3, 64), (2, 3, 64)),
+        "they are neither halves of one tensor nor two linear",
+    ),
+    Example("by gelu, in float32", by_gelu_in_float32, X, "it stays in float32"),
+    Example(
+        "by gelu in float32, second half first", partial(by_gelu_in_float32, gate_first=False), X, "it stays in float32"
+    ),
+    Example(
+        "by gelu, alternate lanes", lambda x: F.gelu(x[..., ::2]) * x[..., 1::2], X,
+        "every second lane of one tensor; npu_geglu",
+    ),
 )  # fmt: skip
 
 TRIED = {"activation": EXAMPLES}

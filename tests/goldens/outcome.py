@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from fusion.frontend.library import installed
+from fusion.operators import PACKAGES
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report.outcome import live_calls
@@ -41,7 +42,7 @@ def _under(target: str, told: str) -> str:
 def _told(captured: Captured, target: str, opt_in: frozenset[str]) -> str:
     graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     before = _launches(graph.graph)
-    options = Options(target=target, lower="eager", opt_in=opt_in)
+    options = Options(target=target, lower="eager", opt_in=opt_in, packages=frozenset(PACKAGES))
     outcome = fuse_graph(graph.graph, installed(), options, captured.facts)
     return "\n".join(_lines(graph.graph, before, outcome))
 

@@ -18,7 +18,7 @@ from fusion.runtime.verification import relative_error
 from fusion.testing import Trial, capture
 from tests.models.latents import differences
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 B, C, R, D, ROOM, SIZE = 2, 512, 64, 128, 64, 16
 FIA, PRODUCT = "npu::npu_fused_infer_attention_score_v2", "npu::npu_transpose_batchmatmul"

@@ -253,7 +253,7 @@ LOST, SHARES = "what is rounded is not exp(s - max s) of a row", "shares of the 
 OF_HEADS = "it is multiplied by something else than"
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(
     ("form", "reason"),
     [

@@ -16,9 +16,10 @@ from fusion.language import Refused
 from patterns.extras.latent_attention_atb_call import PagesInOrder
 from tests.examples import latent_attention_atb_int8 as whole
 from tests.examples import ring_mla
+from tests.support.fused import call
 from tests.support.one_graph import one_graph
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (
@@ -98,9 +99,9 @@ SPEC = "calc_type_spec"
 def test_the_chip_takes_it_where_nothing_else_is_left(rows: int, mask: Any, told: tuple[Any, Any], lies: str):
     found = report(model(mask, lies), *inputs(rows, lies=lies))
     assert found.ops[MLA] == 1
-    call = next(node for node in found.graphs[0].graph.nodes if "latent_attention" in str(node.target))
-    assert (call.kwargs.get("mask_type"), call.kwargs.get("calc_type")) == told
-    assert call.kwargs["cache_mode"] == ("nzcache" if "lines" in lies else "krope_ctkv")
+    attention = call(found, "latent_attention")
+    assert (attention.kwargs.get("mask_type"), attention.kwargs.get("calc_type")) == told
+    assert attention.kwargs["cache_mode"] == ("nzcache" if "lines" in lies else "krope_ctkv")
 
 
 def parts(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,9 +151,9 @@ def test_parts_of_the_keys_are_one_step_of_a_ring(before: bool, causal: bool):
 
     found = report(step, q, k, v, *((result, torch.randn(B, 8, rows, 1)) if before else ()))
     assert found.ops["atb::npu_ring_mla"] == 1
-    call = next(node for node in found.graphs[0].graph.nodes if "ring_mla" in str(node.target))
-    assert call.kwargs["calc_type"] == ("calc_type_default" if before else "calc_type_first_ring")
-    assert call.kwargs["mask_type"] == ("mask_type_triu" if causal else "no_mask")
+    attention = call(found, "ring_mla")
+    assert attention.kwargs["calc_type"] == ("calc_type_default" if before else "calc_type_first_ring")
+    assert attention.kwargs["mask_type"] == ("mask_type_triu" if causal else "no_mask")
 
 
 def test_rows_of_128_heads_need_the_mask_of_fixed_shape():
@@ -187,10 +188,10 @@ def over_whole(mask: Callable[[int], Tensor | None], table: bool) -> Callable[..
 def test_whole_numbers_in_lines_with_rounded_weights(rows: int, mask: Any, table: bool):
     found = report(over_whole(mask, table), *whole_lines(rows))
     assert found.ops == {MLA: 1}
-    call = next(node for node in found.graphs[0].graph.nodes if "latent_attention" in str(node.target))
-    assert call.kwargs["cache_mode"] == "int8_nzcache"
-    assert call.kwargs.get("mask_type") == ("mask_type_free" if rows > 1 else None)
-    assert all(call.kwargs[name].meta["val"].dtype == torch.float32 for name in ("qk_descale", "pv_descale"))
+    attention = call(found, "latent_attention")
+    assert attention.kwargs["cache_mode"] == "int8_nzcache"
+    assert attention.kwargs.get("mask_type") == ("mask_type_free" if rows > 1 else None)
+    assert all(attention.kwargs[name].meta["val"].dtype == torch.float32 for name in ("qk_descale", "pv_descale"))
 
 
 def exponentials(scores: Tensor, top: Tensor | None = None) -> Tensor:

@@ -52,7 +52,7 @@ def test_spelling_attends_to_the_latent(form: Callable[..., Any], mode: str, lev
     testing.emits_valid_calls(t)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("form", "reason"), corpus.LOOKALIKES, ids=lambda each: getattr(each, "__name__", ""))
 def test_look_alike_is_no_latent_attention(form: Callable[..., Any], reason: str):
     of = corpus.MODES["speculative"]
@@ -63,7 +63,7 @@ def test_look_alike_is_no_latent_attention(form: Callable[..., Any], reason: str
     testing.means_what_it_says(t)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("absorbs", "lora", "mode"), list(product((True, False), (True, False), ("prompt", "step"))))
 def test_published_style_keeps_its_order(absorbs: bool, lora: bool, mode: str):
     """Rotated neighbours stay neighbours in the cache; without gains of norms, a rotation and a write, no prolog."""

@@ -16,9 +16,10 @@ import fusion
 from fusion import testing
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
 from patterns.latent.prolog.prolog import MlaProlog
+from tests.support.fused import call, calls
 from tests.support.tried import cases
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS, SIZE, TILE, PROMPT = 8, 128, 128, 20
@@ -178,10 +179,6 @@ def step(first: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return *floats, slots, TABLE.clone(), positions[:, -1] + 1
 
 
-def prologs(report: Any) -> list[Any]:
-    return [node for gm in report.graphs for node in gm.graph.nodes if "mla_prolog" in str(node.target)]
-
-
 def modes(node: Any) -> tuple[int, ...]:
     return tuple(node.kwargs.get(f"{name}_quant_mode", 0) for name in ("weight", "kv_cache", "query"))
 
@@ -202,28 +199,28 @@ def test_a_chip_runs_the_prolog_in_these_modes(blocks: ModuleType, name: str, to
     (block,) = made(blocks, KINDS[name], torch.bfloat16)
     with torch.no_grad():
         report = fusion.explain(block, *step(PROMPT, tokens, torch.bfloat16), options=OPTIONS)
-    (call,) = prologs(report)
-    assert str(modes(call)) == name[:9]
-    assert call.kwargs.get("cache_mode", "PA_BSND") == "PA_BSND"
+    prolog = call(report, "mla_prolog")
+    assert str(modes(prolog)) == name[:9]
+    assert prolog.kwargs.get("cache_mode", "PA_BSND") == "PA_BSND"
     before, after = report.launches
     assert before >= 98
     assert after <= 17
     lined = KINDS[name].stored == "tiles"
-    assert (call.kwargs.get("ckvkr_repo_mode", 0), call.kwargs.get("quant_scale_repo_mode", 0)) == (lined, lined)
-    assert call.kwargs.get("tile_size", 128) == TILE
-    cache, keys = (call.args[place].meta["val"] for place in (9, 10))
+    assert (prolog.kwargs.get("ckvkr_repo_mode", 0), prolog.kwargs.get("quant_scale_repo_mode", 0)) == (lined, lined)
+    assert prolog.kwargs.get("tile_size", 128) == TILE
+    cache, keys = (prolog.args[place].meta["val"] for place in (9, 10))
     assert tuple(cache.shape) == (BLOCKS, SIZE, 1, 656 if lined else C)
     assert tuple(keys.shape) == (BLOCKS, SIZE, 1, 0 if lined else DR)
-    assert (call.kwargs.get("quant_scale_ckr") is None) == lined
-    assert (call.kwargs.get("k_nope_clip_alpha") is None) != lined
+    assert (prolog.kwargs.get("quant_scale_ckr") is None) == lined
+    assert (prolog.kwargs.get("k_nope_clip_alpha") is None) != lined
 
 
 SPLIT = {
     "12 heads": Kind("channels", heads=12),
     "12 heads by block": Kind("channels", by_block=True, heads=12),
-    "all layers": Kind("channels", all_layers=True),
 }
-"""Blocks with caches by channel that the prolog does not take: it goes with other heads, or other layers."""
+"""Blocks with caches by channel that the prolog does not take, because of their heads."""
+ALL_LAYERS = Kind("channels", all_layers=True)
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -231,24 +228,44 @@ def test_where_the_prolog_does_not_fit_the_line_is_written_by_its_own_operator(b
     (block,) = made(blocks, SPLIT[name], torch.bfloat16)
     with torch.no_grad():
         report = fusion.explain(block, *step(PROMPT, 1, torch.bfloat16), options=OPTIONS)
-    assert not prologs(report)
-    (call,) = [node for gm in report.graphs for node in gm.graph.nodes if "kv_rmsnorm" in str(node.target)]
-    shapes = [tuple(call.kwargs[each].meta["val"].shape) for each in ("k_rope_scale", "c_kv_scale")]
+    assert not calls(report, "mla_prolog")
+    written = call(report, "kv_rmsnorm")
+    shapes = [tuple(written.kwargs[each].meta["val"].shape) for each in ("k_rope_scale", "c_kv_scale")]
     assert shapes == [(DR,), (C,)]
-    assert call.kwargs["cache_mode"] in ("PA", "PA_BNSD")
-    assert all(call.args[place].meta["val"].dtype == torch.int8 for place in (5, 6))
+    assert written.kwargs["cache_mode"] in ("PA", "PA_BNSD")
+    assert all(written.args[place].meta["val"].dtype == torch.int8 for place in (5, 6))
 
 
-@pytest.mark.parametrize(("name", "kind"), [*KINDS.items(), *SPLIT.items(), ("tiles", Kind("tiles", heads=12))])
+def test_with_all_layers_in_int8_the_prolog_gives_rows_that_are_quantised_behind_it(blocks: ModuleType):
+    """No mode of the operator goes from int8 layers to caches by channel: it writes rows in floats to fresh memory."""
+    (block,) = made(blocks, ALL_LAYERS, torch.bfloat16)
+    with torch.no_grad():
+        report = fusion.explain(block, *step(PROMPT, 1, torch.bfloat16), options=OPTIONS)
+    prolog = call(report, "mla_prolog")
+    assert modes(prolog) == (2, 0, 0)
+    assert all(prolog.args[place].meta["val"].dtype == torch.bfloat16 for place in (9, 10))
+    operators = {
+        name: report.ops.get(f"npu::{name}") for name in ("npu_quantize", "npu_scatter_pa_kv_cache_functional")
+    }
+    assert operators == {
+        "npu_quantize": 2,
+        "npu_scatter_pa_kv_cache_functional": 1,
+    }
+
+
+BLOCKS_BY_NAME = {**KINDS, **SPLIT, "all layers": ALL_LAYERS, "tiles": Kind("tiles", heads=12)}
+
+
+@pytest.mark.parametrize(("name", "kind"), BLOCKS_BY_NAME.items())
 def test_outputs_and_caches_are_as_exact_as_plain_ones(blocks: ModuleType, name: str, kind: Kind):
     dtypes = (torch.float64, torch.bfloat16, torch.bfloat16)
     exact, plain, fused = made(blocks, kind, *dtypes)
     torch.compiler.reset()
     compiled = torch.compile(fused, backend="cann_fusion", options=OPTIONS, dynamic=False)
-    calls = zip((exact, plain, compiled), dtypes, strict=True)
+    blocks_of = zip((exact, plain, compiled), dtypes, strict=True)
     steps = ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, 3))
     with torch.no_grad():
-        truth, before, after = ([call(*step(*each, dtype)) for each in steps] for call, dtype in calls)
+        truth, before, after = ([block(*step(*each, dtype)) for each in steps] for block, dtype in blocks_of)
     for number, want in enumerate(truth):
         errors = [blocks.error(each[number], want) for each in (after, before)]
         print(f"{name}, {steps[number][1]} tokens: {errors[0]:.2e} fused, {errors[1]:.2e} plain")

@@ -20,7 +20,7 @@ from patterns.latent.prolog.prolog import Int8QueryPages, MlaProlog, PrologMatch
 from patterns.latent.prolog.terms import LatentQueries, LatentRow
 from patterns.rotary.orders import HALF, INTERLEAVED, RowOrder
 
-NOTHING = SimpleNamespace(guard=lambda *args: None, guard_order=lambda order: None)
+NOTHING = SimpleNamespace(guard=lambda *args: None, guard_order=lambda *args: None)
 X = torch.zeros(2, 3, 64)
 
 
@@ -107,11 +107,11 @@ def test_a_latent_is_read_with_the_scale_that_it_is_written_with():
         kv_cache=pages, kr_cache=pages, slots=scale, nz_block=None, kr_block=None, kv_scale=None, kv_by=0.5,
         keys=None, keys_by=0.5,
     )  # fmt: skip
-    of_number.guard(X)
-    replace(of_number, kv_scale=scale, keys=scale).guard(X)
+    of_number.guard(X, "npu_mla_prolog_v3")
+    replace(of_number, kv_scale=scale, keys=scale).guard(X, "npu_mla_prolog_v3")
     for keys in (replace(of_number, keys_by=0.25), replace(of_number, kv_scale=scale, keys=other)):
         with pytest.raises(Refused, match="it is read with another than it is written"):
-            keys.guard(X)
+            keys.guard(X, "npu_mla_prolog_v3")
 
 
 def test_heads_first_is_for_one_sequence():
@@ -132,10 +132,10 @@ def test_the_operator_of_a_row_rotates_pairs_to_halves(source: str, result: str)
 
 def test_a_cache_keeps_the_order_that_it_has():
     pages = Pages(kv_cache=None, kr_cache=None, slots=None, nz_block=None)
-    pages.guard_order(HALF)
-    Fresh().guard_order(INTERLEAVED)
+    pages.guard_order(HALF, "npu_mla_prolog_v3")
+    Fresh().guard_order(INTERLEAVED, "npu_mla_prolog_v3")
     with pytest.raises(Refused, match="its lanes are in pairs"):
-        pages.guard_order(INTERLEAVED)
+        pages.guard_order(INTERLEAVED, "npu_mla_prolog_v3")
     rest = dict(projection=SimpleNamespace(dkv=None, guard=NOTHING.guard), storage=pages)
     row = SimpleNamespace(eps=EPSILON, guard=NOTHING.guard, result=INTERLEAVED)
     with pytest.raises(Refused, match="its lanes are in pairs"):

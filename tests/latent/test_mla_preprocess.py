@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +10,9 @@ import fusion
 from tests.examples.caches import in_nz, viewed
 from tests.examples.latent_model import Given
 from tests.examples.mla_preprocess import INT8, STATIC, TOKEN, setting, tried
+from tests.support.fused import call, calls, targets
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")
@@ -32,10 +31,6 @@ def given() -> tuple[Tensor, ...]:
     return setting(**KERNEL)(HALF)
 
 
-def called(report: fusion.Report) -> Counter[str]:
-    return Counter(str(node.target) for node in report.graphs[0].graph.nodes if node.op == "call_function")
-
-
 def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...]):
     with torch.no_grad():
         report = fusion.explain(FORWARD, *given, options=OPTIONS)
@@ -43,22 +38,22 @@ def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...])
         MLAPO: 1, "npu::npu_gather_pa_kv_cache": 1, "npu::npu_fused_infer_attention_score_v2": 1,
         "npu::npu_transpose_batchmatmul": 1,
     }  # fmt: skip
-    nodes = called(report)
+    nodes = targets(report)
     assert not [name for name in nodes if "clone" in name or "copy_." in name or "index_put" in name]
     assert nodes["aten.empty.memory_format"] == 4  # for what the front gives, and for what is gathered
-    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
-    assert call.args[13] is call.kwargs["kv_cache_out0"]
-    assert call.args[14] is call.kwargs["kv_cache_out1"]
+    front = call(report, "mla_preprocess")
+    assert front.args[13] is front.kwargs["kv_cache_out0"]
+    assert front.args[14] is front.kwargs["kv_cache_out1"]
 
 
 def test_pages_in_lines_of_nz_are_written_as_they_lie():
     given = setting(1, 16, **PAGES)(HALF)
     with torch.no_grad():
         report = fusion.explain(tried("a token in lines", write=in_nz).function, *given, options=OPTIONS)
-    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
-    assert call.kwargs["cache_mode"] == "nzcache"
-    assert [list(call.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 32, 128, 16], [9, 4, 128, 16]]
-    assert not [name for name in called(report) if "clone" in name or "copy_." in name or "index_put" in name]
+    front = call(report, "mla_preprocess")
+    assert front.kwargs["cache_mode"] == "nzcache"
+    assert [list(front.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 32, 128, 16], [9, 4, 128, 16]]
+    assert not [name for name in targets(report) if "clone" in name or "copy_." in name or "index_put" in name]
 
 
 @pytest.mark.parametrize("lined", [False, True], ids=["rows", "lines"])
@@ -67,10 +62,10 @@ def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
     function = tried("constants", STATIC, write=in_nz if lined else viewed).function
     with torch.no_grad():
         report = fusion.explain(function, *given, options=OPTIONS)
-    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
-    assert call.kwargs["quant_mode"] == "per_tensor_quant_asymm"
-    assert call.kwargs["cache_mode"] == ("nzcache" if lined else "krope_ctkv")
-    told = {name: call.kwargs[name].meta["val"] for name in ("quant_scale0", "quant_offset1", "bias0", "bias1")}
+    front = call(report, "mla_preprocess")
+    assert front.kwargs["quant_mode"] == "per_tensor_quant_asymm"
+    assert front.kwargs["cache_mode"] == ("nzcache" if lined else "krope_ctkv")
+    told = {name: front.kwargs[name].meta["val"] for name in ("quant_scale0", "quant_offset1", "bias0", "bias1")}
     assert {name: each.dtype for name, each in told.items()} == {
         "quant_scale0": HALF, "quant_offset1": torch.int8, "bias0": torch.int32, "bias1": torch.int32,
     }  # fmt: skip
@@ -84,7 +79,7 @@ def test_whole_queries_and_a_whole_cache_come_from_one_call(fixed: bool):
     with torch.no_grad():
         report = fusion.explain(function, *given, options=options)
     assert report.ops == {MLAPO: 1, "atb::npu_multi_head_latent_attention": 1}
-    front, attention = [node for node in report.graphs[0].graph.nodes if "atb" in str(node.target)]
+    front, attention = calls(report, "atb")
     assert front.kwargs["cache_mode"] == attention.kwargs["cache_mode"] == "int8_nzcache"
     assert front.kwargs["quant_mode"] == ("per_tensor_quant_asymm" if fixed else "per_token_quant_symm")
     assert [list(front.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 16, 128, 32], [9, 4, 128, 16]]
@@ -100,12 +95,12 @@ def test_float16_has_scales_of_another_form(given: tuple[Tensor, ...]):
 
 
 def test_it_is_as_exact_as_the_plain_block(given: tuple[Tensor, ...]):
-    calls = [[each.clone() for each in given] for _ in range(2)]
+    copies = [[each.clone() for each in given] for _ in range(2)]
     exact = [each.double() if each.dtype == HALF else each.clone() for each in given]
     compiled = torch.compile(FORWARD, backend="cann_fusion", options=OPTIONS)
     with torch.no_grad():
-        results = [function(*of) for function, of in ((FORWARD, exact), (FORWARD, calls[0]), (compiled, calls[1]))]
-    pages = [of[CACHES] for of in (exact, *calls)]
+        results = [function(*of) for function, of in ((FORWARD, exact), (FORWARD, copies[0]), (compiled, copies[1]))]
+    pages = [of[CACHES] for of in (exact, *copies)]
     for truth, plain, fused in zip(*([y, *caches] for y, caches in zip(results, pages, strict=True)), strict=True):
         before, after = ((each.double() - truth).norm() / truth.norm() for each in (plain, fused))
         assert after <= min(1.5 * before + torch.finfo(HALF).eps, 4e-2)

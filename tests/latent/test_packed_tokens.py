@@ -119,7 +119,7 @@ def inputs(joint: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ..
     return *(each.bfloat16().to(dtype) for each in given), TABLE.clone(), LENGTHS.clone(), slots
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("block", [Block, Placed])
 @pytest.mark.parametrize("attend", [absorbing, row_by_row, expanding], ids=lambda each: each.__name__)
 def test_a_step_is_the_prolog_the_attention_and_two_products(block: type[Block], attend: Callable[..., Tensor]):

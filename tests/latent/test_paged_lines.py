@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm
 import fusion
 from fusion.runtime.verification import relative_error
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 HIDDEN, RANK, N, D, C, R, LINE, BLOCKS, SIZE, B = 1024, 1536, 4, 128, 512, 64, 16, 9, 16, 2
 TABLE = torch.tensor([[3, 8, 1], [5, 2, 7]])

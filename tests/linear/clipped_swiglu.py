@@ -117,8 +117,8 @@ def _spelling(form: Form, note: str, **meaning: Any) -> Spelling:
     return Spelling(f"clipped_swiglu/{form.__name__}", "clipped_swiglu", make, {CLIPPED: 1}, expected, note)
 
 
-def _other(form: Form, reason: str) -> LookAlike:
-    return look_alike("clipped_swiglu", form, reason, (CLIPPED,), _inputs, reference)
+def _other(form: Form, reason: str, note: str = "") -> LookAlike:
+    return look_alike("clipped_swiglu", form, reason, (CLIPPED,), _inputs, reference, note)
 
 
 SPELLINGS = (
@@ -137,5 +137,5 @@ LOOKALIKES = (
     _other(bounded_behind, "behind silu"),
     _other(without_the_gate, "it is a sigmoid alone"),
     _other(every_third, "they are neither halves, or lanes, of one"),
-    _other(unbounded, "multiplied by 1.702 in the sigmoid"),
+    _other(unbounded, "", "npu_fast_gelu of the gate, and the product"),
 )

@@ -41,7 +41,7 @@ def as_gpt_oss(x, gate, up):
 
 
 def bounded_below(x, gate, up):
-    return F.silu(F.linear(x, gate).clamp(-LIMIT, LIMIT)) * F.linear(x, up).clamp(-LIMIT, LIMIT)
+    return F.silu(F.linear(x, gate).clamp(-0.25, LIMIT)) * F.linear(x, up).clamp(-LIMIT, LIMIT)
 
 
 def other_limits(x, gate, up):

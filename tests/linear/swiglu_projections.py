@@ -73,10 +73,6 @@ def sigmoid_by_hand(x, gate, up):
     return g * torch.sigmoid(g) * up(x)
 
 
-def gelu_gate(x, gate, up):
-    return F.gelu(F.linear(x, gate)) * F.linear(x, up)
-
-
 def two_inputs(x, gate, up):
     return F.silu(F.linear(x, gate)) * F.linear(x.exp(), up)
 
@@ -117,7 +113,6 @@ SPELLINGS = (
     _spelling(sigmoid_by_hand, "gate * sigmoid(gate) * up"),
 )
 LOOKALIKES = (
-    _other(gelu_gate, "gelu"),
     _other(two_inputs, "different inputs"),
     _other(weights_that_are_inputs, "they are no Parameters of the module"),
 )

@@ -93,7 +93,7 @@ def told(block: Block) -> fusion.Report:
 AROUND = {"npu::npu_rms_norm", "npu::npu_apply_rotary_pos_emb", "npu::npu_fused_infer_attention_score_v2"}
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("adapted", ["qv", "qkvo", "qkvogud"])
 def test_what_stands_around_adapters_is_fused(adapted: str):
     report = told(Block(adapted))

@@ -55,7 +55,7 @@ def launched(form: Form, dtype: torch.dtype, level: str = "composite"):
     return calls, gm(x)[0], plain, outcome
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("level", ["composite", "core", "decomposed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("approximate", "name"), [*(("tanh", n) for n in TANH), *(("none", n) for n in ERF)])

@@ -117,7 +117,7 @@ def test_layers_behind_a_layer_are_joined():
     assert applied == {("joined_projections", "two"): 1}
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_the_work_of_matching_grows_with_the_layers_not_with_their_pairs():
     def calls(count):
         weights = [numbers(8, 64, seed=seed) for seed in range(count)]

@@ -29,12 +29,12 @@ BYTES = 64
 class Guest(fusion.FusionPass):
     """The pass, which also records the rules that it applied and checks that Inductor lowers what it added."""
 
-    rules: list[str]
+    fused_rules: list[str]
 
     def __call__(self, graph: fx.Graph, *context: Any) -> None:
         super().__call__(graph, *context)
         added = [node for node in graph.nodes if "fusion" in node.meta]
-        self.rules = sorted({node.meta["fusion"]["rule"] for node in added})
+        self.fused_rules = sorted({node.meta["fusion"]["rule"] for node in added})
         refused = [str(node.target) for node in added if _is_refused(node.target)]
         assert not refused, f"Inductor does not lower {refused}"
         assert all("val" in node.meta for node in added)
@@ -79,7 +79,7 @@ def check(captured: Captured, hook: str, target: str, *, kernels: bool = False, 
     unit = max((torch.finfo(dtype).eps for dtype in _dtypes(captured.graph)), default=0.0)
     for number, each in enumerate(zip(exact, old, new, strict=True)):
         _agree(f"result {number}", *each, unit)
-    return made.guest.rules
+    return made.guest.fused_rules
 
 
 def copies(values: Sequence[Any]) -> list[Any]:

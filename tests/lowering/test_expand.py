@@ -18,7 +18,7 @@ from fusion.routes.expand import attention, expand, rms_norm
 from tests.lowering.models import LIBRARY, TABLE, Block, aten, inputs, operators, scaled_silu
 from tests.support.capture import compiled
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 LIBRARY.define("write_(Tensor(a!) x, Tensor y) -> ()")
 LIBRARY.define("put_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
@@ -67,7 +67,7 @@ def test_the_graph_itself_is_not_changed(model: Block):
     assert str(gm.graph) == before
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_exact_as_the_captured_graph(model: Block, dtype: torch.dtype):
     torch.manual_seed(1)
@@ -90,7 +90,7 @@ def test_as_exact_as_the_captured_graph(model: Block, dtype: torch.dtype):
     assert rms(caches[1] - exact_values[1]) <= 1.5 * rms(caches[0] - exact_values[1])
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_symbolic_sizes_survive_and_serve_other_sizes(model: Block):
     run, backend = compiled(model, lambda gm, values: cpu_gpu.eager(expand(gm, TABLE), values), dynamic=None)
     for batch, length in ((3, 5), (5, 7)):

@@ -44,7 +44,7 @@ def agrees(run: Any, model: Block, batch: int, length: int, *, dynamic: bool = F
     assert ours[1].data_ptr() == address
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("route", ROUTES)
 def test_static_graphs_of_one_process(model: Block, route: Inner):
     run, backend = compiled(model, route)
@@ -55,7 +55,7 @@ def test_static_graphs_of_one_process(model: Block, route: Inner):
     assert len(backend.graphs) == 2
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("route", ROUTES)
 def test_one_graph_serves_every_batch_and_length(model: Block, route: Inner):
     run, backend = compiled(model, route, dynamic=None)
@@ -73,7 +73,7 @@ class Write(torch.nn.Module):
         return cache[:, :, :4].sum(2)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @needs_compiler
 def test_inductor_inlines_the_table_and_allocates_no_cache():
     cache, rows, position = torch.randn(2, 3, 977, 8), torch.randn(2, 3, 4, 8), torch.arange(4) + 5
@@ -88,7 +88,7 @@ def test_inductor_inlines_the_table_and_allocates_no_cache():
     assert all(math.prod(int(size) for size in shape.split(",") if size.strip()) < cache.numel() for shape in sizes)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @needs_compiler
 def test_inductor_leaves_the_graph_as_it_was(model: Block):
     seen: list[str] = []
@@ -105,7 +105,7 @@ def test_inductor_leaves_the_graph_as_it_was(model: Block):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @needs_compiler
 def test_an_edited_decomposition_is_not_answered_from_a_cache():
     def twice(factor: float) -> Tensor:
@@ -118,7 +118,7 @@ def test_an_edited_decomposition_is_not_answered_from_a_cache():
     torch.testing.assert_close(twice(3.0), torch.full((5,), 3.0))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @needs_compiler
 def test_inductor_finds_what_it_compiled_before(model: Block):
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_inductor_finds_what_it_compiled_before(model: Block):
     assert not counters["inductor"]["fxgraph_cache_bypass"]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @needs_compiler
 def test_parameters_that_require_gradients_compile_for_inference(model: Block):
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -147,7 +147,7 @@ def test_a_boxed_call_empties_its_list():
     assert call._boxed_call
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_composites_are_decomposed_again_outside_the_context(model: Block):
     backend = Backend(cpu_gpu.eager)
     torch._dynamo.reset()
@@ -159,7 +159,7 @@ def test_composites_are_decomposed_again_outside_the_context(model: Block):
     assert not {node.target for node in plain.graph.nodes} & set(operators.COMPOSITES)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_no_compiler_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
     from torch._inductor import cpp_builder, exc
 

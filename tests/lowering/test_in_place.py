@@ -32,7 +32,7 @@ def inputs(form) -> list[Tensor]:
     return [*(torch.randn(*shape, generator=generator) for shape in shapes), torch.tensor(7)]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("form", [step, paged])
 def test_inductor_allocates_no_cache(form):
     torch.compiler.reset()
@@ -66,7 +66,7 @@ VENDORS = [
 COPIES = ("aten.copy_", "aten.clone", "aten.index_put", "TensorMove", "Assign")
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @requires_torch_npu
 @pytest.mark.parametrize(("route", "expected"), VENDORS)
 def test_vendors_write_in_place(route: str, expected: set[str]):

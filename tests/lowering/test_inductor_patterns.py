@@ -75,28 +75,28 @@ def inner(gm: Any, values: Any) -> Any:
     return cpu_gpu.inductor(gm, values, decompositions())
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("form", [over_queries, over_the_batch, of_turned_values], ids=lambda form: form.__name__)
 def test_a_plain_compile_is_still_wrong(form: Form):
     """Where this fails, torch is mended: `hide_exp` and this module can go."""
     assert error(form, torch.compile(form)) > 0.1
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_a_plain_compile_still_raises():
     """The same, for a scale in a tensor."""
     with pytest.raises(BackendCompilerFailed, match="'scale'"):
         error(divided_by_a_tensor, torch.compile(divided_by_a_tensor))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @every_form
 def test_what_we_hand_to_inductor_is_right(form: Form):
     assert error(form, compiled(form, inner)[0]) < 1e-6
     assert not counters["inductor"]["fuse_attention"]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @every_form
 def test_so_is_our_backend_as_it_is_by_default(form: Form):
     assert error(form, torch.compile(form, backend="cann_fusion")) < 1e-6
@@ -125,7 +125,7 @@ class Asking(Counting):
         thread.join()
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_other_compiles_keep_their_patterns():
     asking = Asking()
     with config.patch(joint_custom_pre_pass=asking):
@@ -136,7 +136,7 @@ def test_other_compiles_keep_their_patterns():
     assert counters["inductor"]["fuse_attention"] == 1
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_passes_of_the_user_see_the_graph_as_it_is():
     first, last = Counting(), Counting()
     with config.patch(joint_custom_pre_pass=first, joint_custom_post_pass=last):

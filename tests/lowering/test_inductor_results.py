@@ -64,7 +64,7 @@ def follow_the_cache(run: Callable[..., tuple[Tensor, ...]]) -> list[bool]:
     return [not bool(result.any()) for result in results]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_results_do_not_follow_the_cache(form: Callable[..., tuple[Tensor, ...]]):
     run = torch.compile(form, backend="cann_fusion", options={"target": "host", "lower": "inductor"}, dynamic=False)
@@ -76,13 +76,13 @@ def test_results_do_not_follow_the_cache(form: Callable[..., tuple[Tensor, ...]]
     assert not any(bool(result.any()) for result in results), "results that share memory in eager share it"
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_a_plain_compile_still_follows():
     """Where this fails, torch is mended: `copy_results` and this module can go."""
     assert follow_the_cache(torch.compile(written_back, dynamic=False)) == [True]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("shape", [(9, 4, 12), (9, 3, 4, 4), (9, 3, 2, 4, 2)], ids=["flat", "heads", "NZ"])
 @pytest.mark.parametrize("layout", ["BNSD", "TND"])
 def test_pages_are_read_by_a_table_in_any_order(shape: tuple[int, ...], layout: str):

@@ -49,7 +49,7 @@ def test_parts_know_the_line_of_the_model(graph: torch.fx.GraphModule):
     assert "scaled_silu(self.layer_norm" in sigmoid.meta["stack_trace"]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_equal_calls_that_one_call_reads_stay_two():
     """Their decompositions are traced once, so that one tensor stands for both of their results."""
 
@@ -64,7 +64,7 @@ def test_equal_calls_that_one_call_reads_stay_two():
         assert torch.equal(run(x, y), model(x, y))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_several_results_and_constants_of_a_decomposition():
     def parts(x: Tensor) -> tuple[Tensor, Tensor]:
         even, odd = torch.tensor([0, 2]), torch.tensor([1, 3])
@@ -82,7 +82,7 @@ def test_several_results_and_constants_of_a_decomposition():
     assert not operators(inline(backend.graphs[0], {halves: parts}))[halves]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_equal_calls_are_traced_once_and_what_nobody_reads_is_left_out():
     traced = []
 
@@ -106,7 +106,7 @@ def test_equal_calls_are_traced_once_and_what_nobody_reads_is_left_out():
     assert ["third, _ = halves(x + 1)" in line for line in lines] == [False, True, False]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_calls_of_one_tensor_and_of_two_are_told_apart():
     def parts(x: Tensor, y: Tensor) -> Tensor:
         return x.sin() if x is y else x.cos()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fusion._torch.operators import arguments_of
 from fusion.errors import FusionError
@@ -112,6 +112,36 @@ def test_without_torch_npu_the_error_says_what_to_do(route: Any, monkeypatch: py
     )
     with pytest.raises(FusionError, match=message.replace(", or run", ".* or run")):
         route(fx.symbolic_trace(lambda x: x + 1), [torch.ones(2)])
+
+
+class Gated(nn.Module):
+    """x [B, 64] → [B, 64], by two projections that are joined, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.register_buffer("shift", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(self.gate(x)) * self.up(x) + self.shift
+
+
+def test_captured_graphs_copy_no_weight(monkeypatch: pytest.MonkeyPatch):
+    """npugraph_ex copies each input that is not marked into the memory of the captured graph, at every call."""
+    marked: dict[tuple[int, ...], bool] = {}
+
+    class Recording:
+        @staticmethod
+        def compile_fx(gm: fx.GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
+            marked.update({tuple(each.shape): hasattr(each, "_torchair_is_parameter") for each in inputs})
+            return lambda *given: [torch.zeros(3, 64)]
+
+    monkeypatch.setattr(vendor, "_vendor", lambda name, doing: Recording)
+    torch._dynamo.reset()
+    options = {"target": "ascend910_93", "lower": "npugraph_ex", "plan_cache": "off"}
+    with torch.inference_mode():
+        torch.compile(Gated().eval(), backend="cann_fusion", options=options)(torch.ones(3, 64))
+    assert marked == {(3, 64): False, (64, 64): True, (64,): True, (128, 64): True}
 
 
 def scatter_nd_update(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import fusion
 
 from .families import _GROUPED, CONFIGS, build, caches
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 STEPS = 8
 SLIDING = dict(_GROUPED, sliding_window=16, num_local_experts=4, num_experts_per_tok=2)
@@ -53,7 +53,7 @@ def test_no_cache_is_copied(family: str, target: str):
     assert not whole_copies(report, {each.shape for each in caches(call)})
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "GptOss"])
 def test_static_caches_are_eagers(family: str):
     built = build(family, torch.bfloat16, "eager" if family == "GptOss" else "sdpa")
@@ -69,7 +69,7 @@ def test_static_caches_are_eagers(family: str):
             places = now
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("rules", [WRITES["rules"], frozenset()], ids=["writes", "every rule"])
 def test_growing_caches_are_eagers(rules):
     """A DynamicCache is joined, not written to: the first call joins to an empty tensor."""
@@ -106,7 +106,7 @@ def test_a_full_cache_is_an_error_and_no_other_row_is_written(lower: str, start:
     assert not cache[:, :, others].any()
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_a_static_cache_that_is_full_raises():
     built = build("Qwen3", torch.float32)
     fused = torch.compile(built.model, backend="cann_fusion", options=WRITES, dynamic=False)

@@ -16,7 +16,7 @@ from fusion.runtime.verification import relative_error
 
 from .families import build
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 FAMILIES = ("Qwen3", "DeepseekV3")
 SETTINGS = [("host", torch.float32), ("ascend910_93", torch.bfloat16)]
@@ -61,7 +61,7 @@ def call(built: Any, batch: int, tokens: int, marked: bool) -> dict[str, Any]:
     return step
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic"])
 @pytest.mark.parametrize(("target", "dtype"), SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,7 +84,7 @@ def test_one_compilation_for_all_sizes_keeps_the_fusions_and_the_numbers(family,
     assert backend.fused >= 0.95 * expected, f"{backend.fused} of {expected}\n{refusals}"
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("target", "dtype"), SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_explain_says_it_for_symbolic_sizes(family, target, dtype):
@@ -95,7 +95,7 @@ def test_explain_says_it_for_symbolic_sizes(family, target, dtype):
     assert len(report.matches) >= 0.95 * static_fusions(built, target), report
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_a_cache_that_grows_recompiles_once_at_most():
     built = build("Qwen3", torch.float32)
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from fusion.runtime.verification import relative_error
 
 from .families import _DENSE_FIRST, _GROUPED, CONFIGS, LAYERS, build
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 FORMS = ("grouped_mm", "batched_mm")
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)

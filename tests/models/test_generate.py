@@ -17,7 +17,7 @@ from fusion.runtime.verification import relative_error
 
 from .families import Built, build, caches
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 FAMILIES = ("Qwen3", "Llama")
 OPTIONS = {"target": "host", "lower": "eager"}
@@ -85,7 +85,7 @@ def test_a_cache_that_grows(family, length, reports):
     assert all(matches(reports))
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_a_backend_with_its_options_can_be_handed_over(reports):
     built = build("Llama", torch.float32)
     call = dict(prompts(built, 3), cache_implementation="static")

@@ -47,7 +47,7 @@ def named(report: fusion.Report) -> str:
     return " ".join(str(node.target) for graph in report.graphs for node in graph.graph.nodes)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(
     ("family", "operator", "most"),
     [
@@ -71,7 +71,7 @@ def test_decode_reads_the_latent(family, operator, most, attention):
     assert block(report) <= most, report
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_heads_that_are_no_power_of_two_read_the_latent_beside_heads_of_zeros():
     of = built("DeepseekV3", num_attention_heads=12, num_key_value_heads=12)
     report = fusion.explain(of.model, **call(of, "decode_static", room=512), options={"target": TARGET})
@@ -81,7 +81,7 @@ def test_heads_that_are_no_power_of_two_read_the_latent_beside_heads_of_zeros():
     assert block(report) <= 14, report
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_heads_that_the_kernel_cannot_turn_cost_no_launch_more():
     """128 heads: norm, prolog, attention, the product behind it and the projection, with the norm of the next block."""
     of = built("DeepseekV3", num_attention_heads=128, num_key_value_heads=128)
@@ -152,7 +152,7 @@ def test_several_tokens_and_padded_prompts(family, cache, tokens, side):
     assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("tokens", "absorbed"), [(16, True), (4096, False)])
 def test_the_cost_decides_which_form_a_prompt_takes(tokens, absorbed):
     of = built("DeepseekV3", num_attention_heads=16, num_key_value_heads=16)
@@ -167,7 +167,7 @@ def test_the_cost_decides_which_form_a_prompt_takes(tokens, absorbed):
     assert form in str(report)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_the_first_version_of_the_operator_takes_over():
     of = built("DeepseekV3")
     options = {"target": TARGET, "disable": {"npu_fused_infer_attention_score_v2"}}

@@ -18,7 +18,7 @@ from fusion.runtime.verification import relative_error
 
 from .families import LAYERS, MODES, build, caches
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 # Per model of two layers: the first norm has no residual add before it, the last one has.
 NORMS = Counter({"npu::npu_add_rms_norm": 2 * LAYERS, "npu::npu_rms_norm": 1, "npu::npu_swiglu": LAYERS})
@@ -108,7 +108,7 @@ def test_every_model_in_every_mode(family, mode, attention, dtype, target):
     check(family, mode, attention, dtype, target)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_through_inductor():
     check("DeepseekV3", "decode_static", "sdpa", torch.bfloat16, "ascend910b", "inductor")
 
@@ -130,7 +130,7 @@ def test_what_inductor_is_given_computes_the_same(family, target, monkeypatch: p
     check_results(family, "decode_static", "sdpa", torch.bfloat16, {"target": target, "lower": "inductor"})
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(
     ("family", "operators"),
     [
@@ -165,7 +165,7 @@ def test_other_families_fuse_as_well(family, operators):
     assert dict(report.ops) == operators | ATTENTION
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_many_layers_share_the_plans():
     """Tables are prepared once per graph, not once per layer."""
     built = build("DeepseekV3", torch.bfloat16)

@@ -14,7 +14,7 @@ from fusion.runtime.verification import relative_error
 
 from .families import _GROUPED, CONFIGS, LAYERS, MODES, build
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 ROUTED = dict(_GROUPED, sliding_window=16, num_local_experts=4, num_experts_per_tok=2)
 ROUTING = "npu::npu_moe_gating_top_k_softmax_v2"

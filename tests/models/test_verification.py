@@ -39,7 +39,7 @@ def run(model: Any, **call: Any) -> Any:
         return torch.compile(model, backend="cann_fusion", options=options)(**call)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("family", "dtype", "mode", "attention"), SOUND)
 def test_sound_models_are_not_accused(family: str, dtype: torch.dtype, mode: str, attention: str):
     built = build(family, dtype, attention)
@@ -67,7 +67,7 @@ def padded() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, torch.float32])
 def test_experts_with_ties_are_not_accused(dtype: torch.dtype):
     model = with_experts(dtype)
@@ -84,7 +84,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("family", "mode", "target", "change", "rule"), WRONG)
 def test_a_wrong_rewrite_is_found_in_its_layer(
     family: str, mode: str, target: str, change: Change, rule: str, monkeypatch: pytest.MonkeyPatch

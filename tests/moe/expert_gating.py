@@ -304,13 +304,6 @@ def groups_beside_those_chosen(logits, bias):
     return _grouped(logits, bias, hide)
 
 
-def scores_of_softplus(logits, bias):
-    scores = F.softplus(logits.to(wide(logits.dtype))).sqrt()
-    experts = (scores + bias).topk(CHOSEN, dim=-1)[1]
-    weights = scores.gather(1, experts)
-    return dense(logits, experts, weights / weights.sum(-1, keepdim=True))
-
-
 def sigmoids_of_chosen_logits(logits, bias):
     values, experts = logits.to(wide(logits.dtype)).topk(CHOSEN, dim=-1)
     weights = values.sigmoid()
@@ -423,14 +416,13 @@ LOOKALIKES = (
     _other(filled_with_a_low_number, "filled with -1.0; npu_moe_gating_top_k requires -inf", _lower),
     _other(best_three, "they are not chosen by the largest, or the"),
     _other(groups_without_bias, "they are not chosen by the largest, or the"),
-    _other(alternate_groups, "side by side|of what experts are chosen by"),
+    _other(alternate_groups, "not proven to be runs of neighbouring experts|of what experts are chosen by"),
     _other(other_groups, "the entries that are filled are not those"),
     _other(weights_with_bias, "they are the scores with the bias"),
     _other(bias_of_tokens, "plus a bias"),
     _other(raised_groups, "other numbers than 0 and -inf are added"),
     _other(one_group_of_each_pair, "neighbouring experts"),
     _other(groups_beside_those_chosen, "neighbouring experts"),
-    _other(scores_of_softplus, "plus a bias"),
     look_alike(
         "expert_gating", sigmoids_of_chosen_logits, "chosen by logits", (GATING,), lambda B, S: inputs(B, S), None
     ),

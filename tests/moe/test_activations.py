@@ -116,6 +116,11 @@ FORMS = (
 )  # fmt: skip
 
 
+def emitted(name: str) -> dict[str, int]:
+    """What the experts become: their gelu of a gate is an operator of its own."""
+    return EMITTED | {"npu::npu_geglu": 1} if name in GATED else EMITTED
+
+
 def is_read(name: str, form: Callable[..., Tensor]) -> bool:
     """What is written out is read where rows are listed."""
     return "written out" not in name or form is not loop
@@ -129,7 +134,7 @@ def is_read(name: str, form: Callable[..., Tensor]) -> bool:
 def test_every_activation_stands_between_two_products(name: str, form: Callable[..., Tensor], level: str, dtype):
     activation, args = ALL[name], inputs(dtype, gate=name in GATED)
     plain, fused, gm, _ = run(lambda *given: form(*given, activation), args, level)
-    assert operators(gm) == EMITTED
+    assert operators(gm) == emitted(name)
     wanted = expected(*args, activation)
     assert distance(fused, wanted) < max(TOLERANCE[dtype], 1.5 * distance(plain, wanted))
 
@@ -140,7 +145,7 @@ def test_other_activations_are_told(name: str):
     assert any("between their two products stands something" in each for each in said), said
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("name", ALL)
 def test_every_activation_stands_between_products_of_int8(name: str):
     """Quantised behind it, as no operator does both."""
@@ -157,6 +162,6 @@ def test_every_activation_stands_between_products_of_int8(name: str):
         return torch.einsum("tkd,tk->td", given, weights)
 
     plain, fused, gm, _ = run(form, (tokens, logits, *layers))
-    assert operators(gm) == EMITTED | {"npu::npu_dynamic_quant": 1}
+    assert operators(gm) == emitted(name) | {"npu::npu_dynamic_quant": 1}
     assert distance(fused, plain) < 2e-2
     assert distance(fused, expected(tokens, logits, *matrices, activation)) < 5e-2

@@ -15,7 +15,7 @@ TOLERANCE = {BF16: 1e-2, F16: 2e-3, F32: 2e-6}
 CASES = [(name, BF16) for name in FORMS] + [(name, dtype) for name in ("by einsum", "gathered") for dtype in (F16, F32)]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("level", "dynamic"), [("composite", False), ("core", True), ("decomposed", False)])
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_every_spelling_is_the_vendors_sequence(name: str, dtype: torch.dtype, level: str, dynamic: bool):

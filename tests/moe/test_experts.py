@@ -33,7 +33,7 @@ from tests.moe.experts import (
 )
 from tests.support.torch_npu_host import requires_torch_npu
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 A3 = Options(target="ascend910_93")

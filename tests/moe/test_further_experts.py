@@ -11,7 +11,7 @@ from tests.moe import listed_by_choice as by_choice
 from tests.moe.experts import EMITTED, EXPERTS, ROUTE, Form, expected, inputs
 from tests.moe.test_experts import distance, operators, run
 
-pytestmark = pytest.mark.rotates(6)
+pytestmark = pytest.mark.rotates(12)
 BF16, F16 = torch.bfloat16, torch.float16
 LEVELS = [("composite", False), ("core", True), ("decomposed", False)]
 

@@ -38,7 +38,7 @@ from tests.moe.int8_experts import (
 from tests.moe.test_experts import distance, left_alone, operators, run
 from tests.support.torch_npu_host import requires_torch_npu
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # What rounding before and behind the products may do; where a row is quantised, a number may be the one beside it.

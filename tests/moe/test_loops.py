@@ -11,7 +11,7 @@ from tests.moe.experts import EMITTED, ROUTE
 from tests.moe.loops import FORMS, OTHERS, Form, added, expected, inputs, next_to_them
 from tests.moe.test_experts import distance, left_alone, operators, run
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 1e-2, F16: 2e-3, F32: 2e-6}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.torch_npu_host import requires_torch_npu, run
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 ROUTER = "MoeGatingTopKSoftmaxV2"
 

@@ -31,7 +31,7 @@ def reasons(report: Any) -> str:
     return "\n".join(each.reason for each in report.refusals if each.rule in ("encoded_norm", "quantisation"))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, BF16), (F16, F16), (F16, F32)], ids=str)
 def test_a_block_becomes_two_operators(dtype: torch.dtype, scale: torch.dtype):
     report = explained(dtype, scale)

@@ -32,7 +32,7 @@ def gated(x, gain):
     return (F.silu(gate) * up).to(x.dtype)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", [rms_normed, weighted, layer_normed, gated])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.int64], ids=str)
 def test_floats_are_what_the_operator_takes(form, dtype):

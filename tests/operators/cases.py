@@ -12,14 +12,23 @@ from torch import Tensor
 
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
+from tests.operators import (
+    compressed_cases,
+    first_expert_cases,
+    prolog_quant_cases,
+    pypto_cases,
+    recurrent_cases,
+    selection_cases,
+    stream_cases,
+)
 from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
-from tests.operators import prolog_quant_cases, pypto_cases, selection_cases
 from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
+BIASED = "_C_ascend::npu_add_rms_norm_bias"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -66,6 +75,14 @@ def _add_norm(*shape: int, swap: bool = False, **more: Any):
         gamma = torch.randn(shape[-1], dtype=torch.float64).to(dtype)
         x1, x2 = (x.transpose(1, 2) if swap else x for x in (x1, x2))
         return {"x1": x1, "x2": x2, "gamma": gamma, **more}
+
+    return make
+
+
+def _add_norm_bias(*shape: int, swap: bool = False, biased: bool = True, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = _add_norm(*shape, swap=swap, **more)(dtype)
+        return call | ({"beta": torch.randn(shape[-1], dtype=torch.float64).to(dtype)} if biased else {})
 
     return make
 
@@ -163,6 +180,23 @@ def _gelu(*shape: int, approximate: str = "none", swap: bool = False):
     return make
 
 
+def _group_norm(*shape: int, affine: bool = True, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        lines = (torch.randn(shape[1], dtype=torch.float64).to(dtype) if affine else None for _ in range(2))
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": x, **dict(zip(("weight", "bias"), lines, strict=True)), **more}
+
+    return make
+
+
+def _geglu(*shape: int, swap: bool = False, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": x.transpose(0, 1) if swap else x, **more}
+
+    return make
+
+
 def _clipped(*shape: int, swap: bool = False, **more: Any):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = (6 * torch.randn(*shape, dtype=torch.float64)).to(dtype)
@@ -182,6 +216,9 @@ def _grouped(tokens: int, experts: int, biased: bool = True, step: float = 0.125
     return make
 
 
+_HASH = "_C_ascend::moe_gating_top_k_hash"
+_PAIRS = {"group_count": 4, "group_select_mode": 1}
+_TABLE = {"tid2eid": torch.tensor([[1, 7], [0, 3], [5, 2], [6, 6], [4, 0]], dtype=torch.int32)}
 _EIGHT = {"k": 6, "k_group": 3, "group_count": 8, "group_select_mode": 1, "norm_type": 1}
 
 
@@ -392,10 +429,25 @@ CASES = (
     Case("npu_moe_gating_top_k", "sigmoid, no groups", _grouped(5, 24, k=4, norm_type=1, out_flag=True)),
     Case("npu_moe_gating_top_k", "of equals the first", lambda dtype: {"x": torch.zeros(3, 32, dtype=dtype), **_EIGHT}),
     Case("npu_moe_gating_top_k", "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
+    Case(_HASH, "roots of a softplus", _grouped(5, 24, k=4, norm_type=2, routed_scaling_factor=1.5, out_flag=True)),
+    Case(_HASH, "sigmoid, groups", _grouped(7, 32, **_EIGHT, routed_scaling_factor=2.5, eps=0.5)),
+    Case(_HASH, "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
+    Case(_HASH, "groups of pairs", _grouped(16, 32, False, k=5, k_group=2, norm_type=2, **_PAIRS)),
+    Case(_HASH, "experts of a table", _grouped(3, 8, k=2, norm_type=2, input_ids=torch.tensor([4, 0, 2]), **_TABLE)),
     Case("npu_moe_gating_top_k", "softmax, renormalised", _grouped(3, 12, k=12, renorm=1, routed_scaling_factor=0.5)),
     *(Case(*call) for call in experts.CALLS),
+    *(Case(*call) for call in first_expert_cases.CALLS),
+    Case(BIASED, "rows", _add_norm_bias(5, 64)),
+    Case(BIASED, "a view", _add_norm_bias(2, 3, 4, 64, swap=True)),
+    Case(BIASED, "without a bias, another epsilon", _add_norm_bias(3, 64, biased=False, epsilon=0.5)),
     Case("npu_gelu", "erf", _gelu(2, 5, 64)),
     Case("npu_gelu", "tanh, transposed", _gelu(5, 3, 64, approximate="tanh", swap=True)),
+    Case("npu_group_norm_silu", "an image", _group_norm(2, 12, 3, 5, group=4, eps=1e-6)),
+    Case("npu_group_norm_silu", "one group, no weight", _group_norm(3, 8, group=1, affine=False)),
+    Case("npu_fast_gelu", "rows", lambda dtype: {"input": torch.randn(2, 5, 64, dtype=torch.float64).to(dtype)}),
+    Case("npu_geglu", "by tanh, the second half", _geglu(2, 5, 64)),
+    Case("npu_geglu", "by erf, the first half", _geglu(3, 64, approximate=0, activate_left=True)),
+    Case("npu_geglu", "halves of the first dim, transposed", _geglu(5, 6, dim=0, swap=True)),
     Case("npu_clipped_swiglu", "pairs", _clipped(2, 5, 64)),
     Case("npu_clipped_swiglu", "halves", _clipped(3, 64, alpha=1.0, limit=3.0, bias=0.0, interleaved=False)),
     Case("npu_clipped_swiglu", "halves of the first dim", _clipped(6, 8, dim=0, bias=-0.5, interleaved=False)),
@@ -448,7 +500,11 @@ CASES = (
     *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),
     *(case for label, make in pypto_cases.LAYERS for case in _both(pypto_cases.LAYER, label, make)),
     *(case for label, make in pypto_cases.BEFORES for case in _both(pypto_cases.BEFORE, label, make)),
+    *(case for label, make in recurrent_cases.CASES for case in _both(recurrent_cases.STEP, label, make)),
+    *(Case(compressed_cases.ATTENTION, label, make) for label, make in compressed_cases.CASES),
+    *(Case(compressed_cases.SCHEDULE, label, make) for label, make in compressed_cases.SCHEDULES),
     *(case for label, make in selection_cases.CASES for case in _both(selection_cases.NAMES, label, make)),
+    *(Case(*call) for call in stream_cases.CASES),
 )
 
 

@@ -156,7 +156,7 @@ def product(*rows: int, k: int = 48, n: int = 24, tokens: bool = True, bias: tor
             one: bool = False, turned: bool = False, batches: int = 0, narrow: str = "") -> Make:  # fmt: skip
     """Scales are float32, or float64 where everything is; `batches` of weights, with a bias each.
 
-    A result in int8, which is `narrow`: "scaled", or "shifted" as well, or "named" by its dtype.
+    A result in int8, which is `narrow`: "scaled", or "shifted" as well, or "named" by its dtype; "sums" in int32.
     """
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
@@ -171,7 +171,11 @@ def product(*rows: int, k: int = 48, n: int = 24, tokens: bool = True, bias: tor
             more["offset"] = torch.randint(-9, 10, (1 if one else n,)).to(wide)
         if narrow:
             call["scale"] = call["scale"] / 9
-        kind = {"": {"output_dtype": CODES.get(dtype, 15)}, "named": {"output_dtype": INT8}}
+        kind = {
+            "": {"output_dtype": CODES.get(dtype, 15)},
+            "named": {"output_dtype": INT8},
+            "sums": {"output_dtype": 3},
+        }
         return call | more | kind.get(narrow, {})
 
     return make
@@ -198,6 +202,8 @@ PRODUCTS: tuple[tuple[str, Make], ...] = (
     ("int8", product(7, tokens=False, narrow="scaled")),
     ("int8 by name, a bias", product(2, 5, tokens=False, narrow="named", bias=torch.int32)),
     ("int8, offsets", product(7, tokens=False, narrow="shifted")),
+    ("int32", product(7, tokens=False, narrow="sums")),
+    ("int32, a bias", product(7, tokens=False, narrow="sums", bias=torch.int32)),
     ("int8, one scale and offset", product(7, tokens=False, narrow="shifted", one=True)),
 )
 

@@ -94,6 +94,7 @@ PRODUCTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
         narrow(offset=t(24, dtype=F32)),
         narrow(bias=t(24, dtype=INT)),
         product(x1=t(2, 5, 48, dtype=torch.int8), bias=t(2, 1, 24, dtype=INT)),
+        product(x2=t(2, 48, 24, dtype=torch.int8), bias=t(2, 1, 24, dtype=INT)),
     ),
     (ON_ALL, product(), product(x2=t(47, 24, dtype=torch.int8)), "requires x1 as [*B M K]"),
     (ON_ALL, product(scale=t(1, dtype=F32)), product(scale=t(2, dtype=F32)), "requires scale as [1|N]"),

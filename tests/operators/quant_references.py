@@ -37,6 +37,11 @@ def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return packed(whole, 8), scale
 
 
+def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().max(-1, keepdim=True).values / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
+
+
 def of_row(factors: Tensor, ends: list[int], row: int, otherwise: float) -> Any:
     """What the group of a row has; `otherwise` behind the last group."""
     group = next((g for g, end in enumerate(ends) if row < end), None)
@@ -47,11 +52,11 @@ def dynamic_quant(
     input: Tensor, smooth_scales: Tensor | None = None, group_index: Tensor | None = None, dst_type: int | None = None,
     quant_mode: str = "pertoken",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    quantised = int4_rows if dst_type == 16 else rows
+    quantised = {16: int4_rows, 24: float8_rows}.get(dst_type or 0, rows)
     if quant_mode == "perchannel":
         columns = input if smooth_scales is None else input * smooth_scales[:, None]
         assert dst_type != 16
-        whole, scale = rows(columns.transpose(-1, -2), 127)
+        whole, scale = quantised(columns.transpose(-1, -2))
         return whole.transpose(-1, -2), scale
     if group_index is not None:
         flat = input.reshape(-1, input.shape[-1])
@@ -60,12 +65,8 @@ def dynamic_quant(
     elif smooth_scales is not None:
         input = input * smooth_scales
     if quant_mode == "pertensor":
-        whole, scale = rows(input.reshape(1, -1), 7 if dst_type == 16 else 127)
-        whole = whole.reshape(input.shape)
-        return packed(whole, 8) if dst_type == 16 else whole, scale
-    if dst_type == 24:
-        scale = input.abs().max(-1, keepdim=True).values / 448
-        return (input / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
+        whole, scale = quantised(input.reshape(1, -1))
+        return whole.reshape(*input.shape[:-1], -1), scale
     return quantised(input)
 
 
@@ -122,6 +123,8 @@ def quant_matmul(
 ) -> Tensor:  # fmt: skip
     total = (x1.long().unsqueeze(-1) * x2.long().unsqueeze(-3)).sum(-2)
     whole = bias is not None and not bias.is_floating_point()
+    if output_dtype == 3:
+        return total + bias if whole else total
     out = (total + bias if whole else total).double() * scale
     out = out if pertoken_scale is None else out * pertoken_scale[:, None]
     out = out if bias is None or whole else out + bias

@@ -10,14 +10,22 @@ from torch import Tensor
 
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
+from tests.operators import (
+    compressed_cases,
+    first_expert_cases,
+    prolog_quant_references,
+    pypto_cases,
+    recurrent_cases,
+    selection_cases,
+    stream_cases,
+)
 from tests.operators import expert_cases as experts
 from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import paged_atb_cases as paged_atb
-from tests.operators import prolog_quant_references, pypto_cases, selection_cases
 from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
-from tests.operators.cases import OLDER
+from tests.operators.cases import BIASED, OLDER
 
 
 def norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -34,6 +42,13 @@ def gemma(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, 
 
 def add_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     return *norm(x1 + x2, gamma, epsilon), x1 + x2
+
+
+def add_norm_bias(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None = None, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, root, x = add_norm(x1, x2, gamma, epsilon)
+    return y if beta is None else y + beta, root, x
 
 
 def add_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, ...]:
@@ -117,6 +132,10 @@ def gating(
     return y, index, shares if output_softmax and not renorm else x.new_empty(0)
 
 
+def _root_of_softplus(x: Tensor) -> Tensor:
+    return (1 + x.exp()).log().sqrt()
+
+
 def grouped_gating(
     x: Tensor,
     k: int,
@@ -129,19 +148,24 @@ def grouped_gating(
     out_flag: bool = False,
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
+    input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token by token, in lists: the groups, then the experts in them, of equal ones the first."""
+    """Token by token, in lists: the groups, then the experts in them, of equal ones the first; or those of a table."""
     assert x.isfinite().all(), "what is chosen among NaN is not defined"
     assert bias is None or bias.isfinite().all(), "the same"
-    scores = 1 / (1 + (-x).exp()) if norm_type else x.exp() / x.exp().sum(-1, keepdim=True)
+    kinds = (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), lambda x: 1 / (1 + (-x).exp()), _root_of_softplus)
+    scores = kinds[norm_type](x)
     shares, chosen = [], []
-    for row in scores:
+    for token, row in enumerate(scores):
         keys = (row if bias is None else row + bias).tolist()
         size = len(keys) // group_count
         groups = [range(first, first + size) for first in range(0, len(keys), size)]
         best = [sum(sorted((keys[e] for e in each), reverse=True)[: group_select_mode + 1]) for each in groups]
         kept = sorted(range(group_count), key=lambda g: -best[g])[:k_group]
         experts = sorted((e for g in sorted(kept) for e in groups[g]), key=lambda e: -keys[e])[:k]
+        if input_ids is not None and tid2eid is not None:
+            experts = tid2eid[int(input_ids[token])].tolist()
         share = row[experts]
         shares.append(routed_scaling_factor * (share / (share.sum() + eps) if norm_type or renorm else share))
         chosen.append(experts)
@@ -152,6 +176,30 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     if approximate == "none":
         return input * (1 + torch.erf(input / 2**0.5)) / 2
     return input * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (input + 0.044715 * input**3))) / 2
+
+
+def group_norm_silu(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, group: int, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    size, y = input.shape[1] // group, torch.zeros_like(input)
+    means, roots = torch.zeros(len(input), group).double(), torch.zeros(len(input), group).double()
+    for b in range(len(input)):
+        for g in range(group):
+            of = input[b, g * size : (g + 1) * size]
+            means[b, g], roots[b, g] = of.mean(), 1 / (of.var(correction=0) + eps).sqrt()
+            for c in range(g * size, (g + 1) * size):
+                n = (input[b, c] - means[b, g]) * roots[b, g]
+                n = n if weight is None else n * weight[c]
+                n = n if bias is None else n + bias[c]
+                y[b, c] = n / (1 + (-n).exp())
+    return y, means, roots
+
+
+def geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
+    half = input.shape[dim] // 2
+    halves = input.narrow(dim, 0, half), input.narrow(dim, half, half)
+    activated = gelu(halves[not activate_left], "tanh" if approximate else "none")
+    return activated * halves[activate_left], activated
 
 
 def clipped_swiglu(
@@ -258,9 +306,15 @@ REFERENCES = {
     "npu_scatter_nd_update": scatter_nd_update,
     "npu_moe_gating_top_k_softmax_v2": gating,
     "npu_moe_gating_top_k": grouped_gating,
+    "_C_ascend::moe_gating_top_k_hash": grouped_gating,
     "npu_clipped_swiglu": clipped_swiglu,
     "npu_gelu": gelu,
+    "npu_fast_gelu": lambda input: input / (1 + (-1.702 * input).exp()),
+    "npu_geglu": geglu,
+    "npu_group_norm_silu": group_norm_silu,
     **experts.REFERENCES,
+    **first_expert_cases.REFERENCES,
+    BIASED: add_norm_bias,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,
     "npu_incre_flash_attention": attention.incre,
@@ -291,7 +345,10 @@ REFERENCES = {
     "npu_kv_quant_sparse_flash_attention": sparse.quant_attention,
     **quant.REFERENCES,
     **pypto_cases.REFERENCES,
+    **recurrent_cases.REFERENCES,
     **selection_cases.REFERENCES,
+    **stream_cases.REFERENCES,
+    **compressed_cases.REFERENCES,
     "atb::npu_multi_head_latent_attention": atb.latent,
     "atb::npu_multi_head_latent_attention.tensor_lengths": atb.latent,
     "atb::npu_multi_head_latent_attention.lse": atb.latent,

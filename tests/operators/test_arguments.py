@@ -155,7 +155,7 @@ def lies_nowhere(got: Any) -> bool:
     return isinstance(got, IndexError | RuntimeError) and "out of" in str(got)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(("name", "argument"), pairs("without_effect"))
 def test_an_argument_without_effect_changes_nothing_or_raises_by_name(name: str, argument: str):
     case = first(name)
@@ -178,7 +178,7 @@ def matters(case: Case, argument: str) -> bool:
     return lies_nowhere(got) or argument in str(got)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", DECOMPOSITIONS)
 def test_what_is_computed_agrees_with_a_reference_in_a_call_in_which_it_matters(name: str):
     op = OPERATORS[name]

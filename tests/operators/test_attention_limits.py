@@ -73,7 +73,7 @@ def in_both(edge: Edge) -> bool:
     return all(FIRST.get(name, name) in arguments for name in (*edge[0], *edge[1]))
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("chip", [HOST, *CHIPS])
 @pytest.mark.parametrize("edge", [*HOST_EDGES, *WHOLE_HOST_EDGES, *CACHE_HOST_EDGES], ids=lambda edge: edge[2])
 def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
@@ -85,7 +85,7 @@ def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
         judged_in_first(chip, edge)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("edge", [*KERNEL_EDGES, *WHOLE_EDGES, *CACHE_EDGES], ids=lambda edge: edge[2])
 def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):

@@ -220,7 +220,7 @@ def test_aot_keeps_the_operators(dynamic: bool):
     assert [len(names) for names in seen] == [len(functional)]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 def test_aot_inlines_with_the_table():
     seen: list[set[str]] = []
     compiled = torch.compile(block, backend=counted(seen, decompositions=decompositions()), fullgraph=True)
@@ -228,13 +228,13 @@ def test_aot_inlines_with_the_table():
     assert seen == [set()]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 def test_aot_eager():
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs(dtype=torch.bfloat16)), block(*inputs(dtype=torch.bfloat16)))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 def test_inductor_calls_the_operators():
     compiled = torch.compile(block, backend="inductor", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs()), block(*inputs()), rtol=1e-4, atol=1e-5)

@@ -25,6 +25,16 @@ BESIDE: Mapping[tuple[str, str], Tensor] = {
     ("npu::npu_add_rms_norm_dynamic_quant", "beta"): t(48),
     ("npu::npu_gather_pa_kv_cache", "seq_offset"): t(2, dtype=INT32),
     ("npu::npu_gather_pa_kv_cache_functional", "seq_offset"): t(2, dtype=INT32),
+    ("cann_ops_transformer::sparse_flash_mla", "seqused_ori_kv"): t(2, dtype=INT32),
+    ("cann_ops_transformer::sparse_flash_mla", "metadata"): t(1024, dtype=INT32),
+    ("npu::npu_mhc_pre", "gamma"): t(4, 128, dtype=F32),
+    ("npu::npu_moe_gating_top_k_softmax", "finished"): t(7, dtype=torch.bool),
+    ("npu::npu_moe_re_routing", "per_token_scales"): t(6, dtype=F32),
+    **{
+        (f"npu::npu_recurrent_gated_delta_rule{form}", name): each
+        for form in ("", "_functional")
+        for name, each in (("gk", t(3, 4, 8, dtype=F32)), ("num_accepted_tokens", t(2, dtype=INT32)))
+    },
     ("npu::npu_mla_prolog_v3", "smooth_scales_cq"): t(1, 1536, dtype=F32),
     ("npu::npu_mla_prolog_v3_functional", "smooth_scales_cq"): t(1, 1536, dtype=F32),
     **{
@@ -67,7 +77,7 @@ def with_tensors(name: str, argument: str) -> dict[str, Any]:
 ARGUMENTS = [(name, each) for name, op in OPERATORS.items() for each in op.dtypes if (name, each) not in LISTS]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids="-".join)
 def test_an_argument_is_taken_in_its_dtypes_alone(name: str, argument: str):
     op, call = OPERATORS[name], with_tensors(name, argument)

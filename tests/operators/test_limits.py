@@ -19,7 +19,10 @@ from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
 from fusion.operators.limit_texts import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.cases import BIASED
+from tests.operators.compressed_cases import EDGES as COMPRESSED_EDGES
 from tests.operators.expert_cases import EDGES as EXPERT_EDGES
+from tests.operators.first_expert_cases import EDGES as FIRST_EXPERT_EDGES
 from tests.operators.grouped_line_cases import EDGES as GROUPED_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
@@ -28,10 +31,12 @@ from tests.operators.older_attention_cases import EDGES as OLDER_EDGES
 from tests.operators.paged_atb_cases import EDGES as PAGED_ATB_EDGES
 from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
 from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
+from tests.operators.recurrent_cases import EDGES as RECURRENT_EDGES
 from tests.operators.selection_cases import EDGES as SELECTION_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
 from tests.operators.sparse_limits_cases import indexer, prolog
+from tests.operators.stream_cases import EDGES as STREAM_EDGES
 
 A2, A3, A5 = CHIPS
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -81,6 +86,7 @@ def rope(
 
 NZ = {"input": t(32, 64), "acl_format": 29}
 GATE = {"x": t(7, 16), "k": 2}
+TABLE = {"input_ids": t(7, dtype=torch.int64), "tid2eid": t(100, 8, dtype=torch.int32)}
 SIGMOID = {
     "x": t(7, 256),
     "k": 8,
@@ -94,6 +100,7 @@ CLIPPED = {"x": t(2, 3, 64)}
 GROUP = {"group_index": t(2, dtype=torch.int64)}
 NORM = {"input": t(2, 3, 64), "gamma": t(64)}
 ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
+IMAGE = {"input": t(2, 8, 3), "weight": t(8), "bias": t(8), "group": 4}
 LAYER, ADD_CHIPS = {**ADD, "beta": t(64), "additional_output": True}, (HOST, A2, A3)
 DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
 HALF = ((2, 4, 3, 128), (1, 1, 3, 128))
@@ -161,8 +168,12 @@ CASES = [
     *starts({"input": t(3, 4), "dim": -1}, name="npu_swiglu"),
     *starts(NZ, name="npu_format_cast"),
     *starts({"input": t(3, 4), "approximate": "tanh"}, name="npu_gelu"),
+    *starts({"input": t(3, 4)}, name="npu_fast_gelu"),
+    *starts(IMAGE, IMAGE | {"weight": None}, IMAGE | {"bias": None}, name="npu_group_norm_silu"),
+    *starts({"input": t(3, 4), "dim": -1}, name="npu_geglu"),
     *starts(CLIPPED | {"dim": 2}, CLIPPED | GROUP, {"x": t(1, 64)}, name="npu_clipped_swiglu"),
     *starts(SIGMOID, SIGMOID | {"k_group": 8}, name="npu_moe_gating_top_k"),
+    *starts(SIGMOID, SIGMOID | {"k_group": 8}, SIGMOID | TABLE, name="_C_ascend::moe_gating_top_k_hash"),
     *starts(GATE | {"output_softmax": True}, {"x": t(7, 2048), "k": 1024}, name="npu_moe_gating_top_k_softmax_v2"),
     *starts(merging(1), name=MERGE),
     # npu_rms_norm
@@ -237,7 +248,13 @@ CASES = [
         bnsd() | {"layout": "BDNS"},
         "requires layout='BSND' or layout='SBND'",
     ),
-    ("npu_apply_rotary_pos_emb", (HOST, *CHIPS), tnd(), tnd() | {"cos": t(5, 8, 128)}, "1 is 8, not 1 in [5, 8, 128]"),
+    (
+        "npu_apply_rotary_pos_emb",
+        (HOST, *CHIPS),
+        tnd(),
+        tnd() | {"cos": t(5, 8, 128)},
+        "a dim is 8, not 1 in [5, 8, 128]",
+    ),
     # npu_interleave_rope
     ("npu_interleave_rope", CHIPS, rope(cos=(2, 1, 1, 64)), rope(cos=(2, 4, 3, 64)), "size(cos, 1) == 1"),
     # npu_swiglu
@@ -304,7 +321,17 @@ CASES = [
     # npu_attention_update
     (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(6, 128)]), "R is 6, not 7 in [6, 128]"),
     (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(7, 64)]), "D is 64, not 128 in [7, 64]"),
+    # _C_ascend::npu_add_rms_norm_bias
+    *starts(ADD, ADD | {"beta": t(64)}, name=BIASED),
+    (
+        BIASED,
+        (A2, A3),
+        {"x1": t(*DEEP[1:]), "x2": t(*DEEP[1:]), "gamma": t(64)},
+        {"x1": t(*DEEP), "x2": t(*DEEP), "gamma": t(64)},
+        "rank(x1) <= 8",
+    ),
     *EXPERT_EDGES,
+    *FIRST_EXPERT_EDGES,
     *SPARSE_EDGES,
     *LINE_EDGES,
     *GROUPED_EDGES,
@@ -313,7 +340,10 @@ CASES = [
     *OLDER_EDGES,
     *PAGED_ATB_EDGES,
     *PYPTO_EDGES,
+    *RECURRENT_EDGES,
     *SELECTION_EDGES,
+    *STREAM_EDGES,
+    *COMPRESSED_EDGES,
 ]
 STARTS = [each for each in CASES if not each[4]]
 """Legal calls from which both sides of limits are searched."""
@@ -329,7 +359,7 @@ def label(edge: Any) -> str:
     return f"{edge[0]}: {edge[4]}"
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("edge", EDGES, ids=label)
 def test_both_sides_of_a_limit(edge: Any):
     name, chips, legal, illegal, text = edge
@@ -360,7 +390,7 @@ def declared() -> Iterator[Any]:
             yield pytest.param(name, limit, on, id=f"{name}: {limit.text}{when}")
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("name", "limit", "chips"), declared())
 def test_every_limit_refuses_what_is_beyond_it_alone(name: str, limit: Limit, chips: list[str]):
     op, own = OPERATORS[name], [each for each in EDGES if qualified(each[0]) == name]

@@ -77,7 +77,7 @@ GROWING = [
 ]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize(("name", "make"), GROWING, ids=[f"{n} {number}" for number, (n, _) in enumerate(GROWING)])
 def test_one_symbolic_graph_serves_other_sizes(name: str, make: Any):
     ensure()

@@ -81,5 +81,6 @@ def test_torchair_is_named_where_there_is_a_converter(vendor: dict[str, Any]):
     # Two return what the functional form returns, more results than the schema has.
     more = dict.fromkeys(("npu::npu_mla_prolog_v3", "npu::npu_qkv_rms_norm_rope_cache"), True)
     converted_here = {f"npu::{name}" for name in ("npu_kv_rmsnorm_rope_cache_v2", *GE_OPERATORS)}
-    mended = more | dict.fromkeys(converted_here, False)
+    of_packages = dict.fromkeys(("custom::npu_hc_pre", "custom::npu_hc_post"), False)  # converters of another package
+    mended = more | dict.fromkeys(converted_here, False) | of_packages
     assert vendor["converters"] == named | mended

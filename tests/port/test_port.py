@@ -80,6 +80,57 @@ def test_other_calls_are_idioms_of_torch():
     assert "torch.ops.aten" not in source
 
 
+def chosen(scores, count):
+    """Weights and choice of two of all experts, in the manner of sparse mixers."""
+    best, first = scores.max(-1, keepdim=True)
+    factor = scores.abs().clamp(min=best)
+    rest = scores.masked_fill((best - scores) / factor > 0.02 * count, -torch.inf)
+    second = scores.scatter(-1, first, -torch.inf).argmax(-1, keepdim=True)
+    bound = scores.abs().clamp(min=second) + 1.0
+    return rest.softmax(-1) / bound, torch.cat((first, second), -1)
+
+
+class Mixer(nn.Module):
+    """A module whose work is done by a function, with a recurrent state and an upper-case name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 3, groups=16, bias=False)
+        self.register_buffer("states", torch.zeros(2, 16, 3))
+
+    def forward(self, x):
+        X = nn.functional.pad(x.mT, (2, 0))
+        self.states.copy_(X[..., -3:].clone())
+        decay = 10.0 ** (torch.arange(16) / 16)
+        weights, experts = chosen(self.conv(X).mT * decay.to(x.dtype), 3)
+        return weights, experts
+
+
+class Mixers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Mixer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, experts = layer(x)
+        return x, experts
+
+
+def test_functions_that_a_forward_calls_give_names_and_order():
+    source = check(seeded(Mixers), rows(2, 8, 16))
+    texts = ("best, first = ", "factor = ", "rest = ", "second = ", "bound = ", "return ")
+    body = source[source.index("class Mixer(") : source.index("class Mixer2(")]
+    places = [body.index(each) for each in texts]
+    assert places == sorted(places)
+    assert "decay = 10.0 ** (steps / 16)" in source
+    assert body.count(".abs()") == source.count("torch.arange(16") == 1, "an equal call is made once"
+    assert "F.conv1d(" in source
+    assert "F.pad(" in source
+    assert "torch.ops.aten" not in source
+    assert 'state[at + "states"] = plain[at + "states"].clone()' in source
+
+
 class Shared(nn.Module):
     """A module that is called twice, a list of layers that is no module of its own, and an attribute."""
 

@@ -101,7 +101,7 @@ KEPT: dict[str, tuple[Rows, tuple[int, ...], torch.dtype, float]] = {
 }  # fmt: skip
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("case", KEPT.values(), ids=KEPT)
 def test_what_is_kept_of_a_scale_is_given(case: tuple[Rows, tuple[int, ...], torch.dtype, float]):
     rows, *expected = case

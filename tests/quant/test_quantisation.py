@@ -178,7 +178,7 @@ def test_rows_that_are_none(quantise: Callable[..., Any], reason: str):
     assert any(name == "quantisation" and reason in why for name, why in misses(by(quantise)))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize(("quotient", "reason"), QUOTIENTS.values(), ids=QUOTIENTS)
 def test_quotients_that_are_none(quotient: Callable[[Tensor], Tensor], reason: str):
     def rows(x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def operators(t: Trial) -> list[str]:
     return [str(each.target).split(".")[1] for each in t.fused.graph.nodes if str(each.target).startswith("npu.")]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("form", [tokens_first, heads_first, without_dims, largest, of_tokens])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("level", LEVELS)

@@ -153,7 +153,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
 def test_other_weights_are_none(case: tuple[Any, ...]):
     form, reason, *more = case

@@ -77,6 +77,27 @@ class Layer(torch.nn.Module):
 layers = Layers()
 
 
+def exchanged(x):
+    left, right = x.chunk(2, -1)
+    return left * F.silu(right)
+
+
+def bounded_otherwise(x):
+    gate, up = x[..., ::2], x[..., 1::2]
+    gate = gate.clamp(max=7.0)
+    up = up.clamp(min=-6.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def cut_off(x):
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x / scale).to(torch.int8), scale
+
+
+def masked(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 def exponents(q, k, v):
     return torch.exp(q @ k.mT * 0.125) @ v
 """
@@ -95,6 +116,9 @@ CHANGED = {
     "filled": (HEADS, 'float("-inf")'),
     "scaled_gate": ((tensor(8, 128),), "F.silu(gate) * up"),
     "layers": ((tensor(1, 8, 64),), "+ 1e-06)"),
+    "exchanged": ((tensor(8, 128),), "right, left = x.chunk(2, -1)"),
+    "bounded_otherwise": ((tensor(8, 128),), "up.clamp(min=-7.0, max=7.0)"),
+    "cut_off": ((tensor(8, 64),), "(x / scale).round().to(torch.int8)"),
 }
 
 
@@ -193,6 +217,14 @@ def test_an_exported_program_has_changes(tmp_path: Path):
     (explanation,) = report.why(report.refusals[0])
     assert explanation.change is not None
     assert (explanation.change.rule, explanation.change.what) == ("rms_norm", "add 1e-06 under rsqrt")
+
+
+def test_a_mask_that_is_passed_in_is_assumed(tmp_path: Path):
+    report = explained(model_of(tmp_path, SOURCE, "masked"), (*HEADS, tensor(1, 1, 64, 64)))
+    (explanation,) = report.why(report.refusals[0])
+    assert "name a mask that is passed in by the option assume" in explanation.refusal.reason
+    assert explanation.change is not None
+    assert explanation.change.what == "set the option assume to {'mask': 'causal'}"
 
 
 def test_an_option_is_a_change():

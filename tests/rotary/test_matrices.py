@@ -107,7 +107,7 @@ def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") ->
     return t
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", ROTATIONS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize(
     ("dtype", "level"),

@@ -89,7 +89,7 @@ def frequencies() -> Tensor:
     return torch.polar(torch.ones(5, 32), torch.randn(5, 32))
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("start", [0, 64])
 def test_lanes_beside_rotated_pairs_are_turned_by_no_angle(start: int):
     """Several tensors share the tables, which are made of all lanes at once."""

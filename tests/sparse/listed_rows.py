@@ -465,11 +465,11 @@ def in_five_dims(q, kv, places):
 
 
 LOOKALIKES: dict[Form, str] = {
-    two_lists: "its dim of heads is one of queries",
+    two_lists: "if its heads are queries that gather keys of their own",
     other_lanes: "are no latent with rotated lanes",
     hidden_from_heads: "differs from head to head",
     lowered: "what is added to the scores is not proven",
-    scaled: "its dim of heads is one of queries",
+    scaled: "if its heads are queries that gather keys of their own",
     wide_result: "their dtypes differ",
     sunk: "it stands beside scores of listed rows",
     scaled_by_queries: "those of listed rows are multiplied by a",

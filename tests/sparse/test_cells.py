@@ -10,12 +10,13 @@ import torch
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
+from fusion.testing import Trial, trial
+from tests.support.fused import call, calls, checked
 
 from . import cells as sparse_cells
 from .cells import LARGE, SMALL
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 TABLES = "the latent and its rotated lanes have one"
@@ -30,11 +31,7 @@ def cells(s: sparse_cells.Sizes) -> list[Any]:
 
 
 def tried(example: Example, target: str) -> Trial:
-    t = trial(RULE, example, torch.bfloat16, options=Options(target=target, lower="eager"))
-    means_what_it_says(t)
-    emits_valid_calls(t)
-    assert not t.outcome.failures
-    return t
+    return checked(trial(RULE, example, torch.bfloat16, options=Options(target=target, lower="eager")))
 
 
 def fits(t: Trial, name: str) -> None:
@@ -55,17 +52,16 @@ def test_a_cell_on_the_host(example: Example):
     fits(tried(example, "host"), example.name)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("example", cells(LARGE))
 def test_a_cell_on_a_chip(example: Example):
     t = tried(example, "ascend910_93")
     fits(t, example.name)
     listing, source, *_ = example.name.split(", ")
-    calls = {str(node.target): node.kwargs for node in t.fused.graph.nodes if "npu.npu_" in str(node.target)}
-    attention = calls["npu.npu_sparse_flash_attention.default"]
-    assert (attention.get("layout_kv") == "PA_BSND") == (source == "pages")
+    attention = call(t, "npu.npu_sparse_flash_attention.default")
+    assert (attention.kwargs.get("layout_kv") == "PA_BSND") == (source == "pages")
     if listing != "list":
-        indexer = calls["npu.npu_lightning_indexer.default"]
-        assert (indexer.get("layout_key") == "PA_BSND") == (listing == "paged indexer")
-    gathers = sum(str(node.target).startswith(("aten.index.", "aten.index_select")) for node in t.fused.graph.nodes)
+        indexer = call(t, "npu.npu_lightning_indexer.default")
+        assert (indexer.kwargs.get("layout_key") == "PA_BSND") == (listing == "paged indexer")
+    gathers = len(calls(t, "aten.index.")) + len(calls(t, "aten.index_select"))
     assert gathers == (listing == "NZ indexer") + 2 * (source not in READ)

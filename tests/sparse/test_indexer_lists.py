@@ -49,7 +49,7 @@ def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.
     emits_valid_calls(t)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", GATHERED, ids=lambda each: each.__name__)
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
@@ -72,7 +72,7 @@ def test_lists_of_the_size_of_a_chip(form: Form):
     emits_valid_calls(t)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_look_alike_is_refused(form: Form):
     t = tried(form, "indexer_topk", torch.bfloat16)

@@ -16,7 +16,8 @@ import fusion
 from fusion import Example
 from fusion.runtime.verification import relative_error
 from tests.examples.indexer_prolog import Model, Setting
-from tests.sparse.test_whole_layer import fused, operators, unset
+from tests.sparse.test_whole_layer import fused, unset
+from tests.support.fused import launches, targets
 
 NAME = "lightning_indexer_prolog_pto"
 CALL = f"custom_pypto.npu_{NAME}.in_place"
@@ -31,10 +32,10 @@ def of(setting: Setting, **parts: Any) -> Example:
 @pytest.mark.parametrize("sequences", [0, 3])
 def test_all_of_it_is_one_call_that_writes_in_place(sequences: int):
     gm, outcome, before = fused(of(replace(LARGE, sequences=sequences)), **A3)
-    assert operators(gm)[CALL] == 1
-    assert not {name for name in operators(gm) if "dynamic_quant" in name or "quant_matmul" in name}
+    assert targets(gm, "npu_")[CALL] == 1
+    assert not {name for name in targets(gm, "npu_") if "dynamic_quant" in name or "quant_matmul" in name}
     assert len(outcome.in_place) == 2
-    after = sum(each.launches for each in fusion.report.outcome.live_calls(gm.graph).values())
+    after = launches(gm)
     assert after <= 3 < before  # both tables of halves, and the call
 
 
@@ -53,7 +54,7 @@ def test_what_the_chip_does_not_take_falls_to_the_operators_of_torch_npu(setting
     gm, outcome, _ = fused(of(setting), **{**A3, **options})
     assert "custom_pypto" not in str(gm.graph)
     assert any(each.rule == NAME and reason in each.reason for each in outcome.refusals)
-    assert "npu.npu_quant_matmul.default" in operators(gm)
+    assert "npu.npu_quant_matmul.default" in targets(gm, "npu_")
 
 
 def test_it_is_not_mentioned_unless_it_is_named():

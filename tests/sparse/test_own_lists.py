@@ -141,7 +141,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(("form", "sequences"), SPELLINGS)
 def test_a_list_of_an_indexer(form: Callable[..., Tensor], sequences: int):
     found = said(form, sequences)
@@ -332,7 +332,7 @@ LOOKALIKES: dict[Callable[..., Tensor], tuple[int, str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_no_list_of_an_indexer(form: Callable[..., Tensor]):
     sequences, why = LOOKALIKES[form]

@@ -14,7 +14,7 @@ from fusion.runtime.verification import relative_error
 
 from .packed_block import EACH, PLAIN, Model, Sizes, Spelling, any_spelling, inputs
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "torchair"}
 OPERATORS = {"npu::npu_mla_prolog_v3", "npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention"}
@@ -40,7 +40,7 @@ def by_turns() -> Iterator[Any]:
     yield from (pytest.param(spelling, id=said(spelling)) for spelling in (PLAIN, *EACH))
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("spelling", by_turns())
 def test_every_spelling_of_a_part_is_the_same_operators(spelling: Spelling):
     report = explained(1, spelling)

@@ -12,10 +12,11 @@ from torch import Tensor
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.testing import Trial, capture, emits_valid_calls, means_what_it_says, trial
+from fusion.testing import Trial, capture, trial
 from tests.engine.graphs import read_graph
 from tests.examples.inputs import normal, tensors
 from tests.operators.sparse_cases import packed_rows
+from tests.support.fused import call, checked, targets
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 B, S, N, T, C, DR, TILE, SIZE, K = 2, 3, 4, 64, 512, 64, 128, 16, 8
@@ -98,15 +99,7 @@ def example(name: str, attend: Any, paged: bool, unpack: Unpack, own: bool = Fal
 
 
 def tried(example: Example, target: str = "ascend910_93") -> Trial:
-    t = trial(RULE, example, torch.bfloat16, options=Options(target=target, lower="eager"))
-    means_what_it_says(t)
-    emits_valid_calls(t)
-    assert not t.outcome.failures
-    return t
-
-
-def called(t: Trial) -> list[str]:
-    return [str(node.target) for node in t.fused.graph.nodes if "sparse_flash" in str(node.target)]
+    return checked(trial(RULE, example, torch.bfloat16, options=Options(target=target, lower="eager")))
 
 
 CELLS = [
@@ -117,32 +110,31 @@ CELLS = [
 ]
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("target", ["ascend910_93", "host"])
 @pytest.mark.parametrize("cell", CELLS, ids=lambda each: each.name)
 def test_packed_rows_are_attended_to_as_they_lie(cell: Example, target: str):
     t = tried(cell, target)
-    assert called(t) == [OPERATOR]
-    (call,) = t.fused.graph.find_nodes(
-        op="call_function", target=torch.ops.npu.npu_kv_quant_sparse_flash_attention.default
-    )
-    assert call.args[1] is call.args[2]
+    assert targets(t, "sparse_flash") == {OPERATOR: 1}
+    attention = call(t, OPERATOR)
+    assert attention.args[1] is attention.args[2]
     in_pages = "pages" in cell.name
-    assert (call.kwargs.get("layout_kv") == "PA_BSND") == in_pages
+    assert (attention.kwargs.get("layout_kv") == "PA_BSND") == in_pages
 
 
 def test_a_list_that_a_mask_shows_is_given_each_key_once():
-    assert called(tried(example("own", masked, False, unpacked, own=True))) == [OPERATOR]
+    t = tried(example("own", masked, False, unpacked, own=True))
+    assert targets(t, "sparse_flash") == {OPERATOR: 1}
 
 
 def test_a_list_of_the_model_may_name_a_key_twice():
     t = tried(example("own", gathered, False, unpacked, own=True))
-    assert OPERATOR not in called(t)
+    assert OPERATOR not in targets(t)
 
 
 @pytest.mark.parametrize("unpack", [rounded_scales, scales_first, of_other_rows])
 def test_rows_that_are_packed_or_rounded_otherwise_are_unpacked_by_the_model(unpack: Unpack):
-    assert OPERATOR not in called(tried(example("other", masked, False, unpack)))
+    assert OPERATOR not in targets(tried(example("other", masked, False, unpack)))
 
 
 def test_parts_in_another_order_have_their_reason():

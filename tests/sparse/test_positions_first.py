@@ -51,7 +51,7 @@ def tried(form, level: Level, positions: int = S, sequences: int = B) -> Trial:
     return trial(RULE, Example("positions first", form, inputs), torch.float32, level, HOST)
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("form", [summed, multiplied], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("sizes", [(S, B), (S, 1), (1, B), (B, B)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
@@ -61,7 +61,7 @@ def test_they_list_what_the_operator_lists(form, sizes: tuple[int, int], level: 
     means_what_it_says(t)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("sizes", [(S, B), (S, 1), (N, B), (N, N), (1, N)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_heads_that_stand_before_sequences_are_not_taken_for_them(sizes: tuple[int, int], level: Level):

@@ -100,7 +100,7 @@ def lists(t: Trial) -> tuple[Any, Any]:
     return widen(t.captured.graph)(*given[: len(t.captured.inputs)])[0], widen(t.fused)(*t.inputs(wide=True))[0]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
 def test_each_query_is_a_sequence_of_its_own(form: Form, dtype: torch.dtype):

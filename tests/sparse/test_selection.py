@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +12,8 @@ from torch import Tensor
 from fusion import Example
 from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.pipeline import Outcome, fuse_graph
-from fusion.report.outcome import live_calls
-from fusion.testing import Level, capture, emits_valid_calls, means_what_it_says, trial
+from fusion.pipeline import Outcome
+from fusion.testing import Level, capture, emits_valid_calls, means_what_it_says, trial, trial_of
 from tests.examples.selection import (
     SETTING,
     Model,
@@ -29,6 +26,7 @@ from tests.examples.selection import (
     sorted_slots,
     told,
 )  # fmt: skip
+from tests.support.fused import launches, targets
 from tests.support.grids import grid
 
 from . import listed_rows
@@ -40,17 +38,9 @@ A3 = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager", "opt_in
 
 
 def fused(function: Any, inputs: tuple[Tensor, ...], **options: Any) -> tuple[torch.fx.GraphModule, Outcome, int]:
-    captured = capture(function, inputs, dynamic=options.pop("dynamic", False))
-    gm = torch.fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    before = sum(each.launches for each in live_calls(gm.graph).values())
-    outcome = fuse_graph(gm.graph, installed(), Options(plan_cache="off", **options), captured.facts)
-    assert not outcome.failures
-    gm.recompile()
-    return gm, outcome, before
-
-
-def operators(gm: torch.fx.GraphModule) -> Counter[str]:
-    return Counter(str(node.target) for node in gm.graph.nodes if "npu_" in str(node.target))
+    t = trial_of(capture(function, inputs, dynamic=options.pop("dynamic", False)), Options(plan_cache="off", **options))
+    assert not t.outcome.failures
+    return t.fused, t.outcome, launches(t.captured.graph)
 
 
 def reasons(outcome: Outcome) -> list[str]:
@@ -152,7 +142,7 @@ def test_an_order_that_torch_leaves_open_is_told_by_the_status(slots: Any):
     torch.compiler.reset()
     compiled = torch.compile(model, backend="cann_fusion", fullgraph=True, options=options)
     gm, *_ = fused(model, plain, target="host", lower="eager", opt_in={NAME})
-    assert operators(gm) == {"custom.npu_gather_selection_kv_cache.in_place": 1}
+    assert targets(gm, "npu_") == {"custom.npu_gather_selection_kv_cache.in_place": 1}
     with torch.no_grad():
         torch.testing.assert_close(compiled(*ours), model(*plain))
     assert torch.equal(ours[1].sort(-1)[0], plain[1].sort(-1)[0])
@@ -233,13 +223,13 @@ def decoded(query: Tensor, query_rope: Tensor, *step: Tensor) -> Tensor:
 def test_attention_reads_the_pages_of_the_buffer():
     queries = (torch.zeros(2, 64, width).bfloat16() for width in (512, 64))
     gm, outcome, before = fused(decoded, (*queries, *CHIP(torch.bfloat16)), **A3)
-    found = operators(gm)
+    found = targets(gm, "npu_")
     assert found.pop("custom.npu_gather_selection_kv_cache.in_place") == 1
     assert found.total() == 1
     (node,) = (each for each in gm.graph.nodes if "npu_fused_infer_attention_score" in str(each.target))
     assert "block_table" in str(dict(node.kwargs))
     assert len(outcome.in_place) == 3
-    after = sum(each.launches for each in live_calls(gm.graph).values())
+    after = launches(gm)
     assert after <= 5 < before
 
 
@@ -247,16 +237,16 @@ def test_attention_reads_the_pages_of_the_buffer():
 def test_a_step_is_one_call_that_writes_in_place(setting: Setting):
     model = Model(rope=not setting.int8, read=lambda rows, new: rows.float().sum(1))
     gm, outcome, before = fused(model, setting(torch.bfloat16), **A3)
-    assert operators(gm) == {"custom.npu_gather_selection_kv_cache.in_place": 1}
+    assert targets(gm, "npu_") == {"custom.npu_gather_selection_kv_cache.in_place": 1}
     assert len(outcome.in_place) == (2 if setting.int8 else 3)
     assert not [node for node in gm.graph.nodes if node.target is torch.ops.aten.copy_.default]
-    after = sum(each.launches for each in live_calls(gm.graph).values())
+    after = launches(gm)
     without, *_ = fused(model, setting(torch.bfloat16), **{**A3, "opt_in": frozenset()})
-    assert after < sum(each.launches for each in live_calls(without.graph).values()) <= before
+    assert after < launches(without) <= before
     assert after <= 5
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize(
     ("setting", "options", "reason"),
     [
@@ -452,7 +442,7 @@ def test_nothing_is_said_of_it_unless_it_is_named():
         assert not reasons(outcome)
 
 
-@pytest.mark.rotates(6)
+@pytest.mark.rotates(12)
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_lookalikes_are_refused(name: str):
     reason, parts = LOOKALIKES[name]

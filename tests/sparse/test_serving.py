@@ -11,11 +11,12 @@ import torch
 from fusion.options import Options
 from fusion.testing import Trial, capture, emits_valid_calls, means_what_it_says, trial_of
 from tests.models.latents import differences
+from tests.support.fused import calls
 
 from . import serving
 from .serving import LOOKALIKES, SPELLINGS, Block, Form
 
-pytestmark = pytest.mark.rotates(4)
+pytestmark = pytest.mark.rotates(8)
 
 OPTIONS = Options(target="ascend910_93", lower="eager", plan_lower="torchair")
 ONE = {"mla_prolog_v3": 1, "lightning_indexer": 1, "sparse_flash_attention": 1}
@@ -31,14 +32,14 @@ def tried(form: Form, given: tuple[Any, ...], dtype: torch.dtype = torch.bfloat1
 
 
 def called(t: Trial) -> Counter[str]:
-    names = (str(node.target).split(".")[1] for node in t.fused.graph.nodes if str(node.target).startswith("npu."))
-    return Counter(name.removeprefix("npu_") for name in names)
+    return Counter(str(node.target).split(".")[1].removeprefix("npu_") for node in calls(t, "npu."))
 
 
 def in_full(t: Trial, wanted: dict[str, int]) -> None:
     found = called(t)
     assert {name: found[name] for name in wanted} == wanted
-    assert not [node for node in t.fused.graph.nodes if "softmax" in str(node.target) or "topk" in str(node.target)]
+    assert not calls(t, "softmax")
+    assert not calls(t, "topk")
     assert not t.outcome.failures
 
 

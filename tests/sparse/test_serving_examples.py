@@ -13,7 +13,7 @@ import torch
 import fusion
 from fusion.runtime.verification import relative_error
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHES = {"deepseek_v32": 13, "glm5": 14 + 5, "deepseek_v32_w8a8c8": 21}

@@ -18,7 +18,7 @@ from . import sparse_attention, sparse_attention_blocks, sparse_attention_lists
 from .sparse_attention_base import HIDDEN, B, C, Entry, R, T, X, tables
 from .test_sparse_attention import usual_error
 
-pytestmark = pytest.mark.rotates(3)
+pytestmark = pytest.mark.rotates(6)
 
 HOST = {"target": "host", "lower": "eager"}
 CAP = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}

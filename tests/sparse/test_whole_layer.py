@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fusion import Example
-from fusion.frontend.library import installed
 from fusion.options import Options
-from fusion.pipeline import Outcome, fuse_graph
-from fusion.report.outcome import live_calls
-from fusion.testing import capture
+from fusion.pipeline import Outcome
+from fusion.testing import captured, trial_of
 from tests.examples.sparse_attention_pto import SETTING, Model, Packed, Setting
+from tests.support.fused import launches, targets
 
 NAME = "sparse_attention_pto"
 
@@ -31,16 +28,9 @@ LARGE = Setting(
 
 
 def fused(example: Example, **options) -> tuple[torch.fx.GraphModule, Outcome, int]:
-    captured = capture(example.function, example.inputs(torch.bfloat16))
-    gm = torch.fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    before = sum(each.launches for each in live_calls(gm.graph).values())
-    outcome = fuse_graph(gm.graph, installed(), Options(plan_cache="off", **options), captured.facts)
-    assert not outcome.failures
-    return gm, outcome, before
-
-
-def operators(gm: torch.fx.GraphModule) -> Counter[str]:
-    return Counter(str(node.target) for node in gm.graph.nodes if "npu_" in str(node.target))
+    t = trial_of(captured(example, torch.bfloat16), Options(plan_cache="off", **options))
+    assert not t.outcome.failures
+    return t.fused, t.outcome, launches(t.captured.graph)
 
 
 def of(setting: Setting, model: type[Model] = Model, **parts) -> Example:
@@ -52,20 +42,20 @@ def of(setting: Setting, model: type[Model] = Model, **parts) -> Example:
 def test_a_layer_is_one_call_that_writes_in_place(model: type[Model], absorbs: bool):
     example = of(LARGE, model, absorbs=absorbs)
     gm, outcome, before = fused(example, target="ascend910_93", lower="torchair", opt_in={NAME})
-    found = operators(gm)
+    found = targets(gm, "npu_")
     assert found["custom_pypto.npu_sparse_attention_pto.in_place"] == 1
     assert found["npu.npu_sparse_flash_attention.default"] == found["npu.npu_mla_prolog_v3.default"] == 0
     assert len(outcome.in_place) == 3
-    after = sum(each.launches for each in live_calls(gm.graph).values())
+    after = launches(gm)
     without, *_ = fused(example, target="ascend910_93", lower="torchair")
-    assert after <= 6 < sum(each.launches for each in live_calls(without.graph).values()) < before
+    assert after <= 6 < launches(without) < before
 
 
 def test_the_scale_of_the_model_is_refused_with_that_reason():
     example = of(LARGE, scale=192**-0.5)
     gm, outcome, _ = fused(example, target="ascend910_93", lower="torchair", opt_in={NAME})
     assert "custom_pypto" not in str(gm.graph)
-    assert operators(gm)["npu.npu_sparse_flash_attention.default"] == 1
+    assert targets(gm, "npu_")["npu.npu_sparse_flash_attention.default"] == 1
     reason = "scores are multiplied by 0.07216878364870322; npu_sparse_attention_pto requires 0.0416666"
     assert any(each.rule == NAME and reason in each.reason for each in outcome.refusals)
 
@@ -85,7 +75,7 @@ def test_what_the_chip_does_not_take_falls_to_the_operators_of_torch_npu(setting
     gm, outcome, _ = fused(of(setting), **{"target": "ascend910_93", "lower": "torchair", "opt_in": {NAME}, **options})
     assert "custom_pypto" not in str(gm.graph)
     assert any(each.rule == NAME and reason in each.reason for each in outcome.refusals)
-    assert operators(gm)["npu.npu_sparse_flash_attention.default"] == 1
+    assert targets(gm, "npu_")["npu.npu_sparse_flash_attention.default"] == 1
 
 
 def test_it_is_not_mentioned_unless_it_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Generator
@@ -15,6 +16,7 @@ from rich.markup import escape
 
 from fusion.errors import FusionError
 from fusion.report.failures import worded
+from fusion.report.text import WIDTH
 
 MODEL_FAILED, BAD_INPUT = 1, 2
 """Exit codes of the command, beside 0."""
@@ -59,6 +61,23 @@ def complain(text: str) -> None:
 def tell(text: str) -> None:
     """Print `text`, with markup of rich, on stderr."""
     Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(text)
+
+
+def wrapped(text: str) -> str:
+    """Wrap the lines of `text` at `WIDTH` columns, further lines indented below the begin of the first."""
+    return "\n".join(map(_wrapped_line, text.splitlines()))
+
+
+def _wrapped_line(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(
+        line.strip(),
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def console(width: int = _WIDTH) -> Console:

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from fusion.errors import OptionError
-from fusion.frontend.commands.console import reported, tell
+from fusion.frontend.commands.console import reported, tell, wrapped
 from fusion.frontend.commands.explained import Plan, explained, require_traced
 from fusion.frontend.commands.flags import TARGET, CallFlags, ModelName, OptionFlags, Traceback, with_flags
 from fusion.frontend.expectations.compare import Comparison
@@ -85,7 +85,7 @@ def check(
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in unmet], indent=2, ensure_ascii=False))
     else:
-        typer.echo("\n".join([*map(str, unmet), _summary(expected, report, len(unmet))]))
+        typer.echo(wrapped("\n".join([*map(str, unmet), _summary(expected, report, len(unmet))])))
     if unmet:
         raise typer.Exit(UNMET)
 
@@ -93,7 +93,7 @@ def check(
 def _summary(expected: Expectations, report: Report, unmet: int) -> str:
     tables = (expected.at_most, expected.fusions, *expected.modules.values())
     total = sum(map(len, tables)) + len(report.regions)
-    result = f"{unmet} expectations are not met" if unmet else f"all {total} expectations are met"
+    result = f"{unmet} of {total} expectations are not met" if unmet else f"all {total} expectations are met"
     return f"{expected.source}, for {report.target}: {result}"
 
 

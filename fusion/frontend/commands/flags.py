@@ -63,6 +63,13 @@ class OptionFlags:
         list[str] | None,
         _flag("Use this rule, which is off otherwise; `cann-fusion rules` says which are. May be repeated."),
     ] = None
+    packages: Annotated[
+        list[str] | None,
+        _flag(
+            "Plan for operators of this package too; `cann-fusion ops` lists the packages; torch_npu==2.10 plans for "
+            "that version of torch_npu. May be repeated."
+        ),
+    ] = None
     unsafe: Annotated[
         list[str] | None,
         _flag("Do not ask the guard of this rule, at your own risk; limits of operators hold. May be repeated."),

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Group, RenderableType
 
 from fusion.frontend.commands.console import console, reported
 from fusion.frontend.commands.explained import Plan, explained, require_traced
 from fusion.frontend.commands.flags import CallFlags, ModelName, OptionFlags, Traceback, with_flags
 from fusion.report.lint import Finding
 from fusion.report.lint import lint as findings_in
+from fusion.report.text import WIDTH, counted, entry
 
 FOUND = 1
 """Exit code for a model with findings."""
@@ -43,7 +43,8 @@ def lint(
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in findings], indent=2, ensure_ascii=False))
     elif findings:
-        console().print(_table(findings))
+        console(WIDTH).print(_rendered(findings))
+        typer.echo(f"{model}, for {report.target}: {counted(len(findings), 'finding')}")
     else:
         typer.echo(f"{model}, for {report.target}: nothing to change")
     require_traced(model, report, full)
@@ -51,13 +52,13 @@ def lint(
         raise typer.Exit(FOUND)
 
 
-def _table(findings: Iterable[Finding]) -> Table:
-    table = Table(title="to change in the model", title_justify="left", show_lines=True)
-    for name in ("linter", "finding", "change", "at"):
-        table.add_column(name, overflow="fold")
-    for name in ("times", "saves"):
-        table.add_column(name, justify="right")
-    for each in findings:
-        texts = each.linter, each.what, each.cure, each.place.replace(" at ", "\nat ")
-        table.add_row(*map(escape, texts), str(each.times), str(each.saves or "-"))
-    return table
+def _rendered(findings: Iterable[Finding]) -> RenderableType:
+    """Build the text of `findings`, each with its change, its place and what the change saves."""
+    return Group(*(entry(f"{each.linter}: {each.what}", [each.cure, each.place, _worth(each)]) for each in findings))
+
+
+def _worth(finding: Finding) -> str:
+    """Describe how often `finding` was made, and how many launches its change saves at all places."""
+    places = f"at {finding.times} places" * (finding.times > 1)
+    saved = f"saves {counted(finding.saves * finding.times, 'launch')}" * bool(finding.saves)
+    return ", ".join(filter(None, (places, saved)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion._torch.fakes import unlogged
 from fusion.errors import OptionError
 from fusion.frontend import hf
 
@@ -31,17 +34,21 @@ def loaded(place: str, doing: str) -> Any:
     Raises:
         OptionError: there is no such module or attribute; `doing` begins the message.
     """
-    module, _, name = place.rpartition(":")
-    if not module or not name:
+    module, _, name = (f"{place}:" if place.endswith(".py") else place).rpartition(":")
+    if not module or (not name and not module.endswith(".py")):
         raise OptionError(
-            f"{doing}: it names nothing; write hf:<model type>, package.module:factory, path/to/file.py:factory or "
-            "program.pt2"
+            f"{doing}: it is no model type, module or file; write hf:<model type>, package.module:factory, "
+            "path/to/file.py:factory or program.pt2"
         )
     made = _file_module(Path(module), doing) if module.endswith(".py") else _package_module(module, doing)
-    if not hasattr(made, name):
-        defined = ", ".join(key for key, value in vars(made).items() if _is_own(value, made)) or "nothing"
-        raise OptionError(f"{doing}: module {module!r} has no callable {name!r}; it defines {defined}")
-    return getattr(made, name)
+    if name and hasattr(made, name):
+        return getattr(made, name)
+    own = [key for key, value in vars(made).items() if _is_own(value, made)]
+    defined = f"it defines {', '.join(own) or 'nothing'}"
+    if not name:
+        raise OptionError(f"{doing}: it names no function or class of the file; {defined}: write {module}:NAME")
+    near = [f"did you mean {each!r}? " for each in difflib.get_close_matches(name, own, n=1)]
+    raise OptionError(f"{doing}: module {module!r} has no callable {name!r}; {''.join(near)}{defined}")
 
 
 def _is_own(value: object, module: ModuleType) -> bool:
@@ -55,6 +62,8 @@ def _package_module(module: str, doing: str) -> ModuleType:
     except ModuleNotFoundError as error:
         hint = "start in the folder that holds it, install it, or name its file: path/to/file.py:name"
         raise OptionError(f"{doing}: there is no module {error.name!r}; {hint}") from error
+    except Exception as error:
+        raise _unusable(module, error, doing) from error
     finally:
         sys.path.remove("")
 
@@ -70,8 +79,20 @@ def _file_module(path: Path, doing: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # of the code of the file
+        raise _unusable(str(path), error, doing) from error
     return module
+
+
+def _unusable(name: str, error: Exception, doing: str) -> OptionError:
+    """Describe the `error` that importing the module or file `name` raised, with the line of that file."""
+    steps = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).name == Path(name).name]
+    at = f" at {name}:{steps[-1].lineno}" if steps else ""
+    return OptionError(
+        f"{doing}: {name} cannot be imported ({type(error).__name__}: {error}){at}; mend it so that `python` imports it"
+    )
 
 
 def call_of(model: str, inputs: Sequence[str] = ()) -> hf.Call:
@@ -118,7 +139,8 @@ def _exported(path: str, inputs: Sequence[str], doing: str) -> hf.Call:
     if not Path(path).is_file():
         raise OptionError(f"{doing}: there is no file {path!r}; torch.export.save(program, {path!r}) writes it")
     try:
-        return hf.Call(torch.export.load(path), {})
+        with unlogged("torch.export"):  # torch logs the traceback of each format that it tries
+            return hf.Call(torch.export.load(path), {})
     except Exception as error:  # whatever the file holds
         raise OptionError(
             f"{doing}: it is no program of torch.export ({type(error).__name__}: {error}); write it by "

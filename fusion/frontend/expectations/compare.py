@@ -12,15 +12,21 @@ from typing import Any
 
 import torch.fx as fx
 
+from fusion._torch.operators import short_name
 from fusion.errors import ExpectationWarning
 from fusion.frontend.expectations.contract import Expectations, expectations
-from fusion.frontend.expectations.paths import folded, is_within, matches, with_parents
+from fusion.frontend.expectations.path_patterns import folded, is_within, matches, with_parents
 from fusion.frontend.library import uses_of, why_unused
+from fusion.graph.launches import is_launch
 from fusion.graph.origin import location, module_path, source_text
 from fusion.options import Options
+from fusion.planning.cost import has_flops
 from fusion.records import Refusal
 from fusion.report.refusals import missing
+from fusion.report.regions import listed
 from fusion.report.report import Report
+from fusion.report.text import operators
+from fusion.report.trace import displayed_place
 
 MOST_REASONS = 3
 """Most reasons that are listed for one place."""
@@ -43,7 +49,7 @@ class Reason:
     source: str = ""
 
     def __str__(self) -> str:
-        place = ": ".join(filter(None, (self.where, self.source)))
+        place = ": ".join(filter(None, (displayed_place(self.where), self.source)))
         return f"{self.rule}: {self.text}" + f"\n  at {place}" * bool(place)
 
 
@@ -66,9 +72,8 @@ class Lack:
     reasons: tuple[Reason, ...]
 
     def __str__(self) -> str:
-        there = ", ".join(f"{rule} {count}" for rule, count in self.fused.items()) or "nothing"
-        at = f" at {self.where}" * bool(self.where)
-        head = [f"in {self.modules}{at}: found {self.count}; fused there: {there}"] * bool(self.modules)
+        at = f" at {displayed_place(self.where)}" * bool(self.where)
+        head = [f"in {self.modules}{at}: found {self.count}; fused there: {listed(self.fused)}"] * bool(self.modules)
         return "\n".join([*head, *(_indented(str(each)) for each in self.reasons)])
 
 
@@ -104,7 +109,7 @@ def _indented(text: str) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A report, and what reasons are found by.
+    """A report, and what reasons are looked up by.
 
     Attributes:
         report: the report.
@@ -171,7 +176,7 @@ class Comparison:
         near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.5)
         advice = f"the nearest path is {near[0]!r}" if near else "`cann-fusion explain` lists the modules"
         at = [path for path in sorted(self._known) if near and matches(near[0], path)][:1]
-        where = [f" at {place}" for path in at if (place := self._where(path))]
+        where = [f" at {displayed_place(place)}" for path in at if (place := self._where(path))]
         return Mismatch(table, "", "a module of this path", "none", advice="".join([advice, *where]))
 
     def _lacks(self, lacking: Mapping[str, int], rule: str) -> Iterator[Lack]:
@@ -190,7 +195,8 @@ class Comparison:
         refusals = missing(inside, rule, self._uses)
         if around and not any(self._is_about(each, rule) for each in refusals):
             refusals = missing(around, rule, self._uses)
-        return self._where(module), fused, self._reasons(rule, refusals)
+        staying = () if refusals or why_unused(rule, self.options, self.rules) else self._staying(module)
+        return self._where(module), fused, (*self._reasons(rule, refusals), *staying)
 
     def _is_about(self, refusal: Refusal, rule: str) -> bool:
         return refusal.rule == rule or refusal.rule in self._uses.get(rule, ())
@@ -238,9 +244,24 @@ class Comparison:
         counts = counts_of(self.report)
         for name, most in expected.at_most.items():
             if counts[name] > most:
-                copies = (Lack("", 0, "", {}, self._copies()),) if name == "prepared_bytes" else ()
-                advice = "`cann-fusion explain` lists the launches of each module" * (name == "launches" and is_alone)
-                yield Mismatch("[at_most]", name, f"at most {most}", counts[name], copies, advice)
+                is_unexplained = name == "launches" and is_alone
+                lines = self._copies() if name == "prepared_bytes" else self._staying("") if is_unexplained else ()
+                lacks = (Lack("", 0, "", {}, lines),) * bool(lines)
+                advice = "`cann-fusion explain` lists the launches of each module" * is_unexplained
+                yield Mismatch("[at_most]", name, f"at most {most}", counts[name], lacks, advice)
+
+    def _staying(self, module: str) -> tuple[Reason, ...]:
+        """List the lines of `module` on which most launches stay, with their operators; products stay in any model."""
+        calls = (node for part in self.report.parts for node in part.graph.graph.nodes)
+        by_line: dict[tuple[str, str], Counter[str]] = {}
+        for node in calls:
+            is_unfused = is_launch(node) and "fusion" not in node.meta and not has_flops(node.target)
+            if is_unfused and is_within(module_path(node), module):
+                place = location(node), source_text(node)
+                by_line.setdefault(place, Counter())[short_name(node.target)] += 1
+        most = sorted(by_line, key=lambda place: -by_line[place].total())[:MOST_REASONS]
+        texts = ((f"{operators(by_line[place])} on this line, outside of any fusion", *place) for place in most)
+        return tuple(Reason("launches", *each) for each in texts)
 
     def _copies(self) -> tuple[Reason, ...]:
         """List the reasons to copy Parameters or constants, with their bytes and the line that reads the first."""

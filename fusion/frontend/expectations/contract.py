@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fusion.errors import OptionError
-from fusion.frontend.expectations.paths import pattern_error
+from fusion.frontend.expectations.path_patterns import pattern_error
 from fusion.options import check_names
 from fusion.planning.target import Target
 

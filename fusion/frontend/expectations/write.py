@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from fusion.frontend.expectations.compare import counts_of, modules_of
 from fusion.frontend.expectations.contract import Expectations
-from fusion.frontend.expectations.paths import folded, layer_part
+from fusion.frontend.expectations.path_patterns import folded, layer_part
 from fusion.report.report import Report
 
 _COMMENT = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from fusion._torch.exported import is_exported
 from fusion.errors import OptionError
-from fusion.frontend.explain import explain
+from fusion.frontend.explain import explain, positional_arguments
 from fusion.frontend.port.source import source_of
 from fusion.frontend.port.traced import traced
 from fusion.language import Library, Reader, Rule
@@ -53,11 +52,4 @@ def port(
     checked = replace(checked, plan_lower="eager")
     report = explain(fn_or_module, *args, options=checked, dynamic=False, rules=rules, **kwargs)
     with torch.no_grad():
-        return source_of(traced(fn_or_module, report, _positional(fn_or_module), kwargs))
-
-
-def _positional(called: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the arguments of `called`, in the order of its signature."""
-    forward = called.forward if isinstance(called, torch.nn.Module) else called
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(each.name for each in inspect.signature(forward).parameters.values() if each.kind in kinds)
+        return source_of(traced(fn_or_module, report, positional_arguments(fn_or_module), kwargs))

@@ -18,7 +18,8 @@ Write = Callable[[Any], str]
 
 _INFIX = {
     "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/", "pow.Tensor_Scalar": "**",
-    "add.Scalar": "+", "sub.Scalar": "-", "mul.Scalar": "*", "div.Scalar": "/", "pow.Tensor_Tensor": "**",
+    "add.Scalar": "+", "sub.Scalar": "-", "mul.Scalar": "*", "div.Scalar": "/", "pow.Scalar": "**",
+    "pow.Tensor_Tensor": "**",
     "mm.default": "@", "bmm.default": "@", "matmul.default": "@", "lt.Scalar": "<", "lt.Tensor": "<",
     "le.Scalar": "<=", "le.Tensor": "<=", "gt.Scalar": ">", "gt.Tensor": ">", "ge.Scalar": ">=", "ge.Tensor": ">=",
     "eq.Scalar": "==", "eq.Tensor": "==", "ne.Scalar": "!=", "ne.Tensor": "!=", "bitwise_and.Tensor": "&",
@@ -27,7 +28,7 @@ _INFIX = {
 }  # fmt: skip
 _PREFIX = {"neg.default": "-", "bitwise_not.default": "~", "logical_not.default": "~"}
 _ON_BOOLS = {"logical_and.default", "logical_or.default", "logical_not.default"}
-_RENAMED = {"_unsafe_view": "view"}
+_RENAMED = {"_unsafe_view": "view", "_grouped_mm": "grouped_mm", "constant_pad_nd": "pad"}
 _FUNCTIONS = {"cat", "stack", "where", "embedding", "linear", "silu", "gelu", "layer_norm", "rms_norm", "einsum"}
 """Operators that are written as functions although Tensor has a method, or no method has them."""
 _FACTORIES = {"arange", "full", "zeros", "ones", "empty", "scalar_tensor", "eye", "linspace", "tril_indices"}
@@ -133,15 +134,34 @@ def _idiom(node: fx.Node, write: Write) -> str:
     if name == "lift_fresh_copy":
         return f"{closed(write(args[0]))}.clone()"
     if name == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format:
-        return f"{closed(write(args[0]))}.contiguous()"
+        is_copied = args[0].meta["val"].is_contiguous()  # contiguous() returns such a tensor itself
+        return f"{closed(write(args[0]))}.{'clone' if is_copied else 'contiguous'}()"
     if name in ("select", "slice", "index") and not node.kwargs:
         return _index(node, write)
     if name == "embedding":  # torch has indices first
         return f"F.embedding({write(args[1])}, {write(args[0])})"
+    if name == "convolution":
+        return _convolution(node, write)
     if name == "split_with_sizes":
         dim = f", dim={args[2]}" if len(args) > 2 else ""
         return f"{closed(write(args[0]))}.split({write(args[1])}{dim})"
     return ""
+
+
+def _convolution(node: fx.Node, write: Write) -> str:
+    """Return a convolution as a function of its number of dims; "" for a transposed one."""
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+    rank = node.meta["val"].dim() - 2
+    if transposed or rank not in (1, 2, 3):
+        return ""
+    options = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1), "groups": ([groups], 1)}
+    written = {
+        key: value[0] if len({*value}) == 1 else tuple(value)  # pyright: ignore
+        for key, (value, default) in options.items()
+        if {*value} != {default}  # pyright: ignore
+    }
+    given = [write(x), write(weight), *([] if bias is None else [write(bias)])]
+    return f"F.conv{rank}d({', '.join([*given, *(f'{key}={value}' for key, value in written.items())])})"
 
 
 def _cast(node: fx.Node, write: Write) -> str:
@@ -190,6 +210,8 @@ def _function(node: fx.Node, write: Write, device: Callable[[], str]) -> str:
         receiver, *rest = written.items()
         return f"{closed(receiver[1])}.{name}({_arguments(rest, target)})"
     module = next((text for text, each in _MODULES.items() if hasattr(each, name)), "")
+    if name.startswith("linalg_"):
+        return f"torch.linalg.{name.removeprefix('linalg_')}({_arguments(list(written.items()), target)})"
     if not module:
         overload = schema_of(target).overload_name or "default"
         return f"torch.ops.aten.{name}.{overload}({_arguments(list(written.items()), target)})"
@@ -211,7 +233,20 @@ def _arguments(written: Sequence[tuple[str, str]], target: Any) -> str:
     return ", ".join(texts)
 
 
-_BY_NAME = {"dim", "keepdim", "dtype", "device", "descending", "largest", "sorted", "min", "max", "approximate"}
+_BY_NAME = {
+    "dim",
+    "keepdim",
+    "dtype",
+    "device",
+    "descending",
+    "largest",
+    "sorted",
+    "min",
+    "max",
+    "approximate",
+    "offs",
+    "value",
+}
 """Arguments that are written by name in any case."""
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from fusion.frontend.port.lines import line_in
+from fusion.frontend.port.lines import lines_in
 from fusion.frontend.port.traced import Argument, Source, Traced, Weight
 from fusion.graph.aliasing import memory_of, written_by
 from fusion.graph.launches import is_call
@@ -225,7 +225,7 @@ def _ordered(frame: Frame, before: Mapping[fx.Node, set[fx.Node]]) -> Frame:
     for node in sorted(holder, key=place.__getitem__):
         first.setdefault(holder[node], node)
     # by lines of the model, which equal layers have in common: rewrites may leave their calls in other orders
-    keys = {item: (line_in(node, frame.kind), str(node.target), place[node]) for item, node in first.items()}
+    keys = {item: (lines_in(node, frame.kind), str(node.target), place[node]) for item, node in first.items()}
     frame.items = list(nx.lexicographical_topological_sort(graph, keys.__getitem__))
     for each in frame.children:
         _ordered(each, before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,8 @@ import torch.fx as fx
 
 from fusion.graph.origin import frames
 from fusion.records import Candidate
+from fusion.report.folding import ranges
+from fusion.report.statements import statement_at
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,29 @@ def statement_of(node: fx.Node, kind: Any) -> Statement | None:
     return _statement(frame["file"], int(frame["line"]))
 
 
-def line_in(node: fx.Node, kind: Any) -> int:
-    """Return the first line of the statement of `node` in the forward of `kind`; 0 for calls made elsewhere."""
-    span, statement = _span(kind), statement_of(node, kind)
-    if span is None or statement is None or statement.file != span[0]:
-        return 0
-    return statement.line if span[1] <= statement.line <= span[2] else 0
+def statements_of(node: fx.Node, kind: Any) -> list[Statement]:
+    """List the statements around `node`, outermost first: that of `statement_of`, and those of functions called by it.
+
+    Several calls of one statement are told apart by the lines of the functions that make them.
+    """
+    outermost = statement_of(node, kind)
+    stack = [_statement(each["file"], int(each["line"])) for each in frames(node)]
+    return stack[max(at for at, each in enumerate(stack) if each == outermost) :] if stack else []
+
+
+def is_part(node: fx.Node, statement: Statement) -> bool:
+    """Return True if `node` is computed inside `statement`, or inside a function that `statement` calls."""
+    return any(_statement(each["file"], int(each["line"])) == statement for each in frames(node))
+
+
+def lines_in(node: fx.Node, kind: Any) -> tuple[int, ...]:
+    """Return the first line of the statement of `node` in the forward of `kind`, and those in functions called there.
+
+    The first is 0 for calls made elsewhere; all their lines follow.
+    """
+    span, around = _span(kind), statements_of(node, kind)
+    is_inside = span is not None and bool(around) and around[0].file == span[0] and span[1] <= around[0].line <= span[2]
+    return tuple(each.line for each in around) if is_inside else (0, *(int(each["line"]) for each in frames(node)))
 
 
 @cache
@@ -62,22 +80,11 @@ def _span(kind: Any) -> tuple[str, int, int] | None:
 
 @cache
 def _statement(file: str, line: int) -> Statement:
-    around = [each for each in _statements(file) if each.lineno <= line <= (each.end_lineno or each.lineno)]
-    if not around:
+    inner = statement_at("".join(linecache.getlines(file)), line)
+    if inner is None or hasattr(inner, "body"):
         return Statement(file, line)
-    inner = max(around, key=lambda each: each.lineno)
     targets = inner.targets if isinstance(inner, ast.Assign) else [getattr(inner, "target", None)]
     return Statement(file, inner.lineno, _names(targets[-1]))
-
-
-@cache
-def _statements(file: str) -> list[ast.stmt]:
-    """List the statements of a file that hold no other statement."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    return [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and not hasattr(each, "body")]
 
 
 def _names(target: ast.expr | None) -> tuple[str, ...]:
@@ -93,11 +100,8 @@ class Replaced:
     """The lines of the model that fused calls replace, by the rewrite that made each call."""
 
     def __init__(self, chosen: Iterable[Candidate]) -> None:
-        self._nodes: dict[Any, dict[fx.Node, None]] = {}
+        self._nodes = {each.match.node.name: dict.fromkeys([*each.dying, *each.match.makers]) for each in chosen}
         self.files: set[str] = set()
-        for each in chosen:
-            nodes = self._nodes.setdefault(_key(each.match.rule.name, each.match.node), {})
-            nodes.update(dict.fromkeys([*each.dying, *each.match.makers]))
 
     def lines(self, node: fx.Node, kind: Any) -> list[str]:
         """List the lines that the call `node` replaces, as "file:line  text", in the order of the code.
@@ -105,7 +109,7 @@ class Replaced:
         Lines of the forward of the module class `kind` have their text; code that these call has its places alone.
         """
         made = node.meta.get("fusion")
-        nodes = self._nodes.get(_key(made["rule"], node), ()) if made else ()
+        nodes = self._nodes.get(made["root"], ()) if made else ()
         called: dict[str, set[int]] = {}
         shown: dict[tuple[str, int], None] = {}
         for each in nodes:
@@ -126,8 +130,13 @@ class Replaced:
         texts = [f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}" for file, line in places_shown]
         if len(texts) > _MOST:
             texts = [*texts[: _MOST - 1], f"... and {len(texts) - _MOST + 1} more lines, to line {places_shown[-1][1]}"]
-        places = [f"{Path(file).name}:{_ranges(lines)}" for file, lines in sorted(called.items())]
+        places = [f"{Path(file).name}:{_listed(lines)}" for file, lines in sorted(called.items())]
         return [_shortened(each) for each in texts] + ([_shortened(f"  by {'; '.join(places)}")] if places else [])
+
+
+def _listed(lines: Iterable[int]) -> str:
+    """Format numbers of lines, consecutive ones as a range: "60-63, 81"."""
+    return ranges(lines).replace(",", ", ")
 
 
 def _shortened(text: str) -> str:
@@ -138,25 +147,3 @@ _MOST = 6
 """Lines of a comment."""
 _WIDTH = 88
 """Characters of a comment, so that it fits into an indented line."""
-
-
-def _ranges(lines: Iterable[int]) -> str:
-    """Format numbers of lines, consecutive ones as a range: "60-63, 81"."""
-    groups: list[list[int]] = []
-    for each in sorted(lines):
-        if groups and each == groups[-1][-1] + 1:
-            groups[-1].append(each)
-        else:
-            groups.append([each])
-    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in groups)
-
-
-def _key(rule: str, node: fx.Node) -> tuple[str, str]:
-    """Return what a rewrite has in common with the calls that it added: the rule, and the provenance of the match."""
-    return rule, str(node.meta.get("stack_trace")) + str([*(node.meta.get("nn_module_stack") or {})])
-
-
-def short_path(file: str) -> str:
-    """Return the path of a file without the folder of installed packages, or relative to the current folder."""
-    folders = sysconfig.get_paths()["purelib"], str(Path.cwd())
-    return next((file[len(each) + 1 :] for each in folders if file.startswith(f"{each}/")), file)

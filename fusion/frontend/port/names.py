@@ -13,7 +13,7 @@ import torch.fx as fx
 from fusion._torch.operators import short_name
 from fusion.frontend.port.expressions import is_fused, operands
 from fusion.frontend.port.frames import Frame, is_item
-from fusion.frontend.port.lines import statement_of
+from fusion.frontend.port.lines import is_part, statement_of, statements_of
 from fusion.frontend.port.traced import Argument, Weight
 from fusion.graph.launches import is_view
 from fusion.graph.origin import module_chain
@@ -29,10 +29,14 @@ _BY_OPERATOR: dict[str, str] = {
     "npu_grouped_matmul": "expert_rows", "npu_clipped_swiglu": "activated", "npu_moe_finalize_routing": "combined",
     "npu_interleave_rope": "rotated", "npu_rotary_mul": "rotated", "bmm": "product", "npu_dynamic_quant": "quantised",
     "mm": "product", "matmul": "product", "sub": "difference", "index": "rows", "sigmoid": "gate",
+    "constant_pad_nd": "padded", "div": "quotient", "bitwise_not": "inverted", "logical_not": "inverted",
+    "convolution": "convolved", "pow": "power", "clone": "copied", "copy": "copied", "floor_divide": "quotient",
+    "abs": "magnitude",
 }  # fmt: skip
 """Names of results of operators whose own name would say less."""
 _ITEMS: dict[str, tuple[str, ...]] = {
-    "npu_add_rms_norm": ("normed", "rstd", "residual"), "npu_moe_init_routing_v2": ("rows", "row_index", "counts"),
+    "npu_add_rms_norm": ("normed", "rstd", "residual"), "npu_add_layer_norm": ("normed", "mean", "rstd", "residual"),
+    "npu_moe_init_routing_v2": ("rows", "row_index", "counts"),
     "npu_add_rms_norm_cast": ("normed_float32", "normed", "rstd", "residual"),
     "npu_dynamic_quant": ("quantised", "scale"), "npu_fused_infer_attention_score_v2": ("attn_output", "lse"),
     "npu_moe_gating_top_k_softmax_v2": ("weights", "experts", "scores"),
@@ -70,9 +74,11 @@ class Names:
         """Return the variable that the model assigns `node` to; "" where it is a part of an expression."""
         if is_item(node):
             return self._assigned_item(node)
-        statement = statement_of(node, self.kind)
-        is_part = any(statement_of(user, self.kind) == statement for user in node.users if user in self._own)
-        return "" if is_part or self._is_moved(node) or _is_glue(node) else self._target(node)
+        if _is_glue(node) or self._is_view_of_weight(node):
+            return ""
+        around = statements_of(node, self.kind)[self._is_moved(node) :]
+        around = [each for each in around if not any(is_part(user, each) for user in node.users)]
+        return next((cleaned(each.names[0]) for each in around if len(each.names) == 1), "")
 
     def _assigned_item(self, node: fx.Node) -> str:
         """Return the variable for one of several results of a call: that of the same place in an assigned tuple."""
@@ -86,8 +92,9 @@ class Names:
         if len(statement.names) == 1 and is_fused(source) and number == 0:
             return self._target(node) if not _is_read_by(node, statement, self.kind) else ""
         read = sorted({user.args[1] for user in source.users})
-        if len(statement.names) == len(read) > 1:
-            return cleaned(statement.names[read.index(number)])
+        for each in reversed(statements_of(node, self.kind)):
+            if len(each.names) == len(read) > 1:
+                return cleaned(each.names[read.index(number)])
         readers = [statement_of(user, self.kind) for user in node.users if user in self._own]
         names = {each.names for each in readers if each is not None and len(each.names) == 1}
         return cleaned(names.pop()[0]) if len(names) == 1 and not is_fused(source) else ""
@@ -101,6 +108,9 @@ class Names:
         inner = [path for _, path, _ in module_chain(node)]
         frames = {each.path for each in set(self._inside.values())}
         return any(path in frames for path in inner)
+
+    def _is_view_of_weight(self, node: fx.Node) -> bool:
+        return is_view(node.target) and isinstance(self._sources.get(node.all_input_nodes[0]), (Weight, Prepared))
 
     def _leaves(self, node: fx.Node, inside: Frame) -> bool:
         nodes = set(inside.nodes())
@@ -165,11 +175,11 @@ def _by_operator(node: fx.Node) -> str:
 
 
 def cleaned(name: str) -> str:
-    """Return `name` as a variable: an identifier without leading underscores that is no keyword."""
-    name = re.sub(r"\W", "_", name).strip("_").removeprefix("npu_")
+    """Return `name` as a variable: an identifier in lower case without leading underscores that is no keyword."""
+    name = re.sub(r"\W", "_", name).strip("_").removeprefix("npu_").lower()
     if not name or name[0].isdigit():
         return ""
-    return name + "_" if keyword.iskeyword(name) or name in TAKEN else name
+    return name + "_" if keyword.iskeyword(name) or name in TAKEN or name == "l" else name
 
 
 def distinct(name: str, taken: Collection[str]) -> str:

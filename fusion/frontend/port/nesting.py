@@ -20,9 +20,12 @@ _DEEPEST = 3
 """Calls that one expression nests at most."""
 _LIGHT = {
     "_to_copy", "neg", "cos", "sin", "mul", "add", "sub", "rsqrt", "pow", "mean", "sigmoid", "silu", "exp", "lt", "le",
-    "eq", "ge", "gt", "ne",
+    "eq", "ge", "gt", "ne", "abs", "div", "sqrt", "reciprocal", "log", "floor_divide",
 }  # fmt: skip
 """Operators of aten, beside views, that are nested in the call that reads them."""
+
+_MADE = {"linear", "embedding", "cat", "stack", "where", "index"}
+"""Operators of aten that are nested in a view or a cast."""
 
 
 def nested(frame: Frame, names: Names) -> set[fx.Node]:
@@ -63,8 +66,8 @@ def _fits(node: fx.Node, reader: fx.Node) -> bool:
     name = short_name(node.target)
     if is_view(node.target):
         return True
-    if name in ("linear", "embedding"):
-        return is_view(reader.target)
+    if name in _MADE:
+        return is_view(reader.target) or short_name(reader.target) == "_to_copy"
     return name in _LIGHT and (name == "_to_copy" or not is_fused(reader))
 
 

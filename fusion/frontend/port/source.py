@@ -13,7 +13,7 @@ from torch import nn
 from fusion.errors import FusionError
 from fusion.frontend.port.classes import Classes
 from fusion.frontend.port.frames import frames_of
-from fusion.frontend.port.lines import Replaced, short_path
+from fusion.frontend.port.lines import Replaced
 from fusion.frontend.port.tidy import tidy
 from fusion.frontend.port.traced import Traced, Weight, class_name
 from fusion.frontend.port.weights import (
@@ -24,6 +24,7 @@ from fusion.frontend.port.weights import (
     subscripted,
     tensors_of,
 )
+from fusion.report.trace import displayed
 
 WIDTH = 100
 
@@ -45,7 +46,7 @@ def source_of(traced: Traced) -> str:
     used = "\n".join([*texts, load])
     imports = ["import torch", *["import torch.nn.functional as F"] * ("F." in used), "from torch import nn"]
     parts = [
-        _header(traced, sorted(map(short_path, replaced.files))),
+        _header(traced, sorted(map(displayed, replaced.files))),
         "\n".join(imports),
         "from fusion import operators\n\noperators.ensure()",
         *texts,
@@ -96,7 +97,7 @@ def _load(tensors: Tensors, name: str) -> str:
     lines = ["    state = dict(plain)", *_formulas(tensors)]
     if any("device=device" in each for each in lines):
         lines.insert(1, "    device = next(iter(plain.values())).device")
-    lines += [f'    state["{path}"] = plain["{path}"].clone()  # forward writes to it' for path in tensors.written()]
+    lines += _copies([*tensors.written()])
     lines = [*lines, "    return state"] if len(lines) > 1 else ["    return dict(plain)"]
     known = {name for name, _ in [*tensors.traced.model.named_parameters(), *tensors.traced.model.named_buffers()]}
     known |= {each for each, _ in tensors.traced.model.named_parameters(remove_duplicate=False)}
@@ -139,6 +140,15 @@ def _formulas(tensors: Tensors) -> list[str]:
         key = frame.local(tensors.paths[node]), text
         same.setdefault(key, []).append(frame.path)
     return _loops(same)
+
+
+def _copies(paths: Sequence[str]) -> list[str]:
+    """Write the copies of the tensors at `paths`; one loop for the same tensor of several modules."""
+    same: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        same.setdefault((name, f'plain[{_AT}{name}"].clone()'), []).append(module)
+    return ["    # the forward writes to copies", *_loops(same)] if paths else []
 
 
 _AT = 'at + "'

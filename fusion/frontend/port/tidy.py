@@ -1,6 +1,7 @@
 """Simplifications of a fused graph that change no number: what a person would not write.
 
-view(view(x)) = view(x); transpose(transpose(x)) = x; view(mm(view(x), t(w))) = linear(x, w); x · 1.0 = x
+view(view(x)) = view(x); transpose(transpose(x)) = x; view(mm(view(x), t(w))) = linear(x, w); x · 1.0 = x;
+y = f(x), z = f(x): z = y
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.operators import short_name
-from fusion.graph.aliasing import is_returned, is_written, memory_of
+from fusion._torch.nested import leaves
+from fusion._torch.operators import is_random, short_name
+from fusion.frontend.port.expressions import is_fused
+from fusion.graph.aliasing import is_returned, is_write, is_written, memory_of, reserves, shown, written_by
+from fusion.graph.origin import module_path
 
 aten = torch.ops.aten
 RESHAPES = {"view", "_unsafe_view", "unsqueeze", "squeeze"}
@@ -34,7 +38,42 @@ def tidy(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(simpler)
                 graph.erase_node(node)
                 changed = True
+        changed |= _merge_equal_calls(graph)
         changed |= graph.eliminate_dead_code()
+
+
+def _merge_equal_calls(graph: fx.Graph) -> bool:
+    """Replace calls that repeat an earlier one by its result, in place; return True if there are any.
+
+    Views are repeated in each module: a forward that is given x.view(..) beside x is harder to read.
+    """
+    writes: dict[fx.Node, int] = {}
+    first: dict[Any, fx.Node] = {}
+    merged = False
+    for node in list(graph.nodes):
+        writes |= {memory_of(each): writes.get(memory_of(each), 0) + 1 for each in written_by(node)}
+        if not _may_be_merged(node):
+            continue
+        is_view = shown(node) is not None
+        read = () if is_view else tuple(writes.get(memory_of(each), 0) for each in node.all_input_nodes)
+        place = module_path(node) if is_view else ""
+        operands = [each if isinstance(each, fx.Node) else repr(each) for each in leaves(node.args)]
+        key = node.target, repr(node.args), repr(node.kwargs), tuple(operands), read, place
+        earlier = first.setdefault(key, node)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            graph.erase_node(node)
+            merged = True
+    return merged
+
+
+def _may_be_merged(node: fx.Node) -> bool:
+    """Return True if `node` calls an operator of aten without effects, and nothing changes or returns its result."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor) or is_fused(node):
+        return False
+    if is_write(node) or reserves(node.target) or not short_name(node.target) or is_random(node.target):
+        return False
+    return _is_private(node)
 
 
 def _without_effect(node: fx.Node) -> Any:
@@ -73,6 +112,49 @@ def _cast_back(node: fx.Node) -> Any:
     narrow, wide = source.meta["val"].dtype, inner.meta["val"].dtype
     exact = node.meta["val"].dtype == narrow and torch.promote_types(narrow, wide) == wide
     return source if exact and _is_private(node) and _is_private(source) else None
+
+
+def _cast_of_views(node: fx.Node) -> Any:
+    """Return a cast of x in place of a view of a cast of a view of x that has the shape of x; None for others."""
+    cast: Any = node.args[0] if node.args and short_name(node.target) in RESHAPES else None
+    if not _is_cast(cast) or len(cast.users) > 1 or short_name(cast.args[0].target) not in RESHAPES:
+        return None
+    source: Any = cast.args[0].args[0]
+    if source.meta["val"].shape != node.meta["val"].shape or not source.meta["val"].is_contiguous():
+        return None
+    return _inserted(node, cast.target, (source,), cast.kwargs)
+
+
+def _copied(node: fx.Node) -> Any:
+    """Return x.clone() in place of a copy of x, of the same shape and dtype, over another tensor; None for others."""
+    if node.target is not aten.copy.default:
+        return None
+    source: Any = node.args[1]
+    val, made = source.meta["val"], node.meta["val"]
+    if val.shape != made.shape or val.dtype != made.dtype or not made.is_contiguous():
+        return None
+    dense = {} if val.is_contiguous() else {"memory_format": torch.contiguous_format}
+    return _inserted(node, aten.clone.default, (source,), dense)
+
+
+def _copied_on(node: fx.Node) -> Any:
+    """Return x of a clone of x that is only copied over other tensors, and that nothing changes; None for others."""
+    if node.target is not aten.clone.default or not node.users:
+        return None
+    source: Any = node.args[0]
+    is_moved_on = all(each.target is aten.copy_.default and each.args[0] is not node for each in node.users)
+    return source if is_moved_on and not is_written(memory_of(source)) else None
+
+
+def _twice_permuted(node: fx.Node) -> Any:
+    """Return one permute in place of a permute of a permute, or x where the order is that of x; None for others."""
+    inner = node.args[0] if node.args else None
+    if node.target is not aten.permute.default or not isinstance(inner, fx.Node) or inner.target is not node.target:
+        return None
+    rank = node.meta["val"].dim()
+    source, first = inner.args
+    order = [first[each % rank] % rank for each in node.args[1]]  # pyright: ignore
+    return source if order == [*range(rank)] else _inserted(node, node.target, (source, order))
 
 
 def _twice_transposed(node: fx.Node) -> Any:
@@ -150,15 +232,15 @@ def _linear_of_rows(node: fx.Node) -> Any:
 
 
 _RULES = (
-    _without_effect, _neutral, _cast_back, _twice_transposed, _shorter_chain, _joined_reshapes, _linear,
-    _linear_of_rows,
+    _without_effect, _neutral, _cast_back, _cast_of_views, _copied, _copied_on, _twice_transposed, _twice_permuted,
+    _shorter_chain, _joined_reshapes, _linear, _linear_of_rows,
 )  # fmt: skip
 
 
-def _inserted(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """Insert the call `target(*args)` in front of `node`, with its metadata."""
+def _inserted(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    """Insert the call `target(*args, **kwargs)` in front of `node`, with its metadata."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args)
+        made = node.graph.call_function(target, args, kwargs)
     made.meta = dict(node.meta)
     return made
 

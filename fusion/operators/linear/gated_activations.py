@@ -135,6 +135,55 @@ GELU = Operator(
 )
 
 
+FAST_GELU = Operator(
+    schema="npu::npu_fast_gelu(Tensor input) -> Tensor",
+    compute=lambda input: (wide := input.to(compute_dtype(input))).mul(torch.sigmoid(1.702 * wide)).to(input.dtype),
+    outputs=lambda input: torch.empty_like(input),
+    dims={"input": "*S"},
+    dtypes={"input": FLOATS},
+    limits={"host": (), **dict.fromkeys(A2_A3, ("rank(input) <= 8",))},
+    source="op-plugin: torch_npu.npu_fast_gelu; CANN: aclnnFastGelu",
+    summary="y = x · sigmoid(1.702 · x), in float32",
+)
+
+
+def _geglu(input: Tensor, dim: int, approximate: int, activate_left: bool) -> tuple[Tensor, Tensor]:
+    halves = input.to(compute_dtype(input)).chunk(2, dim)
+    gate, value = halves if activate_left else halves[::-1]
+    activated = gelu(gate, approximate=GELU_CODES[approximate]).to(input.dtype)
+    return (activated.to(value.dtype) * value).to(input.dtype).contiguous(), activated.contiguous()
+
+
+GELU_CODES = ("none", "tanh")
+"""How gelu is computed, at the number that npu_geglu has for it."""
+GEGLU = Operator(
+    schema=(
+        "npu::npu_geglu(Tensor input, int dim=-1, int approximate=1, bool activate_left=False) -> (Tensor, Tensor)"
+    ),
+    compute=_geglu,
+    outputs=lambda input, dim: (input.new_empty(_halved(input, dim)), input.new_empty(_halved(input, dim))),
+    dims={"input": "*S"},
+    dtypes={"input": FLOATS},
+    limits={
+        "host": (
+            "-rank(input) <= dim and dim < rank(input)",
+            "size(input, dim) % 2 == 0",
+            f"approximate in {tuple(range(len(GELU_CODES)))}",
+        ),
+        **dict.fromkeys(A2_A3, ("rank(input) <= 8",)),
+    },
+    source=(
+        "op-plugin: torch_npu.npu_geglu; CANN: aclnnGeGluV3, whose pages of CANN 8.0.0 to 8.2 exchange the directions "
+        "of activate_left; those before and since agree. How the gelu is rounded before the product is not "
+        "documented: here as it is returned"
+    ),
+    summary=(
+        "a, b = the halves of input along dim, or exchanged without activate_left; gelu = round(Φ(a) · a), by erf or "
+        "with approximate 1 by tanh; out = round(gelu · b)"
+    ),
+)
+
+
 def _clipped_swiglu(given: Given) -> Tensor:
     """Compute the gated product of `x`, whose dims from `dim` on are flattened to one.
 

@@ -112,6 +112,41 @@ ADD_RMS_NORM = Operator(
 )
 
 
+def _add_rms_norm_bias(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, total = added(x1, x2)
+    root = rstd(total, gamma, epsilon)
+    # The float16 kernel rounds behind every step, the bfloat16 kernel keeps float32 from the product to the sum.
+    wide = x1.dtype if x1.dtype == torch.float16 else total.dtype
+    y = (total * root).to(x1.dtype).to(wide) * gamma.to(wide)
+    y = y if beta is None else y + beta.to(wide)
+    return y.to(x1.dtype), root.contiguous(), x
+
+
+ADD_RMS_NORM_BIAS = Operator(
+    schema=(
+        "_C_ascend::npu_add_rms_norm_bias(Tensor x1, Tensor x2, Tensor gamma, Tensor? beta=None, "
+        "float epsilon=9.9999999999999995e-07) -> (Tensor y, Tensor rstd, Tensor x)"
+    ),
+    compute=_add_rms_norm_bias,
+    outputs=lambda x1, gamma: (*_outputs(x1, gamma), torch.empty_like(x1)),
+    dims={"gamma": "*D", "x1": "*B *D", "x2": "*B *D", "beta": "*D"},
+    dtypes={"x1 x2 gamma beta": FLOATS},
+    limits={
+        "host": ("rank(gamma) >= 1",),
+        **dict.fromkeys(A2_A3, (*_ADD_SAME, Limit("dtype(beta) == dtype(x1)", when="given(beta)"))),
+    },
+    lowerings=frozenset({"eager", "npugraph_ex"}),
+    source="vllm-ascend: csrc/moe/add_rms_norm_bias, its kernel and op_host (A2 and A3)",
+    rounds="x1 + x2",
+    summary=(
+        "x = round(x1 + x2); y = round(round(s · rstd) · gamma + beta), s = x1 + x2 (bfloat16) or x (float16, whose "
+        "product with gamma is rounded too)"
+    ),
+)
+
+
 def _add_rms_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, ...]:
     x, total = added(x1, x2)
     root = rstd(total, gamma, epsilon)

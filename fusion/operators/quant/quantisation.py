@@ -252,6 +252,8 @@ def _quant_matmul(given: Given) -> Tensor:
     total = int8_product(given["x1"], given["x2"])
     if bias is not None and not bias.is_floating_point():
         total = total + bias
+    if given["output_dtype"] == _INT32_CODE:
+        return total
     out = total.to(wide) * scale.to(wide)
     if given["pertoken_scale"] is not None:
         out = out * given["pertoken_scale"].unsqueeze(-1)
@@ -266,7 +268,8 @@ def _quant_matmul(given: Given) -> Tensor:
 
 def _quant_matmul_outputs(x1: Tensor, x2: Tensor, scale: Tensor, output_dtype: int | None) -> Tensor:
     lead = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
-    dtype = torch.int8 if output_dtype in _TO_INT8 else result_dtype(scale, output_dtype)
+    integers = {None: torch.int8, INT8_CODE: torch.int8, _INT32_CODE: torch.int32}
+    dtype = integers[output_dtype] if output_dtype in integers else result_dtype(scale, output_dtype)
     return x1.new_empty((*lead, x1.shape[-2], x2.shape[-1]), dtype=dtype)
 
 
@@ -277,8 +280,9 @@ def result_dtype(scale: Tensor, output_dtype: int | None) -> torch.dtype:
     return scale.dtype if scale.dtype == torch.float64 else CODES.get(output_dtype or 0, torch.int8)
 
 
-_TO_INT8 = (None, INT8_CODE)
+_TO_INT8, _INT32_CODE = (None, INT8_CODE), 3
 _INT8_RESULT = f"output_dtype in {_TO_INT8}"
+_INTEGER_RESULT = f"output_dtype in {(*_TO_INT8, _INT32_CODE)}"
 _CODES = "it tells of formats of 8 bits and fewer that are not int8, of which none is decomposed"
 _KERNEL = (
     Limit("K <= 65535 and N <= 65535"),
@@ -319,21 +323,28 @@ QUANT_MATMUL = Operator(
     },
     limits={
         "host": (
-            Limit(f"output_dtype in {(*_TO_INT8, *CODES)}", because="no page says what scales do to results in int32"),
+            Limit(f"output_dtype in {(*_TO_INT8, _INT32_CODE, *CODES)}", because="its page has no other results"),
             Limit(_INT8_RESULT, when="given(offset)", because="other results have none"),
-            Limit("not given(pertoken_scale)", when=_INT8_RESULT, because="no page has them beside results in int8"),
-            Limit("dtype(bias) == 'int32'", when=f"given(bias) and {_INT8_RESULT}", because="the page has no other"),
+            Limit("not given(pertoken_scale)", when=_INTEGER_RESULT, because="no page has them beside integer results"),
+            Limit("dtype(bias) == 'int32'", when=f"given(bias) and {_INTEGER_RESULT}", because="the page has no other"),
             Limit("rank(bias) == 1 or rank(x1) == 3 or rank(x2) == 3", when="given(bias)"),
+            *(
+                Limit(f"rank({name}) < 3 or size({name}, 0) in (1, Bb)", when="given(bias) and rank(bias) == 3")
+                for name in ("x1", "x2")
+            ),
         ),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     either=frozenset({"x2"}),
-    source="op-plugin: torch_npu.npu_quant_matmul (A2 and A3; table of the dtypes that go together)",
+    source=(
+        "op-plugin: torch_npu.npu_quant_matmul (A2 and A3; table of the dtypes that go together); cann-recipes-infer: "
+        "module/linear.py, which hands results in int32 and the same scale on to npu_dequant_swiglu_quant"
+    ),
     # A chip multiplies int8 twice as fast as 16-bit floats, by which targets are rated.
     flops=lambda x1, x2: product(x1, x2.shape[-1]) / 2,
     summary=(
         "out = round(int32(x1 · x2 + bias) · scale · pertoken_scale), or + bias at the end where it is floating; in "
-        "int8: rint(int32(x1 · x2 + bias) · scale + offset), from -128 to 127"
+        "int8: rint(int32(x1 · x2 + bias) · scale + offset), from -128 to 127; in int32: x1 · x2 + bias, without scale"
     ),
 )  # fmt: skip
 

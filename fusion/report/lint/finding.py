@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
-from fusion.graph.origin import location, module_path
+from fusion.graph.origin import described, location, module_path
 from fusion.records import Refusal
+from fusion.report.folding import template
+from fusion.report.trace import displayed_place
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,8 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Module and line, as "in layers.*.attn at model.py:12"."""
-        parts = ("in", self.module), ("at", self.where)
-        return " ".join(f"{word} {part}" for word, part in parts if part)
+        """Module and line, as "in layers.*.attn at model.py:12", the file relative to its package."""
+        return described(self.module, displayed_place(self.where))
 
     def __str__(self) -> str:
         times = f" (× {self.times})" if self.times > 1 else ""
@@ -59,8 +60,7 @@ def folded(findings: Iterable[Finding]) -> list[Finding]:
     alike: Counter[Finding] = Counter()
     paths: dict[Finding, set[str]] = {}
     for each in findings:
-        path = ".".join("*" if part.isdigit() else part for part in each.module.split("."))
-        kind = replace(each, module=path)
+        kind = replace(each, module=template(each.module))
         alike[kind] += each.times
         paths.setdefault(kind, set()).add(each.module)
     return [replace(kind, module=_path(kind, paths[kind]), times=count) for kind, count in alike.items()]

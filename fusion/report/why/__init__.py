@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch.fx as fx
 
 from fusion._torch.tracing import copied
+from fusion.errors import FusionError
 from fusion.graph.origin import location, source_text
 from fusion.options import Options
 from fusion.records import Candidate, Refusal
@@ -23,8 +25,12 @@ TRIES = 24
 """Number of edits that are tried for one reason, at most."""
 _REACH = 6
 """Number of calls between the place of a reason and an edit, at most."""
+_ORDER = ("constant", "eps", "swap", "step", "allocate", "omit")
+"""Kinds of edits in the order in which they are tried."""
 _OPTION = re.compile(r"set the option (?P<name>\w+) to (?P<value>\w+)")
 """Advice of a reason that an option is the cause of."""
+_ASSUME = "the option assume"
+"""Advice of a reason that a mask among the inputs is the cause of."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,16 @@ def _change(part: GraphReport, refusal: Refusal, tries: int) -> Change | None:
     if option := _OPTION.search(refusal.reason):
         names = option["name"], f"plan_{option['name']}"  # the second is of the machine that the report is for
         return next(filter(None, (trial.with_option(name, option["value"]) for name in names)), None)
+    if _ASSUME in refusal.reason:
+        kinds = ({name: kind} for name in part.rerun.masks for kind in ("causal", "padding"))
+        if change := next(filter(None, (trial.with_option("assume", each) for each in islice(kinds, tries))), None):
+            return change
     nodes = {each.name: each for each in part.rerun.captured.graph.nodes}
     named = (refusal.blamed, refusal.node, refusal.about)
     seeds = [nodes[each.name] for each in named if each is not None and each.name in nodes]
     candidates = (edit for node in around(seeds, _REACH) for edit in edits(node))
     nearest = islice(candidates, 4 * tries)
-    ordered = sorted(nearest, key=lambda each: each.kind == "omit")[:tries]
+    ordered = sorted(nearest, key=lambda each: _ORDER.index(each.kind))[:tries]
     return next(filter(None, (trial.with_edit(edit, nodes[edit.node]) for edit in ordered)), None)
 
 
@@ -131,12 +141,16 @@ class _Trial:
         where = location(node)
         return Change(str(edit), where, source_text(node), difference(where, edit), rule, saves)
 
-    def with_option(self, name: str, value: str) -> Change | None:
+    def with_option(self, name: str, value: Any) -> Change | None:
         """Return the change of option `name` to `value`, if the pass then makes the fusion; else None."""
         if not hasattr(Options, name):
             return None
         gm = fx.GraphModule(self.rerun.captured, copied(self.rerun.captured.graph))
-        outcome = self.rerun.fuse(gm, **{name: value})
+        try:
+            outcome = self.rerun.fuse(gm, **{name: value})
+        except FusionError as error:  # of an input that is no mask
+            log.debug("the option %s cannot be %s: %s", name, value, error)
+            return None
         rule = self._rule_made(outcome, ())
         return Change(f"set the option {name} to {value!r}", "", "", "", rule, self._saved(gm)) if rule else None
 

@@ -9,6 +9,7 @@ from linecache import getlines
 from math import inf
 from typing import Any
 
+from fusion.report.statements import statement_at
 from fusion.report.why.edits import EPS, Edit
 
 _BINARY: Mapping[str, type[ast.operator]] = {"add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div}
@@ -32,29 +33,18 @@ def difference(where: str, edit: Edit) -> str:
     """Return the statement at `where` (`file:line`) with `edit`, as a diff; "" if the place in it is not certain."""
     file, _, line = where.rpartition(":")
     text = "".join(getlines(file))
-    statement = _statement(text, int(line)) if text and line.isdigit() else None
+    statement = statement_at(text, int(line)) if text and line.isdigit() else None
     if statement is None:
         return ""
-    changes = {change for each in _calls(statement, edit.operator) for change in _changes(text, each, edit)}
+    if edit.kind == "swap":
+        changes = set(_exchanged(text, statement))
+    else:
+        changes = {change for each in _calls(statement, edit.operator) for change in _changes(text, each, edit)}
     if len(changes) != 1:
         return ""
     start, end, new = changes.pop()
     changed = (text[:start] + new + text[end:]).splitlines()
     return "\n".join(unified_diff(text.splitlines(), changed, file, file, n=0, lineterm=""))
-
-
-def _statement(text: str, line: int) -> ast.stmt | None:
-    """Return the innermost statement of the source `text` at `line`."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return None
-    there = [
-        each
-        for each in ast.walk(tree)
-        if isinstance(each, ast.stmt) and each.lineno <= line <= (each.end_lineno or each.lineno)
-    ]
-    return min(there, key=lambda each: ((each.end_lineno or 0) - each.lineno, -each.col_offset), default=None)
 
 
 def _calls(statement: ast.stmt, operator: str) -> Iterator[ast.expr]:
@@ -68,6 +58,14 @@ def _calls(statement: ast.stmt, operator: str) -> Iterator[ast.expr]:
             yield each
 
 
+def _exchanged(text: str, statement: ast.stmt) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and new text of the two names that `statement` assigns, in the other order."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    if isinstance(target, ast.Tuple) and len(target.elts) == 2:
+        (start, _), (_, end) = spans = [_span(text, each) for each in target.elts]
+        yield start, end, ", ".join(text[first:last] for first, last in reversed(spans))
+
+
 def _changes(text: str, call: ast.expr, edit: Edit) -> Iterator[tuple[int, int, str]]:
     """Yield start, end and new text of each change of the expression `call` that may be `edit`."""
     if edit.kind == "constant":
@@ -77,13 +75,20 @@ def _changes(text: str, call: ast.expr, edit: Edit) -> Iterator[tuple[int, int, 
             end = _span(text, call)[1] - 1
             yield end, end, f", {edit.argument}={_written(edit.new)}"
         return
-    operand = _operand(call, edit)
+    if edit.kind == "allocate":
+        return
+    operand = _stepped(call, edit) if edit.kind == "step" else _operand(call, edit)
     if operand is None or not _has_constant(call, edit.old):
         return
     start, end = _span(text, operand)
-    inner = text[start:end]
     is_simple = isinstance(operand, (ast.Name, ast.Call, ast.Attribute, ast.Subscript))
-    if edit.kind == "omit":
+    in_brackets = text[start - 1 : start] == "(" and text[end : end + 1] == ")"
+    if edit.kind == "step" and in_brackets and operand is getattr(getattr(call, "func", None), "value", None):
+        start, end, is_simple = start - 1, end + 1, True  # (x + y).to(..)
+    inner = text[start:end]
+    if edit.kind == "step":
+        yield start, end, f"{inner if is_simple else f'({inner})'}{edit.new}"
+    elif edit.kind == "omit":
         yield (*_span(text, call), inner if is_simple else f"({inner})")
     else:
         is_method = isinstance(call, ast.Call) and operand not in call.args
@@ -122,6 +127,19 @@ def _operand(call: ast.expr, edit: Edit) -> ast.expr | None:
     if isinstance(call.func, ast.Attribute) and _is_method(call):
         return call.func.value
     return call.args[0] if call.args else None
+
+
+def _stepped(call: ast.expr, edit: Edit) -> ast.expr | None:
+    """Return the expression of the operand of `call` that goes through the step of `edit`."""
+    if isinstance(call, ast.BinOp):
+        return call.right if edit.argument == "other" else call.left
+    if not isinstance(call, ast.Call):
+        return None
+    if edit.position == 0 and _is_method(call):
+        return getattr(call.func, "value", None)
+    named = [each.value for each in call.keywords if each.arg == edit.argument]
+    position = edit.position - _is_method(call)
+    return next(iter(named or call.args[position : position + 1]), None)
 
 
 def _has_constant(call: ast.expr, value: Any) -> bool:

@@ -221,6 +221,13 @@ def _magnitude(a: Algebra, out: Out, negated: Value, largest: Value) -> Translat
     return a.reshape(a.reduce("greatest", a.unary("abs", high.arg), high.attrs), out.shape) if alike else None
 
 
+@translates("aten.softplus.default")
+def _softplus(a: Algebra, out: Out, x: Value, beta: float = 1, threshold: float = 20) -> Translated:
+    """Translate log(1 + exp(x)), which torch takes as x above 20, where both round to the same number."""
+    must((beta, threshold) == (1, 20))
+    return a.unary("softplus", a.cast(x, out.dtype))
+
+
 @translates("aten.minimum.default")
 def _minimum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
     """Translate the minimum of a tensor and a constant to a clamp."""

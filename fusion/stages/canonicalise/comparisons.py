@@ -264,7 +264,7 @@ def top_k(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
     A term that is constant per row is added to the largest alone: rounding a sum preserves order.
     """
     shape: tuple[Any, ...] = (*x.shape[:-1], k)
-    for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
+    for rows, added in x.operands("add"):
         if rows.shape == x.shape and added.shape[-1:] == (1,):
             values, places = top_k(a, rows, k)
             return proven(a.add(values, added)), places

@@ -260,6 +260,25 @@ def layer_norm(
     return _normalise(a, centred, axes, eps, weight, bias, out)
 
 
+@translates("aten.native_group_norm.default")
+def group_norm(
+    a: Algebra,
+    out: Out,
+    x: Value,
+    gamma: Value | None,
+    beta: Value | None,
+    batch: Any,
+    channels: Any,
+    area: Any,
+    groups: int,
+    eps: float,
+) -> Translated:
+    """Keep group_norm as it is, if it has both gamma and beta or neither; its statistics have no value."""
+    affine = tuple(each for each in (gamma, beta) if each is not None)
+    known = a.make("group_norm", (x, *affine), (groups, eps), x.shape, x.dtype) if len(affine) != 1 else None
+    return (known, None, None)
+
+
 def _with_statistics(
     normalisation: Any, more: int, a: Algebra, out: Out, x: Value, *args: Any, **how: Any
 ) -> Translated:

@@ -148,10 +148,10 @@ class Correspondence:
     # counterparts ----------------------------------------------------------------------------------------------------
 
     def read(self, node: fx.Node, by: fx.Node, instance: int) -> tuple[fx.Node, int]:
-        """Return what a repetition of the call `by` in the layer `instance` reads in the place of `node`, and the layer
-        of that.
+        """Return the node that the copy of the call `by` in the layer `instance` reads instead of `node`, and the layer
+        of the returned node.
 
-        `by` is a call in the layer that stands for `instance`. A shared node is read itself.
+        `by` is a call in the searched layer that stands for `instance`. A shared node is returned itself.
 
         Raises:
             NotRepeatedError: the layer next to `instance` has no counterpart.

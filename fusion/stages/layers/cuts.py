@@ -1,7 +1,9 @@
 """Cuts: find where a sequence of calls can be divided into layers, judged by the labels of the calls alone.
 
 A call that occurs once in each layer marks layers. So each label that occurs often is tried as a mark, and of the
-divisions that leave little to search the one with the fewest kinds of layers is preferred.
+divisions that leave little to search the one with the fewest kinds of layers is preferred. The steps of an unrolled
+loop are no layers: they read no inputs of the graph, as layers read weights, and what they compute depends on their
+number.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Cut:
     to_search: int
 
 
-def cuts(labels: Sequence[int], crossing: Sequence[int]) -> Iterator[Cut]:
+def cuts(labels: Sequence[int], crossing: Sequence[int], reading: Sequence[bool]) -> Iterator[Cut]:
     """Yield divisions of calls into layers: fewest kinds of layers first, then fewest calls to search.
 
     A layer begins at each call with one label that recurs in `labels`, shifted to where the fewest results cross.
@@ -44,13 +46,15 @@ def cuts(labels: Sequence[int], crossing: Sequence[int]) -> Iterator[Cut]:
     Args:
         labels: a number for each call, equal for equal calls.
         crossing: the number of results that are read across each place between two calls.
+        reading: for each call, True if it reads an input of the graph.
     """
-    text = _Text(labels)
-    tried = [(text.cut(marks), marks) for marks in islice(_marks(labels), _MARKS)]
+    text, inputs = _Text(labels), list(accumulate(reading, initial=0))
+    able = (marks for marks in _marks(labels) if not text.repeats_steps(marks, inputs))
+    tried = [(text.cut(marks), marks) for marks in islice(able, _MARKS)]
     gain = max((len(labels) - cut.to_search for cut, _ in tried), default=0)
-    able = [(cut, marks) for cut, marks in tried if 0 < gain <= 2 * (len(labels) - cut.to_search)]
-    able.sort(key=lambda each: (each[0].kinds, each[0].to_search, each[0].starts))
-    return (text.cut(_moved(labels, crossing, marks)) for _, marks in able)
+    good = [(cut, marks) for cut, marks in tried if 0 < gain <= 2 * (len(labels) - cut.to_search)]
+    good.sort(key=lambda each: (each[0].kinds, each[0].to_search, each[0].starts))
+    return (text.cut(_moved(labels, crossing, marks)) for _, marks in good)
 
 
 def crossing(last_read: Sequence[int]) -> list[int]:
@@ -103,6 +107,19 @@ class _Text:
         to_search = sum(len(layers[place - 1]) for place in retained(contexts([0, *layers, 1]))[1:-1]) // 8
         outside = edges[0] + self._length - edges[-1]
         return Cut(tuple(edges), len(set(layers)), to_search + outside)
+
+    def repeats_steps(self, marks: Sequence[int], inputs: Sequence[int]) -> bool:
+        """Return True if two pieces between `marks` are equal, and no call from the first to the second reads an input.
+
+        `inputs` counts the calls before each place that read one.
+        """
+        before: dict[bytes, int] = {}
+        for start, stop in pairwise(marks):
+            piece = self._piece(start, stop)
+            if piece in before and inputs[before[piece]] == inputs[stop]:
+                return True
+            before[piece] = start
+        return False
 
     def _piece(self, start: int, stop: int) -> bytes:
         return self._bytes[8 * start : 8 * stop]

@@ -59,7 +59,8 @@ def divide(source: fx.Graph, facts: Facts, walls: Set[fx.Node] = frozenset()) ->
     """
     calls = calls_of(source, facts)
     best: tuple[int, Division] | None = None
-    for cut in islice(cuts(calls.labels, crossing(_last_reads(calls))), _CUTS):
+    ordered = cuts(calls.labels, crossing(_last_reads(calls)), calls.reading)
+    for cut in islice(ordered, _CUTS):
         for division in _exact(calls, cut, walls):
             to_search = _calls_to_search(division)
             if best is None or to_search < best[0]:

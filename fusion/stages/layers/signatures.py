@@ -45,6 +45,14 @@ class Calls:
         """For each call, its index among `nodes`."""
         return {node: place for place, node in enumerate(self.nodes)}
 
+    @property
+    def reading(self) -> Sequence[bool]:
+        """For each call, True if it reads a tensor that no call computes: an input or a constant."""
+        return [
+            any(each not in self.place and isinstance(each.meta.get("val"), torch.Tensor) for each in reads)
+            for reads in self.reads
+        ]
+
     def look(self, given: fx.Node) -> Hashable:
         """Return a key of all that the search can know of the input or constant `given`, except its name."""
         if given.op == "get_attr":

@@ -94,9 +94,9 @@ class Planner:
         return [*candidates, *joint_rewrites.groups(candidates, self._on_top)]
 
     def _on_top(self, one: Candidate, others: Sequence[Candidate]) -> Candidate:
-        """Return `one` as a candidate beside `others`, with what it saves in addition if these are rewritten as well.
+        """Return the candidate `one` priced for a graph in which `others` are rewritten as well.
 
-        That is also what the nodes cost that die only if all are.
+        Its benefit then includes the cost of nodes that die only if all of them are rewritten.
         """
         every = (*others, one)
         read = (value for each in every for value in each.plan.tensors(each.match).values())

@@ -21,10 +21,11 @@ OnTop = Callable[[Candidate, Sequence[Candidate]], Candidate]
 
 
 def groups(candidates: Sequence[Candidate], on_top: OnTop) -> list[Candidate]:
-    """Return a candidate for every two of `candidates` that save more together than each alone, and for every one with
-    all that it is such a pair with.
+    """Return a joint candidate for every pair of `candidates` that saves more jointly than apart, and for every
+    candidate with all its partners in such pairs.
 
-    It is the last of them as one that needs the one before; each has an equal part of what all save.
+    A joint candidate is the last of its members, which `needs` the member before, and so on; each has an equal share
+    of the benefit of all.
     """
     partners = dict[int, list[Candidate]]()
     offered: list[Candidate] = []

@@ -20,13 +20,14 @@ from fusion._torch.tensors import count
 from fusion.caching.text_cache import TextCache
 from fusion.errors import Failure
 from fusion.graph import Graph, Value, but_ones, dims_of, lie_alike, unviewed
-from fusion.language import Lowering, Refused
+from fusion.language import Lowering, Refused, Rule
 from fusion.language.cache_keys import key_of
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
 from fusion.planning.fake_execution import Fakes
 from fusion.planning.plan_json import UnwrittenError, frozen, read, written
 from fusion.planning.target import Target
+from fusion.planning.usable_packages import Usable
 from fusion.records import Input, Match, Plan, Step
 from fusion.report.failures import failure, raised
 from fusion.stages.plan.lowering_run import Run
@@ -65,7 +66,7 @@ class PlanBook:
     ) -> None:
         self._graph, self._fakes, self._targets, self._texts = graph, fakes, targets, texts
         self._plan_lower, self._disabled = plan_lower, options.disable
-        self._host_reads = options.lengths == "host"
+        self._host_reads, self._usable = options.lengths == "host", Usable.of(options.packages)
         self.failures: list[Failure] = []
         self._plans: dict[Any, Plans] = {}
         self._looks: dict[int, tuple[torch.Tensor, Hashable]] = {}
@@ -116,7 +117,7 @@ class PlanBook:
         They are not stored if a lowering raised. `captures` and `traits` are what lowerings are recorded with.
         """
         ways = [each.name for each in self._ways(match)]
-        depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
+        depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads, self._usable
         name = digest(self._key_of(match.rule), *depends) if self._texts else None
         if self._texts is None or name is None:
             return self._record_all(match, captures, traits)
@@ -206,7 +207,7 @@ class PlanBook:
             return refused.with_traceback(None)
         ran = Run(tuple(recorder.steps), inputs)
         used = ran.used | {each.name for each in named if isinstance(each, Input)}
-        limits = {**self._limits(ran, traits.prepared), **self._refused_on(lowering)}
+        limits = {**self._limits(ran, traits.prepared, match.rule), **self._refused_on(lowering)}
         return Plan(tuple(ran.steps), named, results, limits, self._costs(ran, traits.owned), used)
 
     def _refused_on(self, lowering: Lowering) -> dict[str, str]:
@@ -245,17 +246,20 @@ class PlanBook:
             costs.append((ran.cost(step, self._targets[0], moved, result), names))
         return tuple(costs)
 
-    def _limits(self, ran: Run, prepared: frozenset[str]) -> dict[str, str]:
-        """Return for each target the first limit that forbids a call of `ran`.
+    def _limits(self, ran: Run, prepared: frozenset[str], rule: Rule) -> dict[str, str]:
+        """Return for each target the first limit that forbids a call of `ran`, or the package that a call lacks.
 
-        Steps that depend on `prepared` captures alone run eagerly, and so have the limits of eager mode.
+        Steps that depend on `prepared` captures alone run eagerly, and so have the limits of eager mode. The name of an
+        opt-in `rule` in the options stands for those of its packages.
         """
         calls = [
             (operator, ran.arguments(step), bool(names) and names <= prepared)
             for step, names in zip(ran.steps, ran.sources, strict=True)
             if (operator := operator_of(step.target)) is not None
         ]
-        causes = {target.name: self._first_limit(calls, target) for target in self._targets}
+        refusals = (self._usable.refusal(operator, *given) for operator, given, _ in calls if not rule.opt_in)
+        lacking = next((each for each in refusals if each is not None), None)
+        causes = {target.name: self._first_limit(calls, target) or lacking for target in self._targets}
         return {name: cause for name, cause in causes.items() if cause is not None}
 
     def _first_limit(self, calls: Sequence[tuple[Operator, tuple[Any, Any], bool]], target: Target) -> str | None:

@@ -38,7 +38,7 @@ def divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
         The product (exp(z) · w) v and the steps from it to `root`; None for any other `root`.
     """
     value, finish = stripped(root)
-    for product, inverse in (value.args, value.args[::-1]) if value.op == "mul" else ():
+    for product, inverse in value.operands("mul"):
         sum_of, divided, steps = _below_views(a, product, inverse)
         exp = sum_of.arg.below("cast", "reshape") if sum_of.op == "matmul" else sum_of
         if exp.op not in ("exp", "softmax") or exp is sum_of or prod(exp.shape[:-1]) != prod(divided.shape):

@@ -205,7 +205,7 @@ def _added_after_join(a: Algebra, z: Value, biases: Collection[Value]) -> Value 
 
 
 def _number(x: Value) -> float:
-    """Return the number that all elements of `x` are; 0 if there is none."""
+    """Return the constant that all elements of `x` are equal to; 0 if there is none."""
     if x.op == "full":
         return float(x.attrs[0])
     if x.op in ("expand", "reshape") or (x.op == "cast" and is_float(x)):
@@ -218,7 +218,7 @@ def _multiplied(a: Algebra, walk: Scores, z: Value) -> Scores:
 
     Returns the walk below, or `walk` with a reason if the factor differs between keys or depends on the scores.
     """
-    for scores, factor in (z.args, z.args[::-1]):
+    for scores, factor in z.operands():
         product = product_in(scores, walk.biases)
         if product is None:
             continue
@@ -284,8 +284,8 @@ def _masked_by_factor(a: Algebra, z: Value) -> Value | None:
 
     None as well for masked scores s, as 0 · -inf is NaN.
     """
-    for masked, other in (z.args, z.args[::-1]) if z.op == "add" else ():
-        for scores, factor in (masked.args, masked.args[::-1]) if masked.op == "mul" else ():
+    for masked, other in z.operands("add"):
+        for scores, factor in masked.operands("mul"):
             seen, number, rest = truth_of(a, factor), 1.0, other
             inverse = a.shift(a.scale(factor, -1), 1)
             while rest.op == "scale" and rest is not inverse:

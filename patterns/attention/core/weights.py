@@ -88,7 +88,7 @@ def _transposed_softmax(a: Algebra, permuted: Value, walk: Scores) -> Value | No
 
 def _multiplied(a: Algebra, p: Value, walk: Scores) -> Value | None:
     """Rewrite `p`, weights times one number for each row, or times a mask of 0 and 1, to a softmax; None for others."""
-    for weights, factor in (p.args, p.args[::-1]):
+    for weights, factor in p.operands():
         seen = truth_of(a, factor)
         if seen is not None:
             hidden = _hidden_below(a, comparisons.negated(a, seen), weights, walk)

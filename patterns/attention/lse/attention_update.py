@@ -30,7 +30,7 @@ class _PartFields(Group):
         return [each for each in every if each is not None]
 
     def merged(self, p):
-        """Match the merge of the parts."""
+        """Build the term of the merge of the parts."""
         return p.lse_merge(**vars(self))
 
 

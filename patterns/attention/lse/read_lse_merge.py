@@ -145,7 +145,7 @@ class _Merges:
 
         None for other products.
         """
-        for weight, y in (x.args, x.args[::-1]):
+        for weight, y in x.operands():
             rows = (*y.shape[:-1], 1)
             if weight.shape[-1:] != (1,) or y.shape[-1:] in ((), (1,)) or but_ones(weight.shape) != but_ones(rows):
                 continue

@@ -44,8 +44,8 @@ MOVED = (
 OF_HEADS = "mask: it differs from head to head"
 _ONE = "npu_fused_infer_attention_score requires one mask for all heads"
 _OF_EACH = OF_HEADS + (
-    f"; {_ONE}; where its dim of heads is one of queries, each with gathered keys, gather these from one tensor by a "
-    "list of each query, as npu_sparse_flash_attention takes them"
+    f"; {_ONE}; if its heads are queries that gather keys of their own, write keys[list] with a list [S, K] of each "
+    "query, which npu_sparse_flash_attention takes"
 )
 _OF_LISTS = OF_HEADS + (
     ", as each head, or group of heads, has its own list of {what}; npu_sparse_flash_attention requires one list "

@@ -37,8 +37,8 @@ _FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "numb
 """Ops whose results are taken as finite, as scores are."""
 
 GUARDED = (
-    "as a bias it may be -inf, which no page of the operator describes, and to replace that takes more "
-    "calls than are saved; give it finite numbers"
+    "as a bias it may be -inf, which no page of npu_fused_infer_attention_score describes, and to "
+    "replace that takes more calls than are saved; give it finite numbers"
 )
 
 
@@ -208,7 +208,7 @@ def bias_of(
     """
     a = assumed.algebra
     if dtype is None:
-        return "as a bias it stands beside int8 keys, with which the operator takes none"
+        return "as a bias it stands beside int8 keys, with which npu_fused_infer_attention_score takes none"
     value = _joined(a, [each for _, each in split.biases], len({place for place, _ in split.biases}) == 1, dtype)
     if isinstance(value, str):
         return value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fusion.analysis.constant_folding import COMPARE
-from fusion.analysis.dtypes import rounded_number
+from fusion.analysis.constant_folding import COMPARE, NUMBER_STEPS, number_after
 from fusion.analysis.number_formulas import zero_at
 from fusion.graph import Algebra, Value
 
@@ -38,7 +37,7 @@ def _by_truths(a: Algebra, mask: Value, bound: float, holds_ones: Callable[[Valu
     None unless the source of `mask` is boolean or `holds_ones` is true for the source, and exactly one of 0 and 1 leads
     to a number below `bound`.
     """
-    source = mask.below(*_ARITHMETIC, *_VIEWS)
+    source = mask.below(*NUMBER_STEPS, *_VIEWS)
     if source is mask or not (source.dtype is torch.bool or holds_ones(source)):
         return None
     steps = list[Value]()
@@ -46,7 +45,7 @@ def _by_truths(a: Algebra, mask: Value, bound: float, holds_ones: Callable[[Valu
     while x is not source:
         steps.insert(0, x)
         x = x.arg
-    results = [_computed(number, steps) for number in (0.0, 1.0)]
+    results = [number_after(number, steps) for number in (0.0, 1.0)]
     below = [number is not None and number < bound for number in results]
     if None in results or below[0] == below[1]:
         return None
@@ -59,19 +58,6 @@ def _by_truths(a: Algebra, mask: Value, bound: float, holds_ones: Callable[[Valu
     for each in steps:
         condition = a.seen_as(condition, each) if each.op in _VIEWS else condition
     return condition
-
-
-def _computed(number: float, steps: Sequence[Value]) -> float | None:
-    """Apply `steps`, casts, sums and products with numbers, to `number`, rounding to the dtype of each.
-
-    None where torch leaves a conversion open.
-    """
-    result: float | None = number
-    for each in steps:
-        if each.op in _ARITHMETIC and result is not None:
-            change = 0.0 if each.op == "cast" else each.attrs[0]
-            result = rounded_number(result * change if each.op == "scale" else result + change, each.dtype)
-    return result
 
 
 def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
@@ -135,7 +121,6 @@ def names_keys(listed: Value, keys: Any) -> bool:
     return size == keys or (isinstance(size, int) and isinstance(keys, int) and size > keys)
 
 
-_ARITHMETIC = ("cast", "scale", "shift")
 _VIEWS = ("reshape", "expand", "permute", "slice")
 _OF_LISTS = ("chosen", "counts")
 _OF_LOGIC = (

@@ -39,7 +39,7 @@ class OneProjection(Group):
     end: Any = attribute()
 
     def heads(self, p):
-        """Match the lanes of queries, keys and values, each with its own shape."""
+        """Build the terms of the lanes of queries, keys and values, each with its own shape."""
         bounds = (0, self.keys, self.values, self.end)
         return [p.reshaped(p.lanes(self.qkv, *each)) for each in pairwise(bounds)]
 
@@ -74,7 +74,7 @@ class Projections(Group):
     layers: Any = Layers
 
     def heads(self, p):
-        """Match the results of the layers, each with its own shape."""
+        """Build the terms of the results of the layers, each with its own shape."""
         how = dict(x=self.x, is_parameter_only=self.layers.is_parameter_only)
         three = list(zip(self.layers.weights(), self.layers.biases(), strict=True))[:3]
         return [p.reshaped(p.linear(weight=weight, bias=bias, **how)) for weight, bias in three]

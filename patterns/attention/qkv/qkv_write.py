@@ -43,11 +43,11 @@ class PositionsFirst(Group):
     heads_first: ClassVar[bool] = False
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
-        """Match the norm of `heads`, which may be reshaped before the rotation."""
+        """Build the term of the norm of `heads`, which may be reshaped before the rotation."""
         return p.reshaped(norm(heads))
 
     def stored(self, p, rotated):
-        """Match rotated keys, which may be reshaped before they are stored."""
+        """Build the term of rotated keys, which may be reshaped before they are stored."""
         return p.reshaped(rotated)
 
     def restored(self, q: Tensor) -> Tensor:
@@ -62,11 +62,11 @@ class HeadsFirst(PositionsFirst):
     heads_first: ClassVar[bool] = True
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
-        """Match the norm of `heads` transposed to [B, N, S, D]."""
+        """Build the term of the norm of `heads` transposed to [B, N, S, D]."""
         return norm(p.in_order(heads, TRANSPOSED))
 
     def stored(self, p, rotated):
-        """Match rotated keys transposed back to [B, S, N, D]."""
+        """Build the term of rotated keys transposed back to [B, S, N, D]."""
         return p.reshaped(p.in_order(rotated, TRANSPOSED))
 
     def restored(self, q: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class RotatedHeadsFirst(HeadsFirst):
     """Orders of dims in which queries and keys are normalised, [B, S, N, D], and rotated, [B, N, S, D]."""
 
     def normed(self, p, heads, norm: Callable[[Any], Any]):
-        """Match the norm of `heads`, transposed to [B, N, S, D] behind it."""
+        """Build the term of the norm of `heads`, transposed to [B, N, S, D] behind it."""
         return p.in_order(norm(heads), TRANSPOSED)
 
 
@@ -99,7 +99,7 @@ class GroupedPages(Group):
     lanes: ClassVar[int] = NZ
 
     def written(self, p, *rows: Any):
-        """Match the writes of `rows`, keys and values, to the pages."""
+        """Build the terms of the writes of `rows`, keys and values, to the pages."""
         how = dict(slots=self.slots, nz_block=self.nz_block)
         both = zip((self.key_pages, self.value_pages), rows, strict=True)
         return [p.write_pages(cache=pages, rows=new, **how) for pages, new in both]
@@ -113,7 +113,7 @@ class GroupedPages(Group):
             "caches: pages are [Block, Size, N, D], whole rows; npu_qkv_rms_norm_rope_cache requires lines of "
             "NZ, [Block, N * D / 16, Size, 16]",
         )
-        refuse_others(self.nz_block, self.lanes)
+        refuse_others(self.nz_block, "npu_qkv_rms_norm_rope_cache", self.lanes)
 
     def caches(self) -> Both:
         """View the pages of keys and of values as [Block, M · D / L, Size, L]."""
@@ -143,7 +143,7 @@ class Int8GroupedPages(GroupedPages):
     lanes: ClassVar[int] = encodings.INT8.line
 
     def written(self, p, *rows: Any):
-        """Match the writes of `rows`, keys and values, quantised to int8."""
+        """Build the terms of the writes of `rows`, keys and values, quantised to int8."""
         scales = ((self.key_scale, self.key_zero), (self.value_scale, self.value_zero))
         int8 = (
             p.int8_rows(x=new, scale=scale, zero=zero, divided=self.divided)
@@ -232,7 +232,7 @@ class Normed(Group):
         require(
             (self.source, self.result) == (HALF, HALF),
             "rope: the lanes are rotated in interleaved order (2j, 2j + 1); npu_qkv_rms_norm_rope_cache "
-            "requires half order (j, j + D/2)",
+            "requires half order (j, j + D/2); permute the rows of the projections of queries and keys",
         )
         reason = (
             "eps: queries are normalised with {q}, keys with {k}; npu_qkv_rms_norm_rope_cache requires one "
@@ -276,10 +276,8 @@ class QkvRmsNormRopeCache(Rule):
         return q, *storage.written(p, order.stored(p, k), v)
 
     def guard(self, source: Any, normed: Normed, storage: GroupedPages, tables: TokenTables):
-        """Refuse what the facets refuse.
-
-        `normed` refuses rotations in pairs, two epsilons and norms over other lanes than are rotated; `source` lanes
-        that are no projection, and weights joined per call; `storage` pages other than in NZ.
+        """Refuse rotations in pairs, two epsilons, norms over other lanes than are rotated (`normed`); lanes that are
+        no projection, weights joined per call (`source`); and pages other than in NZ (`storage`).
         """
         normed.guard(tables)
         source.guard()

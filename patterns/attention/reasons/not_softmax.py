@@ -98,17 +98,18 @@ def _has_one_key(weights: Value) -> bool:
     return score is not None and score.arg.below("reshape").op == "mul"
 
 
-def without_softmax(graph: Graph, product: Value) -> str:
-    """Return the reason why `product`, of another function of scores with values, is no attention; "" for others.
+def without_softmax(graph: Graph, product: Value) -> tuple[str, tuple[Value, ...]]:
+    """Return the reason why `product`, of another function of scores with values, is no attention, and that function;
+    "" and nothing for others.
 
     Products with Parameters or with gathered rows, such as the matrices of experts, may be layers and are no attention.
     """
     product = product.below("scale", "cast", "reshape")
     if product.op != "matmul" or product.shape[-1] == 1:
-        return ""
+        return "", ()
     weights, values = product.args
     if _down(weights, "softmax", _ARRANGED)[1] is not None:
-        return ""
+        return "", ()
     for name in _IN_PLACE:
         function = _down(weights, name, _ARRANGED)[1]
         scores = None if function is None else _down(function.arg, "matmul", _SCORES)[1]
@@ -116,11 +117,12 @@ def without_softmax(graph: Graph, product: Value) -> str:
             continue
         operands = [each.below(*_ARRANGED, "scale") for each in (*scores.args, values)]
         if not any(each.op == "index" or graph.is_fixed(each) for each in operands):
-            return (
+            reason = (
                 f"weights: they are {name} of the scores, without a softmax; npu_fused_infer_attention_score "
                 f"requires a softmax over the keys, and no other operator here computes {name}"
             )
-    return ""
+            return reason, (weights.below(*_ARRANGED),)
+    return "", ()
 
 
 def _is_joined(x: Value) -> bool:

@@ -59,10 +59,12 @@ def unclaimed_attentions(graph: Graph) -> Iterator[Annotation]:
         if value in parts or not may_attend(graph, value):
             continue
         product = stripped(value)[0]
-        reason = why_not_attention(product) or without_softmax(graph, product)
+        reason, at = why_not_attention(product), ()
+        if not reason:
+            reason, at = without_softmax(graph, product)
         if reason:
             claimed.add(value)
-            yield value, missed(reason, product)
+            yield value, missed(reason, product, at)
     softmaxes = [value for value in graph.places if value.op == "softmax"]
     known = {each for value in claimed for each in _weights_below(value)} if softmaxes else set()
     for softmax in softmaxes:

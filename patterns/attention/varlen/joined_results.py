@@ -9,6 +9,8 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Graph, Reading, Value
+from fusion.graph.contractions import matmul
+from fusion.graph.dims import but_ones
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.varlen.segment_orders import ROWS
 
@@ -42,7 +44,8 @@ def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
 
     None if it is anything else.
     """
-    result, reading = proven(results.get(made_by(value)))
+    made = made_by(value)
+    result, reading = proven(results.get(made) or _projected(a, results, made))
     views, above, cut = list[Value](), list[Value](), None
     while prod(value.shape) != prod(result.shape) or a.reshape(result, value.shape) is not value:
         must(value.op in VIEWS or (value.op == "slice" and cut is None))
@@ -68,6 +71,27 @@ def part_of(a: Algebra, results: Results, value: Value) -> Part | None:
         for each in reversed(above):
             seen = a.seen_as(seen, each)
     return replace(part, view=seen)
+
+
+@proof
+def _projected(a: Algebra, results: Results, product: Value) -> tuple[Value, Reading] | None:
+    """Read `product`, an attention over one latent times a matrix of each head, as attention over projected values.
+
+        (P c) W_UV[n]  =  P (c W_UV[n])
+
+    None for any other value, and for matrices along other dims than the heads and lanes of the result.
+    """
+    must(product.op == "matmul")
+    x, up = product.args
+    part = proven(part_of(a, results, x))
+    heads, queries = part.plain.shape[1:3]
+    captures = part.reading.captures
+    must(part.plain.shape[0] == captures["v"].shape[1] == 1 and captures["output_view"] is not None)
+    must(but_ones(up.shape[:-2]) == but_ones((heads,)) and x.shape == product.shape[:-1] + x.shape[-1:])
+    must(x.shape[-3:-1] == (heads, queries) and a.reshape(part.plain, x.shape) is part.view)
+    values = proven(matmul(a, captures["v"], a.reshape(up, (heads, *up.shape[-2:]))))
+    views = (("reshape", product.shape),)
+    return product, replace(part.reading, captures={**captures, "v": values, "output_view": views})
 
 
 @proof

@@ -47,25 +47,26 @@ class Pages(Group):
     paged = True
 
     def terms(self, p) -> tuple[Any, Any]:
-        """Match the gathered rows of keys and values."""
+        """Build the terms of the gathered rows of keys and values."""
         both = ((self.first, self.first_pages), (self.second, self.second_pages))
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         first, second = (p.paged_rows(rows=rows, pages=pages, **how) for rows, pages in both)
         return first, second
 
     def latent_terms(self, p) -> tuple[Any, Any]:
-        """Match the gathered rows of a latent and of its rotated lanes, which may be reshaped."""
+        """Build the terms of the gathered rows of a latent and of its rotated lanes, which may be reshaped."""
         first, second = self.terms(p)
         return p.reshaped(first), p.reshaped(second)
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse nothing: pages in BSND or BNSD have no NZ blocks."""
 
-    def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
-        """Return the pages of `first` and `second`, of `heads` heads, in the dims that the operator takes; see
+    def read(self, batch: Any, heads: Any = 1, operator: str = "npu_fused_infer_attention_score") -> list[Tensor]:
+        """Return the pages of `first` and `second`, of `heads` heads, in the dims that `operator` takes; see
         `page_operand`.
         """
-        return [page_operand(each, self.size, self.layout, heads) for each in (self.first_pages, self.second_pages)]
+        both = (self.first_pages, self.second_pages)
+        return [page_operand(each, self.size, operator, self.layout, heads) for each in both]
 
     def keys(self, batch: Any) -> Any:
         """Count the keys of a latent that the model gathers for each of `batch` sequences, at most P · Size."""
@@ -170,7 +171,7 @@ class PagesNZ(Pages):
 
     layout: Any = attribute("NZ")
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse NZ blocks of other `widths` of lanes, those of the first and of the second pages."""
         for pages, width in zip((self.first_pages, self.second_pages), widths, strict=True):
-            refuse_others(pages.shape[-1], width)
+            refuse_others(pages.shape[-1], operator, width)

@@ -18,7 +18,7 @@ from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.varlen.joined_results import Part, Results, each_alone, joins, part_of, views_between
 from patterns.attention.varlen.segment_orders import ROWS, Captures, kind_of, visible_rows
-from patterns.attention.varlen.sequence_caches import rows_of
+from patterns.attention.varlen.stacked_sequences import stacked
 from patterns.attention.words import SOFTMAX_ATTENTION
 
 _ALIKE = ("scale", "window", "sink", "fully_masked_row", "mask_kind", "kv_len")
@@ -64,15 +64,13 @@ def _alike(graph: Graph, every: Sequence[Captures]) -> Captures | None:
 
     None if there is no such tensor, or if the sequences differ in their numbers of queries or keys.
     """
-    a, first = graph.algebra, every[0]
+    first = every[0]
     must(all(each.keys() == first.keys() for each in every))
     must(any(first.get(name) is not None for name in _OWN))
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
     there = [name for name in _JOINED if first.get(name) is not None]
-    joined = {name: _joined(a, [each[name] for each in every], name in _BROADCAST) for name in there}
-    cached = {name: rows_of(graph, [each[name] for each in every]) for name in ("k", "v")}
-    rows = {name: each.visible(a) for name, each in cached.items() if each is not None}
-    return {**first, **{name: proven(each) for name, each in joined.items()}, **rows}
+    joined = {name: _joined(graph, [each[name] for each in every], name in _BROADCAST) for name in there}
+    return {**first, **{name: proven(each) for name, each in joined.items()}}
 
 
 @proof
@@ -87,11 +85,14 @@ def _own_lengths(graph: Graph, every: Sequence[Captures]) -> Captures | None:
     first = every[0]
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE if name != "mask_kind"))
     must(first.get("window") is None and all(each.get(name) is None for each in every for name in _LENGTHS))
-    keys, values = (proven(rows_of(graph, [each[name] for each in every])) for name in ("k", "v"))
-    must(keys.lengths == values.lengths)
-    rows = {"k": keys.visible(a), "v": values.visible(a), "kv_len": keys.own_lengths}
-    q = proven(_joined(a, [each["q"] for each in every], False))
-    return {**first, **rows, "q": q, "mask": None, "mask_kind": proven(kind_of(every))}
+    keys, values = (proven(stacked(graph, [each[name] for each in every])) for name in ("k", "v"))
+    must(keys.lengths == values.lengths != () and keys.axis == values.axis == ROWS - 4)
+    k, v = (a.reshape(each.every, (len(every), *each.every.shape[2:])) for each in (keys, values))
+    lengths: Any = keys.lengths
+    if len(set(lengths)) == 1:
+        k, v, lengths = a.cut(k, ROWS, 0, lengths[0]), a.cut(v, ROWS, 0, lengths[0]), None
+    q = proven(_joined(graph, [each["q"] for each in every], False))
+    return {**first, "q": q, "k": k, "v": v, "kv_len": lengths, "mask": None, "mask_kind": proven(kind_of(every))}
 
 
 @proof
@@ -111,16 +112,21 @@ def _view(a: Algebra, part: Part, axis: int, shape: Sequence[Any]) -> tuple[Any,
     return named((*steps, ("reshape", tuple(shape))), names)
 
 
-def _joined(a: Algebra, parts: Sequence[Value], broadcast: bool) -> Value | None:
-    """Concatenate `parts`, the same operand [1, ..] of each sequence, to [B, ..]; None if their shapes or dtypes
-    differ.
+def _joined(graph: Graph, parts: Sequence[Value], broadcast: bool) -> Value | None:
+    """Join `parts`, the same operand [1, ..] of each sequence, to [B, ..]; None if their shapes or dtypes differ.
 
     If `broadcast` is True, one that all sequences share is returned as it is.
     """
     if broadcast and all(each is parts[0] for each in parts):
         return parts[0]
-    alike = {(each.shape, each.dtype) for each in parts}
-    return a.cat(parts, 0) if len(alike) == 1 and parts[0].shape[:1] == (1,) else None
+    first, a = parts[0], graph.algebra
+    if len({(each.shape, each.dtype) for each in parts}) != 1 or first.shape[:1] != (1,):
+        return None
+    joint = stacked(graph, parts)
+    if joint is None:
+        return a.cat(parts, 0)
+    rows = a.reshape(joint.every, (len(parts), *joint.every.shape[2:]))
+    return rows if joint.axis is None else a.cut(rows, joint.axis, 0, joint.lengths[0])
 
 
 def _views(part: Part) -> list[tuple[Any, ...]]:

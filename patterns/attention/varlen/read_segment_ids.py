@@ -163,10 +163,9 @@ def _is_one(marks: Value) -> bool:
 
 @proof
 def _counted(mean: Value, bounds: float) -> int | None:
-    """Return a number above all segment ids, if an id is how many of a list of `bounds` bounds are ≤, or <, a token's
-    position.
+    """Return an exclusive upper bound of the segment ids `mean` · `bounds`, ids found by counting bounds.
 
-    `mean` is the fraction of such bounds: the id is `mean` · `bounds`. Unproven if it is computed in another way.
+    `mean` must be the share of a list of `bounds` bounds that are ≤, or <, a token's position; else unproven.
     """
     must(mean.op == "mean" and mean.attrs in ((-1,), (mean.arg.rank - 1,)))
     truths = mean.arg.below("cast")

@@ -16,8 +16,9 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.row_layout import named
-from fusion.graph import Algebra, Annotation, Graph, Reading, Value
+from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
 from fusion.graph.proof_steps import must, proof, proven
+from patterns.attention.core.addends import computed_from
 from patterns.attention.varlen.joined_results import VIEWS, Results, Steps, joins, part_of, steps_of
 from patterns.attention.varlen.read_block_masks import block_masked
 from patterns.attention.varlen.segment_orders import ROWS, in_one_window, kind_of, visible_rows
@@ -28,6 +29,10 @@ from patterns.cache.read_block_tables import rows_of_pages
 
 _ALIKE = ("scale", "window", "sink", "fully_masked_row")
 _OWN = ("count", "levels", "kv_len", "kv_lens", "bias")
+_WRITTEN_BETWEEN = (
+    "cache: its pages are written between the attentions of two sequences, at slots that may be rows which the first "
+    "has read; npu_fused_infer_attention_score requires one state of the pages; write the rows of all sequences first"
+)
 _CAPTURES = {"q", "k", "v", "mask", "mask_kind", "output_view", *_ALIKE, *_OWN}
 """All captures that a segment may have."""
 
@@ -44,19 +49,24 @@ def segmented_attentions(graph: Graph) -> Iterator[Annotation]:
 
 @reader(gives=(PAGED_SEGMENTS,), needs=("segmented_attention",))
 def paged_segments(graph: Graph) -> Iterator[Annotation]:
-    """Read all keys and values whose segments are gathered from pages, as `paged_segments`."""
-    for _, attention in graph.readings.all("segmented_attention"):
+    """Read all keys and values whose segments are gathered from pages, as `paged_segments`; report writes between the
+    gathers.
+    """
+    for value, attention in graph.readings.all("segmented_attention"):
         for rows in (attention.captures["k"], attention.captures["v"]):
-            reading = _in_pages(graph, rows, attention)
-            if reading is not None:
+            reading = _in_pages(graph, rows, attention, value)
+            if isinstance(reading, Miss):
+                yield value, reading
+            elif reading is not None:
                 yield rows, reading
 
 
 @proof
-def _in_pages(graph: Graph, rows: Value, attention: Reading) -> Reading | None:
+def _in_pages(graph: Graph, rows: Value, attention: Reading, joined: Value) -> Reading | Miss | None:
     """Read `rows`, keys or values of the segments of `attention`, as gathered from pages by one block table; else None.
 
-    Sequences of one cache, of which each segment has the first rows, are consecutive pages.
+    Sequences of one cache, of which each segment has the first rows, are consecutive pages. A miss where the pages are
+    written between the gathers: the slots may be rows that a segment before has read.
     """
     each_of = [
         _segment(graph.algebra, rows, start, end) for start, end in pairwise((0, *attention.captures["key_ends"]))
@@ -66,6 +76,9 @@ def _in_pages(graph: Graph, rows: Value, attention: Reading) -> Reading | None:
         return Reading("paged_segments", {"rows": rows} | proven(cached.pages(graph.algebra, attention.captures["q"])))
     parts = [proven(rows_of_pages(graph, each, _sizes(each))).captures for each in each_of]
     same = {name: parts[0][name] for name in ("pages", "size", "layout")}
+    states = [part["pages"].below("reshape") for part in parts]
+    if len(set(states)) > 1 and all(computed_from(states[-1], each) for each in states):
+        return Miss("attention", _WRITTEN_BETWEEN, at=(states[-1],), of=joined, useless=True)
     must(all(part[name] == each for part in parts for name, each in same.items()))
     tables = [part["block_table"] for part in parts]
     must(all(isinstance(each.shape[1], int) for each in tables))

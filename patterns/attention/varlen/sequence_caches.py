@@ -63,72 +63,6 @@ class SequenceCache:
         return {"pages": pages, "block_table": table, "size": size, "layout": layout}
 
 
-@dataclass(frozen=True)
-class SequenceRows:
-    """Keys or values of a batch, computed from a cache.
-
-    Attributes:
-        every: all rows [B, M, T, D].
-        lengths: the number of rows that are seen of each sequence.
-    """
-
-    every: Value
-    lengths: tuple[int, ...]
-
-    @property
-    def own_lengths(self) -> tuple[int, ...] | None:
-        """The lengths, if they differ; else None."""
-        return self.lengths if len(set(self.lengths)) > 1 else None
-
-    def visible(self, a: Algebra) -> Value:
-        """Return the rows, up to their length if all sequences have the same."""
-        return a.cut(self.every, ROWS, 0, self.lengths[0]) if self.own_lengths is None else self.every
-
-
-@proof
-def rows_of(graph: Graph, parts: Sequence[Value]) -> SequenceRows | None:
-    """Return the rows of which `parts` [1, M, n, D] are the first n of each sequence: those of a cache, or lanes,
-    casts, products and sums of such with what all sequences share; else None.
-    """
-    a, first = graph.algebra, parts[0]
-    cached = cache_of(graph, parts)
-    if cached is not None:
-        return SequenceRows(cached.rows(a), cached.lengths)
-    if first.op == "reshape":  # behind what is computed from the rows of one sequence [M, n, D]
-        must(all(each.op == "reshape" and each.arg.shape == each.shape[1:] for each in parts))
-        parts = [each.arg for each in parts]
-        first = parts[0]
-    must(len({(each.op, each.attrs, each.dtype) for each in parts}) == 1)
-    shared = [arg for arg in first.args if all(arg in each.args for each in parts)]
-    own = [[arg for arg in each.args if arg not in shared] for each in parts]
-    must(all(len(each) == 1 and each[0].shape[:-1] == part.shape[:-1] for each, part in zip(own, parts, strict=True)))
-    rows = [a.reshape(each, (1,) * (ROWS + 2 - each.rank) + each.shape) for (each,) in own]
-    below = proven(rows_of(graph, rows))
-    return SequenceRows(proven(_applied(a, first, below.every, shared)), below.lengths)
-
-
-@proof
-def _applied(a: Algebra, op: Value, rows: Value, shared: Sequence[Value]) -> Value | None:
-    """Apply the operation of the value `op` to all `rows` [B, M, T, D], with the operands that all sequences share."""
-    match op.op:
-        case "slice":
-            must(op.attrs[0] == op.rank - 1)
-            return a.cut(rows, *op.attrs)
-        case "cast":
-            return a.cast(rows, op.dtype)
-        case "scale":
-            return a.scale(rows, *op.attrs)
-        case "shift":
-            return a.shift(rows, *op.attrs)
-        case "mul" | "add":
-            (other,) = shared
-            must(other.rank < ROWS or other.shape[-ROWS] == 1)
-            must(prod(other.shape[: -ROWS - 1]) == 1)
-            return a.mul(rows, other) if op.op == "mul" else a.add(rows, other)
-        case _:
-            return None
-
-
 @proof
 def cache_of(graph: Graph, parts: Sequence[Value]) -> SequenceCache | None:
     """Return the cache of which `parts` [1, M, n, D] are the first rows of its sequences, in their order; else None."""
@@ -170,11 +104,17 @@ def _is_cut(a: Algebra, cache: Value, place: int, heads_last: bool, part: Value)
 
 
 def _sequence(a: Algebra, cache: Value, place: int, heads_last: bool) -> list[Value]:
-    """Return the rows [1, M, T, D] of the sequence `place` of `cache`: a slice of sequences, or of all their heads."""
+    """Return the rows [1, M, T, D] of the sequence `place` of `cache`: a slice of sequences, or of all their heads.
+
+    One head may have no dim before the slice.
+    """
     sequence = a.cut(_heads_first(a, cache, heads_last), 0, place, place + 1)
+    heads = int(cache.shape[2 if heads_last else 1])
+    if heads == 1:
+        alone = a.cut(a.reshape(cache, (cache.shape[0], *sequence.shape[2:])), 0, place, place + 1)
+        return [sequence, a.reshape(alone, sequence.shape)]
     if heads_last:
         return [sequence]
-    heads = int(cache.shape[1])
     flat = a.reshape(cache, (1, cache.shape[0] * heads, *cache.shape[2:]))
     return [sequence, a.cut(flat, 1, place * heads, (place + 1) * heads)]
 

@@ -85,7 +85,7 @@ class LatentAttention(SoftmaxAttention):
         """Refuse pages in NZ blocks that `encoding` does not read, and masks `seen` whose log-sum-exp `result` cannot
         restore.
         """
-        encoding.refuse_blocks(source)
+        encoding.refuse_blocks(source, "npu_fused_infer_attention_score")
         result.refuse(seen)
 
     def remark(self, encoding: Any, source: Any, lowering: str, machine: Target) -> str:

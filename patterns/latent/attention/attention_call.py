@@ -195,7 +195,9 @@ def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
     else:
         lengths = calls.each_length(spec, q[0])
         if not source.paged:
-            latent, rope = (cached.cut(each, 1).flatten(2) for each in (latent, rope))
+            latent, rope = (
+                cached.cut(each, 1, "npu_fused_infer_attention_score").flatten(2) for each in (latent, rope)
+            )
             table = torch.arange(latent.shape[0], dtype=torch.int32, device=latent.device).reshape(batch, -1)
             pages = dict(block_table=table, block_size=latent.shape[1])
     rows, turned = (each.transpose(1, 2).flatten(0, 1) for each in q)

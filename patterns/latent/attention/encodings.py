@@ -79,9 +79,9 @@ class Floats(Encoding):
         attended = partial(getattr(p, word), q=q, k=k, v=v, **captures)
         return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **captures))
 
-    def refuse_blocks(self, source: Any) -> None:
+    def refuse_blocks(self, source: Any, operator: str) -> None:
         """Refuse pages in NZ blocks of other than 16 lanes."""
-        source.refuse_blocks(pages.NZ, pages.NZ)
+        source.refuse_blocks(operator, pages.NZ, pages.NZ)
 
     def queries(self) -> Parts:
         """Return the absorbed queries [B, N, S, C] and their rotated lanes [B, N, S, Dr]."""
@@ -143,7 +143,7 @@ class Unrotated(Encoding):
         attended = partial(p.softmax_attention, q=q, k=k, v=v, **captures)
         return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **captures))
 
-    def refuse_blocks(self, source: Any) -> None:
+    def refuse_blocks(self, source: Any, operator: str) -> None:
         """Refuse nothing: the latent is in rows, which have no NZ blocks."""
 
     def queries(self) -> tuple[Any, ...]:
@@ -209,7 +209,7 @@ class Int8(_Int8):
     keys_by: Any = scalar()
     word = "int8_latent_attention"
 
-    def refuse_blocks(self, source: Any) -> None:
+    def refuse_blocks(self, source: Any, operator: str) -> None:
         """Refuse nothing here: NZ blocks are checked by the limits of the operator."""
 
     def parts_of_heads(self) -> tuple[Any, Any]:
@@ -241,9 +241,9 @@ class Int8ByHead(_Int8):
     of_scores: Any = tensor("N")
     word = "int8_probability_attention"
 
-    def refuse_blocks(self, source: Any) -> None:
+    def refuse_blocks(self, source: Any, operator: str) -> None:
         """Refuse pages other than NZ with blocks of 32 lanes for the latent and 16 for rotated lanes."""
-        source.refuse_blocks(encodings.INT8.line, pages.NZ)
+        source.refuse_blocks(operator, encodings.INT8.line, pages.NZ)
 
     def scales_of_heads(self) -> dict[str, Any]:
         """Return npu_multi_head_latent_attention's scales of the scores and of the values, float32 [N] each."""

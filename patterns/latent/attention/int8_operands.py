@@ -45,19 +45,19 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
         )
     if query.rows is None:
         return _miss(
-            "scale of queries: it is not one of each token and head; the operator requires amax(|q|, -1, "
-            "keepdim=True) / 127"
+            "scale of queries: it is not one of each token and head; npu_fused_infer_attention_score_v2 "
+            "requires amax(|q|, -1, keepdim=True) / 127"
         )
     if keys.rows is not None or values.rows is not None:
         return _miss(
-            "scale of the latent: there is one of each token; the operator requires one number for all; "
-            "quantise the cache by one static scale"
+            "scale of the latent: there is one of each token; npu_fused_infer_attention_score_v2 requires "
+            "one number for all; quantise the cache by one static scale"
         )
     rotated, k_rope = (uncast(a, each) for each in (_cancelled(a, rotated), once(a, k_rope)))
     if rotated.dtype != k_rope.dtype or k_rope.shape[1] != 1:
         return _miss(
-            "rotated queries, keys: their dtypes differ, or heads have rotated keys of their own; the operator "
-            "requires one dtype, and one rotated key for all heads"
+            "rotated queries, keys: their dtypes differ, or heads have rotated keys of their own; "
+            "npu_fused_infer_attention_score_v2 requires one dtype, and one rotated key for all heads"
         )
     key_scale, value_scale = _one(a, (*query.ones, *keys.ones)), _one(a, values.ones)
     scales = {"tokens": query.rows, "of_keys": key_scale}

@@ -135,7 +135,7 @@ def _is_cut(a: Algebra, p: Value) -> bool:
 
 def _scores(exps: Value) -> Value | None:
     """Return s of `exps` = exp(s - max s), the maximum of each row; None for another exponent."""
-    for scores, less in (exps.arg.args, exps.arg.args[::-1]) if exps.arg.op == "add" else ():
+    for scores, less in exps.arg.operands("add"):
         top, factor = unscaled(less)
         while exact(top) is not top or top.op in ("reshape", "expand"):
             top = exact(top) if exact(top) is not top else top.arg

@@ -23,7 +23,9 @@ _INT8 = ("int8_latent_attention", "int8_probability_attention")
     needs=("latent_queries", *_INT8, "folded_query", "int8_matmul", "quantise", "rotation"),
 )
 def int8_queries(graph: Graph) -> Iterator[Annotation]:
-    """Read every layer_query and layer_lanes of a W8A8 layer; and absorbed_query and head_lanes of int8 queries."""
+    """Read absorbed queries of a latent and their lanes before quantisation: of a W8A8 layer as layer_query and
+    layer_lanes, of another tensor as absorbed_query and head_lanes.
+    """
     layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("int8_matmul")}
     a = graph.algebra
     for absorbed, rotated in _queries(graph.readings):

@@ -24,6 +24,7 @@ from patterns.latent.prolog.terms import LatentRow, Tables
 from patterns.rotary.orders import HALF, INTERLEAVED
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
+_OPERATOR = "npu_kv_rmsnorm_rope_cache_v2"
 Storage = Rows | Pages
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -61,7 +62,7 @@ class KvRmsnormRopeCache(Rule):
             "projection, and store halves"
         )
         require(supported, reason, **orders)
-        storage.guard(kv)
+        storage.guard(kv, _OPERATOR)
 
     @lowering
     @variants(storage=(Rows,), results=(CACHES,))
@@ -128,12 +129,12 @@ def _paged(kv: Tensor, row: LatentRow, tables: Tables, storage: Storage, **optio
     widths = row.widths
     mode = "PA_NZ" if storage.layout(kv) == "PA_NZ" else "PA_BNSD"
     return _called(
-        rows.reshape(tokens, 1, -1), row, cos_sin, slots, storage.caches(kv, widths, kv), cache_mode=mode,
-        **storage.row_arguments(widths, kv.device), **options,
+        rows.reshape(tokens, 1, -1), row, cos_sin, slots, storage.caches(kv, widths, kv, _OPERATOR),
+        cache_mode=mode, **storage.row_arguments(widths, kv.device), **options,
     )  # fmt: skip
 
 
 def _sequences(cache: Tensor, axis: int) -> Tensor:
     """Reshape a contiguous cache of one head, with positions at dim `axis`, to [B, 1, T, D]."""
     batch = cache.shape[0] if axis else 1
-    return single_head(cache, axis).reshape(batch, 1, cache.shape[axis], cache.shape[-1])
+    return single_head(cache, axis, _OPERATOR).reshape(batch, 1, cache.shape[axis], cache.shape[-1])

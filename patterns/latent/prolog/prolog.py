@@ -87,9 +87,9 @@ class Int8QueryPages(Int8LatentPages):
         query, scale = quantised_rows(p, p.reshaped(absorbed), self.dtype)
         return query, p.folded_query(rope=rotated, tokens=p.reshaped(scale), of_keys=self.keys, by=self.keys_by), scale
 
-    def guard(self, tokens: Any) -> None:
+    def guard(self, tokens: Any, operator: str) -> None:
         """Refuse what other pages refuse, and a latent that is read with another scale than it is written with."""
-        super().guard(tokens)
+        super().guard(tokens, operator)
         keys, stored = (None if each is None else exact(each) for each in (self.keys, self.kv_scale))
         equal = keys is stored and math.isclose(self.keys_by, self.kv_by, rel_tol=1e-6)
         require(
@@ -142,9 +142,9 @@ class PrologMatch(Captures):
         cos, sin = (each.contiguous() for each in self.tables.for_tokens(self.x, row, dtype))
         return self.x, dq, uq, queries.up.contiguous(), dkv, queries.gamma.to(dtype), row.gamma.to(dtype), sin, cos
 
-    def caches(self) -> tuple[Tensor, ...]:
-        """Return both caches as the operators take them."""
-        return self.storage.caches(self.x, self.row.widths, self.queries.up)
+    def caches(self, operator: str) -> tuple[Tensor, ...]:
+        """Return both caches as `operator` takes them."""
+        return self.storage.caches(self.x, self.row.widths, self.queries.up, operator)
 
     def quantisation(self) -> dict[str, Any]:
         """Return the arguments by which npu_mla_prolog_v3 quantises the latent and the queries; {} for floats."""
@@ -218,14 +218,14 @@ class MlaProlog(Rule):
             "latent: it is multiplied by {factor} behind its norm; npu_mla_prolog_v3 requires a positive factor",
             factor=lowest,
         )
-        storage.guard_order(row.result)
-        storage.guard(match.x)
+        storage.guard_order(row.result, "npu_mla_prolog_v3")
+        storage.guard(match.x, "npu_mla_prolog_v3")
 
     @lowering
     def run(self, match: PrologMatch):
         """Emit npu_mla_prolog_v3, and reorder its results to the layout of the model."""
         layers, queries, row, storage = match.layers(), match.queries, match.row, match.storage
-        operands = *match.operands(layers), *match.caches()
+        operands = *match.operands(layers), *match.caches("npu_mla_prolog_v3")
         with bounded():  # the model itself has the result of each layer in this dtype
             query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
                 *operands, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
@@ -255,7 +255,7 @@ class MlaProlog(Rule):
         ones = queries.factor == row.factor == 1
         require(ones, "latent: it is multiplied by a number; npu_mla_prolog and npu_mla_prolog_v2 require none")
         layers = match.layers()
-        operands = *match.operands(layers), index, *match.caches()
+        operands = *match.operands(layers), index, *match.caches(version)
         with bounded():  # the model itself has the result of each layer in this dtype
             query, rope, *caches = getattr(torch.ops.npu, version).functional(
                 *operands, rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, cache_mode=storage.layout(x)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Group, attribute
+from patterns.linear.gates import GeluGate
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Relu(Group):
         none.
         """
 
-    def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute relu(`x`); `interleaved`, the order of gate and up in `x`, has no effect without a gate."""
+    def run(self, x: Tensor, source: Any) -> Tensor:
+        """Compute relu(`x`); `source`, which knows the order of gate and up in `x`, has no effect without a gate."""
         return F.relu(x)
 
 
@@ -43,8 +44,8 @@ class Silu(Relu):
         """Build the term of silu(`x`)."""
         return p.silu(x)
 
-    def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute silu(`x`); `interleaved`, the order of gate and up in `x`, has no effect without a gate."""
+    def run(self, x: Tensor, source: Any) -> Tensor:
+        """Compute silu(`x`)."""
         return F.silu(x)
 
 
@@ -58,8 +59,8 @@ class Gelu(Relu):
         """Build the term of gelu(`x`)."""
         return p.gelu(x, self.approximate)
 
-    def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute gelu(`x`) by F.gelu; `interleaved`, the order of gate and up in `x`, has no effect without a gate."""
+    def run(self, x: Tensor, source: Any) -> Tensor:
+        """Compute gelu(`x`) by F.gelu."""
         return F.gelu(x, approximate=self.approximate)
 
 
@@ -81,9 +82,13 @@ class GatedGelu(Gelu):
         """Return the term `up`, which is multiplied by the activated gate, unchanged."""
         return up
 
-    def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute gelu(gate) · up by F.gelu, of the `halves` of `x` [R, 2 · I], whose lanes may be `interleaved`."""
-        gate, up = halves(x, interleaved)
+    def as_operator(self) -> GeluGate:
+        """Return the gate of the same gelu whose `run` emits npu_geglu."""
+        return GeluGate(approximate=self.approximate)
+
+    def run(self, x: Tensor, source: Any) -> Tensor:
+        """Compute gelu(gate) · up by F.gelu, of the `halves` of `x` [R, 2 · I], which `source` may interleave."""
+        gate, up = halves(x, source.interleaved)
         return F.gelu(gate, approximate=self.approximate) * up
 
 
@@ -104,10 +109,8 @@ class WrittenGelu(Gelu):
         """Build the term of the written gelu(`x`)."""
         return p.written_gelu(x=x, approximate=self.approximate)
 
-    def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute `written_gelu` of `x`; `interleaved`, the order of gate and up in `x`, has no effect without
-        a gate.
-        """
+    def run(self, x: Tensor, source: Any) -> Tensor:
+        """Compute `written_gelu` of `x`."""
         return written_gelu(x, self.approximate)
 
 
@@ -115,9 +118,9 @@ class WrittenGelu(Gelu):
 class WrittenGatedGelu(WrittenGelu, GatedGelu):
     """gelu(gate) · up, the gelu written out in the model by erf or tanh."""
 
-    def run(self, x: Tensor, interleaved: bool) -> Tensor:
-        """Compute `written_gelu`(gate) · up of the `halves` of `x` [R, 2 · I], whose lanes may be `interleaved`."""
-        gate, up = halves(x, interleaved)
+    def run(self, x: Tensor, source: Any) -> Tensor:
+        """Compute `written_gelu`(gate) · up of the `halves` of `x` [R, 2 · I], which `source` may interleave."""
+        gate, up = halves(x, source.interleaved)
         return written_gelu(gate, self.approximate) * up
 
 

@@ -107,7 +107,7 @@ def _one_hot(flags: Value) -> Value | None:
 
     `places` are top-k indices, or the index of the greatest, then perhaps without the dim of size 1.
     """
-    for listed, numbers in (flags.args, flags.args[::-1]) if (flags.op, flags.attrs) == ("compare", ("eq",)) else ():
+    for listed, numbers in flags.operands() if (flags.op, flags.attrs) == ("compare", ("eq",)) else ():
         places, line = uncast(listed, "reshape"), uncast(numbers, "reshape")
         along = listed.shape[-1:] == (1,) and numbers.shape[-1:] == line.shape == flags.shape[-1:]
         if along and (line.op, line.attrs) == ("arange", (0, 1)) and places.op in CHOICES:

@@ -133,9 +133,10 @@ def _summed(counts: Value) -> Value | None:
 
 
 def _boolean(x: Value, axes: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
-    """Strip from `x` conversions of booleans to 0 and 1, and permutes.
+    """Strip conversions of booleans to 0 and 1, and permutes, from `x`.
 
-    Returns what is below, and the dims of that which `axes` of `x` are.
+    Returns:
+        The tensor below them, and its dims that correspond to the dims `axes` of `x`, counted from the end.
     """
     while x.op in ("cast", "permute") or _is_indicator(x):
         if x.op == "permute":
@@ -157,7 +158,7 @@ def _compared(flags: Value, axes: tuple[int, ...]) -> Value | None:
     left = [axis for axis in range(-flags.rank, 0) if axis not in axes]
     if (flags.op, flags.attrs) != ("compare", ("eq",)) or len(left) != 1:
         return None
-    for listed, numbers in (flags.args, flags.args[::-1]):
+    for listed, numbers in flags.operands():
         line = uncast(numbers, "reshape")
         along = [place - numbers.rank for place, size in enumerate(numbers.shape) if size != 1]
         is_outer = prod(listed.shape) * line.shape[0] == prod(flags.shape) if line.rank else False

@@ -297,6 +297,7 @@ class MergedGate(Group):
 
     both: Any = Inward
     interleaved: Any = attribute()
+    gate_first: ClassVar[bool] = True
 
     @property
     def first(self) -> Inward:
@@ -324,6 +325,7 @@ class TwoGates(Group):
     gate: Any = Inward
     up: Any = Inward
     interleaved: ClassVar[bool] = False
+    gate_first: ClassVar[bool] = True
 
     @property
     def first(self) -> Inward:
@@ -371,6 +373,7 @@ class OneMatrix(Group):
 
     up: Any = Inward
     interleaved: ClassVar[bool] = False
+    gate_first: ClassVar[bool] = True
 
     @property
     def first(self) -> Inward:

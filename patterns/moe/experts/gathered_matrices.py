@@ -72,7 +72,7 @@ def _in_int8(a: Algebra, x: Value) -> tuple[Value, Value] | None:
     if x.op == "cast":
         below = _gathered(a, x.arg) if x.arg.dtype == torch.int8 else _in_int8(a, x.arg) if is_rounding(x) else None
         return None if below is None else (a.cast(below[0], x.dtype), below[1])
-    for matrices, scales in (x.args, x.args[::-1]) if x.op == "mul" else ():
+    for matrices, scales in x.operands("mul"):
         below, lines = _in_int8(a, matrices), exact(scales)
         taken = lines.below("reshape")
         is_gather = (taken.op, taken.attrs) == ("index", (0,)) and scales.shape == (*x.shape[:-1], 1)

@@ -168,9 +168,7 @@ def weights_of_active(a: Algebra, weights: Value, product: Mapping[str, Any]) ->
     below, active = elements_below(weights), Active(*product["active"])
     inner, flags = unmasked(a, below)
     if below.op == "mul":
-        choices = (
-            (x, y.below("cast")) for x, y in (below.args, below.args[::-1]) if y.below("cast").dtype == torch.bool
-        )
+        choices = ((x, y.below("cast")) for x, y in below.operands() if y.below("cast").dtype == torch.bool)
         inner, flags = next(choices, (below, None))
     numbers = None if flags is None else listed_like(a, flags, listed)
     is_marked = numbers is not None and active.are_marked(numbers)

@@ -138,7 +138,7 @@ def _sorted_products(a: Algebra, rows: Value) -> Arranged | None:
     product is rounded otherwise than one in the dtype of `rows`.
     """
     product = rows.arg if is_rounding(rows) else rows
-    for left, right in (product.args, product.args[::-1]) if product.op == "mul" else ():
+    for left, right in product.operands("mul"):
         tokens, numbers = sorted_by(exact(left)), sorted_by(exact(right).below("reshape"))
         if tokens is None or numbers is None or tokens.order is not numbers.order or right.shape != (rows.shape[0], 1):
             continue

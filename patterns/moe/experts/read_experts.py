@@ -207,7 +207,7 @@ def _biased(graph: Graph, products: Mapping[Value, Reading]) -> list[tuple[Value
     """
     a, biased = graph.algebra, dict[Value, Reading]()
     for value in (each for each in list(graph.owners) if each.op == "add" and products):
-        for product, rows in (value.args, value.args[::-1]):
+        for product, rows in value.operands():
             reading = products.get(product)
             if reading is None or value.shape != product.shape or not is_float(rows):
                 continue

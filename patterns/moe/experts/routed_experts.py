@@ -30,7 +30,7 @@ from fusion import (
     tensor,
     variants,
 )  # fmt: skip
-from patterns.linear.gates import BOUNDS, Unbounded, activated
+from patterns.linear.gates import ALTERNATE_LANES, BOUNDS, Unbounded, activated
 from patterns.moe.experts.activations import ACTIVATIONS, GATED
 from patterns.moe.experts.encodings import (
     ENCODINGS,
@@ -166,6 +166,13 @@ class RoutedExperts(Rule):
         return _total(outputs, choice, routed.places, down, result)
 
     @lowering
+    @variants(bounds=GATED)
+    def npu_geglu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
+        """Emit what `npu` does, with npu_geglu for the activation of halves."""
+        require(not gate.interleaved, ALTERNATE_LANES)
+        return self.npu(rows, choice, gate, bounds.as_operator(), down, result)
+
+    @lowering
     def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, result: Sum):
         """Emit npu_moe_init_routing_v2, npu_grouped_matmul twice with the activation, and npu_moe_finalize_routing."""
         routed, first = rows.routed(choice), gate.joined()
@@ -173,7 +180,7 @@ class RoutedExperts(Rule):
         with bounded():  # the model has the sum and the activation in the dtype of the product
             if first.bias is not None:
                 both = (both + first.bias[choice.sorted_experts(routed.places)]).to(both.dtype)
-            activated = bounds.run(both, gate.interleaved)
+            activated = bounds.run(both, gate)
         hidden = rows.encoded(routed, activated)
         return _total(_second_product(rows, hidden, down), choice, routed.places, down, result)
 

@@ -53,7 +53,7 @@ def _by_mean(a: Algebra, inner: Value, factor: float) -> Weighed | None:
     if product.op != "mul" or product is inner or inner.attrs == (-1,):
         return None
     axis = inner.attrs[0] % product.rank
-    for rows, weights in (product.args, product.args[::-1]) if product.shape[axis] == factor else ():
+    for rows, weights in product.operands() if product.shape[axis] == factor else ():
         if rows.shape == product.shape and weights.shape == (*rows.shape[:-1], 1):
             axes = (*(each for each in range(rows.rank - 1) if each != axis), axis)
             lines = a.permute(a.reshape(weights, rows.shape[:-1]), axes)

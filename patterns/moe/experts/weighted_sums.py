@@ -140,7 +140,7 @@ def _summed_products(a: Algebra, x: Value, by_choice: bool) -> Total | None:
     unsorted = put_back(inner)
     inner, mask = unmasked(a, inner if unsorted is None else elements_below(unsorted.value))
     product = elements_below(inner)
-    for rows, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
+    for rows, weights in product.operands("mul"):
         if rows.shape != product.shape or weights.shape != (*rows.shape[:-1], 1) or rows.shape[-1] != width:
             continue
         if unsorted is None:
@@ -169,7 +169,7 @@ def _one_product(a: Algebra, product: Value) -> Total | None:
     """Read `product` = rows [T, H] · weights [T, 1] as a sum over the one expert of each token; None if it is no such
     product.
     """
-    for rows, weights in (product.args, product.args[::-1]):
+    for rows, weights in product.operands():
         if rows.rank == 2 and rows.shape == product.shape and weights.shape == (rows.shape[0], 1):
             pairs = Pairs(rows.shape[0], 1)
             return _weighed(a, rows, a.reshape(weights, (*pairs,)), pairs)
@@ -255,7 +255,7 @@ def _products_of_tokens(a: Algebra, rows: Value, index: Value, pairs: Pairs) -> 
     """
     order, (inner, mask) = order_of_tokens(a, uncast(index), pairs), unmasked(a, elements_below(rows))
     product = elements_below(inner)
-    for each, weights in (product.args, product.args[::-1]) if product.op == "mul" else ():
+    for each, weights in product.operands("mul"):
         if each.shape == product.shape and weights.shape == (*each.shape[:-1], 1):
             if order is not None:
                 weighed = _weighed_in_order(a, Arranged(each, order), weights, pairs)
@@ -281,7 +281,7 @@ def weights_before(a: Algebra, product: Reading, order: Value | None) -> tuple[V
     """
     x, pairs = product.captures["x"], Pairs(*product.captures["experts"].shape)
     below = elements_below(x)
-    for rows, weights in (below.args, below.args[::-1]) if below.op == "mul" else ():
+    for rows, weights in below.operands("mul"):
         if rows.shape != below.shape or weights.shape != (*rows.shape[:-1], 1) or rows.shape[-1] == 1:
             continue
         hidden = a.reshape(a.cast(exact(rows), x.dtype), x.shape)

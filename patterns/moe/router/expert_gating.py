@@ -16,7 +16,9 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 
 _SCORE = {"max": 0, "sum": 1}
-_NORM = {"softmax": 0, "sigmoid": 1}
+_NORM = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
+_SMALLEST = 1e-20
+"""An eps of a call whose weights are not read."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Gate(Group):
     Attributes:
         logits: [*T, E].
         bias: [E], added for the choice only, not to the weights.
-        norm: function of the logits that gives the scores, "sigmoid" or "softmax".
+        norm: function of the logits that gives the scores, "sigmoid", "softmax" or "sqrt_softplus".
         groups: number of groups that the E experts are divided into, 1 without groups.
         kept: number of the best groups from which experts are chosen.
         group_score: score of a group, "max" of its scores + bias or "sum" of the two largest.
@@ -42,7 +44,8 @@ class Gate(Group):
     count: Any = attribute()
 
     def routed(self, factor: float = 1.0, eps: float = 0.0, scores: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Emit npu_moe_gating_top_k: weights are scores · `factor`, sigmoids divided by (their sum + `eps`).
+        """Emit npu_moe_gating_top_k: weights are scores · `factor`, other than of a softmax divided by (their sum +
+        `eps`); moe_gating_top_k_hash of vllm_ascend for square roots of a softplus.
 
         Returns:
             weights float32 [*T, K], experts int32 [*T, K], and float32 scores [*T, E], which are computed only if
@@ -51,9 +54,7 @@ class Gate(Group):
         lead = self.logits.shape[:-1]
         wide = torch.promote_types(self.logits.dtype, torch.float32)
         flat = self.logits.reshape(-1, self.logits.shape[-1]).to(wide)
-        several = torch.ops.npu.npu_moe_gating_top_k(
-            flat,
-            self.count,
+        options = dict(
             bias=None if self.bias is None else self.bias.to(wide),
             k_group=self.kept,
             group_count=self.groups,
@@ -63,15 +64,20 @@ class Gate(Group):
             routed_scaling_factor=factor,
             eps=eps,
         )
+        if self.norm == "sqrt_softplus":  # which torch_npu's operator does not document
+            options |= dict(eps=_SMALLEST) if scores else {}
+            several = torch.ops._C_ascend.moe_gating_top_k_hash(flat, self.count, **options)
+        else:
+            several = torch.ops.npu.npu_moe_gating_top_k(flat, self.count, **options)
         weights, experts, all_scores = (each.reshape(*lead, each.shape[-1]) for each in several)
         return weights, experts, all_scores
 
 
 @dataclass(frozen=True)
 class SigmoidGate(Gate):
-    """A choice by sigmoids, whose chosen scores the operator divides by their sum."""
+    """A choice by sigmoids or roots of a softplus, whose chosen scores the operator divides by their sum."""
 
-    norm: Any = attribute("sigmoid")
+    norm: Any = attribute("sigmoid", "sqrt_softplus")
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,11 @@ class WidenedLogits(Logits):
         return x
 
     def largest(self, p, count, result):
-        """Build the term of the `count` largest logits, chosen in 16 bits, in float32."""
+        """Build the term of the `count` largest logits, cast to float32 after the top-k in the dtype of the logits."""
         return p.cast(result.largest(p, self.values, count, -math.inf), to=f32)
 
     def places(self, p, count):
-        """Build the term of the indices of the `count` largest logits, chosen in 16 bits."""
+        """Build the term of the indices of the `count` largest logits, in the dtype of the logits."""
         return p.largest_index(self.values, count)
 
     def read(self) -> Tensor:

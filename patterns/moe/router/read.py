@@ -1,6 +1,6 @@
 """Routers with a correction bias, with groups, or with sigmoid scores  (DeepSeek-V2, 2024; DeepSeek-V3, 2024).
 
-    scores = sigmoid(logits) or softmax(logits)              choice = scores + bias
+    scores = sigmoid, softmax or sqrt(softplus) of logits    choice = scores + bias
     group  = max, or the sum of the two largest, of choice in each of G groups
     experts = the k largest of choice in the best groups     weights = scores at the experts
 
@@ -81,7 +81,7 @@ def _become_scores(graph: Graph, places: Value) -> bool:
 def _gathers_choice(graph: Graph, places: Value) -> bool:
     """Return True if `places` is a top-k of numbers + bias [E], and the model gathers the numbers at these places."""
     choice = places.arg
-    for numbers, bias in (choice.args, choice.args[::-1]) if choice.op == "add" else ():
+    for numbers, bias in choice.operands("add"):
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
             return any(each.op == "take" and _reads(each, numbers, places) for each in graph.places)
     return False
@@ -144,8 +144,8 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else _NO_SCORES
     scores, bias = parts
-    norm, is_stable = rows_below(scores), places.op == _STABLE
-    if masked is None and not is_stable and (norm.op == "softmax" and bias is None):
+    (norm, source), is_stable = _norm(scores) or ("", scores), places.op == _STABLE
+    if masked is None and not is_stable and (norm == "softmax" and bias is None):
         return None  # a softmax without a bias or groups is read by the forms of SoftmaxShares
     groups = _groups(masked, choice, bias) if masked else _ALL
     if isinstance(groups, str):
@@ -153,8 +153,8 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     disorder = _why_other_order(scores, choice, groups) if is_stable else ""
     if disorder:
         return disorder
-    logits = a.reshape(norm.arg, choice.shape)
-    return {"logits": logits, "bias": bias, "norm": norm.op, **groups, "count": places.attrs[0]}, scores
+    logits = a.reshape(source, choice.shape)
+    return {"logits": logits, "bias": bias, "norm": norm, **groups, "count": places.attrs[0]}, scores
 
 
 def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> str:
@@ -184,7 +184,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
         return choice, None
     if choice.op != "add":
         return None
-    for scores, bias in (choice.args, choice.args[::-1]):
+    for scores, bias in choice.operands():
         if (
             _is_score(scores)
             and scores.shape == choice.shape
@@ -195,9 +195,21 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
 
 
 def _is_score(x: Value) -> bool:
-    """Return True if `x` is a sigmoid, or a softmax over the last dim, perhaps cast or reshaped."""
+    """Return True if `x` is a function of logits that gives scores, perhaps cast or reshaped."""
+    return _norm(x) is not None
+
+
+def _norm(x: Value) -> tuple[str, Value] | None:
+    """Return the name of the function that gives the scores `x`, perhaps cast or reshaped, and its logits; None for
+    others.
+
+    It is a sigmoid, a softmax over the last dim, or the square root of a softplus.
+    """
     x = rows_below(x)
-    return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
+    if x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1):
+        return x.op, x.arg
+    below = rows_below(x.arg) if (x.op, x.attrs) == ("power", (0.5,)) else x
+    return ("sqrt_softplus", below.arg) if below.op == "softplus" and below is not x else None
 
 
 # groups -------------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _topk_source(a: Algebra, x: Value) -> Value | None:
     if x.op == "cast":
         source = _topk_source(a, x.arg) if exact(x) is not x else None
         return None if source is None else a.cast(source, x.dtype)
-    for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
+    for rows, added in x.operands("add"):
         source = _topk_source(a, rows) if added.shape[-1:] == (1,) else None
         if source is not None:
             return a.add(source, added)
@@ -77,7 +77,7 @@ def _topk_source(a: Algebra, x: Value) -> Value | None:
 def _ranked(x: Value) -> Value:
     """Strip widening casts, and additions of one number per row, from `x`: neither changes the order in a row."""
     x = exact(x)
-    for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
+    for rows, added in x.operands("add"):
         if rows.shape == x.shape and added.shape[-1:] == (1,):
             return _ranked(rows)
     return x

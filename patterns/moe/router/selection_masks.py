@@ -76,7 +76,7 @@ def masked(x: Value, accepts: Callable[[Selection], bool]) -> Masked | None:
             return None
         fills = mask.sides == ((True, False) if swapped else (False, True))
         return Masked(choice, mask.selection, x.op, fill.attrs[0] if fills else None)
-    for operand, choice in (x.args, x.args[::-1]) if x.op in _MASKS else ():
+    for operand, choice in x.operands(*_MASKS):
         mask = _selection_mask(operand, x)
         if mask is not None and accepts(mask.selection) and choice.shape == x.shape:
             sides, fill = _MASKS[x.op]

@@ -35,7 +35,7 @@ class PackedRows(Group):
         """Return the number of keys of one sequence: all rows divided by `batch`, as all sequences are equally long."""
         return prod(self.rows.shape[:-1]) // batch
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse nothing: only pages can be in FRACTAL_NZ."""
 
     def refuse_lists(self, distinct: bool) -> None:
@@ -86,12 +86,12 @@ class PackedPages(PackedRows):
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return p.paged_rows(rows=self.rows, pages=self.pages, **how)
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse pages in FRACTAL_NZ."""
-        refuse_nz(self.layout)
+        refuse_nz("npu_kv_quant_sparse_flash_attention", self.layout)
 
     def where(self, batch: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the pages [Block, Size, 1, Row] for the operator, and the arguments of their layout with the block
         table.
         """
-        return read(self.pages, self.size), paged(self.block_table)
+        return read(self.pages, self.size, "npu_kv_quant_sparse_flash_attention"), paged(self.block_table)

@@ -87,9 +87,9 @@ class LatentPages(Pages):
         rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
         return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **rope)
 
-    def refuse_blocks(self, *widths: int) -> None:
+    def refuse_blocks(self, operator: str, *widths: int) -> None:
         """Refuse pages in FRACTAL_NZ, and a latent and rotated lanes with different block tables or sizes of pages."""
-        refuse_nz(self.layout, self.rope_layout)
+        refuse_nz("npu_sparse_flash_attention", self.layout, self.rope_layout)
         one = self.block_table is self.rope_table and self.size == self.rope_size
         require(
             one,
@@ -105,7 +105,9 @@ class LatentPages(Pages):
 
         `seen` are the arguments `sparse_mode` and `actual_seq_lengths_kv`.
         """
-        rows, turned = (read(each, self.size) for each in (self.first_pages, self.second_pages))
+        rows, turned = (
+            read(each, self.size, "npu_sparse_flash_attention") for each in (self.first_pages, self.second_pages)
+        )
         return attended(queries, (rows, turned), listed, scale, **paged(self.block_table), **seen)
 
     def attended_in_segments(self, queries: calls.Parts, listed: Tensor, scale: float, ends: Tensor) -> Tensor:
@@ -128,14 +130,15 @@ def paged(block_table: Tensor) -> dict[str, Any]:
     return {"layout_kv": "PA_BSND", "block_table": block_table.int()}
 
 
-def refuse_nz(*layouts: str) -> None:
-    """Refuse `layouts` of pages other than rows of tokens, such as FRACTAL_NZ."""
+def refuse_nz(operator: str, *layouts: str) -> None:
+    """Refuse `layouts` of pages other than rows of tokens, such as FRACTAL_NZ, for `operator`."""
     require(
         set(layouts) == {"BSND"},
-        "cache: its pages are lines of NZ; the operator requires rows [Block, Size, 1, D]; allocate the cache so",
+        "cache: its pages are lines of NZ; {operator} requires rows [Block, Size, 1, D]; allocate the cache so",
+        operator=operator,
     )
 
 
-def read(pages: Tensor, size: Any) -> Tensor:
-    """Reshape `pages` of one head to [Block, Size, 1, D]."""
-    return page_operand(pages, size).unsqueeze(2)
+def read(pages: Tensor, size: Any, operator: str) -> Tensor:
+    """Reshape `pages` of one head to [Block, Size, 1, D] for `operator`."""
+    return page_operand(pages, size, operator).unsqueeze(2)

@@ -152,12 +152,12 @@ class SparseAttention(Rule):
         """Refuse NZ pages of the latent or of the indexer's keys, and lists that name a key twice if the operator
         miscounts them.
 
-        Refused as well are masks `seen` whose queries without keys give what cannot be restored, see `Listing.refuse`.
+        Masks under which a query has no key are refused if its result cannot be restored, see `Listing.refuse`.
         """
         if match.indexer is not None:
             match.indexer.refuse_blocks()
         match.listing.refuse(match.seen, match.indexer, match.source.averaged)
-        match.source.refuse_blocks()
+        match.source.refuse_blocks("npu_sparse_flash_attention")
         match.source.refuse_lists(match.listing.is_distinct())
 
     @lowering

@@ -44,14 +44,14 @@ class RotatedLanes(Group):
         first, rest = p.lanes(x, 0, lanes.split), p.lanes(x, lanes.split, lanes.end)
         return p.joined(rotated_lanes(p, first, tables, self, like, heads_first), rest)
 
-    def guard(self, what: str) -> None:
-        """Refuse a rotation other than the operator's, from interleaved pairs to halves.
+    def guard(self, what: str, operator: str) -> None:
+        """Refuse a rotation other than that of `operator`, from interleaved pairs to halves.
 
         `what` names the rows, queries or keys, in the reason.
         """
-        orders = dict(what=what, source=self.source, result=self.result)
+        given = dict(what=what, source=self.source, result=self.result, operator=operator)
         reason = (
-            "{what} of the indexer: they are rotated from {source} to {result} order; the operator requires "
+            "{what} of the indexer: they are rotated from {source} to {result} order; {operator} requires "
             "interleaved pairs before and halves behind; permute the rows of their projection so"
         )
-        require((self.source, self.result) == (INTERLEAVED, HALF), reason, **orders)
+        require((self.source, self.result) == (INTERLEAVED, HALF), reason, **given)

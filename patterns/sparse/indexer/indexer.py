@@ -111,6 +111,11 @@ class Indexer(Group):
         """
         return dict(key=self.key, key_scale=self.key_scale)
 
+    @property
+    def operator(self) -> str:
+        """The name of the operator that lists keys of the dtype of these."""
+        return "npu_lightning_indexer" if self.key_scale is None else "npu_quant_lightning_indexer"
+
     def refuse_blocks(self) -> None:
         """Refuse no layout: keys in rows have none that the operator could not read."""
 
@@ -189,7 +194,7 @@ class Indexer(Group):
         sequence. If no size of a page divides T, rows are appended that no query sees.
         """
         padded = self.with_room()
-        pages = cut(padded.key.unsqueeze(2), 1).squeeze(2)
+        pages = cut(padded.key.unsqueeze(2), 1, padded.operator).squeeze(2)
         size = pages.shape[1]
         table = torch.arange(pages.shape[0], device=pages.device).reshape(padded.key.shape[0], -1)
         rows = dict(vars(padded), pages=pages, block_table=table, size=size, layout="BSND")
@@ -241,7 +246,7 @@ class PagedIndexer(Indexer):
 
     def refuse_blocks(self) -> None:
         """Refuse pages in FRACTAL_NZ."""
-        refuse_nz(self.layout)
+        refuse_nz(self.operator, self.layout)
 
     def in_segments(self, ends: Tensor) -> Tensor:
         """Refuse segments of packed tokens: TND requires a row of the block table for each, and `self.block_table` has
@@ -261,7 +266,11 @@ class PagedIndexer(Indexer):
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
         """Return the pages [Block, Size, 1, Di], None since pages need lengths, and the arguments of their layout."""
-        return read(self.pages, self.size), None, dict(layout_key="PA_BSND", block_table=self.block_table.int())
+        return (
+            read(self.pages, self.size, self.operator),
+            None,
+            dict(layout_key="PA_BSND", block_table=self.block_table.int()),
+        )
 
 
 @dataclass(frozen=True)
@@ -280,7 +289,7 @@ class PagedInt8Indexer(PagedIndexer):
 
     def refuse_blocks(self) -> None:
         """Refuse pages in FRACTAL_NZ, and scales whose block table is not that of the keys."""
-        refuse_nz(self.layout)
+        refuse_nz(self.operator, self.layout)
         one = self.block_table is self.scale_table and self.size == self.scale_size
         require(
             one,
@@ -290,7 +299,7 @@ class PagedInt8Indexer(PagedIndexer):
 
     def scales(self) -> Tensor:
         """Return the pages of scales for the operator, float16 [Block, Size, 1]."""
-        return page_operand(float16_scale(self.scale_pages), self.size)
+        return page_operand(float16_scale(self.scale_pages), self.size, self.operator)
 
 
 INDEXERS = (Indexer, PagedIndexer, PagedInt8Indexer)

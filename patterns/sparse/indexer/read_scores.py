@@ -153,7 +153,7 @@ def _below_relu(a: Algebra, value: Value, order: tuple[int, ...]) -> _Products |
         if value.op == "relu":
             below = True
         elif value.op == "mul":
-            inner, factor = next(((x, y) for x, y in (value.args, value.args[::-1]) if _is_product(x)), (value, value))
+            inner, factor = next(((x, y) for x, y in value.operands() if _is_product(x)), (value, value))
             if inner.shape != value.shape or inner is value:
                 return None
             last = factor.shape[-1] if factor.rank else 1

@@ -29,7 +29,7 @@ def split(a: Algebra, numbers: Value) -> Split | None:
     such sum, or if a place is not proven to be in 0 .. size - 1.
     """
     total = uncast(numbers, "reshape")
-    sides = (total.args, total.args[::-1]) if total.op == "add" else ()
+    sides = total.operands("add")
     splits = (_by(a, total, place, first) for place, first in sides)
     return next((each._replace(places=a.reshape(each.places, numbers.shape)) for each in splits if each), None)
 

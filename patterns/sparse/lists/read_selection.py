@@ -255,7 +255,7 @@ def _paged(a: Algebra, places: Value) -> _Paged | None:
     """Read `places` as table[number // Size] · Size + number % Size; None if it is anything else."""
     x = plain(places, "reshape", "wrap")  # a page that counts from the end does so too as the number of a row
     must(x.op == "add")
-    for page, offset in (x.args, x.args[::-1]):
+    for page, offset in x.operands():
         page, offset = (plain(each, "reshape") for each in (page, offset))
         if page.op == "scale" and offset.op == "remainder" and page.attrs == offset.attrs:
             size = int(offset.attrs[0])

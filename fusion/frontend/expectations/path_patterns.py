@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import TypeVar
 
+from fusion.report.folding import ranges
+
 Segment = str | frozenset[int]
 _NUMBERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 Value = TypeVar("Value")
@@ -119,13 +121,7 @@ def _text(numbers: frozenset[int], known: frozenset[int]) -> str:
     """Format `numbers` as "0-2,5", or as "*" if they are several and all that are `known`."""
     if len(numbers) > 1 and numbers >= known:
         return "*"
-    runs: list[list[int]] = []
-    for each in sorted(numbers):
-        if runs and each == runs[-1][-1] + 1:
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ranges(numbers)
 
 
 def _order(pattern: str) -> list[tuple[int, str]]:

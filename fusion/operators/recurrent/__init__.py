@@ -1,0 +1,1 @@
+"""Operators of recurrences over tokens, as of linear attention."""

@@ -1,0 +1,1 @@
+"""Hyper-connections as public models write them, and what resembles them."""
