@@ -258,8 +258,8 @@ def _further(exact: Tensor, old: Tensor, new: Tensor, moved: Sequence[Tensor], g
 
     One unit of rounding to the coarser of `grain` and the dtype of `old` is allowed beside the limit. In float32 and
     float64 four units are allowed, because each step of a sum is rounded to the dtype of the result there, and a fused
-    operator may sum in another order. Behind calls that jump (`jumps`), one number in a hundred is ignored and the limit is 4 times the
-    original's error, not 1.5, as near scores may swap places in a list.
+    operator may sum in another order. Behind calls that jump (`jumps`), one number in a hundred is ignored and the
+    limit is 4 times the original's error, not 1.5, as near scores may swap places in a list.
     """
     some = exact.isfinite() & old.isfinite()
     lost = int((some & ~new.isfinite()).sum())

@@ -157,6 +157,7 @@ def test_a_model_that_fails_is_reported_up_to_there(factories: str):
     assert "not traced to the end" in run("explain", f"{factories}:ending").stdout
 
 
+@pytest.mark.rotates(12)
 def test_every_operator_is_listed():
     content = json.loads(run("ops", "--json").stdout)
     assert [each["name"] for each in content["operators"]] == sorted(OPERATORS)
@@ -164,6 +165,7 @@ def test_every_operator_is_listed():
     assert all(each.split("::")[1] in run("ops").stdout for each in OPERATORS)
 
 
+@pytest.mark.rotates(3)
 def test_one_operator_is_shown_with_all_that_is_known():
     for entry in operator_entries():
         short = json.loads(run("ops", entry.name.split("::")[1], "--json").stdout)["operators"][0]
@@ -201,6 +203,7 @@ def test_help_and_version():
     assert run("--version").stdout.startswith("cann-fusion ")
 
 
+@pytest.mark.rotates(4)
 def test_a_hub_model_is_explained_at_its_real_sizes():
     done = run("explain", "hf:qwen3", "--mode", "decode", "--json")
     assert done.exit_code == 0, done.output

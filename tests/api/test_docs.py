@@ -84,6 +84,7 @@ def test_commands_exist():
         commands[name].make_context(name, arguments, resilient_parsing=True)  # raises if an option does not exist
 
 
+@pytest.mark.rotates(4)
 def test_generated_parts_are_current():
     for path, text in build.generated().items():
         assert path.read_text() == text, f"{path.relative_to(ROOT)} is out of date: run `make docs`"

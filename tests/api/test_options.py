@@ -78,6 +78,7 @@ NAMES = {
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 @pytest.mark.parametrize("option", NAMES)
+@pytest.mark.rotates(6)
 def test_a_misspelt_rule_is_an_error_at_every_door_with_the_nearest(option: str, door: Any):
     given, nearest = NAMES[option]
     with pytest.raises(OptionError, match=rf"is not a known .*(rule|package); did you mean {nearest}"):

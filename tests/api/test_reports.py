@@ -100,6 +100,7 @@ def test_an_equal_graph_is_listed_as_replayed(tmp_path: Path, monkeypatch: pytes
     assert second.reasons
 
 
+@pytest.mark.rotates(4)
 def test_neither_the_model_nor_its_graph_is_held():
     model = Normed().eval()
     alive = weakref.ref(model.norm.weight)

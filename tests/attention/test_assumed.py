@@ -89,6 +89,7 @@ def test_a_whole_sequence_needs_no_mask(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("lengths", [[9], [5, 16, 9]], ids=["S T", "B S T"])
 @pytest.mark.parametrize("queries", [3, 16])
+@pytest.mark.rotates(3)
 def test_a_mask_without_heads_is_told_as_well(queries, lengths, dtype):
     lengths = [16] * len(lengths) if queries == 16 else lengths
     mask = mask_of("causal", queries, 16, lengths, dtype)[:, 0]

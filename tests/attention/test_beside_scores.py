@@ -414,6 +414,7 @@ REFUSED: dict[Form, str] = {
 
 
 @pytest.mark.parametrize("form", REFUSED, ids=lambda each: each.__name__)
+@pytest.mark.rotates(4)
 def test_what_resembles_it_is_refused(form: Form):
     outcome = tried(form, torch.float32).outcome
     assert not outcome.chosen

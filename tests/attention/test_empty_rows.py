@@ -176,6 +176,7 @@ def as_in_float64(t: Trial) -> None:
 
 
 @pytest.mark.parametrize("name", MEAN | SAME)
+@pytest.mark.rotates(6)
 def test_a_row_that_a_number_hides_gives_what_the_code_gives(name: str):
     t = tried((MEAN | SAME)[name], HOW["the least"], torch.float32)
     assert fuses(t), t.outcome.refusals

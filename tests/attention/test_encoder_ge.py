@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.support.torch_npu_host import requires_torch_npu, run
 
 CHILD = """
@@ -27,6 +29,7 @@ print(json.dumps(dict(operators=ge.operators(), errors=errors)))
 
 
 @requires_torch_npu
+@pytest.mark.rotates(12)
 def test_heads_that_lie_last_are_handed_on_joined():
     child = run(CHILD)
     assert child.returncode == 0, child.stderr[-3000:]

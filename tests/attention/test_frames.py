@@ -33,6 +33,7 @@ def inputs(*lead: int) -> tuple[Tensor, ...]:
     return numbers(*lead, 5, D), numbers(7, D, seed=1), numbers(7, D, seed=2)
 
 
+@pytest.mark.rotates(6)
 def test_one_matrix_of_queries_is_of_one_head():
     assert read(attended, *inputs()) == [(1, 1, 5, D)]
 

@@ -82,6 +82,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", CHOICES.values(), ids=CHOICES)
+@pytest.mark.rotates(3)
 def test_other_choices_are_told(case: tuple[Any, ...]):
     reason, where, *inputs = case
     graph = read(chosen(where), *inputs)

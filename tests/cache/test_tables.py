@@ -166,6 +166,7 @@ ODD: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", ODD.values(), ids=ODD)
+@pytest.mark.rotates(4)
 def test_other_numbers_are_no_table(case: tuple[Any, ...]):
     assert not named(*case)
 

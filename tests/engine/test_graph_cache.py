@@ -82,6 +82,7 @@ def looks(val: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.rotates(3)
 def test_an_equal_graph_is_fused_without_a_search(where: str, searched: list[fx.Graph]):
     source, options = capture(block, inputs()), replace(OPTIONS, plan_cache=where)
     expected = told(*fused(source, replace(options, plan_cache="off")))

@@ -41,6 +41,7 @@ class Triple(Rule):
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
 @pytest.mark.parametrize("left", [True, False])
+@pytest.mark.rotates(3)
 def test_products_match_in_any_order_and_association(order, left):
     def form(x, y):
         factors = (x, y, torch.sigmoid(x))

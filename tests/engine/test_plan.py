@@ -254,6 +254,7 @@ def test_what_indices_take_may_lie_as_they_do(before):
     assert _follows_index_strides(build(take, x, [*before, build(torch.ops.aten.t.default, places)]))
 
 
+@pytest.mark.rotates(6)
 def test_what_a_search_knows_goes_with_it(monkeypatch: pytest.MonkeyPatch):
     """At once, without garbage collection: a report holds no graph, and nothing that is left holds itself."""
     planners: list[weakref.ref[Planner]] = []

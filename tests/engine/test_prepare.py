@@ -453,6 +453,7 @@ class Int8(nn.Module):
 
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])
 @pytest.mark.parametrize(("prepack", "why"), [("share", {}), ("copy", {adjacent.BY_OPTION: (1, 96 * 64)})])
+@pytest.mark.rotates(3)
 def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack, why):
     model, x = Int8(), numbers(32, 64)
     options = {"target": target, "lower": "eager", "prepack": prepack}

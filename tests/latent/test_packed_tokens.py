@@ -142,6 +142,7 @@ def test_one_cache_of_both_keeps_its_rows():
 
 @pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
 @pytest.mark.parametrize("attend", [absorbing, expanding], ids=lambda each: each.__name__)
+@pytest.mark.rotates(4)
 def test_what_runs_is_as_exact_as_the_model(attend: Callable[..., Tensor], joint: bool):
     block = Block(attend, joint).bfloat16()
     runs = [inputs(joint), inputs(joint), inputs(joint, torch.float64)]

@@ -38,6 +38,7 @@ def test_passes_of_the_user_run_behind_the_fusion(compiler: str):
     assert cases()[compiler]["seen"] == ["npu.npu_rms_norm.default", "npu.npu_swiglu.default"]
 
 
+@pytest.mark.rotates(12)
 def test_torchair_converts_what_was_fused():
     converted = cases()["torchair"]["ge"]
     assert {name: converted[name] for name in ("RmsNorm", "SwiGlu", "MatMul")} == {

@@ -59,6 +59,7 @@ def test_the_vendor_graph_runs_and_agrees_with_eager(route: str, shapes: str):
 
 @requires_torch_npu
 @pytest.mark.parametrize("shapes", ["static", "dynamic"])
+@pytest.mark.rotates(12)
 def test_torchair_converts_each_fused_operator_to_its_ge_operator(shapes: str):
     (graph,) = report("torchair", shapes)["converted"]
     after = Counter(graph["after"])
@@ -90,6 +91,7 @@ def attention() -> dict[str, tuple[float, dict[str, int]]]:
 @requires_torch_npu
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("lengths", ["list", "tensor"])
+@pytest.mark.rotates(12)
 def test_attention_is_one_ge_operator_whatever_holds_its_lengths(version: int, lengths: str):
     far, operators = attention()[f"v{version} {lengths}"]
     assert far < 1e-6

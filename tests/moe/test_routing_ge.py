@@ -36,6 +36,7 @@ def told(by: str) -> dict[str, Any]:
         ("guest", 1, 1e-6),
     ],
 )
+@pytest.mark.rotates(12)
 def test_a_router_converts_to_ge(case: str, renorm: int, tolerance: float):
     found = told("guest" if case == "guest" else "lowered")[case]
     assert found["operators"][ROUTER] == 1, found["operators"]
@@ -45,5 +46,6 @@ def test_a_router_converts_to_ge(case: str, renorm: int, tolerance: float):
 
 
 @requires_torch_npu
+@pytest.mark.rotates(12)
 def test_a_call_of_the_model_for_the_whole_softmax_is_left_to_torchairs_own_converter():
     assert told("whole_softmax") == {"made": [], "raised": "got an unexpected keyword argument 'renorm'"}

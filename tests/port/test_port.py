@@ -34,6 +34,7 @@ def test_a_block_has_joined_weights_and_its_module():
     assert "# models.py:" in source
 
 
+@pytest.mark.rotates(6)
 def test_equal_layers_are_one_class_in_a_loop():
     model, args = stack(4)
     source = check(model, *args)
@@ -164,6 +165,7 @@ def test_numbers_that_python_counts_are_named():
     assert "    counter.length" in source
 
 
+@pytest.mark.rotates(3)
 def test_what_cannot_be_written_says_why():
     def broken(x):
         y = x * 2

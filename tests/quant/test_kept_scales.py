@@ -173,6 +173,7 @@ INVERSES: dict[str, tuple[Rows, bool]] = {
 
 
 @pytest.mark.parametrize(("inverse", "found"), INVERSES.values(), ids=INVERSES)
+@pytest.mark.rotates(3)
 def test_an_inverse_may_be_another_where_a_scale_is_0(inverse: Callable[[Tensor], Tensor], found: bool):
     def rows(x: Tensor) -> Tensor:
         return int8(x.float() * inverse(x))

@@ -251,6 +251,7 @@ ONES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("by", ONES.values(), ids=ONES)
 @pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.rotates(3)
 def test_a_scale_of_the_whole_tensor_is_one_of_each_channel(by: Callable[..., Tensor], rows: int):
     def finish(x: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Tensor:
         return by(product(int8(x * 8), weight).float(), scale, one).bfloat16()

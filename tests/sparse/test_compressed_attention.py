@@ -81,6 +81,7 @@ def test_one_call_computes_what_the_model_computes(kind: str, how: str):
     assert error(fused, expected) <= 1.2 * error(plain(*given[1]), expected)
 
 
+@pytest.mark.rotates(4)
 def test_the_chip_takes_heads_of_its_width_in_a_package_that_is_named():
     x = torch.randn(1, TOKENS, 64).bfloat16()
     chip = OPTIONS | {"target": "ascend910_93", "plan_lower": "eager"}

@@ -180,6 +180,7 @@ LIKE_GATES = (of_other_streams, of_another_norm, of_lanes_first, of_each_stream)
 
 
 @pytest.mark.parametrize("form", LIKE_GATES, ids=lambda form: form.__name__)
+@pytest.mark.rotates(3)
 def test_gates_of_something_else_are_not_those_of_the_streams(form: Form):
     t = fused(Connection(form, d=128, times=3), streams())
     assert called(t) & ON_950 == ON_950 - {"npu::npu_mhc_pre"}
