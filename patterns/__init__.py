@@ -10,6 +10,7 @@ from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse
 from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.reasons.unclaimed import unclaimed_attentions
+from patterns.attention.reasons.uses import uses_of_attentions
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
 from patterns.attention.varlen.read_segments import paged_segments, segmented_attentions
@@ -119,6 +120,7 @@ _READERS = (
     compressed_attentions,
     compressors,
     unclaimed_attentions,
+    uses_of_attentions,
     encoded_cache,
     softmax_lse,
     segment_id_attentions,

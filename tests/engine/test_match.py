@@ -109,6 +109,9 @@ def test_guard_refuses_with_its_text_unless_unsafe():
     assert not refused.matches
     assert [each.reason for each in refused.refusals] == ["the factor is 3.0, not 2"]
     assert found(lambda x: x.exp() * 3, (X,), rule, unsafe=frozenset({rule.name})).matches
+    unasked = match(read_graph(traced(lambda x: x.exp() * 3, X).graph), (rule,), diagnose=False)
+    assert not unasked.matches
+    assert not unasked.refusals
 
 
 def test_a_match_never_takes_what_its_own_result_is_needed_for():
