@@ -8,7 +8,7 @@ import torch.fx as fx
 
 from fusion import reader
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.row_layout import uncast
+from fusion.analysis.row_layout import unwidened
 from fusion.graph import Annotation, Graph, Miss, Reading, Value
 from patterns.attention.core.divided_late import stripped
 from patterns.attention.core.read import cores_by_value
@@ -39,7 +39,7 @@ def _wide_result(graph: Graph, root: Value, reading: Reading) -> Miss | None:
     Operators give results in the dtype of their operands.
     """
     operands = [reading.captures[name] for name in ("q", "k", "v")]
-    wide, narrow = operands[0].dtype, {uncast(graph.algebra, each).dtype for each in operands}
+    wide, narrow = operands[0].dtype, {unwidened(graph.algebra, each).dtype for each in operands}
     if len(narrow) != 1 or wide in narrow:
         return None
     have, given = (str(each).removeprefix("torch.") for each in (wide, *narrow))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
-from fusion.analysis.dtypes import elements_below, is_rounding
+from fusion.analysis.dtypes import elements_below, unrounded
 from fusion.graph import Algebra, Dim, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof_steps import must, proven
@@ -73,13 +73,6 @@ def _by_product(a: Algebra, inner: Value, factor: float) -> Weighed | None:
         return None
     rows = a.reshape(elements_below(weighted.rows), (*weighted.weights.shape, weighted.rows.shape[-1]))
     return Weighed(weighted.weights, Stack(rows, 1, 2))
-
-
-def unrounded(x: Value) -> Value:
-    """Strip casts between floats from `x`."""
-    while is_rounding(x):
-        x = x.arg
-    return x
 
 
 class StackedRows(ChosenRows):
