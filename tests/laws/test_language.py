@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import fusion.analysis
 from tests.laws.language import counts, faults, listed
 
 
@@ -15,6 +16,13 @@ def test_no_file_has_more_faults_than_are_listed():
     fewer = {name: f"{now.get(name, 0)}, of {count} listed" for name, count in most.items() if now.get(name, 0) < count}
     assert not more, "python -m tests.laws.language FILE names the faults"
     assert not fewer, "python -m tests.laws.language --list > tests/laws/language.txt"
+
+
+def test_the_list_of_analyses_names_every_module():
+    lines = [line[4:] for line in (fusion.analysis.__doc__ or "").splitlines() if line.startswith("    ")]
+    named = [name for line in lines for name in line.partition("  ")[0].split(", ")]
+    modules = {path.stem for path in Path(fusion.analysis.__file__).parent.glob("*.py")} - {"__init__"}
+    assert sorted(named) == sorted(modules)
 
 
 @pytest.mark.parametrize(
