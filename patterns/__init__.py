@@ -66,9 +66,9 @@ from patterns.sparse.compressed.read import compressed_attentions
 from patterns.sparse.compressed.read_compressors import compressors
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers, listed_masks
+from patterns.sparse.lists.gather_selection_kv_cache import GatherSelectionKvCache
+from patterns.sparse.lists.read_buffered_rows import buffered_rows
 from patterns.sparse.lists.read_lists import indexer_lists
-from patterns.sparse.lists.read_selection import buffered_rows
-from patterns.sparse.lists.selection import GatherSelectionKvCache
 from patterns.streams.read_gates import stream_gates
 from patterns.streams.read_sinkhorn import sinkhorn
 from patterns.streams.read_update import stream_updates

@@ -17,8 +17,8 @@ from fusion.analysis.equal_rows import counted, share
 from fusion.analysis.row_layout import Arrangement, arrangement, row_step
 from fusion.graph import Algebra, Value, comparisons
 from patterns.attention.core.empty_rows import Empty
+from patterns.attention.core.exponential_weights import shared
 from patterns.attention.core.scores import PLAIN, Scores, scores_of, truth_of
-from patterns.attention.core.shares import shared
 from patterns.attention.masks.mask_terms import Term
 from patterns.attention.masks.visible import MASKED
 

@@ -17,7 +17,7 @@ from fusion.graph.contractions import swapped
 from fusion.graph.proof_steps import must, proven
 from patterns.linear.read_gates import half_of_lanes
 from patterns.moe.experts.chosen_rows import ChosenRows
-from patterns.moe.experts.listed import Active
+from patterns.moe.experts.expert_lists import Active
 from patterns.moe.experts.weighted_sums import total
 
 

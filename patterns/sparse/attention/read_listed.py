@@ -14,7 +14,7 @@ from patterns.attention.core.frames import Attended
 from patterns.attention.core.output_view import view_steps
 from patterns.attention.core.read import cores_by_value, why_not_scores
 from patterns.attention.masks.assumed import Assumed
-from patterns.sparse.attention.listed import Operands, listed_attention
+from patterns.sparse.attention.gathered_attention import Operands, listed_attention
 from patterns.sparse.lists.read_lists import shows_one
 from patterns.sparse.words import LISTED_ATTENTION, SUNK
 

@@ -24,8 +24,8 @@ from patterns.attention.masks.visible import list_in, names_keys
 from patterns.sparse.indexer.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.indexer.seen_keys import EVERY, NOTHING, in_words, starts_anywhere
 from patterns.sparse.lists.fixed_keys import list_of, split
+from patterns.sparse.lists.gathered_rows import distinct
 from patterns.sparse.lists.mask_lookup import looked_up
-from patterns.sparse.lists.rows import distinct
 from patterns.sparse.words import LIGHTNING_INDEXER, SUNK, TOPK_MASK
 
 _MASK = (

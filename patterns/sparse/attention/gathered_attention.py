@@ -23,9 +23,9 @@ from fusion.graph.comparisons import constant, where
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.masks import Masks, unseen
-from patterns.sparse.lists.entries import Entries, unclamped
-from patterns.sparse.lists.rows import Gathered, distinct, gathered
-from patterns.sparse.lists.slots import Tabled, by_table
+from patterns.sparse.lists.gathered_rows import Gathered, distinct, gathered
+from patterns.sparse.lists.list_entries import Entries, unclamped
+from patterns.sparse.lists.page_slots import Tabled, by_table
 
 ShowsOne = Callable[[Value], "frozenset[str] | None"]
 """Names the inputs that a proof relies on that each query sees an entry of its list; None without a proof."""
