@@ -50,7 +50,7 @@ def match(
 
     The guards of the rules named in `unsafe` are not called.
     """
-    search = _Search(graph, unsafe, diagnose)
+    search = Search(graph, unsafe, diagnose)
     for level in levels(rules):
         for rule in level:
             search.attempt(search.apply, rule)
@@ -114,7 +114,7 @@ class _Candidates:
         return blocks
 
 
-class _Search:
+class Search:
     """The state of one search, and the context in which terms match."""
 
     def __init__(self, graph: Graph, unsafe: frozenset[str], diagnose: bool) -> None:

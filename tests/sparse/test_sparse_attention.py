@@ -158,7 +158,7 @@ def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, mode: str, lev
 
 def test_as_many_keys_are_listed_as_are_known_before():
     known = {4: 4, Min(4, KEYS): 4, KEYS: None, Min(KEYS, QUERIES): None, Max(4, KEYS): None}
-    assert {count: read._at_most(count) for count in known} == known
+    assert {count: read.at_most(count) for count in known} == known
 
 
 def test_places_of_one_row_are_distinct_only_while_it_stays_a_row():

@@ -298,7 +298,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     words = in_words(masks, bounds)
     if words is None:
         return _RANGES if starts_anywhere(masks, bounds) else _MASK
-    count = _at_most(places.attrs[0])
+    count = at_most(places.attrs[0])
     if count is None:
         return (
             "list of keys: its length is symbolic; npu_lightning_indexer requires a static sparse_count; "
@@ -307,7 +307,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     return Indexed({**captures, "count": count, **words}, masks, formula)
 
 
-def _at_most(count: Any) -> int | None:
+def at_most(count: Any) -> int | None:
     """Return K if `count`, the number of listed keys, is K or min(K, T) for a symbolic T; None for another symbolic
     number.
     """
