@@ -10,6 +10,7 @@ from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse
 from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.reasons.unclaimed import unclaimed_attentions
+from patterns.attention.reasons.uses import uses_of_attentions
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
 from patterns.attention.varlen.read_segments import paged_segments, segmented_attentions
@@ -65,9 +66,9 @@ from patterns.sparse.compressed.read import compressed_attentions
 from patterns.sparse.compressed.read_compressors import compressors
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers, listed_masks
+from patterns.sparse.lists.gather_selection_kv_cache import GatherSelectionKvCache
+from patterns.sparse.lists.read_buffered_rows import buffered_rows
 from patterns.sparse.lists.read_lists import indexer_lists
-from patterns.sparse.lists.read_selection import buffered_rows
-from patterns.sparse.lists.selection import GatherSelectionKvCache
 from patterns.streams.read_gates import stream_gates
 from patterns.streams.read_sinkhorn import sinkhorn
 from patterns.streams.read_update import stream_updates
@@ -119,6 +120,7 @@ _READERS = (
     compressed_attentions,
     compressors,
     unclaimed_attentions,
+    uses_of_attentions,
     encoded_cache,
     softmax_lse,
     segment_id_attentions,

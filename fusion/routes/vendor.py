@@ -110,8 +110,8 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
     return lengths | {
         aten.all.dim: _all,
         aten.view.dtype: _bits,
-        aten.index_copy.default: _index_copy,
-        aten.index_put.default: _index_put,
+        aten.index_copy.default: run_index_copy,
+        aten.index_put.default: run_index_put,
         torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
         torch.ops.npu.npu_rotary_mul.default: _rotary_mul,
     }
@@ -220,11 +220,13 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Any:
     return aten.view.dtype(parts, dtype).reshape(shape)
 
 
-def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+def run_index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Compute index_copy by npu_scatter_nd_update, which the compiler converts."""
     return _scatter_rows(x, dim % x.dim(), [index], source)
 
 
-def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+def run_index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Compute index_put at adjacent dims by npu_scatter_nd_update; NotImplemented for any other call."""
     given = [dim for dim, index in enumerate(indices) if index is not None]
     tensors = [index for index in indices if index is not None]
     adjacent = given == list(range(given[0], given[0] + len(given)))

@@ -113,7 +113,7 @@ def _chain(copy: fx.Node, lowering: str) -> Chain | None:
     steps: list[fx.Node] = []
     while value is not place:
         views, made = _peel_views(value)
-        link = _link(made, lowering)
+        link = link_of(made, lowering)
         if link is None:
             return None
         links.append(link)
@@ -122,7 +122,7 @@ def _chain(copy: fx.Node, lowering: str) -> Chain | None:
         steps = [*views, *steps]
         if _functional(_call(value)) is None:
             break
-    return Chain(copy, tuple(reversed(links))) if links and value is place and _restores(place, steps) else None
+    return Chain(copy, tuple(reversed(links))) if links and value is place and puts_back(place, steps) else None
 
 
 def _shorten(copy: fx.Node) -> None:
@@ -132,7 +132,7 @@ def _shorten(copy: fx.Node) -> None:
     """
     value: Any = copy.args[1]
     fills: list[fx.Node] = []
-    while isinstance(value, fx.Node) and _fills(value):
+    while isinstance(value, fx.Node) and fills_buffer(value):
         fills.append(value)
         value = value.args[1]
     for node in fills if isinstance(value, fx.Node) and _functional(_call(value)) else ():
@@ -140,7 +140,7 @@ def _shorten(copy: fx.Node) -> None:
         node.graph.erase_node(node)
 
 
-def _fills(node: fx.Node) -> bool:
+def fills_buffer(node: fx.Node) -> bool:
     """Return True if the `slice_scatter` `node` overwrites all of its first argument with a source of the same strides.
 
     A source with the shape of the destination covers all of it, wherever the slice begins.
@@ -158,7 +158,7 @@ def _call(value: fx.Node) -> fx.Node:
     return source if isinstance(source, fx.Node) else value
 
 
-def _link(result: fx.Node, lowering: str) -> Link | None:
+def link_of(result: fx.Node, lowering: str) -> Link | None:
     """Return `result` as a link if it is a new cache of a call that `lowering` takes in place, else None."""
     node = _call(result)
     operator = _functional(node)
@@ -212,7 +212,7 @@ def _is_alias(node: fx.Node) -> bool:
     return node.op == "call_function" and shows and bool(node.all_input_nodes)
 
 
-def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
+def puts_back(place: Any, steps: Sequence[fx.Node]) -> bool:
     """Return True if `steps`, views applied to `place` one after the other, give `place` back: shape, strides, offset,
     dtype.
     """

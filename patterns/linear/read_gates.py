@@ -76,7 +76,7 @@ def _others(graph: Graph) -> Iterator[Annotation]:
     products = [each for each in list(graph.places) if each.op == "mul"]
     factors_of: dict[Value, set[Value]] = {}
     for product in products:
-        factors = _factors(product)
+        factors = set(product.factors("cast"))
         for each in factors:
             if each.op == "sigmoid":
                 factors_of.setdefault(each, set()).update(factors)
@@ -99,9 +99,10 @@ def _why_no_silu(gate: Value, factors: set[Value]) -> str:
 
     The gate is no factor, so that its sigmoid stands alone, or it is scaled in the sigmoid only.
     """
-    if _factors(gate) <= factors:  # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
+    # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
+    if factors.issuperset(gate.factors("cast")):
         return ""
-    if gate.op != "scale" or not _factors(gate.arg) <= factors:
+    if gate.op != "scale" or not factors.issuperset(gate.arg.factors("cast")):
         return (
             "gate: it is a sigmoid alone; npu_swiglu requires silu, gate * sigmoid(gate), and no operator "
             "here computes sigmoid(gate) * up; nothing to change"
@@ -115,9 +116,3 @@ def _why_no_silu(gate: Value, factors: set[Value]) -> str:
         if is_gate
         else ""
     )
-
-
-def _factors(value: Value) -> set[Value]:
-    """Return the factors of a product, without casts."""
-    value = value.below("cast")
-    return _factors(value.args[0]) | _factors(value.args[1]) if value.op == "mul" else {value}

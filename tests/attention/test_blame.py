@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fusion
+from fusion import Options
 from fusion.graph import Algebra
+from fusion.pipeline import fuse_graph
 from fusion.report.report import Report
+from fusion.testing import capture
+from patterns.attention.reasons import unclaimed, uses
 from patterns.attention.reasons.blame import unproven
 
 B, N, S, T, D = 2, 4, 8, 24, 64
@@ -52,6 +56,23 @@ def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.tanh(scores / 30) * 30
     weights = scores.softmax(-1)
     return (weights @ v.float()).to(q.dtype)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (q @ k.mT / 8).softmax(-1)
+    return weights @ v, weights
+
+
+def test_reasons_are_sought_for_reports_alone(monkeypatch: pytest.MonkeyPatch):
+    sought: list[str] = []
+    for module, name in ((uses, "_used_weights"), (unclaimed, "without_softmax")):
+        seek = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, seek=seek: (sought.append(seek.__name__), seek(*given))[1])
+    traced = capture(plain, QKV)
+    fuse_graph(traced.graph.graph, fusion.installed(), Options(target="ascend910_93"), with_refusals=False)
+    assert not sought
+    assert "something else reads them" in one(explained(plain))[0]
+    assert "_used_weights" in sought
 
 
 def test_a_cap_is_blamed_where_it_stands_once_for_each_attention():

@@ -423,7 +423,7 @@ def transposed_copy(build):
 )  # fmt: skip
 def test_parameters_become_views_of_what_lays_them_one_behind_the_other(form, why):
     node = form(Build())
-    assert adjacent.why_copied(node, stage._closure(node), adjacent.parts(node)) == why
+    assert adjacent.why_copied(node, stage.closure_of(node), adjacent.parts(node)) == why
 
 
 def test_nothing_is_prepared_where_a_graph_takes_nothing():

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fusion import operators
 from fusion.options import Options
 from fusion.stages.host_reads import read_on_host
-from fusion.stages.reinplace import _fills, _link, _restores, reinplace
+from fusion.stages.reinplace import fills_buffer, link_of, puts_back, reinplace
 from fusion.testing import capture
 
 from .graphs import Build, fuse, names, numbers
@@ -330,7 +330,7 @@ def test_views_restore_a_cache_if_each_element_is_where_it_was(steps, restores):
     for target, *args in steps:
         value = build(target, value, *args)
         made.append(value)
-    assert _restores(place, made) == restores
+    assert puts_back(place, made) == restores
 
 
 def test_only_a_new_cache_that_lies_as_the_old_one_is_a_write():
@@ -345,10 +345,10 @@ def test_only_a_new_cache_that_lies_as_the_old_one_is_a_write():
     for item in range(4):
         result = build.graph.call_function(getitem, (call, item))
         result.meta["val"] = inputs[0].meta["val"]
-        links.append(_link(result, "eager"))
+        links.append(link_of(result, "eager"))
     assert [each is not None for each in links] == [False, False, True, True]
     result.meta["val"] = result.meta["val"].t()
-    assert _link(result, "eager") is None
+    assert link_of(result, "eager") is None
 
 
 @pytest.mark.parametrize(
@@ -367,13 +367,13 @@ def test_a_buffer_is_filled_if_nothing_of_it_is_left(target, args, fills):
     dim, start, stop, *_ = (*args, 9)
     buffer, rows = build.input(4, 9), build.input(*((stop - start, 9) if dim == 0 else (4, stop - start)))
     node = build.graph.call_function(target, (buffer, rows, *args))
-    assert _fills(node) == fills
+    assert fills_buffer(node) == fills
 
 
 def test_a_buffer_that_is_filled_keeps_its_strides():
     build = Build()
     rows = build(aten.t.default, build.input(9, 4))
-    assert not _fills(build.graph.call_function(aten.slice_scatter.default, (build.input(4, 9), rows, 1, 0, 9)))
+    assert not fills_buffer(build.graph.call_function(aten.slice_scatter.default, (build.input(4, 9), rows, 1, 0, 9)))
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_index_copy_as_scatter(dim: int):
     x = torch.arange(2.0 * 5 * 4 * 6).reshape(2, 5, 4, 6)
     index = torch.tensor([1, 0])
     source = torch.randn(2, 5, 4, 6).index_select(dim, index)
-    assert torch.equal(vendor._index_copy(x, dim, index, source), x.index_copy(dim, index, source))
+    assert torch.equal(vendor.run_index_copy(x, dim, index, source), x.index_copy(dim, index, source))
 
 
 INDICES = [
@@ -179,7 +179,7 @@ INDICES = [
 @pytest.mark.parametrize(("indices", "shape"), INDICES)
 def test_index_put_as_scatter(indices: list[Tensor | None], shape: tuple[int, ...]):
     x, values = torch.randn(2, 4, 6), torch.randn(shape)
-    assert torch.equal(vendor._index_put(x, indices, values), torch.ops.aten.index_put(x, indices, values))
+    assert torch.equal(vendor.run_index_put(x, indices, values), torch.ops.aten.index_put(x, indices, values))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_index_put_as_scatter(indices: list[Tensor | None], shape: tuple[int, ..
     ],
 )
 def test_an_index_put_that_is_no_scatter_is_left_alone(indices: list[Tensor | None], accumulate: bool):
-    assert vendor._index_put(torch.ones(2, 4, 6), indices, torch.ones(()), accumulate) is NotImplemented
+    assert vendor.run_index_put(torch.ones(2, 4, 6), indices, torch.ones(()), accumulate) is NotImplemented
 
 
 class RecordingGe:

@@ -90,7 +90,9 @@ class Classes:
         self._class[frame] = one
 
     def _name(self) -> None:
-        """Name each class as that of the model; of several variants the most frequent, the others by their number."""
+        """Give each class the name of its class in the model: of several variants the most frequent gets the name
+        alone, the others get it with the numbers in the path of their first module.
+        """
         by_kind: dict[str, list[Class]] = {}
         for each in self.all:
             kind = each.frames[0].kind

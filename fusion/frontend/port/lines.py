@@ -29,9 +29,9 @@ class Statement:
 
 
 def statement_of(node: fx.Node, kind: Any) -> Statement | None:
-    """Return the statement of `node` in the forward of the module class or function `kind`, else in the innermost one.
+    """Return the statement of `node` in the forward of the module class or function `kind`.
 
-    None where nothing is recorded.
+    The statement in the innermost function if no frame of `node` is in that forward; None if it has no frames.
     """
     stack = frames(node)
     if not stack:

@@ -104,7 +104,7 @@ class Names:
         return cleaned(statement.names[0]) if statement is not None and len(statement.names) == 1 else ""
 
     def _is_moved(self, node: fx.Node) -> bool:
-        """Return True if `node` was made in a module inside that has a frame of its own: its lines are not here."""
+        """Return True if `node` comes from a submodule that has a frame of its own, whose lines name it."""
         inner = [path for _, path, _ in module_chain(node)]
         frames = {each.path for each in set(self._inside.values())}
         return any(path in frames for path in inner)

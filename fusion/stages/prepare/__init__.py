@@ -35,7 +35,7 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
         return ()
     fixed = derived(source, facts.parameters, constants=True)
     wanted = _frontier(source, fixed)
-    left = {each for node in wanted for each in _closure(node)}
+    left = {each for node in wanted for each in closure_of(node)}
     placed: dict[tuple[str, tuple[str, ...]], tuple[fx.Node, Prepared]] = {}
     taken: set[str] = set()  # names of Parameters that become views
     for node, recipe in _recipes(wanted, prepack):
@@ -86,7 +86,7 @@ def _is_work(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor) and not is_view(node.target)
 
 
-def _closure(node: fx.Node) -> list[fx.Node]:
+def closure_of(node: fx.Node) -> list[fx.Node]:
     """Return `node` and all nodes that it is computed from, operands first."""
     done: dict[fx.Node, None] = {}
     waiting = [(node, False)]
@@ -106,7 +106,7 @@ def _extract(node: fx.Node, prepack: str, modules: dict[str, fx.GraphModule]) ->
     Equal computations share one of `modules`, which is extended: equal layers need one. Parameters that become views
     are named in the order of their memory.
     """
-    closure = _closure(node)
+    closure = closure_of(node)
     given = [each for each in closure if each.op == "placeholder"]
     joined_parameters = parts(node)
     copied = why_copied(node, closure, joined_parameters) if prepack == "share" or not given else BY_OPTION

@@ -18,8 +18,8 @@ from fusion.graph import Algebra, Annotation, Graph, Miss, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.moe.experts.assigned import CHOICES, assigned
 from patterns.moe.experts.chosen_rows import ChosenRows
-from patterns.moe.experts.counts import are_indices
-from patterns.moe.experts.listed import Active
+from patterns.moe.experts.expert_lists import Active
+from patterns.moe.experts.group_ends import are_indices
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.moe.experts.weighted_sums import RULE, Total, sum_of_products, summed, total
 from patterns.moe.router.read_weights import MaskedRows, masked_rows

@@ -23,9 +23,7 @@ from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast
 from patterns.moe.experts.all_experts import all_experts
 from patterns.moe.experts.assigned import assigned
-from patterns.moe.experts.counts import counted, counted_outside
-from patterns.moe.experts.gathered_matrices import gathered_rows
-from patterns.moe.experts.listed import (
+from patterns.moe.experts.expert_lists import (
     Active,
     Listing,
     listed_experts,
@@ -34,7 +32,10 @@ from patterns.moe.experts.listed import (
     unsorted,
     weights_of_active,
 )
-from patterns.moe.experts.pairs import (
+from patterns.moe.experts.gathered_matrices import gathered_rows
+from patterns.moe.experts.group_ends import counted, counted_outside
+from patterns.moe.experts.read_int8_experts import int8_products, routed_rows
+from patterns.moe.experts.token_expert_pairs import (
     Arranged,
     Pairs,
     expert_vectors,
@@ -43,7 +44,6 @@ from patterns.moe.experts.pairs import (
     sorted_tokens,
     sorts,
 )
-from patterns.moe.experts.read_int8_experts import int8_products, routed_rows
 from patterns.moe.experts.weighted_sums import (
     RULE,
     Total,
