@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
 from fusion._torch.pickled import portable_metadata
+from fusion._torch.tracing import outside_modes
 from fusion.graph import Miss, Value
 from fusion.graph.origin import location, module_path, source_text
 from fusion.language import Capture, Pattern, Refused, Rule, call
@@ -243,7 +244,9 @@ class Prepared:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ensure()  # the module calls operators by their names
-        vars(self).update(state, module=pickle.loads(state["module"]))
+        with outside_modes():  # what it computes from constants alone is computed now
+            module = pickle.loads(state["module"])
+        vars(self).update(state, module=module)
 
     @property
     def joined(self) -> bool:

@@ -34,7 +34,7 @@ from fusion.language import Library, Reader, Rule
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.planning.target import Target
-from fusion.report.failures import stage, warn
+from fusion.report.failures import attempted, stage, warn
 from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
 from fusion.report.refusals import rule_names
@@ -216,24 +216,15 @@ class FusionBackend:
         started = perf_counter()
         try:
             outcome = self.outcome(gm, facts, original.graph)
-            with stage("report"):
-                captured = Captured(partial(self._reported_later, known, facts, original))
-                listed = described(
-                    "backend",
-                    self.options.target,
-                    original.graph,
-                    gm.graph,
-                    outcome,
-                    captured,
-                    perf_counter() - started,
-                )
         except FusionError as error:
             return self._without_fusion(original, example_inputs, error)
+        seconds = perf_counter() - started
+        captured = Captured(partial(self._reported_later, known, facts, original))
+        listed = described("backend", self.options.target, original.graph, gm.graph, outcome, captured, seconds)
+        lacks = attempted("comparing fusions with the option expect", partial(self._lacks, outcome, known), "")
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         subject = self._subject(known, facts, original, gm, outcome) if self.options.verify else None
         try:
-            with stage("report"):
-                lacks = self._lacks(outcome, known)
             with stage("lower"):
                 run = self._lowered(gm, [*example_inputs, *prepared])
         except StageError as error:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import CodeType
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from fusion.errors import FusionError, OptionError
 from fusion.graph.origin import render
 from fusion.graph.subgraphs import bodies
 from fusion.planning.target import Target
+from fusion.report.failures import attempted
 from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.report import Report
 
@@ -64,7 +65,7 @@ class Compilation:
         chosen: number of rewrites by rule.
         seconds: time that fusing took.
         is_replayed: True if the graph was rewritten as an equal one was before, without a search.
-        is_prepared: True if what depends on Parameters alone is computed once; False for a guest.
+        is_prepared: True if what depends on Parameters alone is computed once; see `Report.unprepared`.
         note: the reason why the graph runs as it came; "" for a graph that was fused.
         captured: weak reference to the graph.
         code: weak reference to the code of the function, all of it where the graph is of a part behind a graph break.
@@ -179,6 +180,8 @@ def described(
 ) -> Compilation:
     """Describe the graph `after`, which was `before` until the pass with `outcome`, and write both to torch's trace.
 
+    What cannot be described or written is left out, with a warning.
+
     Args:
         door: where the graph came from.
         target: the option of that name.
@@ -189,28 +192,36 @@ def described(
         seconds: time that the pass took.
     """
     if is_traced():
-        add_artifact("cann_fusion_before", lambda: render(before))
-        add_artifact("cann_fusion_after", lambda: render(after))
-        add_artifact("cann_fusion_reasons", lambda: str(report_of(target, [captured])))
+        _write("cann_fusion_before", lambda: render(before))
+        _write("cann_fusion_after", lambda: render(after))
+        _write("cann_fusion_reasons", lambda: str(report_of(target, [captured])))
+    least = Compilation("", door, Target.resolve(target).name, (0, 0), seconds=seconds, captured=weakref.ref(captured))
+    more = attempted("listing a graph", lambda: _found(before, after, outcome), {})
+    return replace(least, **more)
+
+
+def _write(name: str, text: Callable[[], str]) -> None:
+    """Write an artifact to torch's trace."""
+    attempted(f"writing {name} to torch's trace", lambda: add_artifact(name, text), None)
+
+
+def _found(before: fx.Graph, after: fx.Graph, outcome: Outcome) -> dict[str, Any]:
+    """Return the fields of a `Compilation` that come from its graphs, `outcome` and the frame that is compiled."""
     frame = Frame.current()
     if outcome.is_replayed:
         tallies, chosen = counted(before), _rewrites_in(after)
     else:
         tallies, chosen = outcome.before, _by_number(each.match.rule.name for each in outcome.chosen)
-    return Compilation(
-        function=frame.name(before),
-        door=door,
-        target=Target.resolve(target).name,
-        launches=(_launches(tallies), _launches(counted(after))),
-        chosen=chosen,
-        seconds=seconds,
-        is_replayed=outcome.is_replayed,
-        is_prepared=outcome.facts.prepares,
-        note=next((str(each) for each in outcome.failures if each.drops_graph), ""),
-        captured=weakref.ref(captured),
-        code=_weakly(frame.begun),
-        module=_weakly(frame.module),
-    )
+    return {
+        "function": frame.name(before),
+        "launches": (_launches(tallies), _launches(counted(after))),
+        "chosen": chosen,
+        "is_replayed": outcome.is_replayed,
+        "is_prepared": outcome.facts.prepares,
+        "note": next((str(each) for each in outcome.failures if each.drops_graph), ""),
+        "code": _weakly(frame.begun),
+        "module": _weakly(frame.module),
+    }
 
 
 def report_of(target: str, captured: Iterable[Captured]) -> Report:

@@ -106,8 +106,9 @@ class Outcome:
         """Tensors computed from Parameters that are not prepared, and the reason; "" where all are."""
         if not self.facts.prepares:
             return (
-                "anything: FusionPass is a guest of a compiler that passes it no further inputs. Weights are joined, "
-                "transposed or cast at every call or not at all; the backend cann_fusion does this once"
+                "anything: FusionPass is a guest of a compiler whose code looks up no prepared weights "
+                "(docs/guests.md), or the graph reads no Parameters. Weights are joined, transposed or cast at every "
+                "call or not at all; the backend cann_fusion does this once"
             )
         if self.facts.wrapped:
             first, more = self.facts.wrapped[0], len(self.facts.wrapped) - 1
