@@ -32,7 +32,7 @@ from fusion.inputs.assumptions import assumed, checks_of, loosened
 from fusion.inputs.dynamo_inputs import Known
 from fusion.language import Library, Reader, Rule
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
+from fusion.pipeline import fuse_graph, plan_lower
 from fusion.planning.target import Target
 from fusion.report.failures import attempted, stage, warn
 from fusion.report.outcome import GraphReport, Outcome, counted
@@ -368,7 +368,7 @@ class FusionBackend:
         names = rule_names(library) if with_refusals else {}
         return GraphReport(
             **vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on(), original=before, rule_of=names,
-            regions=regions,
+            regions=regions, compiler=route(plan_lower(self.options, machine)),
         )  # fmt: skip
 
     def reported(self, known: Known, facts: Facts, gm: fx.GraphModule, original: fx.GraphModule) -> GraphReport:

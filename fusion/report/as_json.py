@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fusion.report.document import Change, Cost, Document, Layers, Left, Memory, Module, Rewrite
+from fusion.report.document import Change, Copied, Cost, Document, Layers, Left, Memory, Module, Rewrite
 from fusion.report.trace import Line
 
 
@@ -23,6 +23,7 @@ def to_json(document: Document) -> str:
         "refusals_hidden": document.hidden,
         "rewrites": [_rewrite(each) for each in document.rewrites],
         "left": [_left(each) for each in document.left],
+        "copies": [_copied(each) for each in document.copied],
         "modules": [_module(each) for each in document.modules],
         "layers": [_layers(each) for each in document.layers],
         "result_copies": document.result_copies,
@@ -92,6 +93,20 @@ def _left(left: Left) -> dict[str, Any]:
         "reason": left.reason,
         "made_by": left.made_by,
         "copies": list(left.copies),
+    }
+
+
+def _copied(copied: Copied) -> dict[str, Any]:
+    return {
+        "kind": copied.kind,
+        "op": copied.op,
+        "inputs": list(copied.inputs),
+        "module": copied.module,
+        "times": copied.times,
+        **_place(copied.line),
+        "us": round(copied.us, 3),
+        "bytes": copied.bytes,
+        "cure": copied.cure,
     }
 
 

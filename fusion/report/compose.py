@@ -11,7 +11,8 @@ from operator import add
 from typing import TypeVar
 
 from fusion.records import Refusal
-from fusion.report.document import Change, Cost, Layers, Left, Module, Origin, Rewrite, Scope
+from fusion.report.copied_inputs import CopiedInput
+from fusion.report.document import Change, Copied, Cost, Layers, Left, Module, Origin, Rewrite, Scope
 from fusion.report.folding import Layer, alike, folded, inside, layers_of, nesting, ranges, template
 from fusion.report.outcome import GraphReport, MatchReport
 from fusion.report.trace import Call, Line, Missed, Replaced, Trace
@@ -103,6 +104,12 @@ class Composition:
         groups = _by(stay, key).values()
         left = (_left(each, reasons.get(each[0].name), rules.get(each[0].root, "")) for each in groups)
         return tuple(sorted(left, key=lambda each: -each.us))
+
+    def copied(self) -> tuple[Copied, ...]:
+        """Compose the copies of inputs that stay, those first that take longest."""
+        stay = [(each, each.copied) for each in self.after if each.is_launch and each.copied is not None]
+        groups = _by(stay, lambda one: (one[0].op, one[1].kind, one[1].cure, template(one[0].module), one[0].line))
+        return tuple(sorted(map(_copied, groups.values()), key=lambda each: -each.us))
 
     # modules and layers ---------------------------------------------------------------------------------------------
 
@@ -307,8 +314,24 @@ def _left(group: Sequence[Call], change: Change | None, made_by: str) -> Left:
         change.rule if change else "",
         change.reason if change else "",
         made_by,
-        tuple(dict.fromkeys(each.copies for each in group if each.copies)),
+        tuple(dict.fromkeys(each.copied.name for each in group if each.copied)),
         frozenset(each.name for each in group),
+    )
+
+
+def _copied(group: Sequence[tuple[Call, CopiedInput]]) -> Copied:
+    """Join equal copies of inputs in equal layers."""
+    first, of = group[0]
+    return Copied(
+        of.kind,
+        first.op,
+        tuple(dict.fromkeys(each.name for _, each in group)),
+        folded(each.module for each, _ in group),
+        sum(each.times for each, _ in group),
+        first.line,
+        sum(each.us * each.times for each, _ in group),
+        sum(each.bytes * each.times for each, _ in group),
+        of.cure,
     )
 
 

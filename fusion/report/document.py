@@ -94,6 +94,33 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """Equal copies of inputs at every call, in equal layers.
+
+    Attributes:
+        kind: "weight", "state" (such as a cache) or "input".
+        op: the operator that copies.
+        inputs: names of the inputs.
+        module: path of the module, layers folded.
+        times: number of copies.
+        line: line of the model; None where nothing is recorded.
+        us: predicted microseconds of all of them.
+        bytes: bytes that all of them move.
+        cure: what was found, and what avoids the copies.
+    """
+
+    kind: str
+    op: str
+    inputs: tuple[str, ...]
+    module: str
+    times: int
+    line: Line | None
+    us: float
+    bytes: float
+    cure: str
+
+
+@dataclass(frozen=True)
 class Change:
     """A fusion that was refused with one reason in equal layers: something to change in the model.
 
@@ -293,6 +320,7 @@ class Document:
         hidden: number of refusals that are left out, because their places fused otherwise.
         rewrites: the rewrites, those first that save most.
         left: launches that stay, those first that take longest.
+        copied: copies of caches, states, weights and other inputs among them, by the compiler that is planned for.
         modules: costs by module, each before its submodules.
         layers: equal layers.
         scopes: calls by layer.
@@ -318,6 +346,7 @@ class Document:
     hidden: int
     rewrites: tuple[Rewrite, ...]
     left: tuple[Left, ...]
+    copied: tuple[Copied, ...]
     modules: tuple[Module, ...]
     layers: tuple[Layers, ...]
     scopes: tuple[Scope, ...]

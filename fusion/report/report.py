@@ -168,6 +168,7 @@ class Report:
             hidden=sum(each.times for each in made.changes) - sum(each.times for each in changes),
             rewrites=made.rewrites(),
             left=made.left(),
+            copied=made.copied(),
             modules=made.modules(),
             layers=made.layers(),
             scopes=made.scopes(),

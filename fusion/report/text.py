@@ -7,7 +7,7 @@ from io import StringIO
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fusion.report.document import Change, Cost, Document, Layers, Left, Memory, Origin, Rewrite
+from fusion.report.document import Change, Copied, Cost, Document, Layers, Left, Memory, Origin, Rewrite
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,6 +38,7 @@ def rendered(document: Document) -> RenderableType:
         ("regions in which a fusion is expected", _expected(document)),
         ("fused, and from which lines", [_rewrite(each) for each in document.rewrites]),
         ("launches that stay", _left(document.left)),
+        ("copies of caches, states and weights, and what avoids them", map(_copied, document.copied)),
         ("layers", _layers(document.layers)),
         ("launches by module", _modules(document)),
         ("assumed, and checked at every call", _pairs(document.assumptions)),
@@ -170,6 +171,12 @@ def _left(left: Sequence[Left]) -> Iterator[RenderableType]:
         made = f"made by {each.made_by}" * bool(each.made_by)
         where = [str(each.line), f"    {each.line.text}"] if each.line and not made else []
         yield entry(f"{each.op}: {place(each.module, each.times)}, {moved}", [*where, made, copied, why])
+
+
+def _copied(copied: Copied) -> RenderableType:
+    title = f"{copied.op}: {place(copied.module, copied.times)}, {microseconds(copied.us)}, {size(copied.bytes)}"
+    where = [str(copied.line), f"    {copied.line.text}"] if copied.line else []
+    return entry(title, [f"{copied.kind} {', '.join(copied.inputs)}: {copied.cure}", *where])
 
 
 def _layers(layers: Sequence[Layers]) -> Iterator[RenderableType]:

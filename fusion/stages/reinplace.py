@@ -77,7 +77,8 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
         operator = _functional(node)
         if operator is None:
             continue
-        if _takes(operator, lowering) and all(_is_fresh(each, node) for each in _written(node)):
+        is_fresh = all(_is_fresh(each, node) for each in _written(node))
+        if is_fresh and _takes(operator, lowering) and not _orders_by_results(operator, lowering):
             _put_in_place(node)
         elif launched in LOWERINGS and launched not in operator.lowerings:
             _put_in_place(node, _copies(node))
@@ -101,6 +102,16 @@ def _functional(node: fx.Node) -> Operator | None:
 
 def _takes(operator: Operator, lowering: str) -> bool:
     return lowering not in LOWERINGS or lowering in OPERATORS[operator.in_place].lowerings
+
+
+def _orders_by_results(operator: Operator, lowering: str) -> bool:
+    """Return True if the graph compiler `lowering` takes the functional `operator`, and its in-place form does not
+    return what it writes.
+
+    GE orders calls by their operands: who reads memory of the graph behind a write must read a result of the write.
+    """
+    returned = len(schema_of(OPERATORS[operator.in_place].overload()).returns)
+    return lowering == "torchair" and lowering in operator.lowerings and returned == _count_before(operator)
 
 
 def _chain(copy: fx.Node, lowering: str) -> Chain | None:

@@ -172,6 +172,9 @@ INDICES = [
     ([None, torch.tensor([[3], [0]]), torch.tensor([1, 5, 2])], (2, 2, 3)),
     ([torch.tensor([1, 0]), torch.tensor([3, 2])], (1, 6)),
     ([torch.tensor(1)], (4, 6)),
+    ([torch.tensor([1, 0]), None, torch.tensor([3, 5])], (2, 4)),
+    ([torch.tensor([[1], [0]]), None, torch.tensor([3, 5, 1])], (2, 3, 4)),
+    ([torch.tensor([1, 0]), None, torch.tensor([3, 5])], (4,)),
 ]
 
 
@@ -186,7 +189,6 @@ def test_index_put_as_scatter(indices: list[Tensor | None], shape: tuple[int, ..
     ("indices", "accumulate"),
     [
         ([torch.tensor([0])], True),
-        ([torch.tensor([0]), None, torch.tensor([1])], False),
         ([torch.ones(2, dtype=torch.bool)], False),
     ],
 )

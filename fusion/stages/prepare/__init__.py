@@ -1,4 +1,6 @@
-"""Stage prepare: compute outside of the graph what new nodes compute from Parameters or constants alone."""
+"""Stage prepare: compute outside of the graph what new nodes compute from Parameters or constants alone, and the copies
+of Parameters in another layout that the model makes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def _recipes(wanted: Sequence[fx.Node], prepack: str) -> list[tuple[fx.Node, Pre
 
 
 def _frontier(source: fx.Graph, fixed: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the new nodes among `fixed` that allocate memory and that other nodes read, directly or through views.
+    """Return the new nodes, and the copies, among `fixed` that other nodes read, directly or through views.
 
     `fixed` are the nodes that depend on Parameters and constants alone.
     """
@@ -72,11 +74,21 @@ def _frontier(source: fx.Graph, fixed: Collection[fx.Node]) -> list[fx.Node]:
     for node in reversed(source.nodes):
         if node not in read:
             continue
-        if "fusion" in node.meta and _is_work(node) and not (is_written(node) or is_returned(node)):
+        if (_is_copy(node) or ("fusion" in node.meta and _is_work(node))) and not (
+            is_written(node) or is_returned(node)
+        ):
             wanted.insert(0, node)
         else:
             read.update(each for each in node.all_input_nodes if each in fixed)
     return wanted
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Return True if `node` copies into another layout, as `weight.transpose(0, 1).contiguous()` does at every call.
+
+    What else the model computes from Parameters stays: its result may be larger than they are.
+    """
+    return node.target is torch.ops.aten.clone.default
 
 
 def _is_work(node: fx.Node) -> bool:
