@@ -129,7 +129,7 @@ CURES: dict[str, dict[str, str]] = {
         "divided by the largest": "divided by their sum and a tiny number",
         "softmax over tokens": "softmax over the chosen",
         "divided by twice their sum": "divided by their sum",
-        "the first of equal ones": "softmax over the chosen",
+        "the first of equal ones, rounded": "the first of equal ones",
         "largest of a softmax over tokens": "softmax over the chosen",
         "others filled with a number": "softmax over the chosen",
         "kept by a bound": "softmax over the chosen",

@@ -179,14 +179,6 @@ class SoftmaxShares(Rule):
         return logits.shares(p, shares.term(p, logits, result)), logits.places(p, shares.count)
 
     @lookalike(
-        "experts: max names the first of equal shares; npu_moe_gating_top_k_softmax may name any, as topk, and "
-        "requires that; write topk(1)"
-    )
-    def first_of_equal(self, p, logits=tensor("*B E")):
-        """max(softmax(logits)), the choice of one expert by Switch Transformers."""
-        return p.op("first_greatest", p.softmax(p.maybe_cast(logits, to=f32)))
-
-    @lookalike(
         "logits: those outside of the top-k are {fill}, of which a softmax may give a share; "
         "npu_moe_gating_top_k_softmax requires -inf; fill with -inf"
     )
