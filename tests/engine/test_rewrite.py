@@ -150,6 +150,23 @@ def test_new_nodes_say_where_they_come_from():
     assert [node.meta["fusion"] for node in made] == [{**made_by, "root": root} for root in roots]
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self'].layers[1]._modules['attn']", "layers.1.attn"),
+        ("L['self']", ""),
+        ("L['model'].layers[1]", "model.layers.1"),
+        ("G['model'].layers[1]", "model.layers.1"),
+        ("G['__import_my_package_dot_models'].model.layers[1]", "model.layers.1"),
+    ],
+)
+def test_a_module_is_named_as_in_the_code_that_calls_it(path, name):
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.relu, (graph.placeholder("x"),))
+    node.meta["nn_module_stack"] = {"": (path, torch.nn.Module)}
+    assert module_path(node) == name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chain_of_fusions_reads_the_results_of_the_one_before(dtype):
     def form(x, y, w):

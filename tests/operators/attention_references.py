@@ -162,6 +162,8 @@ def sequences(
         ends = [0, *(int(each) for each in lengths)]
         if ends[-1] < len(tokens):
             raise Undocumented("the results of tokens behind the last sequence")
+        if ends != sorted(ends) or ends[-1] > len(tokens):
+            raise Undocumented("ends of sequences that go back, or lie behind the last token")
         return [tokens[a:b] for a, b in pairwise(ends)]
     change: dict[str, Callable[[Tensor], Tensor]] = {
         "BSH": lambda t: t.unflatten(-1, (heads, -1)),

@@ -12,15 +12,37 @@ from tests.operators.attention_limits_cases import BIAS, CAUSAL, ONE_BYTE, Edge,
 
 _ONE = {"quant_scale_out": t(1, dtype=torch.float32)}
 _SHIFTED = _ONE | {"quant_offset_out": t(1, dtype=torch.float32)}
+
+
+def _scale(*sizes: int) -> dict[str, Any]:
+    return {"quant_scale_out": t(*sizes)}
+
+
+def _wide() -> dict[str, Any]:
+    """Queries and keys of 128 lanes, values of 64."""
+    return bsnd() | {"value": t(2, 7, 2, 64)}
+
+
+def _equal_heads() -> dict[str, Any]:
+    rows = t(2, 7, 1024)
+    return bsh() | {"key": rows, "value": rows, "num_key_value_heads": 0}
+
+
 COMPUTED_EDGES: list[Edge] = [
     (bsnd() | _SHIFTED, bsnd() | {"quant_offset_out": t(1)}, "given(quant_scale_out)"),
     (bsnd() | _SHIFTED, bsnd() | _ONE | {"quant_offset_out": t(2)}, "shape(quant_offset_out) == shape(quant_scale_out"),
+    (_wide() | _scale(8, 64), _wide() | _scale(8, 128), "numel(quant_scale_out) in (1, num_query_heads * V)"),
     (
-        bsnd() | {"quant_scale_out": t(8, 128)},
-        bsnd() | {"quant_scale_out": t(8)},
-        "numel(quant_scale_out) in (1, num_query_heads * D)",
+        bsh() | _scale(1024),
+        bsh() | _scale(8),
+        "numel(quant_scale_out) in (1, V // num_key_value_heads * num_query_heads)",
     ),
-    (bsh() | {"quant_scale_out": t(1024)}, bsh() | {"quant_scale_out": t(8)}, "numel(quant_scale_out) in (1, H)"),
+    (_equal_heads() | _scale(1024), _equal_heads() | _scale(8), "numel(quant_scale_out) in (1, V)"),
+    (
+        pages(bsnd(), form=5) | _scale(1024),
+        pages(bsnd(), form=5) | _scale(8),
+        "numel(quant_scale_out) in (1, num_query_heads * Cv * L)",
+    ),
 ]
 """By the names of the second version."""
 
