@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 
 from fusion import reader
-from fusion.analysis.dtypes import elements_below, is_rounding, rows_below
+from fusion.analysis.dtypes import elements_below, is_rounding
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from fusion.graph.dims import INDEX_DTYPES
 from patterns.moe.router.group_masks import Grouped, hidden_groups
+from patterns.moe.router.scores import scores_of, with_casts
 from patterns.moe.words import CHOSEN_SCORES, EXPERT_CHOICE
 
 RULE = "expert_routing"
@@ -83,7 +84,7 @@ def _gathers_choice(graph: Graph, places: Value) -> bool:
     choice = places.arg
     for numbers, bias in choice.operands("add"):
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
-            return any(each.op == "take" and _reads(each, numbers, places) for each in graph.places)
+            return any(each.op == "take" and _reads(graph.algebra, each, numbers, places) for each in graph.places)
     return False
 
 
@@ -96,7 +97,8 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
         places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype
     )
     weights = [best] if gate["bias"] is None and best in graph.places else []
-    weights += [each for each in list(graph.places) if each.op == "take" and _reads(each, scores, places)]
+    taken = [each for each in list(graph.places) if each.op == "take"]
+    weights += [each for each in taken if _reads(graph.algebra, each, scores, places)]
     if not weights:
         biased = (
             "weights: they are the scores with the bias; npu_moe_gating_top_k gives those without and "
@@ -109,26 +111,19 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
         yield places, Miss(RULE, biased if best in graph.places else others)
         return
     captures = {name: each for name, each in gate.items() if each is not None}
-    for value in _with_casts(graph, places):
+    for value in with_casts(graph, places):
         yield value, Reading("expert_choice", {**captures, "dtype": value.dtype})
-    for value in (each for weight in weights for each in _with_casts(graph, weight)):
+    for value in (each for weight in weights for each in with_casts(graph, weight)):
         yield value, Reading("chosen_scores", {**captures, "dtype": value.dtype})
 
 
-def _reads(gathered: Value, scores: Value, places: Value) -> bool:
+def _reads(a: Algebra, gathered: Value, scores: Value, places: Value) -> bool:
     """Return True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`."""
     x, at = gathered.args
-    are_scores = elements_below(x) is elements_below(scores) and x.shape[-1] == scores.shape[-1]
-    return uncast(at) is places and are_scores
-
-
-def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
-    """Yield `value` and its casts in the graph: between index dtypes, or to float32, bfloat16 and float16."""
-    kinds = INDEX_DTYPES if value.dtype in INDEX_DTYPES else {torch.float32, torch.bfloat16, torch.float16}
-    yield value
-    for each in list(graph.places):
-        if each.op == "cast" and each.arg is value and each.dtype in kinds:
-            yield each
+    if uncast(at) is not places or x.shape[-1:] != scores.shape[-1:] or prod(x.shape) != prod(scores.shape):
+        return False
+    # a gather from one row drops its leading dims, and the reshape moves below functions of each element
+    return elements_below(x) is elements_below(a.reshape(scores, x.shape))
 
 
 # what is chosen from ------------------------------------------------------------------------------------------------
@@ -144,7 +139,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else _NO_SCORES
     scores, bias = parts
-    (norm, source), is_stable = _norm(scores) or ("", scores), places.op == _STABLE
+    (norm, source), is_stable = scores_of(scores) or ("", scores), places.op == _STABLE
     if masked is None and not is_stable and (norm == "softmax" and bias is None):
         return None  # a softmax without a bias or groups is read by the forms of SoftmaxShares
     groups = _groups(masked, choice, bias) if masked else _ALL
@@ -196,20 +191,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
 
 def _is_score(x: Value) -> bool:
     """Return True if `x` is a function of logits that gives scores, perhaps cast or reshaped."""
-    return _norm(x) is not None
-
-
-def _norm(x: Value) -> tuple[str, Value] | None:
-    """Return the name of the function that gives the scores `x`, perhaps cast or reshaped, and its logits; None for
-    others.
-
-    It is a sigmoid, a softmax over the last dim, or the square root of a softplus.
-    """
-    x = rows_below(x)
-    if x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1):
-        return x.op, x.arg
-    below = rows_below(x.arg) if (x.op, x.attrs) == ("power", (0.5,)) else x
-    return ("sqrt_softplus", below.arg) if below.op == "softplus" and below is not x else None
+    return scores_of(x) is not None
 
 
 # groups -------------------------------------------------------------------------------------------------------------
