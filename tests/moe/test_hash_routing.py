@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -27,8 +29,12 @@ def block(kind: str) -> nn.Module:
         each.data = torch.randint(0, 16, each.shape, generator=generator) if each.dtype == torch.int64 else drawn
         each.data = each.data if each.dtype == torch.int64 else each.data.bfloat16()
     if kind == "moe":  # steps so large that rounding scores to 16 bits changes no choice
-        made.gate.e_score_correction_bias.copy_(torch.randperm(16) * 4.0)
+        made.gate.e_score_correction_bias.copy_(torch.arange(16).mul(7).remainder(16) * 4.0)
     return made
+
+
+def error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return (y.double() - exact).square().mean().sqrt().item()
 
 
 @pytest.mark.rotates(3)
@@ -42,4 +48,5 @@ def test_router_and_experts_are_fused_and_compute_the_same(kind: str, tokens: in
     report = fusion.explain(model, x, ids, options={**OPTIONS, "target": "ascend910_93"})
     assert set(report.ops) >= FUSED
     fused = torch.compile(model, backend=fusion.FusionBackend({**OPTIONS, "target": "host"}))
-    torch.testing.assert_close(fused(x, ids), model(x, ids), rtol=2e-2, atol=2e-2)
+    exact = copy.deepcopy(model).double()(x.double(), ids)
+    assert error(fused(x, ids), exact) <= 1.5 * error(model(x, ids), exact)
