@@ -38,7 +38,9 @@ from patterns.linear.read_gelu import written_gelus
 from patterns.moe.experts.read_experts import routed_experts
 from patterns.moe.experts.routed_experts import RoutedExperts
 from patterns.moe.router.expert_routing import ExpertRouting
+from patterns.moe.router.hash_routing import HashRouting
 from patterns.moe.router.read import expert_choices
+from patterns.moe.router.read_tables import listed_scores
 from patterns.moe.router.read_weights import topk_masks
 from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
@@ -90,6 +92,7 @@ _RULES = (
     Quantisation(),
     QuantisedLinear(),
     ExpertRouting(),
+    HashRouting(),
     RoutedExperts(),
     Attention(),
     AttentionUpdate(),
@@ -152,6 +155,7 @@ _READERS = (
     gate_lanes,
     written_gelus,
     expert_choices,
+    listed_scores,
     topk_masks,
     routed_experts,
     int8_queries,

@@ -29,6 +29,16 @@ CHOSEN_SCORES = word(
     squeezed=_SQUEEZED,
 )
 
+LISTED_SCORES = word(
+    "listed_scores",
+    "scores [*T, K] of the experts that a table lists for each token",
+    logits="[*T, E]",
+    norm="the function of the logits that gives the scores: sigmoid or sqrt_softplus",
+    table="[V, K], indices of the experts of each token of the vocabulary",
+    tokens="[*T], rows of the table",
+    dtype="dtype of the scores",
+)
+
 KEPT = word(
     "kept",
     "x [*B, E] at the `count` largest elements of each row, `fill` elsewhere",

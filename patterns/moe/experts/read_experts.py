@@ -118,7 +118,7 @@ def _sorted_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     if listed is None:
         yield value, Miss(RULE, _OUTSIDE if counted_outside(ends) else _UNCOUNTED)
         return
-    listing = listed_experts(graph.algebra, listed, matrices.shape[0])
+    listing = listed_experts(graph, listed, matrices.shape[0])
     if listing is None:
         yield value, Miss(RULE, _ELSEWHERE if assigned(graph.algebra, listed) is None else _OTHER_NUMBERS)
         return
@@ -180,7 +180,7 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     if broadcast(rows.shape[:-1], lead) != lead or prod(value.shape) != prod((*lead, outputs)):
         return  # several rows share one matrix
     source = unsorted(listed)
-    listing = listed_experts(a, listed if source is None else source, matrices.shape[0])
+    listing = listed_experts(graph, listed if source is None else source, matrices.shape[0])
     if listing is None or (source is None and not listing.is_by_token):
         yield value, Miss(RULE, _ELSEWHERE if listing is None else _BY_CHOICE)
         return

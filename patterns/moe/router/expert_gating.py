@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 
 _SCORE = {"max": 0, "sum": 1}
-_NORM = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
+NORM_TYPES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 _SMALLEST = 1e-20
 """An eps of a call whose weights are not read."""
 
@@ -59,7 +59,7 @@ class Gate(Group):
             k_group=self.kept,
             group_count=self.groups,
             group_select_mode=_SCORE[self.group_score],
-            norm_type=_NORM[self.norm],
+            norm_type=NORM_TYPES[self.norm],
             out_flag=scores,
             routed_scaling_factor=factor,
             eps=eps,

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 
 from fusion import reader
-from fusion.analysis.dtypes import elements_below, is_rounding, rows_below
+from fusion.analysis.dtypes import elements_below, is_rounding
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from fusion.graph.dims import INDEX_DTYPES
 from patterns.moe.one_hot import one_hot_places
 from patterns.moe.router.group_masks import Grouped, hidden_groups
+from patterns.moe.router.scores import scores_of, with_casts
 from patterns.moe.words import CHOSEN_SCORES, EXPERT_CHOICE
 
 RULE = "expert_routing"
@@ -107,7 +108,7 @@ def _gathers_choice(graph: Graph, places: Value) -> bool:
     choice = places.arg
     for numbers, bias in choice.operands("add"):
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
-            return any(_reads(each, numbers, places) for each in graph.places)
+            return any(_reads(graph.algebra, each, numbers, places) for each in graph.places)
     return False
 
 
@@ -119,7 +120,7 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
     best = _best(graph.algebra, places)
     largest = list(_with_views(graph, best, places))
     weights = largest if gate["bias"] is None else []
-    for taken in [each for each in list(graph.places) if _reads(each, scores, places)]:
+    for taken in [each for each in list(graph.places) if _reads(graph.algebra, each, scores, places)]:
         weights += _with_views(graph, taken, places)
     if not weights:
         biased = (
@@ -134,7 +135,7 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
         return
     captures = {name: each for name, each in gate.items() if each is not None}
     chosen = [("expert_choice", places), *(("chosen_scores", each) for each in weights)]
-    for word, value in ((word, each) for word, source in chosen for each in _with_casts(graph, source)):
+    for word, value in ((word, each) for word, source in chosen for each in with_casts(graph, source)):
         squeezed = value.rank < places.arg.rank
         yield value, Reading(word, {**captures, "dtype": value.dtype, "squeezed": squeezed})
 
@@ -150,34 +151,28 @@ def _with_views(graph: Graph, value: Value, places: Value) -> Iterator[Value]:
             yield each
 
 
-def _reads(gathered: Value, scores: Value, places: Value) -> bool:
+def _reads(a: Algebra, gathered: Value, scores: Value, places: Value) -> bool:
     """Return True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`, or sums them by the one-hot
     encoding of argmax `places`.
     """
     if gathered.op == "take":
         x, at = gathered.args
         views = ("reshape",) if places.op == _FIRST else ()
-        return uncast(at, *views) is uncast(places, *views) and _are(x, scores)
+        return uncast(at, *views) is uncast(places, *views) and _are(a, x, scores)
     total, factor = unscaled(gathered)
     total = total.below("reshape")
     if total.op != "mean" or total.attrs != (-1,) or total.arg.op != "mul" or factor != total.arg.shape[-1]:
         return False
     sides = ((x, one_hot_places(flags.below("cast"))) for x, flags in total.arg.operands())
-    return places.op == _FIRST and any(at is places and _are(x, scores) for x, at in sides)
+    return places.op == _FIRST and any(at is places and _are(a, x, scores) for x, at in sides)
 
 
-def _are(x: Value, scores: Value) -> bool:
+def _are(a: Algebra, x: Value, scores: Value) -> bool:
     """Return True if `x` is `scores`, perhaps cast or reshaped to as many experts in the last dim."""
-    return elements_below(x) is elements_below(scores) and x.shape[-1] == scores.shape[-1]
-
-
-def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
-    """Yield `value` and its casts in the graph: between index dtypes, or to float32, bfloat16 and float16."""
-    kinds = INDEX_DTYPES if value.dtype in INDEX_DTYPES else {torch.float32, torch.bfloat16, torch.float16}
-    yield value
-    for each in list(graph.places):
-        if each.op == "cast" and each.arg is value and each.dtype in kinds:
-            yield each
+    if x.shape[-1:] != scores.shape[-1:] or prod(x.shape) != prod(scores.shape):
+        return False
+    # a gather from one row drops its leading dims, and the reshape moves below functions of each element
+    return elements_below(x) is elements_below(a.reshape(scores, x.shape))
 
 
 # what is chosen from ------------------------------------------------------------------------------------------------
@@ -193,7 +188,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else _NO_SCORES
     scores, bias = parts
-    (norm, source), is_stable = _norm(scores) or ("", scores), _takes_first(places)
+    (norm, source), is_stable = scores_of(scores) or ("", scores), _takes_first(places)
     if masked is None and not is_stable and (norm == "softmax" and bias is None):
         return None  # a softmax without a bias or groups is read by the forms of SoftmaxShares
     groups = _groups(masked, choice, bias) if masked else _ALL
@@ -245,20 +240,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
 
 def _is_score(x: Value) -> bool:
     """Return True if `x` is a function of logits that gives scores, perhaps cast or reshaped."""
-    return _norm(x) is not None
-
-
-def _norm(x: Value) -> tuple[str, Value] | None:
-    """Return the name of the function that gives the scores `x`, perhaps cast or reshaped, and its logits; None for
-    others.
-
-    It is a sigmoid, a softmax over the last dim, or the square root of a softplus.
-    """
-    x = rows_below(x)
-    if x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1):
-        return x.op, x.arg
-    below = rows_below(x.arg) if (x.op, x.attrs) == ("power", (0.5,)) else x
-    return ("sqrt_softplus", below.arg) if below.op == "softplus" and below is not x else None
+    return scores_of(x) is not None
 
 
 # groups -------------------------------------------------------------------------------------------------------------
