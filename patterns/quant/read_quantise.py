@@ -20,7 +20,7 @@ from fusion import Encoding, encodings, reader, word
 from fusion.analysis.node_predicates import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from patterns.quant.quantise_dynamic import ASYMMETRIC, FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
+from patterns.quant.read_dynamic_scales import ASYMMETRIC, FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
 from patterns.quant.zero_points import addends, is_unbounded, rounded_last
 
 _PASSED = ("cast", "clip", "clamp", "trunc", "reshape")

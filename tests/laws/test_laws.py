@@ -112,6 +112,12 @@ def test_no_function_of_the_library_has_more_than_ten_parameters():
                 assert count <= 10, f"{path.name}:{each.lineno} has {count}"
 
 
+def test_guards_and_lowerings_take_more_than_six_captures_as_one_record():
+    for rule in installed().rules:
+        for each in (rule.guard, *(getattr(rule, way.method) for way in rule.lowerings())):
+            assert len(inspect.signature(each).parameters) <= 6, f"{rule.name}: {each.__name__}"
+
+
 def _below(term: Term) -> Iterator[Term]:
     for each in term.below():
         if isinstance(each, Term):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fusion
 from fusion.testing import capture
-from patterns.quant.quantise_dynamic import FLOATS, UNSCALED
+from patterns.quant.read_dynamic_scales import FLOATS, UNSCALED
 from tests.engine.graphs import read_graph
 from tests.examples.inputs import in_dtype
 from tests.examples.quantisation import by_row, grid, int8, signs

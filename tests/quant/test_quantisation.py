@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import capture, trial
-from patterns.quant.quantise_dynamic import UNSCALED
+from patterns.quant.read_dynamic_scales import UNSCALED
 from tests.engine.graphs import numbers, read_graph
 from tests.examples.inputs import fixed
 from tests.examples.quantisation import by, by_row, int8, layer, product, quantised, scaled

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
+from fusion import Captures, Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 from patterns.moe.router.expert_gating import GatedScores, Weights
 
 f32 = torch.float32
@@ -263,6 +263,19 @@ class SoftmaxShares(Rule):
 
 
 @dataclass(frozen=True)
+class RoutingMatch(Captures):
+    """Captures of a router that its guard reads: `GatedScores` for a `result` of weights, else `SoftmaxShares`."""
+
+    result: Any
+    gate: Any
+    logits: Any
+    shares: Any
+    size: Any
+    inverse: Any
+    eps: Any
+
+
+@dataclass(frozen=True)
 class ExpertRouting(SoftmaxShares, GatedScores):
     """Choice of experts by a router, and the weights of the chosen experts, by a softmax or by other scores."""
 
@@ -272,12 +285,12 @@ class ExpertRouting(SoftmaxShares, GatedScores):
         """Compute shares and experts by a softmax; `GatedScores` has the reference for other scores."""
         return SoftmaxShares.reference(self, logits, count)
 
-    def guard(self, result: Any, gate: Any, logits: Any, shares: Any, size: Any, inverse: Any, eps: Any):
+    def guard(self, match: RoutingMatch):
         """Refuse weights that are divided by anything but their sum."""
-        if isinstance(result, Weights):
-            GatedScores.guard(self, gate, size, inverse, eps)
+        if isinstance(match.result, Weights):
+            GatedScores.guard(self, match.gate, match.size, match.inverse, match.eps)
         else:
-            SoftmaxShares.guard(self, logits, shares, result)
+            SoftmaxShares.guard(self, match.logits, match.shares, match.result)
 
 
 def _largest_shares(p: Any, logits: Any, count: Any) -> Any:
