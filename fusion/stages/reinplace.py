@@ -23,6 +23,7 @@ from fusion._torch.operators import OpOverload, given, schema_of
 from fusion._torch.tensors import shares_memory
 from fusion.graph import dims_of
 from fusion.graph.aliasing import is_write, reserves
+from fusion.graph.execution_scopes import is_parted
 from fusion.graph.launches import is_view
 from fusion.operators import HOST, LOWERINGS, OPERATORS, operator_of
 
@@ -314,7 +315,7 @@ def _reads_before(reader: fx.Node, link: Link) -> bool:
         return sum(_peel_views(each)[1] is cache for each in reader.all_input_nodes) == 1
     if reader < link.node:
         return True
-    movable = reader.op == "call_function" and not is_write(reader)
+    movable = reader.op == "call_function" and not is_write(reader) and not is_parted(link.node, reader)
     if not movable or not all(each < link.node for each in reader.all_input_nodes):
         return False
     link.node.prepend(reader)
