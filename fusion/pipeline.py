@@ -264,16 +264,16 @@ def _in_one_scope(source: fx.Graph, candidates: Sequence[Candidate]) -> tuple[li
     scope_of = scopes(source)
     if not scope_of:
         return list(candidates), []
-    kept: list[Candidate] = []
+    allowed: list[Candidate] = []
     refused: list[Refusal] = []
     for each in candidates:
         parts = [each, *([each.needs] if each.needs else [])]
         nodes = {node for part in parts for node in (*part.dying, part.match.node)}
         if len({scope_of[node] for node in nodes if node.op == "call_function" and not is_view(node.target)}) <= 1:
-            kept.append(each)
+            allowed.append(each)
         else:
             refused.append(Refusal(each.match.rule.name, _CROSSES, each.match.node))
-    return kept, refused
+    return allowed, refused
 
 
 def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:

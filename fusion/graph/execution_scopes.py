@@ -21,13 +21,13 @@ def is_scope_boundary(node: fx.Node) -> bool:
 
 def scopes(source: fx.Graph) -> dict[fx.Node, Any]:
     """Map each node of `source` to a key of the scope and stream that it runs in; empty if all run in none."""
-    found: dict[fx.Node, Any] = {}
+    keys: dict[fx.Node, Any] = {}
     inside: list[fx.Node] = []
     for node in source.nodes:
         if is_scope_boundary(node):
             inside = [*inside, node] if short_name(node.target) in _ENTERS else inside[:-1]
-        found[node] = (tuple(inside), node.meta.get(STREAM))
-    return found if any(key != ((), None) for key in found.values()) else {}
+        keys[node] = (tuple(inside), node.meta.get(STREAM))
+    return keys if any(key != ((), None) for key in keys.values()) else {}
 
 
 def is_parted(first: fx.Node, last: fx.Node) -> bool:

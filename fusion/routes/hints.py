@@ -79,8 +79,8 @@ def _calls(source: fx.Graph, weights: Collection[str], machine: Target) -> Itera
 def _awaited(node: fx.Node, weights: Collection[str], us: float, machine: Target) -> fx.Node | None:
     """Return the largest weight that `node` reads, if reading it takes most of its time; else None."""
     read = [memory_of(each) for each in node.all_input_nodes]
-    held = [each for each in read if each.op == "placeholder" and each.name in weights]
-    largest = max(held, key=_bytes, default=None)
+    stored = [each for each in read if each.op == "placeholder" and each.name in weights]
+    largest = max(stored, key=_bytes, default=None)
     is_bound = largest is not None and _bytes(largest) / machine.bandwidth > (us - machine.launch) / 2
     return largest if is_bound else None
 
