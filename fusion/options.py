@@ -19,6 +19,7 @@ PREPACK = ("share", "copy")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
 MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Modes of `torch.compile`, which are those of Inductor."""
+HINTS = ("prefetch", "super_kernel")
 LENGTHS = ("auto", "host")
 PLAN_CACHE = ("disk", "memory", "off")
 PLAN_CACHE_VARIABLE = "CANN_FUSION_PLAN_CACHE"
@@ -49,6 +50,9 @@ class Options:
         fuel: most rewrites to make, to find a wrong one by bisection; None for all.
         verify: compare the first call of every fused graph with the original graph, judged by float64, and name the
             rewrite that is wrong. A guest (`FusionPass`) observes no calls and ignores it.
+        hints: hints that torchair hands to GE, none by default: "prefetch" of the weights that a call waits for, and
+            "super_kernel" scopes around decode layers whose calls are all fused or products. They change no number,
+            and may cost time: measure them.
         prepack: "share" makes Parameters that are joined views of the joined tensor, so that no weight is stored twice;
             "copy" stores both.
         plan_cache: cache of plans, and of the rewrites of complete graphs, for later compilations: "disk" (the user's
@@ -72,6 +76,7 @@ class Options:
     lengths: str = "auto"
     fuel: int | None = None
     verify: bool = False
+    hints: frozenset[str] = frozenset()
     prepack: str = "share"
     plan_cache: str = ""
     progress: bool = True
@@ -166,7 +171,8 @@ def _plan_cache(option: str, given: Any) -> str:
 
 def _names(option: str, given: Any) -> frozenset[str]:
     names = [given] if isinstance(given, str) else given
-    example = "{'cann_ops_transformer'}" if option == "packages" else "{'rms_norm'}"
+    examples = {"packages": "{'cann_ops_transformer'}", "hints": "{'prefetch'}"}
+    example = examples.get(option, "{'rms_norm'}")
     wanted = f"names, such as {example}, or leave {option} out"
     if isinstance(names, Mapping) or not isinstance(names, Iterable):
         raise _wrong(option, given, wanted)
@@ -210,6 +216,12 @@ def _fuel(option: str, given: Any) -> int | None:
     return given
 
 
+def _hints(option: str, given: Any) -> frozenset[str]:
+    names = _names(option, given)
+    check_names(f"value of option {option}", names, HINTS)
+    return names
+
+
 def _flag(option: str, given: Any) -> bool:
     if not isinstance(given, bool):
         raise _wrong(option, given, "True or False")
@@ -240,6 +252,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "lengths": partial(_one_of, LENGTHS),
     "fuel": _fuel,
     "verify": _flag,
+    "hints": _hints,
     "prepack": partial(_one_of, PREPACK),
     "plan_cache": _plan_cache,
     "progress": _flag,

@@ -39,6 +39,8 @@ from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
 from fusion.report.refusals import rule_names
 from fusion.report.report import Report
+from fusion.routes.hints import hinted
+from fusion.routes.vendor import converts_to_ge
 from fusion.runtime.prepared_weights import supply
 from fusion.runtime.verification import Subject, verified
 from fusion.stages.capture import capture, is_training
@@ -226,7 +228,7 @@ class FusionBackend:
         subject = self._subject(known, facts, original, gm, outcome) if self.options.verify else None
         try:
             with stage("lower"):
-                run = self._lowered(gm, [*example_inputs, *prepared])
+                run = self._lowered(self._hinted(gm, facts, outcome), [*example_inputs, *prepared])
         except StageError as error:
             return self._without_fusion(original, example_inputs, error)
         add(listed, outcome)
@@ -302,6 +304,13 @@ class FusionBackend:
         by = by or route(self.options.lower)
         with inductor_mode(self.options.mode) if by == "inductor" else nullcontext(), guests_idle():
             return lower(gm, example_inputs, by, self.settings)
+
+    def _hinted(self, gm: fx.GraphModule, facts: Facts, outcome: Outcome) -> fx.GraphModule:
+        """Return `gm` with the hints of the options where torchair compiles it to GE, which alone reads them."""
+        if not self.options.hints or route(self.options.lower) != "torchair" or not converts_to_ge(self.settings):
+            return gm
+        weights = facts.parameters.union(each.name for each in outcome.prepared)
+        return hinted(gm, self.options.hints, weights, Target.resolve(self.options.target))
 
     def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
         """Fuse `gm` in place, replaying the rewrites of an equal graph where the cache has one.

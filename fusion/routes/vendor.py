@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion._torch.operators import OpOverload, core_table
+from fusion._torch.operators import OpOverload, core_table, schema_of
 from fusion._torch.tracing import Boxed, boxed, static_inputs, tracing_apart
 from fusion.errors import FusionError
-from fusion.operators import ensure
+from fusion.operators import OPERATORS, Operator, ensure
 from fusion.routes.expand import expand
 from fusion.routes.ge_operators import convert_to_ge
 from fusion.routes.hidden_writes import handed_over
@@ -75,6 +75,7 @@ def npugraph_ex(
     """
     vendor = _vendor("npugraph_ex", "capturing a fused graph as an NPU graph")
     _complete_configuration(vendor.CompilerConfig)
+    _register_in_place()
     _mark_static(example_inputs)
     with tracing_apart(gm):
         return boxed(vendor.compile_fx(gm, list(example_inputs), dict(options or {})))
@@ -88,6 +89,38 @@ def _complete_configuration(configuration: Any) -> None:
     """
     if not hasattr(configuration, "experimental_config"):
         configuration.experimental_config = SimpleNamespace(enable_view_optimize=False)
+
+
+def _register_in_place() -> None:
+    """Register with npugraph_ex the operators that write caches and states in place, by their functional forms.
+
+    Calls of the model arrive in functional form, with a copy of the whole cache behind, and npugraph_ex knows three.
+    """
+    passes = importlib.import_module("npugraph_ex._acl_concrete_graph.graph_pass")
+    for functional, in_place in _forms_in_place():
+        names = [each.name for each in schema_of(in_place.overload()).arguments]
+        if functional.overload() not in passes.inplaceable_npu_ops:
+            written = [names.index(each) for each in in_place.written]
+            passes.register_inplaceable_npu_op(_packet(functional), _packet(in_place), written)
+
+
+def _forms_in_place() -> Iterator[tuple[Operator, Operator]]:
+    """Yield each functional operator of torch_npu whose last results are what its in-place form writes, and that form.
+
+    npugraph_ex keeps the `getitem` of the results, so that the in-place form may not return a single tensor.
+    """
+    for functional in OPERATORS.values():
+        in_place = OPERATORS.get(functional.in_place)
+        if in_place is None or not (functional.name.startswith("npu::") and functional.name.endswith("_functional")):
+            continue
+        declared, returned = (schema_of(each.overload()) for each in (in_place, functional))
+        others = len(returned.returns) - len(in_place.written)
+        if others == len(declared.returns) != 1:
+            yield functional, in_place
+
+
+def _packet(operator: Operator) -> str:
+    return operator.name.partition("::")[2]
 
 
 def _mark_static(example_inputs: Sequence[Any]) -> None:

@@ -126,6 +126,7 @@ WRONG: dict[str, list[Any]] = {
     "lengths": [None, True, "device"],
     "fuel": ["3", True, 3.0, -1, [1]],
     "verify": ["no", 1, None, "True"],
+    "hints": [None, 3, "prefech", [1]],
     "prepack": [None, False, "copies"],
     "plan_cache": [None, False, 1, "disc"],
     "progress": [1, "yes", None],

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from operator import getitem
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from fusion import operators
+from fusion.frontend.library import installed
 from fusion.options import Options
+from fusion.pipeline import fuse_graph
 from fusion.stages.host_reads import read_on_host
 from fusion.stages.reinplace import fills_buffer, link_of, puts_back, reinplace
 from fusion.testing import capture
@@ -391,3 +394,40 @@ def test_what_a_call_reads_on_the_host_is_copied_where_the_pass_added_it(lowerin
     )
     call.meta.update({"fusion": {}} if own else {})
     assert read_on_host(build.graph, lowering) == copies
+
+
+def rows_written(lowering: str, form: Any) -> list[str]:
+    """Writes of the fused graph of `form`, planned for `lowering`, which gives what `form` gives."""
+    pages, rows = torch.randn(5, 4, 32).half(), torch.randn(3, 32).half()
+    slots, x, gain = torch.tensor([7, 1, 0]), torch.randn(4, 64).half(), torch.ones(64).half()
+    captured = capture(form, (pages, rows, slots, x, gain))
+    options = Options(target="ascend910_93", lower="eager", plan_lower=lowering, plan_cache="off")
+    fuse_graph(captured.graph.graph, installed(), options, captured.facts)
+    captured.graph.recompile()
+    plain = [pages.clone(), rows, slots, x, gain]
+    expected = form(*plain)
+    ours = [each.clone() if each.shape == pages.shape else each for each in captured.inputs]
+    (result,) = captured.graph(*ours)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+    assert any(torch.equal(each, plain[0]) for each in ours if each.shape == pages.shape)
+    return [name for name in names(captured.graph) if "index_" in name or name.endswith("copy_.default")]
+
+
+def test_rows_behind_a_view_of_bits_are_written_in_place_where_calls_are_launched():
+    def step(pages, rows, slots, x, gain):
+        pages.view(torch.uint8).view(-1, 64)[slots] = rows.view(torch.uint8)
+        return torch.nn.functional.rms_norm(x, (64,), gain, 1e-6) + pages.sum()
+
+    assert rows_written("eager", step) == ["aten.index_put_.default"]
+    assert rows_written("npugraph_ex", step) == ["aten.index_put_.default"]
+    assert rows_written("torchair", step) == ["aten.index_put.default", "aten.copy_.default"]
+
+
+def test_rows_stay_functional_where_the_old_ones_are_read_behind():
+    def later(pages, rows, slots, x, gain):
+        new = pages.view(torch.uint8).view(-1, 64).index_put((slots,), rows.view(torch.uint8))
+        normed = torch.nn.functional.rms_norm(x, (64,), gain, 1e-6) + pages.sum() * new[0, 0].half() * 1e-3
+        pages.copy_(new.view(5, 4, 64).view(torch.float16))
+        return normed
+
+    assert rows_written("eager", later) == ["aten.index_put.default", "aten.copy_.default"]

@@ -52,6 +52,18 @@ def test_inductor_allocates_no_cache(form):
     assert "npu" not in "\n".join(code).replace("input", "")
 
 
+@pytest.mark.rotates(8)
+@requires_torch_npu
+def test_npugraph_ex_writes_caches_in_place_by_operators_that_the_model_calls():
+    done = torch_npu_host.run("from tests.lowering import cache_child\ncache_child.called_by_the_model()")
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert "npu.npu_scatter_pa_kv_cache.default" in told["operators"]
+    assert not any(name.startswith(COPIES) or "functional" in name for name in told["operators"])
+    assert told["written"] == [48.0, 96.0]
+    assert told["result"] == 144.0
+
+
 VENDORS = [
     (
         "npugraph_ex",

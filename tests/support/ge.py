@@ -19,12 +19,14 @@ class Converted:
         after: the same after torchair's own passes.
         written: numbers of the inputs that the graph writes to.
         copied: the inputs that it copies, or assigns to, each as "operator of input shape".
+        scoped: for each attribute that a scope sets, the number of operators in it by type.
     """
 
     before: Counter[str]
     after: Counter[str]
     written: tuple[int, ...]
     copied: tuple[str, ...]
+    scoped: dict[str, Counter[str]]
 
 
 _PASSED_THROUGH = ("TensorMove", "Assign", "Reshape", "Identity", "Bitcast", "Squeeze", "Unsqueeze")
@@ -102,10 +104,19 @@ def _record(graph: Any) -> None:
         before = Counter(op.type for op in self.graph.op)
         result = optimize(self, *args, **kwargs)
         after = Counter(op.type for op in self.graph.op)
-        _converted.append(Converted(before, after, tuple(self._ref_data_idx), tuple(_copied_inputs(self.graph))))
+        copied = tuple(_copied_inputs(self.graph))
+        _converted.append(Converted(before, after, tuple(self._ref_data_idx), copied, _scoped(self.graph)))
         return result
 
     graph.optimize_graph_without_runtime = recorded
+
+
+def _scoped(graph: Any) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {}
+    for op in graph.op:
+        for name in set(op.attr) & {"_super_kernel_scope", "_op_aicore_num"}:
+            found.setdefault(name, Counter())[op.type] += 1
+    return found
 
 
 def _copied_inputs(graph: Any) -> Iterator[str]:

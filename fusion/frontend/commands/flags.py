@@ -18,6 +18,7 @@ from fusion.options import LENGTHS, LOWER, PLAN_CACHE, PREPACK, Options, check_n
 TARGET = "ascend910_93"
 WITHOUT_FLAG: Mapping[str, str] = {
     "mode": "the mode of Inductor changes nothing of a report",
+    "hints": "the compiler on the device reads them, and a command runs none",
     "verify": "it compares numbers, and a command runs no model",
     "expect": "the command `cann-fusion expect check` is for it",
 }

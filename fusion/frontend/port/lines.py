@@ -109,7 +109,7 @@ class Replaced:
         Lines of the forward of the module class `kind` have their text; code that these call has its places alone.
         """
         made = node.meta.get("fusion")
-        nodes = self._nodes.get(made["root"], ()) if made else ()
+        nodes = self._nodes.get(made.get("root"), ()) if made else ()
         called: dict[str, set[int]] = {}
         shown: dict[tuple[str, int], None] = {}
         for each in nodes:

@@ -74,9 +74,8 @@ def _frontier(source: fx.Graph, fixed: Collection[fx.Node]) -> list[fx.Node]:
     for node in reversed(source.nodes):
         if node not in read:
             continue
-        if (_is_copy(node) or ("fusion" in node.meta and _is_work(node))) and not (
-            is_written(node) or is_returned(node)
-        ):
+        is_wanted = _is_copy(node) or ("fusion" in node.meta and _is_work(node))
+        if is_wanted and not (is_written(node) or is_returned(node)):
             wanted.insert(0, node)
         else:
             read.update(each for each in node.all_input_nodes if each in fixed)
