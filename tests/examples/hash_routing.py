@@ -63,7 +63,7 @@ EXAMPLES = (
     Example("roots of a softplus", partial(routed, score=root), SEVERAL),
     Example("roots of a softplus of one token", partial(routed, score=root), _inputs(1)),
     Example("roots of a softplus that is written out", partial(routed, score=stable), SEVERAL),
-    Example("divided by their sum alone", plainly, SEVERAL),
+    Example("roots of a softplus, divided by their sum alone", plainly, SEVERAL),
     Example("divided by twice their sum", partial(routed, by=2.0), SEVERAL, "something else than their sum"),
     Example("divided by less than their sum", partial(routed, eps=-1e-3), SEVERAL, "makes the sum smaller"),
 )

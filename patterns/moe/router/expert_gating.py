@@ -17,8 +17,8 @@ from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require
 
 _SCORE = {"max": 0, "sum": 1}
 NORM_TYPES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
-_SMALLEST = 1e-20
-"""An eps of a call whose weights are not read."""
+TINY = torch.finfo(torch.float32).tiny
+"""An eps that rounding loses in any sum of roots of a softplus, where moe_gating_top_k_hash requires one above 0."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Gate(Group):
             eps=eps,
         )
         if self.norm == "sqrt_softplus":  # which torch_npu's operator does not document
-            options |= dict(eps=_SMALLEST) if scores else {}
+            options |= dict(eps=eps or TINY)
             several = torch.ops._C_ascend.moe_gating_top_k_hash(flat, self.count, **options)
         else:
             several = torch.ops.npu.npu_moe_gating_top_k(flat, self.count, **options)

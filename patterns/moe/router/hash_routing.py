@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.moe.router.expert_gating import NORM_TYPES
+from patterns.moe.router.expert_gating import NORM_TYPES, TINY
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,4 @@ class HashRouting(Rule):
     def gated(self, gate: TableGate, before: float | None, after: float | None, eps: float | None):
         """Emit moe_gating_top_k_hash with the table and the tokens."""
         factor = (1.0 if before is None else before) * (1.0 if after is None else after)
-        return gate.routed(factor, _SMALLEST if eps is None else eps)
-
-
-_SMALLEST = 1e-20
-"""An eps that rounding loses in a sum of scores, where the operator requires one above 0."""
+        return gate.routed(factor, eps or TINY)

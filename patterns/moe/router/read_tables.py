@@ -21,10 +21,10 @@ def listed_scores(graph: Graph) -> Iterator[Annotation]:
     """Read every `listed_scores`: scores of a router, gathered at rows of a table."""
     a = graph.algebra
     for taken in [each for each in list(graph.places) if each.op == "take"]:
-        found, scores = _lookup(taken.args[1]), scores_of(elements_below(taken.arg))
-        if found is None or scores is None or scores[0] == "softmax":
+        rows, scores = _lookup(taken.args[1]), scores_of(elements_below(taken.arg))
+        if rows is None or scores is None or scores[0] == "softmax" or taken.rank != taken.args[1].rank:
             continue
-        (table, tokens), (norm, logits) = found.args, scores
+        (table, tokens), (norm, logits) = rows.args, scores
         shape = (*taken.shape[:-1], taken.arg.shape[-1])
         if prod(logits.shape) != prod(shape) or prod(tokens.shape) != prod(shape[:-1]):
             continue
@@ -36,6 +36,6 @@ def listed_scores(graph: Graph) -> Iterator[Annotation]:
 
 def _lookup(experts: Value) -> Value | None:
     """Return the lookup of rows of a table [V, K] that `experts` is a cast or reshape of; None if there is none."""
-    found = uncast(experts, "reshape")
-    is_lookup = (found.op, found.attrs) == ("index", (0,)) and found.arg.rank == 2
-    return found if is_lookup and found.shape[-1] == experts.shape[-1] else None
+    rows = uncast(experts, "reshape")
+    is_lookup = (rows.op, rows.attrs) == ("index", (0,)) and rows.arg.rank == 2
+    return rows if is_lookup and rows.shape[-1] == experts.shape[-1] else None
