@@ -130,6 +130,7 @@ CURES: dict[str, dict[str, str]] = {
         "softmax over tokens": "softmax over the chosen",
         "divided by twice their sum": "divided by their sum",
         "the first of equal ones, rounded": "the first of equal ones",
+        "scaled behind the choice": "softmax over the chosen",
         "largest of a softmax over tokens": "softmax over the chosen",
         "others filled with a number": "softmax over the chosen",
         "kept by a bound": "softmax over the chosen",

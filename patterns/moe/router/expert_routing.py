@@ -188,6 +188,14 @@ class SoftmaxShares(Rule):
         return p.softmax(p.maybe_cast(masked, to=f32))
 
     @lookalike(
+        "logits: they are multiplied by {factor} behind the top-k; npu_moe_gating_top_k_softmax requires a softmax of "
+        "the chosen logits themselves; multiply the logits before the top-k"
+    )
+    def scaled_behind(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar()):
+        """softmax(topk(logits) · factor)."""
+        return p.softmax(p.maybe_cast(p.scale(p.maybe_cast(p.largest(logits, count), to=f32), factor), to=f32))
+
+    @lookalike(
         "experts: nothing reads which are chosen; npu_moe_gating_top_k gives weights and experts at once and "
         "requires a reader of both"
     )

@@ -59,7 +59,7 @@ def expert_choices(graph: Graph) -> Iterator[Annotation]:
     lists = [each for each in list(graph.places) if _lists_some(each) and is_float(each.arg)]
     for places in lists:
         gate = _gate(graph.algebra, places)
-        if gate is None and _gathers_choice(graph, places):
+        if gate is None and (_gathers_choice(graph, places) or _divides_choice(graph, places)):
             gate = _NO_SCORES
         if gate is None and _takes_first(places) and _become_scores(graph, places):
             gate = _BY_LOGITS.format(by=_how(places))
@@ -104,12 +104,20 @@ def _become_scores(graph: Graph, places: Value) -> bool:
 
 
 def _gathers_choice(graph: Graph, places: Value) -> bool:
-    """Return True if `places` is a top-k of numbers + bias [E], and the model gathers the numbers at these places."""
+    """Return True if `places` is a top-k of numbers + bias [E], or · bias, and the model gathers the numbers there."""
     choice = places.arg
-    for numbers, bias in choice.operands("add"):
+    for numbers, bias in (*choice.operands("add"), *choice.operands("mul")):
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
             return any(_reads(graph.algebra, each, numbers, places) for each in graph.places)
     return False
+
+
+def _divides_choice(graph: Graph, places: Value) -> bool:
+    """Return True if the model divides the values of the top-k `places` by their sum, and they are no scores."""
+    best = _best(graph.algebra, places)
+    sums = [each for each in graph.places if each.op == "mul" and _scores(graph.algebra, places.arg) is None]
+    inverse = graph.algebra.power(graph.algebra.mean(best, [-1]), -1)
+    return any(unscaled(x)[0] is best and unscaled(by)[0] is inverse for each in sums for x, by in each.operands())
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Annotation]:
