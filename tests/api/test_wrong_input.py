@@ -77,7 +77,7 @@ def _planted(*_: Any) -> Any:
     raise OSError("planted")
 
 
-@pytest.mark.parametrize("part", ["add_artifact", "_found"])
+@pytest.mark.parametrize("part", ["add_artifact", "_described"])
 @pytest.mark.parametrize("door", ["backend", "guest", "export"])
 def test_what_cannot_be_written_of_a_compilation_costs_that_alone(
     door: str, part: str, monkeypatch: pytest.MonkeyPatch
