@@ -67,7 +67,7 @@ def copy_results(graph: fx.Graph) -> None:
 
 
 def copy_before_writes(graph: fx.Graph, prepared: Collection[fx.Node]) -> None:
-    """Copy in place what calls change of the tensors `prepared`, which Inductor could make writes into these tensors."""
+    """Copy in place what calls change of `prepared` tensors, which Inductor could make writes into these tensors."""
     for node in [each for each in graph.nodes if _is_reinplaced(each)]:
         changed: Any = node.args[0]
         if memory_of(changed) in prepared:
