@@ -196,7 +196,7 @@ def described(
         _write("cann_fusion_after", lambda: render(after))
         _write("cann_fusion_reasons", lambda: str(report_of(target, [captured])))
     least = Compilation("", door, Target.resolve(target).name, (0, 0), seconds=seconds, captured=weakref.ref(captured))
-    more = attempted("listing a graph", lambda: _found(before, after, outcome), {})
+    more = attempted("listing a graph", lambda: _described(before, after, outcome), {})
     return replace(least, **more)
 
 
@@ -205,7 +205,7 @@ def _write(name: str, text: Callable[[], str]) -> None:
     attempted(f"writing {name} to torch's trace", lambda: add_artifact(name, text), None)
 
 
-def _found(before: fx.Graph, after: fx.Graph, outcome: Outcome) -> dict[str, Any]:
+def _described(before: fx.Graph, after: fx.Graph, outcome: Outcome) -> dict[str, Any]:
     """Return the fields of a `Compilation` that come from its graphs, `outcome` and the frame that is compiled."""
     frame = Frame.current()
     if outcome.is_replayed:

@@ -138,9 +138,9 @@ class FusionPass(CustomGraphPass):
         if inductor and outcome.chosen:
             try:
                 with stage("lower"):
-                    kept = call_prepared(source, outcome.prepared, paths) if outcome.prepared else []
+                    prepared = call_prepared(source, outcome.prepared, paths) if outcome.prepared else []
                     decompose_added(source, guest_table())
-                    copy_before_writes(source, kept)
+                    copy_before_writes(source, prepared)
                     copy_results(source)
             except StageError:
                 refill(source, original)

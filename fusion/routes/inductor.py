@@ -66,11 +66,11 @@ def copy_results(graph: fx.Graph) -> None:
             user.replace_input_with(memory, fresh)
 
 
-def copy_before_writes(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
-    """Copy in place what calls change of the tensors `kept`, which Inductor could make writes into these tensors."""
+def copy_before_writes(graph: fx.Graph, prepared: Collection[fx.Node]) -> None:
+    """Copy in place what calls change of `prepared` tensors, which Inductor could make writes into these tensors."""
     for node in [each for each in graph.nodes if _is_reinplaced(each)]:
         changed: Any = node.args[0]
-        if memory_of(changed) in kept:
+        if memory_of(changed) in prepared:
             node.replace_input_with(changed, _copied(changed))
 
 

@@ -23,9 +23,9 @@ from fusion.records import Prepared
 from fusion.runtime.prepared_weights import Need, Supply, needs_of
 
 _LIBRARY = Library("cann_fusion", "FRAGMENT")
-_LIBRARY.define("prepared(Tensor(a)[] parameters, str recipes, Tensor? unread=None) -> Tensor(a)[]")
+_LIBRARY.define("prepared(Tensor(a)[] parameters, str recipes, Tensor? anchor=None) -> Tensor(a)[]")
 # The results belong to no graph, and some have Parameters as views: of aliases of operands no host reuses the memory.
-# In the first call of a graph, torch's check of custom operators holds the last operand: `unread` is no Parameter,
+# In the first call of a graph, torch's check of custom operators holds the last operand: `anchor` is no Parameter,
 # whose memory would seem shared.
 
 
@@ -44,9 +44,9 @@ def call_prepared(source: fx.Graph, prepared: Sequence[Prepared], paths: Mapping
     others = (node for name, node in inputs.items() if name not in paths and isinstance(node.meta["val"], Tensor))
     text = _encoded([paths[node.name] for node in operands], needs)
     replaced = [inputs[each.name] for each in prepared]
-    unread = next((node for node in others if node not in replaced), None)
+    anchor = next((node for node in others if node not in replaced), None)
     with source.inserting_after(replaced[-1]):
-        call = source.call_function(torch.ops.cann_fusion.prepared.default, (operands, text, unread))
+        call = source.call_function(torch.ops.cann_fusion.prepared.default, (operands, text, anchor))
     call.meta["val"] = [node.meta["val"] for node in replaced]
     with source.inserting_after(call):
         items = [source.call_function(operator.getitem, (call, number)) for number in range(len(replaced))]
@@ -75,7 +75,7 @@ def _supply(recipes: str) -> Supply:
     return Supply.of(range(len(paths)), paths, needs)
 
 
-def _prepared(parameters: list[Tensor], recipes: str, unread: Tensor | None = None) -> list[Tensor]:
+def _prepared(parameters: list[Tensor], recipes: str, anchor: Tensor | None = None) -> list[Tensor]:
     """Return the tensors that `recipes` prepares from `parameters`; nothing is held for a tensor that is no Parameter,
     such as a buffer that has taken the place of one.
     """
@@ -86,7 +86,7 @@ def _prepared(parameters: list[Tensor], recipes: str, unread: Tensor | None = No
     return [recipe.computed([parameters[each] for each in numbers]) for recipe, numbers in supply.needs]
 
 
-def _fake(parameters: list[Tensor], recipes: str, unread: Tensor | None = None) -> list[Tensor]:
+def _fake(parameters: list[Tensor], recipes: str, anchor: Tensor | None = None) -> list[Tensor]:
     _, needs = _decoded(recipes)
     return [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device) for each in needs]
 
