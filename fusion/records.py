@@ -62,6 +62,11 @@ class Refusal:
         return str(self.cause)
 
     @property
+    def is_mendable(self) -> bool:
+        """True unless the reason says that no change of the model makes the fusion."""
+        return "nothing to change" not in self.reason
+
+    @property
     def names(self) -> frozenset[str]:
         """The rule and "rule.form": names by which `Match.within` of another match may refer to the refused fusion."""
         return frozenset({self.rule, f"{self.rule}.{self.variant.partition('[')[0]}"})

@@ -182,7 +182,7 @@ class GraphReport(Outcome):
     def trace(self) -> Trace:
         """Calls before and after, with the lines that were replaced and the places of refusals."""
         before = self.graph if self.original is None else self.original
-        return traced(before.graph, self.graph.graph, self.machine, self.chosen, self.refusals)
+        return traced(before.graph, self.graph.graph, self.machine, self.chosen, self.refusals, self.inputs)
 
     @cached_property
     def after(self) -> Mapping[str, Tally]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import fsum, isfinite
 from pathlib import Path
@@ -129,7 +129,12 @@ class Trace:
 
 
 def traced(
-    before: fx.Graph, after: fx.Graph, machine: Target, chosen: Sequence[Candidate], refusals: Sequence[Refusal]
+    before: fx.Graph,
+    after: fx.Graph,
+    machine: Target,
+    chosen: Sequence[Candidate],
+    refusals: Sequence[Refusal],
+    inputs: Sequence[str] = (),
 ) -> Trace:
     """Trace a graph that was rewritten.
 
@@ -139,7 +144,9 @@ def traced(
         machine: the target, for predictions.
         chosen: the rewrites.
         refusals: the refusals.
+        inputs: the names in the model of the inputs of `before`, where they are known.
     """
+    names = {node.name: name for node, name in zip(before.find_nodes(op="placeholder"), inputs, strict=False)}
     paths: dict[fx.Graph, str] = {}
     for path, graph, _ in _walk(after):
         paths.setdefault(graph, path)
@@ -149,7 +156,8 @@ def traced(
     def calls(source: fx.Graph, roots: Mapping[str, str]) -> Iterator[Call]:
         for path, graph, times in _walk(source):
             prefix = canonical.get(path, path)
-            yield from _calls(graph, path, prefix, times, machine, roots)
+            for each in _calls(graph, path, prefix, times, machine, roots):
+                yield replace(each, copies=names.get(each.copies, each.copies)) if each.copies else each
 
     replaced = [Replaced(_name(paths, each.match.node), _lines(each.dying)) for each in chosen]
     missed = [_missed(each, paths, owners, machine) for each in refusals]
