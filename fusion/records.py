@@ -18,6 +18,9 @@ from fusion.graph.origin import location, module_path, source_text
 from fusion.language import Capture, Pattern, Refused, Rule, call
 from fusion.operators import ensure
 
+NOTHING_TO_CHANGE = "nothing to change"
+"""Words of a reason that no change of the model removes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Refusal:
@@ -64,7 +67,7 @@ class Refusal:
     @property
     def is_mendable(self) -> bool:
         """True unless the reason says that no change of the model makes the fusion."""
-        return "nothing to change" not in self.reason
+        return NOTHING_TO_CHANGE not in self.reason
 
     @property
     def names(self) -> frozenset[str]:
