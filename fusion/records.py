@@ -19,6 +19,9 @@ from fusion.graph.origin import location, module_path, source_text
 from fusion.language import Capture, Pattern, Refused, Rule, call
 from fusion.operators import ensure
 
+NOTHING_TO_CHANGE = "nothing to change"
+"""Words of a reason that no change of the model removes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Refusal:
@@ -61,6 +64,11 @@ class Refusal:
     def reason(self) -> str:
         """The reason, formatted."""
         return str(self.cause)
+
+    @property
+    def is_mendable(self) -> bool:
+        """True unless the reason says that no change of the model makes the fusion."""
+        return NOTHING_TO_CHANGE not in self.reason
 
     @property
     def names(self) -> frozenset[str]:

@@ -82,7 +82,7 @@ def explain(
         except Exception as error:
             interruption = _interruption(unwrapped(error), trace.mode.places)
     target, places = Target.resolve(checked.target).name, dict(trace.mode.places)
-    report = Report(target, tuple(trace.parts), places, _breaks(departures), interruption)
+    report = Report(target, tuple(trace.parts), places, _breaks(departures), interruption, model=name_of(fn_or_module))
     if checked.expect and interruption is None:
         warn_unmet(unmet(report, checked, rules))
     return report
@@ -209,10 +209,24 @@ def _copies(copied: dict[int, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def positional_arguments(called: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the arguments of `called` that may be passed by position, in order; () if it is in C."""
-    forward = called.forward if isinstance(called, torch.nn.Module) else called
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(each.name for each in _parameters(called) if each.kind in kinds)
+
+
+def variadic_argument(called: Callable[..., Any]) -> str:
+    """Return the name of the argument of `called` that takes all further ones by position (`*args`), or ""."""
+    kind = inspect.Parameter.VAR_POSITIONAL
+    return next((each.name for each in _parameters(called) if each.kind is kind), "")
+
+
+def name_of(called: Callable[..., Any]) -> str:
+    """Return the name of the class of a module, or that of a function."""
+    return getattr(called, "__name__", type(called).__name__)
+
+
+def _parameters(called: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    forward = called.forward if isinstance(called, torch.nn.Module) else called
     try:
-        parameters = inspect.signature(forward).parameters.values()
+        return tuple(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
         return ()
-    return tuple(each.name for each in parameters if each.kind in kinds)

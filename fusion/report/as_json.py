@@ -14,6 +14,7 @@ from fusion.report.trace import Line
 def to_json(document: Document) -> str:
     """Write everything but the graphs of `document` as JSON."""
     content: dict[str, Any] = {
+        "model": document.model,
         "target": document.target,
         "graphs": document.graphs,
         **_sides(document.before, document.after),
@@ -59,6 +60,7 @@ def _change(change: Change) -> dict[str, Any]:
         **_place(change.line),
         "module": change.module,
         "times": change.times,
+        "is_mendable": change.is_mendable,
         "target": change.target,
         "launches": change.launches,
         "saves_us": round(change.us, 3),

@@ -76,7 +76,7 @@ class Composition:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """Compose all refusals, those first that would save most."""
+        """Compose all refusals, those first that the model can mend, of these those that would save most."""
         entries = [
             (each, missed, part.rule_of.get(each.rule, ""), each.target * (each.target != part.machine.name))
             for trace, part in zip(self.traces, self.parts, strict=True)
@@ -84,7 +84,7 @@ class Composition:
         ]
         groups = _by(entries, lambda each: (each[2] or each[1].op, each[0].reason, each[3], bool(each[1].root)))
         changes = [_change([each[:2] for each in group], *group[0][2:]) for group in groups.values()]
-        return tuple(sorted(changes, key=lambda each: (-each.us, -each.launches)))
+        return tuple(sorted(changes, key=lambda each: (not each.is_mendable, -each.us, -each.launches)))
 
     # what is left ---------------------------------------------------------------------------------------------------
 
@@ -287,6 +287,7 @@ def _change(group: Sequence[tuple[Refusal, Missed]], rule: str, target: str) -> 
         sum(each.saving for each in places if each.saving > _NOTICEABLE),
         missed.is_planned,
         bool(missed.root),
+        refusal.is_mendable,
         names,
     )
 

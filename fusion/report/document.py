@@ -136,6 +136,7 @@ class Change:
         us: predicted microseconds that the fusion would save at all places.
         is_planned: True if `us` is that of a planned lowering, else it is an upper bound.
         fused_otherwise: True if another rewrite fused the place.
+        is_mendable: True unless no change of the model makes the fusion.
         names: names of the launches that stay, in the traces.
     """
 
@@ -150,6 +151,7 @@ class Change:
     us: float
     is_planned: bool
     fused_otherwise: bool
+    is_mendable: bool = True
     names: frozenset[str] = frozenset()
 
 
@@ -310,6 +312,7 @@ class Document:
     """Content of a report.
 
     Attributes:
+        model: name of the class or function that was traced; "" if it is not known.
         target: name of the target.
         graphs: number of graphs.
         before: cost of all calls before.
@@ -336,6 +339,7 @@ class Document:
         host_reads: times that a call waits for the device to read lengths.
     """
 
+    model: str
     target: str
     graphs: int
     before: Cost

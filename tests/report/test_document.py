@@ -91,6 +91,31 @@ def test_changes_are_sorted_by_what_they_would_save():
     assert {each.rule for each in changes} >= {"rms_norm", "attention"}
 
 
+def test_what_the_model_can_mend_comes_first():
+    damped = Norm(0.5).bfloat16()
+
+    def both(x: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        return damped(x), y * torch.sigmoid(gate)
+
+    report = explained(both, *inputs(), inputs()[0])
+    first, last = report.document().changes
+    assert (first.rule, first.is_mendable) == ("rms_norm", True)
+    assert (last.rule, last.is_mendable) == ("activation", False)
+    assert last.reason.endswith("nothing to change")
+    text = str(report)
+    assert text.index("eps: it is 0.5") < text.index("not fused, with nothing to change in the model")
+
+
+def test_one_reason_at_one_line_is_one_refusal():
+    def twice(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each * torch.rsqrt(each.pow(2).mean(-1, keepdim=True) + 0.5) for each in (x, y))
+
+    report = explained(twice, *inputs())
+    assert len(report.refusals) == 1
+    assert len(report.parts[0].refusals) == 2
+    assert report.document().changes[0].times == 2
+
+
 def test_a_place_that_fused_otherwise_is_shown_where_it_is_asked_for():
     wide = torch.randn(*(1,) * 8, 64)
     report = fusion.explain(Norm(), wide, options={"target": "host", "lower": "eager"})
@@ -203,7 +228,7 @@ def test_copies_of_inputs_that_are_left_are_named():
         return torch.nn.functional.rms_norm(x, (64,)) + other
 
     copies = [each for each in explained(step, *inputs()).document().left if each.copies]
-    assert {(each.op, len(each.copies)) for each in copies} == {("clone", 1), ("copy_", 1)}
+    assert {(each.op, each.copies) for each in copies} == {("clone", ("args[0]",)), ("copy_", ("args[0]",))}
 
 
 class Copying(nn.Module):

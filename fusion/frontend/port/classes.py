@@ -69,7 +69,7 @@ class Classes:
         lines = [f"class {one.name}(nn.Module):", f'    """{self._doc(one)}"""', ""]
         lines += ["    def __init__(self):", "        super().__init__()"] if made else []
         lines += [*(f"        {each}" for each in made), ""] if made else []
-        parameters = self._tensors.traced.arguments if is_root else names.values()
+        parameters = self._tensors.traced.parameters if is_root else names.values()
         lines.append(f"    def forward({', '.join(['self', *parameters])}):")
         return "\n".join([*lines, *(f"        {each}" for each in [*self._shapes(frame, names), *statements])])
 
