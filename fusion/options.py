@@ -13,6 +13,7 @@ from torch.fx.immutable_collections import immutable_dict
 
 from fusion.errors import OptionError
 from fusion.facts import KINDS, window
+from fusion.operators.profiles import expand_profiles
 from fusion.planning.target import Target
 
 PREPACK = ("share", "copy")
@@ -40,7 +41,8 @@ class Options:
             for one model. `cann-fusion rules` lists them.
         packages: names of the packages, beside torch_npu, whose operators the target has: {"cann_ops_transformer"}.
             Where this machine is an NPU, those that are imported count too, and the name of a rule in `opt_in` stands
-            for its packages. `cann-fusion ops` lists them. "torch_npu==2.10" plans for that version of torch_npu.
+            for its packages. `cann-fusion ops` lists them. "torch_npu==2.10" plans for that version of torch_npu, and a
+            profile such as "vllm_ascend-0.26" stands for the version and the packages that this release installs.
         unsafe: names of rules whose guard is skipped (limits of operators still apply).
         assume: kinds of the attention masks among the arguments: {"attention_mask": "causal"}, "padding" or
             "window:n" (n keys, the query's own among them). Checked at every call; a call with another mask runs the
@@ -183,6 +185,10 @@ def _names(option: str, given: Any) -> frozenset[str]:
     return frozenset(listed)
 
 
+def _packages(option: str, given: Any) -> frozenset[str]:
+    return expand_profiles(_names(option, given))
+
+
 def _assumptions(option: str, given: Any) -> Mapping[str, str]:
     wanted = "a mapping of arguments to kinds of masks, such as {'attention_mask': 'causal'}"
     if not isinstance(given, Mapping):
@@ -247,7 +253,8 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "lower": partial(_one_of, LOWER),
     "plan_lower": partial(_one_of, ("", *LOWER)),
     "mode": partial(_one_of, MODES),
-    **dict.fromkeys(("rules", "disable", "opt_in", "packages", "unsafe"), _names),
+    **dict.fromkeys(("rules", "disable", "opt_in", "unsafe"), _names),
+    "packages": _packages,
     "assume": _assumptions,
     "lengths": partial(_one_of, LENGTHS),
     "fuel": _fuel,

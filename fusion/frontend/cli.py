@@ -23,6 +23,7 @@ from fusion.frontend.commands.explained import Plan, calls, explained, require_t
 from fusion.frontend.commands.flags import CallFlags, ModelCode, ModelName, OptionFlags, Traceback, with_flags
 from fusion.frontend.commands.lint import lint
 from fusion.frontend.port import port as port_call
+from fusion.operators.profiles import PROFILES
 from fusion.report.failures import worded
 from fusion.report.report import Report
 from fusion.report.text import WIDTH, rendered
@@ -170,7 +171,9 @@ def ops(
         origin = operators.ensure()
     if as_json:
         packages = [asdict(each) for each in catalogue.package_entries()]
-        content = {"schemas": asdict(origin), "packages": packages, "operators": [asdict(each) for each in entries]}
+        profiles = [asdict(each) for each in PROFILES.values()]
+        listed = [asdict(each) for each in entries]
+        content = {"schemas": asdict(origin), "packages": packages, "profiles": profiles, "operators": listed}
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     terminal = console()
@@ -178,6 +181,7 @@ def ops(
     owner = f"torch_npu {origin.version}" if origin.source == "torch_npu" else "cann-fusion itself"
     if not name:
         terminal.print(_packages(catalogue.package_entries()))
+        terminal.print(_profiles())
     terminal.print(f"schemas of {owner} are in use: {escape(origin.reason)}")
 
 
@@ -218,6 +222,11 @@ def _packages(entries: Sequence[catalogue.PackageEntry]) -> Table:
         for each in entries
     )
     return _listed("packages that bring them", columns, rows)
+
+
+def _profiles() -> Table:
+    rows = ((each.name, "\n".join(each.packages), each.cann, each.source) for each in PROFILES.values())
+    return _listed("profiles of releases", ("profile", "stands for", "CANN", "from"), rows)
 
 
 def _operator(entry: catalogue.OperatorEntry) -> Table:

@@ -70,6 +70,7 @@ class Compilation:
         captured: weak reference to the graph.
         code: weak reference to the code of the function, all of it where the graph is of a part behind a graph break.
         module: weak reference to the module whose method the function is.
+        cells: identities of the variables of outer functions that the function reads.
     """
 
     function: str
@@ -84,6 +85,7 @@ class Compilation:
     captured: Callable[[], Captured | None] = nothing
     code: Callable[[], CodeType | None] = nothing
     module: Callable[[], nn.Module | None] = nothing
+    cells: frozenset[int] = frozenset()
 
     @property
     def report(self) -> Report:
@@ -146,13 +148,19 @@ def reports(compiled: Any = None) -> list[Compilation]:
 
 def _compiled_from(frame: Frame, listed: Sequence[Compilation]) -> list[Compilation]:
     """Return those of `listed` that are of the module of `frame` or of one inside it; if none is, of its code, which
-    instances of a class share.
+    instances of a class, and functions that one function makes, share.
 
     Parts behind a graph break that no longer use their module are known by the code of its forward.
     """
     inside = () if frame.module is None else tuple(frame.module.modules())
     owners, codes = set(map(id, inside)), {frame.code, *(Frame.called_by(each).code for each in inside)} - {None}
-    own = [each for each in listed if id(each.module()) in owners or (each.module is nothing and each.code() in codes)]
+
+    def is_own(each: Compilation) -> bool:
+        is_of_code = each.module is nothing and each.code() in codes
+        is_another_closure = bool(each.cells and frame.cells) and each.cells.isdisjoint(frame.cells)
+        return id(each.module()) in owners or (is_of_code and not is_another_closure)
+
+    own = list(filter(is_own, listed))
     return own or [each for each in listed if frame.code is not None and each.code() is frame.code]
 
 
@@ -221,6 +229,7 @@ def _described(before: fx.Graph, after: fx.Graph, outcome: Outcome) -> dict[str,
         "note": next((str(each) for each in outcome.failures if each.drops_graph), ""),
         "code": _weakly(frame.begun),
         "module": _weakly(frame.module),
+        "cells": frame.cells,
     }
 
 
@@ -248,6 +257,7 @@ def unfused(door: str, target: str, source: fx.Graph, note: str, is_captured: bo
         note=note,
         code=_weakly(frame.begun),
         module=_weakly(frame.module),
+        cells=frame.cells,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -322,6 +323,14 @@ def test_models_that_need_another_cache_or_size_are_explained(model_type: str, c
     assert report["interruption"] is None
     assert sum(cache in note for note in report["notes"] if cache) == bool(cache), report["notes"]
     assert report["launches"]["after"] <= report["launches"]["before"]
+
+
+def test_a_type_without_a_causal_language_model_gives_its_decoder():
+    built = {
+        name: hf._auto(transformers, hf._default(transformers, name)) for name in ("glm5_next", "qwen3", "t5", "vit")
+    }
+    auto = transformers.AutoModel, transformers.AutoModelForCausalLM
+    assert built == {"glm5_next": auto[0], "qwen3": auto[1], "t5": None, "vit": None}
 
 
 def test_without_transformers_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -192,6 +192,24 @@ def test_graphs_of_one_model_are_listed_alone():
         fusion.reports(nn.Linear(2, 2))
 
 
+def test_closures_of_one_code_have_their_own_graphs():
+    def adding(number: int) -> Any:
+        def added(x: Tensor) -> Tensor:
+            y = x.relu() + number
+            torch._dynamo.graph_break()
+            return y.tanh()
+
+        return added
+
+    plain = [adding(1), adding(2)]
+    compiled = [run(each) for each in plain]
+    everything = fusion.reports()
+    assert fusion.reports(compiled[0]) == fusion.reports(plain[0])
+    assert everything[0] in fusion.reports(compiled[0])
+    assert everything[0] not in fusion.reports(compiled[1])
+    assert any(each.function.endswith("added") for each in fusion.reports(compiled[1]))
+
+
 def test_a_process_that_compiled_nothing_is_told_so():
     torch.compile(Normed().eval(), backend="cann_fusion")
     with pytest.warns(UserWarning, match=r"has compiled no graph in this process. .* generate"):

@@ -68,7 +68,7 @@ class OptionFlags:
         list[str] | None,
         _flag(
             "Plan for operators of this package too; `cann-fusion ops` lists the packages; torch_npu==2.10 plans for "
-            "that version of torch_npu. May be repeated."
+            "that version of torch_npu; vllm_ascend-0.26 for the packages of that release. May be repeated."
         ),
     ] = None
     unsafe: Annotated[
