@@ -29,7 +29,7 @@ class Profile:
 _MATRIX = "https://github.com/vllm-project/vllm-ascend, docs/source/community/versioning_policy.md"
 
 
-def _of_vllm_ascend(version: str, torch_npu: str, cann: str, source: str = _MATRIX) -> Profile:
+def _vllm_ascend(version: str, torch_npu: str, cann: str, source: str = _MATRIX) -> Profile:
     return Profile(f"vllm_ascend-{version}", (f"{PREFIX}{torch_npu}", "vllm_ascend"), cann, source)
 
 
@@ -37,9 +37,9 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
         each.name: each
         for each in (
-            _of_vllm_ascend("0.11", "2.7", "8.3.RC2"),
-            _of_vllm_ascend("0.12", "2.8", "8.3.RC2"),
-            _of_vllm_ascend(
+            _vllm_ascend("0.11", "2.7", "8.3.RC2"),
+            _vllm_ascend("0.12", "2.8", "8.3.RC2"),
+            _vllm_ascend(
                 "0.26", "2.10", "9.1.0", "https://docs.vllm.ai/projects/ascend/en/v0.26.0rc1/installation.html"
             ),
         )

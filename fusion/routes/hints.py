@@ -33,12 +33,12 @@ def hinted(gm: fx.GraphModule, hints: Collection[str], weights: Collection[str],
     """Return a copy of `gm` with `hints`, of `HINTS`; `weights` are the inputs that hold weights."""
     made = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     made.meta.update(gm.meta)
-    calls = list(_calls(made.graph, weights, machine))
+    calls = list(awaited_launches(made.graph, weights, machine))
     if PREFETCH in hints:
-        _prefetch(calls, machine)
+        insert_prefetches(calls, machine)
     if SUPER_KERNEL in hints:
         importlib.import_module("torchair.scope")  # registers the operators of scopes
-        for number, layers in enumerate(_runs(calls)):
+        for number, layers in enumerate(matched_runs(calls)):
             _enclose(layers, f"layers{number}")
     made.recompile()
     return made
@@ -65,7 +65,11 @@ class _Launch:
         return is_scope_boundary(self.node) or STREAM in self.node.meta
 
 
-def _calls(source: fx.Graph, weights: Collection[str], machine: Target) -> Iterator[_Launch]:
+def awaited_launches(source: fx.Graph, weights: Collection[str], machine: Target) -> Iterator[_Launch]:
+    """Yield each launch of `source`, and each call that begins or ends a scope, with the weight that it waits for.
+
+    `weights` are the names of inputs that hold weights; `machine` predicts the times.
+    """
     for node in source.nodes:
         if is_scope_boundary(node):
             yield _Launch(node)
@@ -93,7 +97,7 @@ def _bytes(node: fx.Node) -> int:
 # prefetches ----------------------------------------------------------------------------------------------------------
 
 
-def _prefetch(calls: Sequence[_Launch], machine: Target) -> None:
+def insert_prefetches(calls: Sequence[_Launch], machine: Target) -> None:
     """Insert, for each weight that a call waits for, a prefetch beside the calls before that wait for none."""
     for position, call in enumerate(calls):
         start = position
@@ -119,7 +123,7 @@ def _tensor_of(node: fx.Node) -> fx.Node | None:
 # super kernels -------------------------------------------------------------------------------------------------------
 
 
-def _runs(calls: Sequence[_Launch]) -> Iterator[list[_Launch]]:
+def matched_runs(calls: Sequence[_Launch]) -> Iterator[list[_Launch]]:
     """Yield the calls of each run of adjacent layers whose calls are all matched, without scopes in or between them."""
     layer_of = layers_of(module_path(each.node) for each in calls)
     owners = [layer_of.get(module_path(each.node)) for each in calls]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion._torch.operators import OpOverload, core_table, schema_of
+from fusion._torch.operators import COMPOSITES, OpOverload, core_table, schema_of
 from fusion._torch.tracing import Boxed, boxed, static_inputs, tracing_apart
 from fusion.errors import FusionError
 from fusion.operators import OPERATORS, Operator, ensure
@@ -173,9 +173,13 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def _decomposed_by_torch() -> dict[OpOverload, Callable[..., Any]]:
-    """Map operators of aten that torchair cannot convert, and core aten lacks, to torch's own decompositions."""
+    """Map operators of aten that torchair cannot convert, and core aten lacks, to torch's own decompositions.
+
+    Composites are left out: `expand` decomposes them, one to parts that torchair converts where torch's own is not.
+    """
     converter_of = importlib.import_module("torchair._ge_concrete_graph.fx2ge_converter")._get_converter
-    return {op: form for op, form in core_table().items() if not _converts(converter_of(op))}
+    table = {op: form for op, form in core_table().items() if op not in COMPOSITES}
+    return {op: form for op, form in table.items() if not _converts(converter_of(op))}
 
 
 def _converts(converter: Any) -> bool:

@@ -52,6 +52,10 @@ CURES: dict[str, dict[str, str]] = {
         "another window": "entries",
     },
     "stream_gates": dict.fromkeys(("another factor", "an output gate that is shifted", "a head"), "norm before"),
+    "hash_routing": {
+        "divided by twice their sum": "sigmoids",
+        "divided by less than their sum": "sigmoids",
+    },
     "latent_attention": {
         "lowered": "a step with its log-sum-exp",
         "another latent": "the last tokens",

@@ -15,7 +15,7 @@ from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.planning.target import Target
-from fusion.routes.hints import _calls, _prefetch, _runs
+from fusion.routes.hints import awaited_launches, insert_prefetches, matched_runs
 from fusion.testing import Captured, capture
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
@@ -113,7 +113,7 @@ def launches(batch: int) -> Any:
         for node in captured.graph.graph.find_nodes(op="placeholder")
         if tuple(node.meta["val"].shape) == (2048, 2048)
     }
-    return captured.graph.graph, list(_calls(captured.graph.graph, weights, A3))
+    return captured.graph.graph, list(awaited_launches(captured.graph.graph, weights, A3))
 
 
 def test_weights_are_prefetched_beside_calls_that_wait_for_none(monkeypatch: pytest.MonkeyPatch):
@@ -122,7 +122,7 @@ def test_weights_are_prefetched_beside_calls_that_wait_for_none(monkeypatch: pyt
 
     monkeypatch.setattr(torch.ops.npu, "npu_prefetch", Prefetch, raising=False)
     graph, calls = launches(batch=2)
-    _prefetch(calls, A3)
+    insert_prefetches(calls, A3)
     (hint,) = [node for node in graph.nodes if node.target is Prefetch.default]
     weight, behind, size = hint.args
     assert weight.op == "placeholder"
@@ -130,13 +130,13 @@ def test_weights_are_prefetched_beside_calls_that_wait_for_none(monkeypatch: pyt
     window = next(each.us for each in calls if "tanh" in str(each.node.target))
     assert size == min(2048 * 2048 * 2, int(window * A3.bandwidth / 2))
     many, others = launches(batch=4096)
-    _prefetch(others, A3)
+    insert_prefetches(others, A3)
     assert not [node for node in many.nodes if node.target is Prefetch.default], "these products wait for the cube"
 
 
 def test_a_layer_with_a_call_that_is_no_operator_of_a_rule_is_not_enclosed():
     _, calls = launches(batch=2)
-    assert list(_runs(copy.copy(calls))) == []
+    assert list(matched_runs(copy.copy(calls))) == []
 
 
 @pytest.mark.rotates(8)

@@ -133,12 +133,16 @@ def test_captured_graphs_copy_no_weight(monkeypatch: pytest.MonkeyPatch):
     marked: dict[tuple[int, ...], bool] = {}
 
     class Recording:
+        class CompilerConfig:
+            pass
+
         @staticmethod
         def compile_fx(gm: fx.GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
             marked.update({tuple(each.shape): hasattr(each, "_torchair_is_parameter") for each in inputs})
             return lambda *given: [torch.zeros(3, 64)]
 
     monkeypatch.setattr(vendor, "_vendor", lambda name, doing: Recording)
+    monkeypatch.setattr(vendor, "_register_in_place", lambda: None)  # with npugraph_ex, which is not there
     torch._dynamo.reset()
     options = {"target": "ascend910_93", "lower": "npugraph_ex", "plan_cache": "off"}
     with torch.inference_mode():
