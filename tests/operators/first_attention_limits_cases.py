@@ -56,6 +56,10 @@ _PADDINGS = {"query_padding_size": "actual_seq_lengths", "kv_padding_size": "act
 _ROW = t(1, dtype=torch.int64)
 
 
+def _bias(columns: int) -> dict[str, Any]:
+    return {"pse_shift": t(1, 8, 5, columns)}
+
+
 def _prefix(key: tuple[int, ...], value: tuple[int, ...] | None = None) -> dict[str, Any]:
     return {"key_shared_prefix": t(*key), "value_shared_prefix": t(*(value or key))}
 
@@ -133,6 +137,8 @@ FIRST_HOST_EDGES: list[Edge] = [
         "size(atten_mask, -1) >= size(key_shared_prefix, 2) + U",
     ),
     (_BEFORE | mask(1, 1, 5, 10), _BEFORE | mask(1, 1, 5, 9), "size(atten_mask, -1) >= size(key_shared_prefix, 1) + Q"),
+    (_HEADS_BEFORE | _bias(10), _HEADS_BEFORE | _bias(9), "Tp >= size(key_shared_prefix, 2) + U"),
+    (_BEFORE | _bias(10), _BEFORE | _bias(9), "Tp >= size(key_shared_prefix, 1) + Q"),
     (_of_int8(), FIRST_CALL | {"antiquant_scale": t(2)}, CACHE),
     (_of_int8(), _of_int8() | {"key_antiquant_scale": t(1)}, "not given(key_antiquant_scale) and"),
     (_of_int8(), _of_int8() | {"key_antiquant_mode": 1, "value_antiquant_mode": 1}, "key_antiquant_mode == 0 and"),

@@ -276,8 +276,14 @@ def _prefix_limits() -> tuple[Limit, ...]:
             )
         ),
         Limit(f"shape({value}) == shape({key})", when=f"{given} and shape(key) == shape(value)"),
-        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 2) + U", when=f"{given} and {_MASKED} and {_BNSD}"),
-        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 1) + Q", when=f"{given} and {_MASKED} and not {_BNSD}"),
+        *(
+            limit
+            for columns, when in (("size(atten_mask, -1)", _MASKED), ("Tp", _BIAS))
+            for limit in (
+                Limit(f"{columns} >= size(key_shared_prefix, 2) + U", when=f"{given} and {when} and {_BNSD}"),
+                Limit(f"{columns} >= size(key_shared_prefix, 1) + Q", when=f"{given} and {when} and not {_BNSD}"),
+            )
+        ),
     )
 
 
