@@ -19,13 +19,18 @@ def is_scope_boundary(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and short_name(node.target) in (*_ENTERS, *_EXITS)
 
 
+def enters_scope(node: fx.Node) -> bool:
+    """Return True if a scope begins at the call `node`."""
+    return isinstance(node.target, OpOverload) and short_name(node.target) in _ENTERS
+
+
 def scopes(source: fx.Graph) -> dict[fx.Node, Any]:
     """Map each node of `source` to a key of the scope and stream that it runs in; empty if all run in none."""
     keys: dict[fx.Node, Any] = {}
     inside: list[fx.Node] = []
     for node in source.nodes:
         if is_scope_boundary(node):
-            inside = [*inside, node] if short_name(node.target) in _ENTERS else inside[:-1]
+            inside = [*inside, node] if enters_scope(node) else inside[:-1]
         keys[node] = (tuple(inside), node.meta.get(STREAM))
     return keys if any(key != ((), None) for key in keys.values()) else {}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from fusion._torch.pickled import pack, unpack
-from fusion._torch.tensors import count
+from fusion._torch.tensors import byte_count
 from fusion.errors import Failure
 from fusion.facts import Facts, plain
 from fusion.graph.launches import is_bookkeeping, is_launch
@@ -211,7 +211,7 @@ class GraphReport(Outcome):
         """Bytes of the Parameters that the graph reads."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         vals = [each.meta["val"] for each in inputs if each.name in self.facts.parameters]
-        return sum(count(each) * each.element_size() for each in vals)
+        return sum(map(byte_count, vals))
 
 
 def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.tensors import count
+from fusion._torch.tensors import byte_count
 from fusion.graph.aliasing import memory_of
-from fusion.graph.execution_scopes import STREAM, is_scope_boundary
+from fusion.graph.execution_scopes import STREAM, enters_scope, is_scope_boundary
 from fusion.graph.launches import is_launch
 from fusion.graph.origin import module_path
 from fusion.options import HINTS
@@ -84,14 +84,9 @@ def _awaited(node: fx.Node, weights: Collection[str], us: float, machine: Target
     """Return the largest weight that `node` reads, if reading it takes most of its time; else None."""
     read = [memory_of(each) for each in node.all_input_nodes]
     stored = [each for each in read if each.op == "placeholder" and each.name in weights]
-    largest = max(stored, key=_bytes, default=None)
-    is_bound = largest is not None and _bytes(largest) / machine.bandwidth > (us - machine.launch) / 2
+    largest = max(stored, key=lambda each: byte_count(each.meta["val"]), default=None)
+    is_bound = largest is not None and byte_count(largest.meta["val"]) / machine.bandwidth > (us - machine.launch) / 2
     return largest if is_bound else None
-
-
-def _bytes(node: fx.Node) -> int:
-    val = node.meta["val"]
-    return count(val) * val.element_size()
 
 
 # prefetches ----------------------------------------------------------------------------------------------------------
@@ -106,7 +101,7 @@ def insert_prefetches(calls: Sequence[_Launch], machine: Target) -> None:
         if call.weight is None or call.is_boundary or start in (0, position) or calls[start - 1].is_boundary:
             continue
         window = sum(each.us for each in calls[start:position])
-        size = min(_bytes(call.weight), int(window * machine.bandwidth * _SHARE))
+        size = min(byte_count(call.weight.meta["val"]), int(window * machine.bandwidth * _SHARE))
         behind = _tensor_of(calls[start - 1].node)
         if size >= _LEAST and behind is not None:
             with behind.graph.inserting_after(behind):
@@ -142,7 +137,7 @@ def matched_runs(calls: Sequence[_Launch]) -> Iterator[list[_Launch]]:
 def _step(node: fx.Node) -> int:
     if not is_scope_boundary(node):
         return 0
-    return 1 if "enter" in str(node.target) or "begin" in str(node.target) else -1
+    return 1 if enters_scope(node) else -1
 
 
 def _enclose(calls: Sequence[_Launch], name: str) -> None:

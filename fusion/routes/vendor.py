@@ -101,7 +101,7 @@ def _register_in_place() -> None:
         names = [each.name for each in schema_of(in_place.overload()).arguments]
         if functional.overload() not in passes.inplaceable_npu_ops:
             written = [names.index(each) for each in in_place.written]
-            passes.register_inplaceable_npu_op(_packet(functional), _packet(in_place), written)
+            passes.register_inplaceable_npu_op(functional.short, in_place.short, written)
 
 
 def _forms_in_place() -> Iterator[tuple[Operator, Operator]]:
@@ -117,10 +117,6 @@ def _forms_in_place() -> Iterator[tuple[Operator, Operator]]:
         others = len(returned.returns) - len(in_place.written)
         if others == len(declared.returns) != 1:
             yield functional, in_place
-
-
-def _packet(operator: Operator) -> str:
-    return operator.name.partition("::")[2]
 
 
 def _mark_static(example_inputs: Sequence[Any]) -> None:

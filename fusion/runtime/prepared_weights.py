@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict
 
 from fusion._torch.memory import forget_freed, samples, stamps
-from fusion._torch.tensors import count, shares_memory
+from fusion._torch.tensors import byte_count, shares_memory
 from fusion._torch.tracing import Boxed, dynamo_position, extended
 from fusion.errors import OptionError
 from fusion.records import Prepared
@@ -312,7 +312,7 @@ def foreseen(prepared: Sequence[Prepared], source: fx.Graph, stuck: Sequence[str
     records: list[Prepared] = []
     for each in prepared:
         left = {name: why for name in each.sources if (why := stuck[positions[name]])} if each.joined else {}
-        size = sum(count(vals[name]) * vals[name].element_size() for name in left)
+        size = sum(byte_count(vals[name]) for name in left)
         records.append(replace(each, copied=next(iter(left.values())), size=size) if left else each)
     return tuple(records)
 

@@ -315,8 +315,8 @@ def _reads_before(reader: fx.Node, link: Link) -> bool:
         return sum(_peel_views(each)[1] is cache for each in reader.all_input_nodes) == 1
     if reader < link.node:
         return True
-    movable = reader.op == "call_function" and not is_write(reader) and not is_parted(link.node, reader)
-    if not movable or not all(each < link.node for each in reader.all_input_nodes):
+    movable = reader.op == "call_function" and not is_write(reader)
+    if not movable or not all(each < link.node for each in reader.all_input_nodes) or is_parted(link.node, reader):
         return False
     link.node.prepend(reader)
     return True

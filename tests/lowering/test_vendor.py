@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from functools import cache
@@ -33,9 +32,7 @@ FUSED = {
 
 @cache
 def report(route: str, shapes: str) -> dict[str, Any]:
-    done = torch_npu_host.run(f"from tests.lowering import vendor_child\nvendor_child.main({route!r}, {shapes!r})")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return torch_npu_host.answer(f"from tests.lowering import vendor_child\nvendor_child.main({route!r}, {shapes!r})")
 
 
 @requires_torch_npu
@@ -83,9 +80,7 @@ def test_the_cache_is_written_in_place(shapes: str):
 
 @cache
 def attention() -> dict[str, tuple[float, dict[str, int]]]:
-    done = torch_npu_host.run("from tests.lowering import attention_child\nattention_child.main()")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return torch_npu_host.answer("from tests.lowering import attention_child\nattention_child.main()")
 
 
 @requires_torch_npu

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.support.torch_npu_host import requires_torch_npu, run
+from tests.support.torch_npu_host import answer, requires_torch_npu
 
 pytestmark = pytest.mark.rotates(6)
 
@@ -17,9 +16,7 @@ ROUTER = "MoeGatingTopKSoftmaxV2"
 
 @cache
 def told(by: str) -> dict[str, Any]:
-    child = run(f"from tests.moe import ge_child\nge_child.{by}()")
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.splitlines()[-1])
+    return answer(f"from tests.moe import ge_child\nge_child.{by}()")
 
 
 @requires_torch_npu

@@ -277,12 +277,9 @@ def _prefix_limits() -> tuple[Limit, ...]:
         ),
         Limit(f"shape({value}) == shape({key})", when=f"{given} and shape(key) == shape(value)"),
         *(
-            limit
+            Limit(f"{columns} >= size(key_shared_prefix, {dim}) + {keys}", when=f"{given} and {when} and {layout}")
             for columns, when in (("size(atten_mask, -1)", _MASKED), ("Tp", _BIAS))
-            for limit in (
-                Limit(f"{columns} >= size(key_shared_prefix, 2) + U", when=f"{given} and {when} and {_BNSD}"),
-                Limit(f"{columns} >= size(key_shared_prefix, 1) + Q", when=f"{given} and {when} and not {_BNSD}"),
-            )
+            for dim, keys, layout in ((2, "U", _BNSD), (1, "Q", f"not {_BNSD}"))
         ),
     )
 

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch.tensors import count
+from fusion._torch.tensors import byte_count
 from fusion.facts import Facts
 from fusion.graph.aliasing import is_returned, is_written
 from fusion.graph.launches import is_view
@@ -132,7 +132,9 @@ def _extract(node: fx.Node, prepack: str, modules: dict[str, fx.GraphModule]) ->
     key = "\n".join([*made, names[node], *(_layout(each.meta["val"]) for each in (*parameters, node)), copied])
     if key not in modules:
         modules[key] = _module(parameters, list(made.values()), names, names[node])
-    return Prepared("", tuple(each.name for each in parameters), modules[key], key, _bytes(node.meta["val"]), copied)
+    return Prepared(
+        "", tuple(each.name for each in parameters), modules[key], key, byte_count(node.meta["val"]), copied
+    )
 
 
 def _module(
@@ -151,7 +153,3 @@ def _module(
 
 def _layout(val: torch.Tensor) -> str:
     return f"{val.dtype} {tuple(val.shape)} {tuple(val.stride())} {val.device}"
-
-
-def _bytes(val: torch.Tensor) -> int:
-    return count(val) * val.element_size()
