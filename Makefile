@@ -13,7 +13,7 @@ SYSTEM := $(shell uname -s)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test nightly mutate demo bench docs dist drift site clean
+.PHONY: help setup check test nightly mutate conversions demo bench docs dist drift site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -54,6 +54,9 @@ nightly: check  ## check, and every test
 
 mutate: $(VENV)/.installed  ## drop one guard at a time: some test must fail (hours; for the night)
 	$(BIN)/python -m tests.mutation --workers $(WORKERS)
+
+conversions: setup  ## every example and model through torchair and npugraph_ex, as far as no device is needed
+	$(BIN)/python -m tests.conversions
 
 demo: $(VENV)/.installed  ## a Hugging Face model before and after, with its numbers checked
 	$(BIN)/python examples/demo.py

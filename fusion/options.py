@@ -13,12 +13,14 @@ from torch.fx.immutable_collections import immutable_dict
 
 from fusion.errors import OptionError
 from fusion.facts import KINDS, window
+from fusion.operators.profiles import expand_profiles
 from fusion.planning.target import Target
 
 PREPACK = ("share", "copy")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
 MODES = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Modes of `torch.compile`, which are those of Inductor."""
+HINTS = ("prefetch", "super_kernel")
 LENGTHS = ("auto", "host")
 PLAN_CACHE = ("disk", "memory", "off")
 PLAN_CACHE_VARIABLE = "CANN_FUSION_PLAN_CACHE"
@@ -39,7 +41,8 @@ class Options:
             for one model. `cann-fusion rules` lists them.
         packages: names of the packages, beside torch_npu, whose operators the target has: {"cann_ops_transformer"}.
             Where this machine is an NPU, those that are imported count too, and the name of a rule in `opt_in` stands
-            for its packages. `cann-fusion ops` lists them. "torch_npu==2.10" plans for that version of torch_npu.
+            for its packages. `cann-fusion ops` lists them. "torch_npu==2.10" plans for that version of torch_npu, and a
+            profile such as "vllm_ascend-0.26" stands for the version and the packages that this release installs.
         unsafe: names of rules whose guard is skipped (limits of operators still apply).
         assume: kinds of the attention masks among the arguments: {"attention_mask": "causal"}, "padding" or
             "window:n" (n keys, the query's own among them). Checked at every call; a call with another mask runs the
@@ -49,6 +52,9 @@ class Options:
         fuel: most rewrites to make, to find a wrong one by bisection; None for all.
         verify: compare the first call of every fused graph with the original graph, judged by float64, and name the
             rewrite that is wrong. A guest (`FusionPass`) observes no calls and ignores it.
+        hints: hints that torchair hands to GE, none by default: "prefetch" of the weights that a call waits for, and
+            "super_kernel" scopes around decode layers whose calls are all fused or products. They change no number,
+            and may cost time: measure them.
         prepack: "share" makes Parameters that are joined views of the joined tensor, so that no weight is stored twice;
             "copy" stores both.
         plan_cache: cache of plans, and of the rewrites of complete graphs, for later compilations: "disk" (the user's
@@ -72,6 +78,7 @@ class Options:
     lengths: str = "auto"
     fuel: int | None = None
     verify: bool = False
+    hints: frozenset[str] = frozenset()
     prepack: str = "share"
     plan_cache: str = ""
     progress: bool = True
@@ -166,7 +173,8 @@ def _plan_cache(option: str, given: Any) -> str:
 
 def _names(option: str, given: Any) -> frozenset[str]:
     names = [given] if isinstance(given, str) else given
-    example = "{'cann_ops_transformer'}" if option == "packages" else "{'rms_norm'}"
+    examples = {"packages": "{'cann_ops_transformer'}", "hints": "{'prefetch'}"}
+    example = examples.get(option, "{'rms_norm'}")
     wanted = f"names, such as {example}, or leave {option} out"
     if isinstance(names, Mapping) or not isinstance(names, Iterable):
         raise _wrong(option, given, wanted)
@@ -175,6 +183,10 @@ def _names(option: str, given: Any) -> frozenset[str]:
         if not isinstance(each, str):
             raise _wrong(option, each, f"{wanted}; hand rules over as the argument `rules` of fusion.FusionBackend")
     return frozenset(listed)
+
+
+def _packages(option: str, given: Any) -> frozenset[str]:
+    return expand_profiles(_names(option, given))
 
 
 def _assumptions(option: str, given: Any) -> Mapping[str, str]:
@@ -210,6 +222,12 @@ def _fuel(option: str, given: Any) -> int | None:
     return given
 
 
+def _hints(option: str, given: Any) -> frozenset[str]:
+    names = _names(option, given)
+    check_names(f"value of option {option}", names, HINTS)
+    return names
+
+
 def _flag(option: str, given: Any) -> bool:
     if not isinstance(given, bool):
         raise _wrong(option, given, "True or False")
@@ -235,11 +253,13 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "lower": partial(_one_of, LOWER),
     "plan_lower": partial(_one_of, ("", *LOWER)),
     "mode": partial(_one_of, MODES),
-    **dict.fromkeys(("rules", "disable", "opt_in", "packages", "unsafe"), _names),
+    **dict.fromkeys(("rules", "disable", "opt_in", "unsafe"), _names),
+    "packages": _packages,
     "assume": _assumptions,
     "lengths": partial(_one_of, LENGTHS),
     "fuel": _fuel,
     "verify": _flag,
+    "hints": _hints,
     "prepack": partial(_one_of, PREPACK),
     "plan_cache": _plan_cache,
     "progress": _flag,

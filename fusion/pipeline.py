@@ -22,6 +22,8 @@ from fusion._torch.tracing import copied, refill
 from fusion.caching.text_cache import text_cache
 from fusion.errors import Failure, FormatError, StageError
 from fusion.facts import Facts
+from fusion.graph.execution_scopes import scopes
+from fusion.graph.launches import is_view
 from fusion.graph.node_values import NodeValue
 from fusion.graph.subgraphs import bodies
 from fusion.language import Library, needed
@@ -48,6 +50,9 @@ from fusion.stages.verify import contract, verify, verify_formats
 
 log = logging.getLogger("fusion")
 NOT_ENTERED = "the code inside is not entered: it stays a graph of its own, as it came"
+_CROSSES = (
+    "the calls: they are in several scopes or on several streams; a fused call runs in one; move them into one scope"
+)
 REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
 
 
@@ -237,17 +242,38 @@ class _Search:
             if plans is not None:
                 plans.save()
         with stage("select"):
+            candidates, crossing = _in_one_scope(source, candidates)
             chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
         refusals: list[Refusal] = []
         if self.with_refusals:
             with stage("report"):
-                refused = [*matched.refusals, *planner.refusals, *useless(candidates, frozenset(chosen))]
+                refused = [*matched.refusals, *planner.refusals, *crossing, *useless(candidates, frozenset(chosen))]
                 refusals = to_report(refused, chosen, on)
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
         failures = (*reader_failures, *matched.failures, *planner.failures)
         counts = len(matched.matches), len(set(matched.matches) - {each.match for each in candidates})
         return _Made(tuple(chosen), tuple(refusals), failures, tuple(done), tuple(copies), graph.value_of, *counts)
+
+
+def _in_one_scope(source: fx.Graph, candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Refusal]]:
+    """Return the candidates whose nodes run in one scope and on one stream, and refusals of the others.
+
+    Candidates that are made for a refused one are refused as well.
+    """
+    scope_of = scopes(source)
+    if not scope_of:
+        return list(candidates), []
+    allowed: list[Candidate] = []
+    refused: list[Refusal] = []
+    for each in candidates:
+        parts = [each, *([each.needs] if each.needs else [])]
+        nodes = {node for part in parts for node in (*part.dying, part.match.node)}
+        if len({scope_of[node] for node in nodes if node.op == "call_function" and not is_view(node.target)}) <= 1:
+            allowed.append(each)
+        else:
+            refused.append(Refusal(each.match.rule.name, _CROSSES, each.match.node))
+    return allowed, refused
 
 
 def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:

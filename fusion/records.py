@@ -13,10 +13,14 @@ import torch.fx as fx
 
 from fusion._torch.operators import OpOverload
 from fusion._torch.pickled import portable_metadata
+from fusion._torch.tracing import outside_modes
 from fusion.graph import Miss, Value
 from fusion.graph.origin import location, module_path, source_text
 from fusion.language import Capture, Pattern, Refused, Rule, call
 from fusion.operators import ensure
+
+NOTHING_TO_CHANGE = "nothing to change"
+"""Words of a reason that no change of the model removes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,11 @@ class Refusal:
     def reason(self) -> str:
         """The reason, formatted."""
         return str(self.cause)
+
+    @property
+    def is_mendable(self) -> bool:
+        """True unless the reason says that no change of the model makes the fusion."""
+        return NOTHING_TO_CHANGE not in self.reason
 
     @property
     def names(self) -> frozenset[str]:
@@ -243,7 +252,9 @@ class Prepared:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         ensure()  # the module calls operators by their names
-        vars(self).update(state, module=pickle.loads(state["module"]))
+        with outside_modes():  # what it computes from constants alone is computed now
+            module = pickle.loads(state["module"])
+        vars(self).update(state, module=module)
 
     @property
     def joined(self) -> bool:

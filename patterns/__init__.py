@@ -10,6 +10,7 @@ from patterns.attention.lse.read_lse_merge import merges
 from patterns.attention.lse.read_softmax_lse import softmax_lse
 from patterns.attention.qkv.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.reasons.unclaimed import unclaimed_attentions
+from patterns.attention.reasons.uses import uses_of_attentions
 from patterns.attention.varlen.read_batches import batched_attentions
 from patterns.attention.varlen.read_segment_ids import segment_id_attentions
 from patterns.attention.varlen.read_segments import paged_segments, segmented_attentions
@@ -37,7 +38,9 @@ from patterns.linear.read_gelu import written_gelus
 from patterns.moe.experts.read_experts import routed_experts
 from patterns.moe.experts.routed_experts import RoutedExperts
 from patterns.moe.router.expert_routing import ExpertRouting
+from patterns.moe.router.hash_routing import HashRouting
 from patterns.moe.router.read import expert_choices
+from patterns.moe.router.read_tables import listed_scores
 from patterns.moe.router.read_weights import topk_masks
 from patterns.norm.add_norm import AddNorm
 from patterns.norm.encoded_norm import EncodedNorm
@@ -65,9 +68,9 @@ from patterns.sparse.compressed.read import compressed_attentions
 from patterns.sparse.compressed.read_compressors import compressors
 from patterns.sparse.indexer.indexer_topk import IndexerTopk
 from patterns.sparse.indexer.read import lightning_indexers, listed_masks
+from patterns.sparse.lists.gather_selection_kv_cache import GatherSelectionKvCache
+from patterns.sparse.lists.read_buffered_rows import buffered_rows
 from patterns.sparse.lists.read_lists import indexer_lists
-from patterns.sparse.lists.read_selection import buffered_rows
-from patterns.sparse.lists.selection import GatherSelectionKvCache
 from patterns.streams.read_gates import stream_gates
 from patterns.streams.read_sinkhorn import sinkhorn
 from patterns.streams.read_update import stream_updates
@@ -89,6 +92,7 @@ _RULES = (
     Quantisation(),
     QuantisedLinear(),
     ExpertRouting(),
+    HashRouting(),
     RoutedExperts(),
     Attention(),
     AttentionUpdate(),
@@ -119,6 +123,7 @@ _READERS = (
     compressed_attentions,
     compressors,
     unclaimed_attentions,
+    uses_of_attentions,
     encoded_cache,
     softmax_lse,
     segment_id_attentions,
@@ -150,6 +155,7 @@ _READERS = (
     gate_lanes,
     written_gelus,
     expert_choices,
+    listed_scores,
     topk_masks,
     routed_experts,
     int8_queries,

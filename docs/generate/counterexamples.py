@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from inspect import getsource
+from inspect import getfile, getsource, isfunction
 from pathlib import Path
 from pkgutil import iter_modules
 from textwrap import dedent
@@ -117,7 +117,10 @@ def _example(rule: str, name: str) -> Example:
 
 @cache
 def _code(rule: str, name: str) -> tuple[str, str] | None:
-    """Return the file and the code of an example, or None if it is not written as one expression."""
+    """Return the file and the code of an example: of one that a function of the tests makes, that of what it calls.
+
+    None if it has no code of its own.
+    """
     example = _example(rule, name)
     for path in _files_by_rule()[rule]:
         text, functions = _functions(path)
@@ -126,7 +129,10 @@ def _code(rule: str, name: str) -> tuple[str, str] | None:
                 named = isinstance(node, ast.Name)
                 shown = getsource(example.function) if named else ast.get_source_segment(text, node) or ""
                 return path.relative_to(ROOT).as_posix(), dedent(shown).strip()
-    return None
+    called = getattr(example.function, "func", example.function)  # of a partial
+    if not isfunction(called) or called.__name__ == "<lambda>":
+        return None
+    return Path(getfile(called)).relative_to(ROOT).as_posix(), dedent(getsource(called)).strip()
 
 
 @cache

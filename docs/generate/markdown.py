@@ -22,6 +22,8 @@ DOMAINS = {
     "latent": "Latent attention (MLA)",
     "sparse": "Sparse attention",
     "moe": "Experts",
+    "recurrent": "Recurrent states and delta rules",
+    "streams": "Residual streams",
     "extras": "Other packages and older operators",
 }
 """Folders of `fusion/operators` and `patterns` -> titles, in the order in which pages list them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from docs.generate.counterexamples import counterexamples
 from docs.generate.markdown import DOMAINS, ROOT, code, link, prose, slug, wrapped
+from fusion.records import NOTHING_TO_CHANGE
 
 TITLES = {**DOMAINS, "engine": "Every rule"}
 """Pages -> titles; the last has the reasons that the engine gives, whichever the rule."""
@@ -25,10 +27,15 @@ Every sentence by which a rewrite is refused, by the operator that asks for some
 `argument: what was found; operator requires what; what to write`. Names in braces are filled in by your model.
 
 Below a sentence stand, where the tests have them, code that gets it (*refused*), and code without the obstacle that is
-fused (*fused*). Functions that the code calls are in the file that is named.
+fused (*fused*). Functions that the code calls are in the file that is named. Of {all} sentences {both} have both, {one}
+the first alone, and {none} none, which they say. For a place of your own model, `report.why(place)` tries changes, and
+names one that it has proven by making it.
 
 To find a sentence of a report, search this site for the words before the semicolon.
 """
+_FINAL = "No change of the model makes the fusion."
+_UNPROVEN = "No change of this code is proven to fuse by the tests; the sentence says what the operator requires."
+_UNSEEN = "No example has this sentence."
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,20 @@ class Reason:
         """The page that lists it: the domain of its file."""
         folder = Path(self.path).parts
         return folder[1] if folder[0] == "patterns" and folder[1] in DOMAINS else "engine"
+
+    @cached_property
+    def shown(self) -> list[str]:
+        """Code that gets it, and code that does not, as far as the tests have them."""
+        return counterexamples(self.matches, self.page, self.path, f"reasons/{self.page}.md")
+
+    @property
+    def note(self) -> str:
+        """Remark on code that is missing; "" where none is."""
+        if len(self.shown) > 1:
+            return ""
+        if NOTHING_TO_CHANGE in self.text:
+            return _FINAL
+        return _UNPROVEN if self.shown else _UNSEEN
 
     @property
     def operator(self) -> str:
@@ -75,7 +96,8 @@ class Reason:
 def index() -> str:
     """Return docs/reasons/index.md: the operators that each page has."""
     found = reasons()
-    lines = [_HEAD]
+    counts = Counter(len(each.shown) for each in found)
+    lines = [_HEAD.format(all=len(found), both=counts[2], one=counts[1], none=counts[0])]
     for page, title in TITLES.items():
         names = sorted({each.operator for each in found if each.page == page and each.operator})
         count = sum(each.page == page for each in found)
@@ -106,7 +128,7 @@ def _entry(reason: Reason, here: str) -> str:
     where = link(f"{Path(reason.path).name}, line {reason.line}", reason.path, here)
     found, _, wanted = reason.text.partition("; ")
     lines = [f"#### {prose(found)}", *([wrapped(prose(wanted) + ".")] if wanted else []), f"Given by {where}."]
-    return "\n\n".join([*lines, *counterexamples(reason.matches, reason.page, reason.path, here)]) + "\n"
+    return "\n\n".join(filter(None, [*lines, *reason.shown, reason.note])) + "\n"
 
 
 @cache

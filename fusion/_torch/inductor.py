@@ -64,6 +64,18 @@ def hosts_pass() -> bool:
     return not isinstance(V.fake_mode, NullHandler)
 
 
+def calls_at_run_time() -> bool:
+    """Return True if the code that Inductor is generating may call Python, and nothing replays its launches.
+
+    Private: `torch._inductor.virtualized.V.aot_compilation` and names in `torch._inductor.config`.
+    """
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    given: Any = config
+    return not (V.aot_compilation or given.cpp_wrapper or given.triton.cudagraphs)
+
+
 def inductor_mode(mode: str) -> AbstractContextManager[Any]:
     """Configure Inductor inside the context as `torch.compile(mode=mode)` does: CUDA graphs, tuning.
 

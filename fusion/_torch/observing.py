@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -58,17 +58,19 @@ class Frame:
         code: its code.
         module: the module whose method, or wrapper of a method, it is.
         begun: the code of the function of which it is a part behind a graph break; `code` where it is none.
+        cells: the identities of the variables of outer functions that it reads, by which closures of one code differ.
     """
 
     code: CodeType | None = None
     module: nn.Module | None = None
     begun: CodeType | None = None
+    cells: frozenset[int] = frozenset()
 
     @staticmethod
     def current() -> Frame:
         """Return the frame that is being compiled.
 
-        Private: `torch._dynamo.symbolic_convert.InstructionTranslator.current_tx`, and the code that
+        Private: `torch._dynamo.symbolic_convert.InstructionTranslator.current_tx`, its `closure`, and the code that
         `torch._dynamo.resume_execution.ContinueExecutionCache` keeps for the parts of a function.
         """
         from torch._dynamo.resume_execution import ContinueExecutionCache
@@ -81,7 +83,8 @@ class Frame:
         owner = traced.f_locals.get("self", traced.f_locals.get("fn"))
         part = ContinueExecutionCache.generated_code_metadata.get(traced.f_code)
         begun = traced.f_code if part is None else part.code
-        return Frame(traced.f_code, owner if isinstance(owner, nn.Module) else None, begun)
+        module = owner if isinstance(owner, nn.Module) else None
+        return Frame(traced.f_code, module, begun, _identities(traced.closure))
 
     @staticmethod
     def called_by(compiled: Any) -> Frame:
@@ -93,9 +96,11 @@ class Frame:
         plain = getattr(compiled, "_orig_mod", getattr(compiled, "_torchdynamo_orig_callable", compiled))
         module = plain if isinstance(plain, nn.Module) else getattr(plain, "__self__", None)
         function = plain.forward if isinstance(plain, nn.Module) else plain
+        function = getattr(function, "_torchdynamo_orig_callable", function)
         return Frame(
-            getattr(getattr(function, "_torchdynamo_orig_callable", function), "__code__", None),
+            getattr(function, "__code__", None),
             module if isinstance(module, nn.Module) else None,
+            cells=_identities(getattr(function, "__closure__", None)),
         )
 
     def name(self, source: fx.Graph) -> str:
@@ -111,6 +116,10 @@ class Frame:
         if "<locals>" in self.code.co_qualname and self.module is not None:
             return type(self.module).__qualname__
         return _RESUMED.sub(r"\1, from line \2", self.code.co_qualname)
+
+
+def _identities(closure: tuple[CellType, ...] | None) -> frozenset[int]:
+    return frozenset(map(id, closure or ()))
 
 
 def outermost_class(source: fx.Graph) -> str:

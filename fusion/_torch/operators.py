@@ -60,6 +60,14 @@ def short_name(target: Any) -> str:
     return schema_of(target).name.split("::")[-1] if isinstance(target, OpOverload) else ""
 
 
+def has_in_place_form(target: Any) -> bool:
+    """Return True if the overload `target` has one of the same name in the packet with "_" appended, as `add` has."""
+    if not isinstance(target, OpOverload):
+        return False
+    packet = getattr(getattr(torch.ops, target.namespace), f"{short_name(target)}_", None)
+    return target._overloadname in (packet.overloads() if packet is not None else ())
+
+
 def is_random(target: Any) -> bool:
     """Return True if `target` is an operator that draws from a random generator."""
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

@@ -100,6 +100,11 @@ def count(x: torch.Tensor) -> int:
     return elements if type(elements) is int else math.prod(map(hint, x.shape))
 
 
+def byte_count(x: torch.Tensor) -> int:
+    """Count the bytes of the elements of `x`, by the sizes of the example inputs where they are symbolic."""
+    return count(x) * x.element_size()
+
+
 def as_distinct(values: Iterable[Any]) -> list[Any]:
     """Return `values` with every repeated tensor detached, so that no two tensors are the same object."""
     seen, result = set[int](), list[Any]()

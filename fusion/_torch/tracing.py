@@ -312,6 +312,32 @@ def dynamo_position(node: fx.Node) -> int | None:
     return described.idx if isinstance(described, PlainAOTInput) else None
 
 
+def dynamo_inputs(source: fx.Graph) -> list[tuple[fx.Node, Any]]:
+    """Return the inputs of the graph of Dynamo that is being compiled, each with its value, a real tensor.
+
+    `source` is a graph of AOT autograd that comes from it. Nothing is returned where Dynamo compiles nothing, and where
+    `source` is a graph of training: its results are gradients, or are saved for these.
+    Private: `torch._dynamo.symbolic_convert.InstructionTranslator`, `grapharg` in the meta of its placeholders, and
+    `torch._functorch._aot_autograd.descriptors`.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._functorch._aot_autograd import descriptors as aot
+
+    results = source.output_node().meta.get("desc") or [None]
+    if any(isinstance(each, aot.GradAOTOutput | aot.SavedForBackwardsAOTOutput | None) for each in results):
+        return []
+    try:
+        traced: Any = InstructionTranslator.current_tx().output.graph
+    except AttributeError:  # the caller is not Dynamo
+        return []
+    inputs = traced.find_nodes(op="placeholder")
+    return [(node, node.meta["grapharg"].example) for node in inputs] if _have_values(inputs) else []
+
+
+def _have_values(inputs: Iterable[fx.Node]) -> bool:
+    return all("grapharg" in node.meta for node in inputs)
+
+
 def copied(graph: fx.Graph) -> fx.Graph:
     """Copy `graph`, node for node and name for name."""
     fresh = copy.deepcopy(graph)

@@ -40,6 +40,13 @@ def is_rounding(x: Value) -> bool:
     return x.op == "cast" and x.dtype in _FLOATS and x.arg.dtype in _FLOATS
 
 
+def unrounded(x: Value) -> Value:
+    """Strip casts between floats from `x`."""
+    while is_rounding(x):
+        x = x.arg
+    return x
+
+
 def rows_below(x: Value) -> Value:
     """Strip casts between floats, and reshapes that keep the last dim, from `x`."""
     while is_rounding(x) or (x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]):

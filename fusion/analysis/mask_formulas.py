@@ -174,7 +174,7 @@ class Positions(Integers):
         match x.op:
             case "full":
                 return merged([(x.attrs[0], True)], x.dtype)
-            case "cast" | "scale" | "shift" | "log":
+            case "cast" | "scale" | "shift" | "clip" | "log":
                 return self._mapped(x, at)
             case "add" | "mul":
                 pairs, how = self._pairs(x, at), add if x.op == "add" else mul
@@ -230,6 +230,11 @@ class Positions(Integers):
             return merged(inner, x.dtype)
         if x.op == "log":
             return merged([(logarithm(value), formula) for value, formula in inner], x.dtype)
+        if x.op == "clip":
+            low, high = x.attrs
+            return merged(
+                [(value if math.isnan(value) else min(max(value, low), high), f) for value, f in inner], x.dtype
+            )
         change, how = int(x.attrs[0]) if is_integer(x) else x.attrs[0], mul if x.op == "scale" else add
         return merged([(how(value, change), formula) for value, formula in inner], x.dtype)
 

@@ -187,7 +187,7 @@ def once(a: Algebra, kv: Value) -> Value:
     return unrepeated(a, kv, 1)[0]
 
 
-def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
+def unwidened(a: Algebra, x: Value, dtype: Any = None) -> Value:
     """Strip the widening casts from `x`, below views and concatenations; if `dtype` is given, only those from `dtype`.
 
     `x` itself if there are none, or if the pieces of a concatenation have different dtypes below.
@@ -195,11 +195,11 @@ def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
     if x.op == "cast" and widens(x.arg.dtype, x.dtype) and dtype in (None, x.arg.dtype):
         return x.arg
     if x.op in ("permute", "expand", "reshape"):
-        return a.seen_as(uncast(a, x.arg, dtype), x)
+        return a.seen_as(unwidened(a, x.arg, dtype), x)
     if x.op == "slice":
-        return a.cut(uncast(a, x.arg, dtype), *x.attrs)
+        return a.cut(unwidened(a, x.arg, dtype), *x.attrs)
     if x.op == "cat":
-        pieces = [uncast(a, each, dtype) for each in x.args]
+        pieces = [unwidened(a, each, dtype) for each in x.args]
         return a.cat(pieces, *x.attrs) if len({each.dtype for each in pieces}) == 1 else x
     return x
 
@@ -209,7 +209,7 @@ def narrowed(a: Algebra, x: Value, dtype: torch.dtype) -> Value:
 
     They are if `x` was widened from `dtype`, or is a where of such values and of constants that are exact.
     """
-    below = uncast(a, x, dtype)
+    below = unwidened(a, x, dtype)
     if below.dtype == dtype:
         return below
     if x.op in ("permute", "expand", "reshape"):
@@ -223,4 +223,4 @@ def narrowed(a: Algebra, x: Value, dtype: torch.dtype) -> Value:
 def _is_exact(a: Algebra, x: Value, dtype: torch.dtype) -> bool:
     """Return True if `x` was widened from `dtype`, or is a constant that `dtype` represents exactly."""
     number = x.below("expand", "reshape")
-    return is_exact(number.attrs[0], dtype) if number.op == "full" else uncast(a, x, dtype).dtype == dtype
+    return is_exact(number.attrs[0], dtype) if number.op == "full" else unwidened(a, x, dtype).dtype == dtype

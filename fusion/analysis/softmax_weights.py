@@ -123,9 +123,11 @@ class RowSums(Exponentials):
 
     def _arranged(self, kind: str, x: Value, pick: Pick) -> Share | None:
         # expand(f(y)) is analysed as f(expand(y)), as `_operands` expands the arguments of f
-        below = x.arg.arg if x.op == "expand" and x.arg.op == "reshape" else x.arg
+        if x.op != "expand":  # inputs, which have no argument, among others
+            return super()._arranged(kind, x, pick)
+        below = x.arg.arg if x.arg.op == "reshape" else x.arg
         alike = below is x.arg or all(each.shape == below.shape for each in below.args)
-        if x.op != "expand" or below.op not in _ELEMENTWISE or not alike:
+        if below.op not in _ELEMENTWISE or not alike:
             return super()._arranged(kind, x, pick)
         args = [
             self.a.expand(each if below is x.arg else self.a.reshape(each, x.arg.shape), x.shape) for each in below.args

@@ -174,7 +174,7 @@ class Entry:
         before = self.before.get(node)
         if before is not None and before.is_still(node):
             return before.number
-        call = _call(node, numbers)
+        call = call_row(node, numbers)
         number = numbers.setdefault(node, len(numbers))
         looks = None if before is not None and node.meta.get("val") is before.val else written(node.meta["val"])
         parent = None if before is not None else parents.get(_provenance(node), 0)
@@ -191,7 +191,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
     if graphs is None or mode is None or options.dump_dir or (keys := keys_of(library)) is None:
         return None
     try:
-        recorded = [_key(node) for node in source.nodes]
+        recorded = [node_key(node) for node in source.nodes]
     except UnwrittenError:
         return None
     known = [
@@ -216,7 +216,7 @@ def _nodes(source: fx.Graph) -> dict[fx.Node, Before]:
     }
 
 
-def _key(node: fx.Node) -> str:
+def node_key(node: fx.Node) -> str:
     """Format all properties of a node that the search reads.
 
     Raises:
@@ -226,11 +226,16 @@ def _key(node: fx.Node) -> str:
         constant = attribute_of(node)
         if not isinstance(constant, torch.Tensor) or constant.numel() > SMALL or isinstance(constant, FakeTensor):
             raise UnwrittenError
-        return f"{node.name} {_look(constant)} {constant.tolist()}"
-    return f"{node.name} {node.op} {_name(node)} {node.args} {node.kwargs} {_look(node.meta.get('val'))}"
+        return f"{node.name} {result_look(constant)} {constant.tolist()}"
+    return f"{node.name} {node.op} {call_name(node)} {node.args} {node.kwargs} {result_look(node.meta.get('val'))}"
 
 
-def _name(node: fx.Node) -> str:
+def call_name(node: fx.Node) -> str:
+    """Return the target of `node` as text.
+
+    Raises:
+        UnwrittenError: the node calls a Python function other than getitem.
+    """
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return str(node.target)
     if node.target is not operator.getitem:
@@ -238,7 +243,12 @@ def _name(node: fx.Node) -> str:
     return "getitem"
 
 
-def _look(val: Any) -> str:
+def result_look(val: Any) -> str:
+    """Describe the metadata of the result `val` of a node: dtype, shape, strides and device of its tensors.
+
+    Raises:
+        UnwrittenError: a size is symbolic, or a part of `val` is neither a tensor nor a number.
+    """
     match val:
         case torch.Tensor():
             if not all(type(each) is int for each in val.shape):
@@ -248,7 +258,7 @@ def _look(val: Any) -> str:
                 f"{val.requires_grad} {type(val).__name__}"
             )
         case tuple() | list():
-            return f"[{' '.join(map(_look, val))}]"
+            return f"[{' '.join(map(result_look, val))}]"
         case None | bool() | int() | float():
             return repr(val)
         case _:
@@ -260,11 +270,11 @@ def _provenance(node: fx.Node) -> tuple[int, int]:
     return id(node.meta.get("stack_trace")), id(node.meta.get("nn_module_stack"))
 
 
-def _call(node: fx.Node, numbers: Numbers) -> list[Any]:
+def call_row(node: fx.Node, numbers: Numbers) -> list[Any]:
     """Encode the call of a node as JSON; operands that are nodes become `Output` by `numbers`."""
     if node.op not in ("call_function", "placeholder", "output"):
         raise UnwrittenError
-    target = written(node.target) if isinstance(node.target, OpOverload) else _name(node)
+    target = written(node.target) if isinstance(node.target, OpOverload) else call_name(node)
     args, kwargs = map_only(fx.Node, lambda each: Output(numbers[each], None), (node.args, node.kwargs))
     return [node.op, target, written(args), written(kwargs)]
 
@@ -283,7 +293,7 @@ def _recipe(prepared: Prepared) -> list[Any]:
     numbers: Numbers = {}
     rows: list[Any] = []
     for node in prepared.module.graph.nodes:
-        rows.append(_call(node, numbers))
+        rows.append(call_row(node, numbers))
         numbers[node] = len(numbers)
     return [prepared.name, list(prepared.sources), prepared.key, prepared.size, prepared.copied, rows]
 

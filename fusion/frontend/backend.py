@@ -32,13 +32,15 @@ from fusion.inputs.assumptions import assumed, checks_of, loosened
 from fusion.inputs.dynamo_inputs import Known
 from fusion.language import Library, Reader, Rule
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
+from fusion.pipeline import fuse_graph, plan_lower
 from fusion.planning.target import Target
-from fusion.report.failures import stage, warn
+from fusion.report.failures import attempted, stage, warn
 from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.progress import watched
 from fusion.report.refusals import rule_names
 from fusion.report.report import Report
+from fusion.routes.hints import hinted
+from fusion.routes.vendor import converts_to_ge
 from fusion.runtime.prepared_weights import supply
 from fusion.runtime.verification import Subject, verified
 from fusion.stages.capture import capture, is_training
@@ -216,26 +218,17 @@ class FusionBackend:
         started = perf_counter()
         try:
             outcome = self.outcome(gm, facts, original.graph)
-            with stage("report"):
-                captured = Captured(partial(self._reported_later, known, facts, original))
-                listed = described(
-                    "backend",
-                    self.options.target,
-                    original.graph,
-                    gm.graph,
-                    outcome,
-                    captured,
-                    perf_counter() - started,
-                )
         except FusionError as error:
             return self._without_fusion(original, example_inputs, error)
+        seconds = perf_counter() - started
+        captured = Captured(partial(self._reported_later, known, facts, original))
+        listed = described("backend", self.options.target, original.graph, gm.graph, outcome, captured, seconds)
+        lacks = attempted("comparing fusions with the option expect", partial(self._lacks, outcome, known), "")
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         subject = self._subject(known, facts, original, gm, outcome) if self.options.verify else None
         try:
-            with stage("report"):
-                lacks = self._lacks(outcome, known)
             with stage("lower"):
-                run = self._lowered(gm, [*example_inputs, *prepared])
+                run = self._lowered(self._hinted(gm, facts, outcome), [*example_inputs, *prepared])
         except StageError as error:
             return self._without_fusion(original, example_inputs, error)
         add(listed, outcome)
@@ -312,6 +305,13 @@ class FusionBackend:
         with inductor_mode(self.options.mode) if by == "inductor" else nullcontext(), guests_idle():
             return lower(gm, example_inputs, by, self.settings)
 
+    def _hinted(self, gm: fx.GraphModule, facts: Facts, outcome: Outcome) -> fx.GraphModule:
+        """Return `gm` with the hints of the options where torchair compiles it to GE, which alone reads them."""
+        if not self.options.hints or route(self.options.lower) != "torchair" or not converts_to_ge(self.settings):
+            return gm
+        weights = facts.parameters.union(each.name for each in outcome.prepared)
+        return hinted(gm, self.options.hints, weights, Target.resolve(self.options.target))
+
     def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
         """Fuse `gm` in place, replaying the rewrites of an equal graph where the cache has one.
 
@@ -377,7 +377,7 @@ class FusionBackend:
         names = rule_names(library) if with_refusals else {}
         return GraphReport(
             **vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on(), original=before, rule_of=names,
-            regions=regions,
+            regions=regions, compiler=route(plan_lower(self.options, machine)),
         )  # fmt: skip
 
     def reported(self, known: Known, facts: Facts, gm: fx.GraphModule, original: fx.GraphModule) -> GraphReport:

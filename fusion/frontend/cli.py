@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +20,10 @@ from fusion.frontend import catalogue
 from fusion.frontend.commands import expect
 from fusion.frontend.commands.console import BAD_INPUT, complain, console, reported, tell
 from fusion.frontend.commands.explained import Plan, calls, explained, require_traced
-from fusion.frontend.commands.flags import CallFlags, ModelName, OptionFlags, Traceback, with_flags
+from fusion.frontend.commands.flags import CallFlags, ModelCode, ModelName, OptionFlags, Traceback, with_flags
 from fusion.frontend.commands.lint import lint
 from fusion.frontend.port import port as port_call
+from fusion.operators.profiles import PROFILES
 from fusion.report.failures import worded
 from fusion.report.report import Report
 from fusion.report.text import WIDTH, rendered
@@ -101,8 +103,17 @@ def explain(
     if as_json:
         typer.echo(report.to_json())
     elif not html:
-        console(WIDTH).print(rendered(report.document()))
+        _print(report)
     require_traced(model, report, full)
+
+
+def _print(report: Report) -> None:
+    """Print the text of `report`: in colours on a terminal, without trailing spaces in a pipe."""
+    terminal = console(WIDTH)
+    if terminal.is_terminal:
+        terminal.print(rendered(report.document()))
+    else:
+        typer.echo(str(report), nl=False)
 
 
 def _write_page(report: Report, file: str) -> None:
@@ -116,9 +127,9 @@ def _write_page(report: Report, file: str) -> None:
 
 
 @app.command()
-@with_flags
+@partial(with_flags, without=("plan_lower", "lower", "dynamic"))
 def port(
-    model: ModelName,
+    model: ModelCode,
     flags: OptionFlags,
     call: CallFlags,
     output: Annotated[
@@ -129,7 +140,8 @@ def port(
     """Write the fused forward of a model as PyTorch, to own and to tune.
 
     Nothing runs. The source calls the fused operators by their names, has one class for all modules that are alike, and
-    a function that prepares the weights of the plain model for it. Models are those of explain.
+    a function that prepares the weights of the plain model for it. Models are those of explain, but for exported
+    programs. Sizes are those of the call.
 
     [dim]cann-fusion port hf:qwen3 --mode decode -o qwen3_npu.py[/dim]
     """
@@ -159,7 +171,9 @@ def ops(
         origin = operators.ensure()
     if as_json:
         packages = [asdict(each) for each in catalogue.package_entries()]
-        content = {"schemas": asdict(origin), "packages": packages, "operators": [asdict(each) for each in entries]}
+        profiles = [asdict(each) for each in PROFILES.values()]
+        listed = [asdict(each) for each in entries]
+        content = {"schemas": asdict(origin), "packages": packages, "profiles": profiles, "operators": listed}
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     terminal = console()
@@ -167,6 +181,7 @@ def ops(
     owner = f"torch_npu {origin.version}" if origin.source == "torch_npu" else "cann-fusion itself"
     if not name:
         terminal.print(_packages(catalogue.package_entries()))
+        terminal.print(_profiles())
     terminal.print(f"schemas of {owner} are in use: {escape(origin.reason)}")
 
 
@@ -207,6 +222,11 @@ def _packages(entries: Sequence[catalogue.PackageEntry]) -> Table:
         for each in entries
     )
     return _listed("packages that bring them", columns, rows)
+
+
+def _profiles() -> Table:
+    rows = ((each.name, "\n".join(each.packages), each.cann, each.source) for each in PROFILES.values())
+    return _listed("profiles of releases", ("profile", "stands for", "CANN", "from"), rows)
 
 
 def _operator(entry: catalogue.OperatorEntry) -> Table:

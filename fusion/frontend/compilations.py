@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import CodeType
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from fusion.errors import FusionError, OptionError
 from fusion.graph.origin import render
 from fusion.graph.subgraphs import bodies
 from fusion.planning.target import Target
+from fusion.report.failures import attempted
 from fusion.report.outcome import GraphReport, Outcome, counted
 from fusion.report.report import Report
 
@@ -64,11 +65,12 @@ class Compilation:
         chosen: number of rewrites by rule.
         seconds: time that fusing took.
         is_replayed: True if the graph was rewritten as an equal one was before, without a search.
-        is_prepared: True if what depends on Parameters alone is computed once; False for a guest.
+        is_prepared: True if what depends on Parameters alone is computed once; see `Report.unprepared`.
         note: the reason why the graph runs as it came; "" for a graph that was fused.
         captured: weak reference to the graph.
         code: weak reference to the code of the function, all of it where the graph is of a part behind a graph break.
         module: weak reference to the module whose method the function is.
+        cells: identities of the variables of outer functions that the function reads.
     """
 
     function: str
@@ -83,6 +85,7 @@ class Compilation:
     captured: Callable[[], Captured | None] = nothing
     code: Callable[[], CodeType | None] = nothing
     module: Callable[[], nn.Module | None] = nothing
+    cells: frozenset[int] = frozenset()
 
     @property
     def report(self) -> Report:
@@ -145,13 +148,19 @@ def reports(compiled: Any = None) -> list[Compilation]:
 
 def _compiled_from(frame: Frame, listed: Sequence[Compilation]) -> list[Compilation]:
     """Return those of `listed` that are of the module of `frame` or of one inside it; if none is, of its code, which
-    instances of a class share.
+    instances of a class, and functions that one function makes, share.
 
     Parts behind a graph break that no longer use their module are known by the code of its forward.
     """
     inside = () if frame.module is None else tuple(frame.module.modules())
     owners, codes = set(map(id, inside)), {frame.code, *(Frame.called_by(each).code for each in inside)} - {None}
-    own = [each for each in listed if id(each.module()) in owners or (each.module is nothing and each.code() in codes)]
+
+    def is_own(each: Compilation) -> bool:
+        is_of_code = each.module is nothing and each.code() in codes
+        is_another_closure = bool(each.cells and frame.cells) and each.cells.isdisjoint(frame.cells)
+        return id(each.module()) in owners or (is_of_code and not is_another_closure)
+
+    own = list(filter(is_own, listed))
     return own or [each for each in listed if frame.code is not None and each.code() is frame.code]
 
 
@@ -179,6 +188,8 @@ def described(
 ) -> Compilation:
     """Describe the graph `after`, which was `before` until the pass with `outcome`, and write both to torch's trace.
 
+    What cannot be described or written is left out, with a warning.
+
     Args:
         door: where the graph came from.
         target: the option of that name.
@@ -189,28 +200,37 @@ def described(
         seconds: time that the pass took.
     """
     if is_traced():
-        add_artifact("cann_fusion_before", lambda: render(before))
-        add_artifact("cann_fusion_after", lambda: render(after))
-        add_artifact("cann_fusion_reasons", lambda: str(report_of(target, [captured])))
+        _write("cann_fusion_before", lambda: render(before))
+        _write("cann_fusion_after", lambda: render(after))
+        _write("cann_fusion_reasons", lambda: str(report_of(target, [captured])))
+    least = Compilation("", door, Target.resolve(target).name, (0, 0), seconds=seconds, captured=weakref.ref(captured))
+    more = attempted("listing a graph", lambda: _described(before, after, outcome), {})
+    return replace(least, **more)
+
+
+def _write(name: str, text: Callable[[], str]) -> None:
+    """Write an artifact to torch's trace."""
+    attempted(f"writing {name} to torch's trace", lambda: add_artifact(name, text), None)
+
+
+def _described(before: fx.Graph, after: fx.Graph, outcome: Outcome) -> dict[str, Any]:
+    """Return the fields of a `Compilation` that come from its graphs, `outcome` and the frame that is compiled."""
     frame = Frame.current()
     if outcome.is_replayed:
         tallies, chosen = counted(before), _rewrites_in(after)
     else:
         tallies, chosen = outcome.before, _by_number(each.match.rule.name for each in outcome.chosen)
-    return Compilation(
-        function=frame.name(before),
-        door=door,
-        target=Target.resolve(target).name,
-        launches=(_launches(tallies), _launches(counted(after))),
-        chosen=chosen,
-        seconds=seconds,
-        is_replayed=outcome.is_replayed,
-        is_prepared=outcome.facts.prepares,
-        note=next((str(each) for each in outcome.failures if each.drops_graph), ""),
-        captured=weakref.ref(captured),
-        code=_weakly(frame.begun),
-        module=_weakly(frame.module),
-    )
+    return {
+        "function": frame.name(before),
+        "launches": (_launches(tallies), _launches(counted(after))),
+        "chosen": chosen,
+        "is_replayed": outcome.is_replayed,
+        "is_prepared": outcome.facts.prepares,
+        "note": next((str(each) for each in outcome.failures if each.drops_graph), ""),
+        "code": _weakly(frame.begun),
+        "module": _weakly(frame.module),
+        "cells": frame.cells,
+    }
 
 
 def report_of(target: str, captured: Iterable[Captured]) -> Report:
@@ -237,6 +257,7 @@ def unfused(door: str, target: str, source: fx.Graph, note: str, is_captured: bo
         note=note,
         code=_weakly(frame.begun),
         module=_weakly(frame.module),
+        cells=frame.cells,
     )
 
 

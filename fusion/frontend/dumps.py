@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.fx as fx
 
 from fusion.graph.origin import render
-from fusion.report.failures import stage
+from fusion.report.failures import worded
 
 
 def dump(folder: str, name: str, source: fx.Graph) -> bool:
@@ -18,16 +18,14 @@ def dump(folder: str, name: str, source: fx.Graph) -> bool:
     """
     if not folder:
         return False
-    with stage("dump"):
-        text = render(source)
     try:
+        text = render(source)
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / name).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
+    except Exception as error:
         warnings.warn(
-            f"cann-fusion could not write {name} into the folder {folder!r} ({why}): the graph is fused without a "
-            "dump. Name a folder in option dump_dir that can be written to.",
+            f"cann-fusion could not write {name} into the folder {folder!r} ({worded(error)}): the graph is fused "
+            "without a dump. Name a folder in option dump_dir that can be written to.",
             stacklevel=2,
         )
         return False

@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from traceback import format_exception, walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from fusion._torch.exported import is_exported
 from fusion._torch.fakes import OUTSIDE, CopyMode, fresh_fake_mode, real_causal_biases
 from fusion._torch.graph_breaks import UNRESUMED, Departures, listening, stack_of
 from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
+from fusion.errors import OptionError
 from fusion.frontend.backend import FusionBackend
 from fusion.frontend.expectations.compare import unmet, warn_unmet
 from fusion.frontend.explainer import Explainer
@@ -64,11 +66,13 @@ def explain(
         The report over all graphs of the call.
 
     Raises:
-        OptionError: an option is wrong.
+        OptionError: an option is wrong, or `fn_or_module` cannot be called.
         RuleError: a rule is declared wrongly.
     """
     if is_exported(fn_or_module) and not (args or kwargs):
         return explain_exported(fn_or_module, options, rules)
+    if is_exported(fn_or_module) or not callable(fn_or_module):
+        raise OptionError(f"explaining: {_not_explained(fn_or_module)}")
     checked = Options.of(options)
     trace = _Trace(FusionBackend(checked, rules), dynamic)
     interruption: Interruption | None = None
@@ -78,10 +82,18 @@ def explain(
         except Exception as error:
             interruption = _interruption(unwrapped(error), trace.mode.places)
     target, places = Target.resolve(checked.target).name, dict(trace.mode.places)
-    report = Report(target, tuple(trace.parts), places, _breaks(departures), interruption)
+    report = Report(target, tuple(trace.parts), places, _breaks(departures), interruption, model=name_of(fn_or_module))
     if checked.expect and interruption is None:
         warn_unmet(unmet(report, checked, rules))
     return report
+
+
+def _not_explained(given: Any) -> str:
+    """Return the reason why `given` is not traced, and what to give."""
+    if is_exported(given):
+        return "an exported program has its inputs; give it alone, or program.module() with other inputs"
+    name = ", and names of models are for `cann-fusion explain`" if isinstance(given, str) else ""
+    return f"a {type(given).__name__} is no model{name}; give a function or a module, and behind it its arguments"
 
 
 class _Trace:
@@ -151,6 +163,10 @@ def _interruption(error: Exception, guesses: Mapping[str, int]) -> Interruption:
 _INNER = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*?)(?P=quote)\)", re.DOTALL)
 """Error of an operator, in the text of the error that Dynamo raises for it."""
 _ADVICE = {
+    **{
+        f"unexpected keyword argument '{each.name}'": f"options of the pass are given as options={{{each.name!r}: ...}}"
+        for each in fields(Options)
+    },
     "numpy": "explaining runs nothing, so that there are no numbers for numpy: compute this with torch, or explain the "
     "part of the model that you mean",
 }
@@ -193,10 +209,24 @@ def _copies(copied: dict[int, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def positional_arguments(called: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the arguments of `called` that may be passed by position, in order; () if it is in C."""
-    forward = called.forward if isinstance(called, torch.nn.Module) else called
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(each.name for each in _parameters(called) if each.kind in kinds)
+
+
+def variadic_argument(called: Callable[..., Any]) -> str:
+    """Return the name of the argument of `called` that takes all further ones by position (`*args`), or ""."""
+    kind = inspect.Parameter.VAR_POSITIONAL
+    return next((each.name for each in _parameters(called) if each.kind is kind), "")
+
+
+def name_of(called: Callable[..., Any]) -> str:
+    """Return the name of the class of a module, or that of a function."""
+    return getattr(called, "__name__", type(called).__name__)
+
+
+def _parameters(called: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    forward = called.forward if isinstance(called, torch.nn.Module) else called
     try:
-        parameters = inspect.signature(forward).parameters.values()
+        return tuple(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
         return ()
-    return tuple(each.name for each in parameters if each.kind in kinds)

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from fusion._torch.exported import cast_inside, functional, parameters, return_writes, with_buffers, write_at_end
+from fusion._torch.exported import (
+    cast_inside,
+    functional,
+    is_exported,
+    parameters,
+    return_writes,
+    with_buffers,
+    write_at_end,
+)
 from fusion._torch.tracing import copied, keep_names
 from fusion.errors import OperatorError, OptionError, StageError
 from fusion.facts import Facts
@@ -26,7 +34,7 @@ from fusion.language import Library, Reader, Rule
 from fusion.options import Options
 from fusion.planning.target import Target
 from fusion.records import Prepared
-from fusion.report.failures import stage, warn
+from fusion.report.failures import attempted, stage, warn
 from fusion.report.outcome import GraphReport
 from fusion.report.report import Report
 from fusion.routes.inductor_guest import decompose_added
@@ -41,7 +49,6 @@ STAY = "the program reads its Parameters elsewhere too"
 
 def fuse_exported(
     program: ExportedProgram,
-    *,
     options: Options | Mapping[str, Any] | None = None,
     rules: Library | Iterable[Rule | Reader] | None = None,
 ) -> ExportedProgram:
@@ -57,7 +64,7 @@ def fuse_exported(
     Where the pass fails, the result is `program` in functional form, with a warning.
 
     Raises:
-        OptionError: an option is wrong, or checks calls, of which an exported program has none.
+        OptionError: `program` is none, or an option is wrong, or checks calls, of which an exported program has none.
         OperatorError: `program` calls an operator that torch traces without the casts of autocast.
         RuleError: a rule is declared wrongly.
     """
@@ -67,19 +74,16 @@ def fuse_exported(
     captured, seconds = Captured(lambda: report), perf_counter() - started
     warn(report.failures)
     try:
-        with stage("report"):
-            target = backend.options.target
-            listed = described("fuse_exported", target, plain.graph, report.graph.graph, report, captured, seconds)
-        with stage("report"):
-            lacks = unmet(Report(report.machine.name, (report,)), backend.options, backend.rules)
         with stage("lower"):
             fused = _program(plain, report, backend.options.lower)
     except StageError as error:
         add(unfused("fuse_exported", backend.options.target, plain.graph, str(error)))
         warn([error.failure])
         return plain
-    add(listed, report)
-    warn_unmet(lacks)
+    target, made = backend.options.target, report.graph.graph
+    add(described("fuse_exported", target, plain.graph, made, report, captured, seconds), report)
+    compare = partial(unmet, Report(report.machine.name, (report,)), backend.options, backend.rules)
+    warn_unmet(attempted("comparing fusions with the option expect", compare, ""))
     return keeping(fused, captured)
 
 
@@ -119,8 +123,14 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
     """Return a functional program that computes what `program` does.
 
     Raises:
+        OptionError: `program` is no exported program.
         OperatorError: `program` calls an operator that torch traces without the casts of autocast.
     """
+    if not is_exported(program):
+        raise OptionError(
+            f"fusing an exported program: a {type(program).__name__} is none; give what torch.export.export(module, "
+            "args) or torch.export.load(path) returns"
+        )
     for node in cast_inside(program):
         raise OperatorError(
             f"fusing an exported program: {node.target} {place_of(node)} is called under autocast, which casts its "

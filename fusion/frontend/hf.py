@@ -198,11 +198,25 @@ def _check_type(transformers: Any, model_type: str) -> None:
         near = difflib.get_close_matches(model_type, known, n=4, cutoff=0.4)
         hint = f"; did you mean {', '.join(near)}?" if near else "; its config.json names it as model_type"
         raise OptionError(f"building a Hugging Face model: there is no model type {model_type!r}{hint}")
-    if type(_default(transformers, model_type)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if _auto(transformers, _default(transformers, model_type)) is None:
         raise OptionError(
             f"building a Hugging Face model: {model_type} is no causal language model (AutoModelForCausalLM "
-            "does not know it); name one that is, or write a factory of your own: package.module:name"
+            "does not know it, and it has no decoder that reads a cache); name one that is, or write a factory of "
+            "your own: package.module:name"
         )
+
+
+def _auto(transformers: Any, config: Any) -> Any:
+    """Return the class of transformers that builds the causal language model of `config`, or, where there is none, its
+    decoder without a head: AutoModelForCausalLM or AutoModel; None if it has no decoder that reads a cache either.
+    """
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_MAPPING or _read(config, "is_encoder_decoder"):
+        return None
+    decoder = transformers.MODEL_MAPPING[type(config)]
+    declared = inspect.signature(decoder.forward).parameters
+    return transformers.AutoModel if {"input_ids", "past_key_values"} <= declared.keys() else None
 
 
 def _default(transformers: Any, model_type: str) -> Any:
@@ -311,13 +325,16 @@ def _call(transformers: Any, request: Request, size: Size, cache: str) -> Call:
 
 
 def _model(transformers: Any, config: Any, dtype: torch.dtype, request: Request) -> tuple[Any, tuple[str, ...]]:
-    make = transformers.AutoModelForCausalLM.from_config
+    auto = _auto(transformers, config)
+    make = auto.from_config
+    headless = f"{request.model_type} has no causal language model: its decoder, without a head"
+    known = () if auto is transformers.AutoModelForCausalLM else (headless,)
     try:
-        return make(config, dtype=dtype, attn_implementation=request.attention).eval(), ()
+        return make(config, dtype=dtype, attn_implementation=request.attention).eval(), known
     except ValueError as error:
         if request.attention == "eager" or "attention" not in str(error):
             raise
-    notices = (f"{request.model_type} has no {request.attention} attention: its eager attention",)
+    notices = (*known, f"{request.model_type} has no {request.attention} attention: its eager attention")
     return make(config, dtype=dtype, attn_implementation="eager").eval(), notices
 
 

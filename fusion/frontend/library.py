@@ -18,6 +18,7 @@ from fusion.language import Example, Library, Reader, Rule
 from fusion.language.cache_keys import names_read
 from fusion.language.checks import check_library
 from fusion.operators import OPERATORS, PACKAGES, provide
+from fusion.operators.profiles import PROFILES
 from fusion.operators.vendor_versions import PREFIX, versions
 from fusion.options import Options, check_names
 
@@ -92,7 +93,7 @@ def library_for(options: Options, given: object = None) -> Library:
     operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
     _check_rules("rule", options.rules | options.unsafe, library, rules)
     _check_rules("rule", options.disable, library, {*rules, *operators})
-    check_names("package", options.packages, [*PACKAGES, *(f"{PREFIX}{each}" for each in versions())])
+    check_names("package", options.packages, [*PACKAGES, *PROFILES, *(f"{PREFIX}{each}" for each in versions())])
     if len(named := sorted(each for each in options.packages if each.startswith(PREFIX))) > 1:
         raise OptionError(f"reading options: packages names {' and '.join(named)}; name one version of torch_npu")
     for name in sorted((options.opt_in & rules.keys()) - switched):

@@ -16,14 +16,17 @@ import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fusion import operators
-from fusion._torch.inductor import hosts_pass
+from fusion._torch.inductor import calls_at_run_time, hosts_pass
+from fusion._torch.naming import input_name
 from fusion._torch.tensors import attribute_of
-from fusion._torch.tracing import copied, refill
-from fusion.errors import StageError
+from fusion._torch.tracing import copied, dynamo_inputs, dynamo_position, refill
+from fusion.errors import FusionError, StageError
+from fusion.facts import Facts
 from fusion.frontend.backend import FusionBackend
 from fusion.frontend.compilations import MOST, Captured, add, described, report_of, unfused
 from fusion.frontend.library import completed, library_for
 from fusion.graph.aliasing import name_results, outputs
+from fusion.graph.parameter_only import marks, parameter_inputs
 from fusion.language import Library, Reader, Rule
 from fusion.language.cache_keys import keys_of, loaded
 from fusion.options import Options
@@ -33,8 +36,9 @@ from fusion.report.failures import stage, warn
 from fusion.report.outcome import GraphReport, Outcome
 from fusion.report.report import Report
 from fusion.routes import vendor
-from fusion.routes.inductor import copy_results, guest_table
+from fusion.routes.inductor import copy_before_writes, copy_results, guest_table
 from fusion.routes.inductor_guest import decompose_added, is_on_npu
+from fusion.runtime.prepared_calls import call_prepared
 from fusion.stages.lower import is_guest_idle
 
 
@@ -82,8 +86,14 @@ class FusionPass(CustomGraphPass):
         Where the pass fails, the graph is not changed, with a warning.
 
         Raises:
-            FusionError: the graph has no shapes.
+            FusionError: `graph` is no graph, or has no shapes.
         """
+        given: Any = graph
+        if not isinstance(given, fx.GraphModule | fx.Graph):
+            raise FusionError(
+                f"running FusionPass: a {type(given).__name__} is no graph of torch.fx; hand the pass to a compiler "
+                "(docs/guests.md), or compile a model by torch.compile(model, backend='cann_fusion')"
+            )
         if is_guest_idle():
             return
         source = graph.graph if isinstance(graph, fx.GraphModule) else graph
@@ -115,17 +125,22 @@ class FusionPass(CustomGraphPass):
         on_npu = inductor and is_on_npu(source)
         if on_npu and not options.plan_lower:
             options = replace(options, plan_lower="inductor")
+        with stage("capture"):
+            paths = self._parameters(source) if inductor and not on_npu else {}
+        facts = Facts(frozenset(paths))
+        in_place = on_npu or not inductor
         outcome = fuse_graph(
-            source, self.library, options, original=original, with_refusals=False, in_place=on_npu or not inductor
+            source, self.library, options, facts, original=original, with_refusals=False, in_place=in_place
         )
-        with stage("report"):
-            captured = Captured(partial(_reported, original, _attributes(source), FusionBackend(options, self.rules)))
-            seconds = perf_counter() - started
-            listed = described("FusionPass", options.target, original, source, outcome, captured, seconds)
+        seconds, backend = perf_counter() - started, FusionBackend(options, self.rules)
+        captured = Captured(partial(_reported, original, _attributes(source), backend, facts))
+        listed = described("FusionPass", options.target, original, source, outcome, captured, seconds)
         if inductor and outcome.chosen:
             try:
                 with stage("lower"):
+                    prepared = call_prepared(source, outcome.prepared, paths) if outcome.prepared else []
                     decompose_added(source, guest_table())
+                    copy_before_writes(source, prepared)
                     copy_results(source)
             except StageError:
                 refill(source, original)
@@ -134,6 +149,15 @@ class FusionPass(CustomGraphPass):
         self._captured.append(captured)
         add(listed, outcome)
         return outcome
+
+    def _parameters(self, source: fx.Graph) -> dict[str, str]:
+        """Name the inputs of a graph of Inductor that hold Parameters, by whose identity a call inside the graph can
+        look up prepared tensors; with their paths in the model.
+        """
+        given = dynamo_inputs(source) if calls_at_run_time() else []
+        positions = {node.name: dynamo_position(node) for node in source.find_nodes(op="placeholder")}
+        named = parameter_inputs(source, marks([value for _, value in given]))
+        return {name: input_name(given[at][0]) for name, at in positions.items() if name in named and at is not None}
 
     def uuid(self) -> str | None:
         """Return a key of compiled graphs: a digest of the code of engine and library, target, options and versions.
@@ -170,14 +194,18 @@ def _attributes(source: fx.Graph) -> dict[str, Any]:
     return {name: weakref.ref(each) if isinstance(each, torch.Tensor) else each for name, each in values.items()}
 
 
-def _reported(original: fx.Graph, attributes: Mapping[str, Any], backend: FusionBackend) -> GraphReport | None:
-    """Fuse a copy of `original` by `backend` and report; None where a tensor among its `attributes` is freed."""
+def _reported(
+    original: fx.Graph, attributes: Mapping[str, Any], backend: FusionBackend, facts: Facts
+) -> GraphReport | None:
+    """Fuse a copy of `original`, of whose inputs `facts` are known, by `backend` and report; None where a tensor among
+    its `attributes` is freed.
+    """
     root = {name: each() if isinstance(each, weakref.ref) else each for name, each in attributes.items()}
     if any(each is None for each in root.values()):
         return None
     gm = fx.GraphModule(root, copied(original))
     quiet = replace(backend, options=replace(backend.options, dump_dir="", progress=False))
     try:
-        return quiet.fuse(gm, in_place=False)
+        return quiet.fuse(gm, facts, in_place=False)
     except StageError as error:
         return quiet.failed(gm, error)

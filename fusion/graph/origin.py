@@ -76,9 +76,10 @@ def described(module: str, where: str) -> str:
 @cache
 def _dotted(path: str) -> str:
     """Convert the `path` that Dynamo gives a module, an expression in Python, to its name among `named_modules` of the
-    model.
+    model; behind the name of the variable, where a function is compiled that reads the model from one.
     """
     path = re.sub(r"^L\['(self|fn|args|kwargs)'\]\.?", "", path)
+    path = re.sub(r"^(G\['__import_\w+'\]\.|[LG](?=\[))", "", path)
     keys = r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]"
     path = re.sub(keys, lambda match: "." + next(filter(None, match.groups())), path)
     return path.strip(".")

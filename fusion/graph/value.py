@@ -57,6 +57,13 @@ class Value:
         """
         return (self.args, self.args[::-1]) if not ops or self.op in ops else ()
 
+    def factors(self, *passed: str) -> list[Value]:
+        """List the factors of the product `self`, nested in any way, each below the ops named in `passed`; [self] if
+        `self` is no product.
+        """
+        x = self.below(*passed)
+        return [factor for each in x.args for factor in each.factors(*passed)] if x.op == "mul" else [x]
+
     def sources(self, into: Callable[[Value], Iterable[Value]] = lambda value: value.args) -> Iterator[Value]:
         """Yield `self` and every value reachable from it through `into` (by default its arguments), each once."""
         waiting, seen = list[Value]([self]), set[Value]((self,))

@@ -236,7 +236,7 @@ class Product(Operation):
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op != "mul":
             return
-        factors = _factors(value)
+        factors = value.factors()
         for terms in self._in_order:
             yield from _assign(terms, factors, bound, cx)
             if self._takes_products and len(terms) == len(value.args) < len(factors):
@@ -257,10 +257,6 @@ class Product(Operation):
     def _in_order(self) -> list[list[Term]]:
         """The lists of factors, each sorted by rank: the order in which they are matched."""
         return [sorted(terms, key=lambda term: term.rank) for terms in self.flattened()]
-
-
-def _factors(value: Value) -> list[Value]:
-    return [each for arg in value.args for each in _factors(arg)] if value.op == "mul" else [value]
 
 
 def _assign(terms: Sequence[Term], factors: list[Value], bound: Bindings, cx: Context) -> Iterator[Bindings]:
@@ -287,7 +283,7 @@ def _assign(terms: Sequence[Term], factors: list[Value], bound: Bindings, cx: Co
 @proof
 def _without(factors: list[Value], taken: Value) -> list[Value] | None:
     left = list(factors)
-    for factor in [taken] if taken in factors else _factors(taken):
+    for factor in [taken] if taken in factors else taken.factors():
         must(factor in left)
         left.remove(factor)
     return left

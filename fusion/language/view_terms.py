@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, pairwise, product
 from math import prod
 from typing import Any
@@ -106,14 +107,7 @@ def _runs(a: Algebra, parts: Sequence[Value], sizes: Sequence[int]) -> list[Valu
 
 def _forms(value: Value, cx: Context) -> Iterator[Value]:
     """Yield `value` and all values of the model that are reshapes of it, directly or through one another, each once."""
-    visited = {value: None}
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        yield each
-        new = [other for other in _reshaped(each, cx.graph) if other not in visited]
-        visited |= dict.fromkeys(new)
-        waiting.extend(reversed(new))
+    yield from value.sources(partial(_reshaped, graph=cx.graph))
 
 
 class _Reshaped(dict[Value, tuple[Value, ...]]):

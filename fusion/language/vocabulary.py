@@ -81,7 +81,7 @@ class Vocabulary:
         return Apply((x,), ("gelu",), (approximate,))
 
     def group_norm(self, x: Term, *affine: Term, groups: Any, eps: Any) -> Term:
-        """Build the group norm of x, with gamma and beta as `affine` or without both."""
+        """Build the group norm of x, with gamma and beta, gamma alone or neither as `affine`."""
         return Apply((x, *affine), ("group_norm",), (groups, eps))
 
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:

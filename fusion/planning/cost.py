@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from fusion._torch.nested import leaves
 from fusion._torch.operators import OpOverload, schema_of, short_name
-from fusion._torch.tensors import count, hint
+from fusion._torch.tensors import byte_count, count, hint
 from fusion.graph.launches import is_data_dtype, is_reshaping_copy, is_view
 from fusion.operators import operator_of
 from fusion.planning.target import Target
@@ -182,4 +182,4 @@ def _labelled(equation: str, operands: Sequence[torch.Tensor]) -> int:
 def _bytes(val: Any) -> int:
     if not isinstance(val, torch.Tensor) or not is_data_dtype(val.dtype):
         return 0
-    return count(val) * val.element_size()
+    return byte_count(val)

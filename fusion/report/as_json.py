@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fusion.report.document import Change, Cost, Document, Layers, Left, Memory, Module, Rewrite
+from fusion.report.document import Change, Copied, Cost, Document, Layers, Left, Memory, Module, Rewrite
 from fusion.report.trace import Line
 
 
 def to_json(document: Document) -> str:
     """Write everything but the graphs of `document` as JSON."""
     content: dict[str, Any] = {
+        "model": document.model,
         "target": document.target,
         "graphs": document.graphs,
         **_sides(document.before, document.after),
@@ -23,6 +24,7 @@ def to_json(document: Document) -> str:
         "refusals_hidden": document.hidden,
         "rewrites": [_rewrite(each) for each in document.rewrites],
         "left": [_left(each) for each in document.left],
+        "copies": [_copied(each) for each in document.copied],
         "modules": [_module(each) for each in document.modules],
         "layers": [_layers(each) for each in document.layers],
         "result_copies": document.result_copies,
@@ -58,6 +60,7 @@ def _change(change: Change) -> dict[str, Any]:
         **_place(change.line),
         "module": change.module,
         "times": change.times,
+        "is_mendable": change.is_mendable,
         "target": change.target,
         "launches": change.launches,
         "saves_us": round(change.us, 3),
@@ -92,6 +95,20 @@ def _left(left: Left) -> dict[str, Any]:
         "reason": left.reason,
         "made_by": left.made_by,
         "copies": list(left.copies),
+    }
+
+
+def _copied(copied: Copied) -> dict[str, Any]:
+    return {
+        "kind": copied.kind,
+        "op": copied.op,
+        "inputs": list(copied.inputs),
+        "module": copied.module,
+        "times": copied.times,
+        **_place(copied.line),
+        "us": round(copied.us, 3),
+        "bytes": copied.bytes,
+        "cure": copied.cure,
     }
 
 

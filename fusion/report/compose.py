@@ -11,7 +11,8 @@ from operator import add
 from typing import TypeVar
 
 from fusion.records import Refusal
-from fusion.report.document import Change, Cost, Layers, Left, Module, Origin, Rewrite, Scope
+from fusion.report.copied_inputs import CopiedInput
+from fusion.report.document import Change, Copied, Cost, Layers, Left, Module, Origin, Rewrite, Scope
 from fusion.report.folding import Layer, alike, folded, inside, layers_of, nesting, ranges, template
 from fusion.report.outcome import GraphReport, MatchReport
 from fusion.report.trace import Call, Line, Missed, Replaced, Trace
@@ -75,7 +76,7 @@ class Composition:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """Compose all refusals, those first that would save most."""
+        """Compose all refusals, those first that the model can mend, of these those that would save most."""
         entries = [
             (each, missed, part.rule_of.get(each.rule, ""), each.target * (each.target != part.machine.name))
             for trace, part in zip(self.traces, self.parts, strict=True)
@@ -83,7 +84,7 @@ class Composition:
         ]
         groups = _by(entries, lambda each: (each[2] or each[1].op, each[0].reason, each[3], bool(each[1].root)))
         changes = [_change([each[:2] for each in group], *group[0][2:]) for group in groups.values()]
-        return tuple(sorted(changes, key=lambda each: (-each.us, -each.launches)))
+        return tuple(sorted(changes, key=lambda each: (not each.is_mendable, -each.us, -each.launches)))
 
     # what is left ---------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,12 @@ class Composition:
         groups = _by(stay, key).values()
         left = (_left(each, reasons.get(each[0].name), rules.get(each[0].root, "")) for each in groups)
         return tuple(sorted(left, key=lambda each: -each.us))
+
+    def copied(self) -> tuple[Copied, ...]:
+        """Compose the copies of inputs that stay, those first that take longest."""
+        stay = [(each, each.copied) for each in self.after if each.is_launch and each.copied is not None]
+        groups = _by(stay, lambda one: (one[0].op, one[1].kind, one[1].cure, template(one[0].module), one[0].line))
+        return tuple(sorted(map(_copied, groups.values()), key=lambda each: -each.us))
 
     # modules and layers ---------------------------------------------------------------------------------------------
 
@@ -280,6 +287,7 @@ def _change(group: Sequence[tuple[Refusal, Missed]], rule: str, target: str) -> 
         sum(each.saving for each in places if each.saving > _NOTICEABLE),
         missed.is_planned,
         bool(missed.root),
+        refusal.is_mendable,
         names,
     )
 
@@ -307,8 +315,24 @@ def _left(group: Sequence[Call], change: Change | None, made_by: str) -> Left:
         change.rule if change else "",
         change.reason if change else "",
         made_by,
-        tuple(dict.fromkeys(each.copies for each in group if each.copies)),
+        tuple(dict.fromkeys(each.copied.name for each in group if each.copied)),
         frozenset(each.name for each in group),
+    )
+
+
+def _copied(group: Sequence[tuple[Call, CopiedInput]]) -> Copied:
+    """Join equal copies of inputs in equal layers."""
+    first, of = group[0]
+    return Copied(
+        of.kind,
+        first.op,
+        tuple(dict.fromkeys(each.name for _, each in group)),
+        folded(each.module for each, _ in group),
+        sum(each.times for each, _ in group),
+        first.line,
+        sum(each.us * each.times for each, _ in group),
+        sum(each.bytes * each.times for each, _ in group),
+        of.cure,
     )
 
 

@@ -94,6 +94,33 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """Equal copies of inputs at every call, in equal layers.
+
+    Attributes:
+        kind: "weight", "state" (such as a cache) or "input".
+        op: the operator that copies.
+        inputs: names of the inputs.
+        module: path of the module, layers folded.
+        times: number of copies.
+        line: line of the model; None where nothing is recorded.
+        us: predicted microseconds of all of them.
+        bytes: bytes that all of them move.
+        cure: what was found, and what avoids the copies.
+    """
+
+    kind: str
+    op: str
+    inputs: tuple[str, ...]
+    module: str
+    times: int
+    line: Line | None
+    us: float
+    bytes: float
+    cure: str
+
+
+@dataclass(frozen=True)
 class Change:
     """A fusion that was refused with one reason in equal layers: something to change in the model.
 
@@ -109,6 +136,7 @@ class Change:
         us: predicted microseconds that the fusion would save at all places.
         is_planned: True if `us` is that of a planned lowering, else it is an upper bound.
         fused_otherwise: True if another rewrite fused the place.
+        is_mendable: True unless no change of the model makes the fusion.
         names: names of the launches that stay, in the traces.
     """
 
@@ -123,6 +151,7 @@ class Change:
     us: float
     is_planned: bool
     fused_otherwise: bool
+    is_mendable: bool = True
     names: frozenset[str] = frozenset()
 
 
@@ -283,6 +312,7 @@ class Document:
     """Content of a report.
 
     Attributes:
+        model: name of the class or function that was traced; "" if it is not known.
         target: name of the target.
         graphs: number of graphs.
         before: cost of all calls before.
@@ -293,6 +323,7 @@ class Document:
         hidden: number of refusals that are left out, because their places fused otherwise.
         rewrites: the rewrites, those first that save most.
         left: launches that stay, those first that take longest.
+        copied: copies of caches, states, weights and other inputs among them, by the compiler that is planned for.
         modules: costs by module, each before its submodules.
         layers: equal layers.
         scopes: calls by layer.
@@ -308,6 +339,7 @@ class Document:
         host_reads: times that a call waits for the device to read lengths.
     """
 
+    model: str
     target: str
     graphs: int
     before: Cost
@@ -318,6 +350,7 @@ class Document:
     hidden: int
     rewrites: tuple[Rewrite, ...]
     left: tuple[Left, ...]
+    copied: tuple[Copied, ...]
     modules: tuple[Module, ...]
     layers: tuple[Layers, ...]
     scopes: tuple[Scope, ...]

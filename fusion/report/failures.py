@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.fx as fx
 
@@ -18,6 +18,7 @@ from fusion.language import Refused
 from fusion.records import Candidate, Match
 from fusion.report.progress import at
 
+Made = TypeVar("Made")
 _LONGEST = 300  # characters of a message; messages of torch may include stacks
 
 
@@ -36,6 +37,22 @@ def stage(name: str) -> Generator[None, None, None]:
         if isinstance(error, FusionError) and not isinstance(error, VerificationError | OperatorError):
             raise
         raise StageError(failure(name, error)) from error
+
+
+def attempted(doing: str, make: Callable[[], Made], otherwise: Made) -> Made:
+    """Return what `make` returns; where it raises, `otherwise`, with a warning that names what was being done.
+
+    For all that only describes a compilation: the graph is compiled all the same.
+    """
+    try:
+        return make()
+    except Exception as error:
+        warnings.warn(
+            f"cann-fusion failed while {doing} ({worded(error)}): the graph is compiled all the same, without this. "
+            "Please report it, unless the message names a file that cannot be written.",
+            stacklevel=3,
+        )
+        return otherwise
 
 
 def failure(name: str, error: Exception, rule: str = "", node: fx.Node | None = None) -> Failure:

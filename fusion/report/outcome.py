@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from fusion._torch.pickled import pack, unpack
-from fusion._torch.tensors import count
+from fusion._torch.tensors import byte_count
 from fusion.errors import Failure
 from fusion.facts import Facts, plain
 from fusion.graph.launches import is_bookkeeping, is_launch
@@ -20,6 +20,7 @@ from fusion.language import Rule, call
 from fusion.operators import ensure
 from fusion.planning.target import Target
 from fusion.records import Candidate, Prepared, Refusal
+from fusion.report.copied_inputs import Inputs
 from fusion.report.failures import raised
 from fusion.report.regions import RegionReport
 from fusion.report.trace import Trace, traced
@@ -106,8 +107,9 @@ class Outcome:
         """Tensors computed from Parameters that are not prepared, and the reason; "" where all are."""
         if not self.facts.prepares:
             return (
-                "anything: FusionPass is a guest of a compiler that passes it no further inputs. Weights are joined, "
-                "transposed or cast at every call or not at all; the backend cann_fusion does this once"
+                "anything: FusionPass is a guest of a compiler whose code looks up no prepared weights "
+                "(docs/guests.md), or the graph reads no Parameters. Weights are joined, transposed or cast at every "
+                "call or not at all; the backend cann_fusion does this once"
             )
         if self.facts.wrapped:
             first, more = self.facts.wrapped[0], len(self.facts.wrapped) - 1
@@ -141,6 +143,7 @@ class GraphReport(Outcome):
         graph: the rewritten graph, with real operator names, before lowering.
         machine: the target.
         hand_on: converts the graph to that for the compiler that runs it.
+        compiler: the compiler that the graph is planned for.
         regions: the regions in which the model's author expects a fusion.
         original: a copy of the graph before the rewrites; None where no report was requested.
         rule_of: by the name that a refusal has, the name of a rule.
@@ -153,6 +156,7 @@ class GraphReport(Outcome):
     graph: fx.GraphModule
     machine: Target
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+    compiler: str = "eager"
     regions: tuple[RegionReport, ...] = ()
     original: fx.GraphModule | None = None
     rule_of: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -182,7 +186,10 @@ class GraphReport(Outcome):
     def trace(self) -> Trace:
         """Calls before and after, with the lines that were replaced and the places of refusals."""
         before = self.graph if self.original is None else self.original
-        return traced(before.graph, self.graph.graph, self.machine, self.chosen, self.refusals)
+        placeholders = before.graph.find_nodes(op="placeholder")
+        names = dict(zip((each.name for each in placeholders), self.inputs, strict=False))
+        inputs = Inputs(self.compiler, names, self.facts.parameters, not self.facts.prepares)
+        return traced(before.graph, self.graph.graph, self.machine, self.chosen, self.refusals, inputs)
 
     @cached_property
     def after(self) -> Mapping[str, Tally]:
@@ -204,7 +211,7 @@ class GraphReport(Outcome):
         """Bytes of the Parameters that the graph reads."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         vals = [each.meta["val"] for each in inputs if each.name in self.facts.parameters]
-        return sum(count(each) * each.element_size() for each in vals)
+        return sum(map(byte_count, vals))
 
 
 def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:

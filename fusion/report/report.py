@@ -33,6 +33,7 @@ class Report:
         breaks: places at which Python leaves the graphs.
         interruption: the error that ended the call before all of it was traced; None without one.
         notes: remarks on the call that was traced.
+        model: name of the class or function that was traced; "" if it is not known.
     """
 
     target: str
@@ -41,6 +42,7 @@ class Report:
     breaks: tuple[Break, ...] = ()
     interruption: Interruption | None = None
     notes: tuple[str, ...] = ()
+    model: str = ""
 
     def __repr__(self) -> str:
         """Name the target and count the entries; `str` is the report itself."""
@@ -64,8 +66,11 @@ class Report:
 
     @property
     def refusals(self) -> list[Refusal]:
-        """The refusals of all graphs, with their reasons."""
-        return [refusal for part in self.parts for refusal in part.refusals]
+        """The refusals of all graphs, with their reasons; one reason at one line of one module once."""
+        refusals = (refusal for part in self.parts for refusal in part.refusals)
+        return list(
+            {(each.rule, each.reason, each.target, each.module, each.where): each for each in refusals}.values()
+        )
 
     @property
     def failures(self) -> list[Failure]:
@@ -158,6 +163,7 @@ class Report:
         made = Composition(self.parts)
         changes = tuple(each for each in made.changes if everything or each.target or not each.fused_otherwise)
         return Document(
+            model=self.model,
             target=self.target,
             graphs=len(self.parts),
             before=cost_of(made.before),
@@ -168,6 +174,7 @@ class Report:
             hidden=sum(each.times for each in made.changes) - sum(each.times for each in changes),
             rewrites=made.rewrites(),
             left=made.left(),
+            copied=made.copied(),
             modules=made.modules(),
             layers=made.layers(),
             scopes=made.scopes(),

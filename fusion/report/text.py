@@ -7,7 +7,7 @@ from io import StringIO
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fusion.report.document import Change, Cost, Document, Layers, Left, Memory, Origin, Rewrite
+from fusion.report.document import Change, Copied, Cost, Document, Layers, Left, Memory, Origin, Rewrite
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,9 +35,11 @@ def rendered(document: Document) -> RenderableType:
         ("failed in the pass: please report it, with the graph that dump_dir writes", _failed(document)),
         ("where Python leaves the graphs", _broken(document)),
         ("not fused, and why (what would save most first)", _changed(document)),
+        ("not fused, with nothing to change in the model", _final(document)),
         ("regions in which a fusion is expected", _expected(document)),
         ("fused, and from which lines", [_rewrite(each) for each in document.rewrites]),
-        ("launches that stay", _left(document.left)),
+        ("launches that stay", _left(document)),
+        ("copies of caches, states and weights, and what avoids them", map(_copied, document.copied)),
         ("layers", _layers(document.layers)),
         ("launches by module", _modules(document)),
         ("assumed, and checked at every call", _pairs(document.assumptions)),
@@ -115,10 +117,14 @@ def _broken(document: Document) -> Iterator[RenderableType]:
 
 
 def _changed(document: Document) -> Iterator[RenderableType]:
-    yield from map(_change, document.changes)
+    yield from (_change(each) for each in document.changes if each.is_mendable)
     if document.hidden:
         refusals = counted(document.hidden, "refusal")
         yield entry("", [f"{refusals} at places that another rewrite fused: report.document(everything=True)"])
+
+
+def _final(document: Document) -> Iterator[RenderableType]:
+    yield from (_change(each) for each in document.changes if not each.is_mendable)
 
 
 def _change(change: Change) -> RenderableType:
@@ -158,18 +164,38 @@ def _lines(origins: Iterable[Origin]) -> Iterator[str]:
             yield from (f"{number:>7}  {text}" for _, _, number, text in in_module)
 
 
-def _left(left: Sequence[Left]) -> Iterator[RenderableType]:
-    if not left:
+def _left(document: Document) -> Iterator[RenderableType]:
+    if not document.left:
         return
-    launches, us = sum(each.times for each in left), sum(each.us for each in left)
-    yield entry(f"{counted(launches, 'launch')}, {microseconds(us)}", [])
-    for each in left:
+    shown, more = document.left[:_LONGEST], document.left[_LONGEST:]
+    above = {each.reason for each in document.changes}
+    yield entry(_sum(document.left), [])
+    for each in shown:
         moved = f"{microseconds(each.us)}, {size(each.bytes)}"
         copied = f"copies the input {', '.join(each.copies)}" * bool(each.copies)
         why = f"{each.rule or each.op}: {each.reason}" if each.reason else ""
+        why = f"not fused, and why: {each.rule or each.op} above" if each.reason in above else why
+        above.add(each.reason)
         made = f"made by {each.made_by}" * bool(each.made_by)
         where = [str(each.line), f"    {each.line.text}"] if each.line and not made else []
         yield entry(f"{each.op}: {place(each.module, each.times)}, {moved}", [*where, made, copied, why])
+    if more:
+        yield entry("", [f"{_sum(more)} more, of shorter ones: listed by --html, --json and report.document()"])
+
+
+_LONGEST = 20
+"""Number of entries of launches that stay, those that take longest."""
+
+
+def _sum(left: Sequence[Left]) -> str:
+    launches, us = sum(each.times for each in left), sum(each.us for each in left)
+    return f"{counted(launches, 'launch')}, {microseconds(us)}"
+
+
+def _copied(copied: Copied) -> RenderableType:
+    title = f"{copied.op}: {place(copied.module, copied.times)}, {microseconds(copied.us)}, {size(copied.bytes)}"
+    where = [str(copied.line), f"    {copied.line.text}"] if copied.line else []
+    return entry(title, [f"{copied.kind} {', '.join(copied.inputs)}: {copied.cure}", *where])
 
 
 def _layers(layers: Sequence[Layers]) -> Iterator[RenderableType]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import fsum, isfinite
 from pathlib import Path
-from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch.operators import OpOverload, higher_order, schema_of, short_name
-from fusion.graph.aliasing import memory_of
+from fusion._torch.operators import OpOverload, higher_order, schema_of
 from fusion.graph.launches import is_bookkeeping, is_launch
 from fusion.graph.origin import frames, location, look, module_path, source_text
 from fusion.graph.subgraphs import bodies
@@ -22,9 +20,9 @@ from fusion.operators import operator_of
 from fusion.planning.cost import has_flops, joint_cost, price
 from fusion.planning.target import Target
 from fusion.records import Candidate, Refusal
+from fusion.report.copied_inputs import CopiedInput, Inputs, copied_input
 
 _FUSED_IN_ATEN = frozenset({"aten::native_layer_norm"})  # aten's own fused kernels, where a rule emits them
-_COPIES = frozenset({"copy_", "clone"})
 
 
 @dataclass(frozen=True, order=True)
@@ -64,7 +62,7 @@ class Call:
         bytes: bytes that one call moves.
         times: number of times that its body runs.
         root: name of the rewrite: of the one that replaces the call, or of the one that emitted it; "" for none.
-        copies: the input that it copies, or copies to; "" for any other call.
+        copied: the input that it copies, or copies to; None for any other call.
     """
 
     name: str
@@ -79,7 +77,7 @@ class Call:
     bytes: float
     times: int = 1
     root: str = ""
-    copies: str = ""
+    copied: CopiedInput | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,12 @@ class Trace:
 
 
 def traced(
-    before: fx.Graph, after: fx.Graph, machine: Target, chosen: Sequence[Candidate], refusals: Sequence[Refusal]
+    before: fx.Graph,
+    after: fx.Graph,
+    machine: Target,
+    chosen: Sequence[Candidate],
+    refusals: Sequence[Refusal],
+    inputs: Inputs = Inputs(),
 ) -> Trace:
     """Trace a graph that was rewritten.
 
@@ -139,6 +142,7 @@ def traced(
         machine: the target, for predictions.
         chosen: the rewrites.
         refusals: the refusals.
+        inputs: the inputs of the graph.
     """
     paths: dict[fx.Graph, str] = {}
     for path, graph, _ in _walk(after):
@@ -149,7 +153,8 @@ def traced(
     def calls(source: fx.Graph, roots: Mapping[str, str]) -> Iterator[Call]:
         for path, graph, times in _walk(source):
             prefix = canonical.get(path, path)
-            yield from _calls(graph, path, prefix, times, machine, roots)
+            for node, call in _calls(graph, path, prefix, times, machine, roots):
+                yield replace(call, copied=copied_input(node, inputs if graph in (before, after) else Inputs()))
 
     replaced = [Replaced(_name(paths, each.match.node), _lines(each.dying)) for each in chosen]
     missed = [_missed(each, paths, owners, machine) for each in refusals]
@@ -205,8 +210,11 @@ def _name(paths: Mapping[fx.Graph, str], node: fx.Node) -> str:
 
 def _calls(
     graph: fx.Graph, path: str, prefix: str, times: int, machine: Target, roots: Mapping[str, str]
-) -> Iterator[Call]:
-    """Yield the calls of one `graph`; `roots` maps those that are replaced, by name behind `prefix`, to rewrites."""
+) -> Iterator[tuple[fx.Node, Call]]:
+    """Yield the calls of one `graph` with their nodes.
+
+    `roots` maps calls that are replaced, by name behind `prefix`, to rewrites.
+    """
     near: dict[fx.Node, tuple[str, ...]] = {}
     for node in graph.nodes:
         reads = tuple(dict.fromkeys(name for each in node.all_input_nodes for name in near[each]))
@@ -217,20 +225,22 @@ def _calls(
         near[node] = (f"{path}{node.name}",)
         cost = price(node, machine) if launched else None
         root: str = node.meta.get("fusion", {}).get("root", "")
-        yield Call(
-            near[node][0],
-            operator_name(node),
-            module_path(node),
-            line_of(node),
-            look(node.meta.get("val")),
-            reads,
-            launched,
-            bool(emitted(node)),
-            cost.us if cost else 0.0,
-            cost.bytes if cost else 0.0,
-            times,
-            f"{prefix}{root}" if root else roots.get(f"{prefix}{node.name}", ""),
-            _copied_input(node),
+        yield (
+            node,
+            Call(
+                near[node][0],
+                operator_name(node),
+                module_path(node),
+                line_of(node),
+                look(node.meta.get("val")),
+                reads,
+                launched,
+                bool(emitted(node)),
+                cost.us if cost else 0.0,
+                cost.bytes if cost else 0.0,
+                times,
+                f"{prefix}{root}" if root else roots.get(f"{prefix}{node.name}", ""),
+            ),
         )
 
 
@@ -240,15 +250,6 @@ def operator_name(node: fx.Node) -> str:
         return higher_order(node.target) or str(getattr(node.target, "__name__", node.target))
     namespace, _, name = schema_of(node.target).name.partition("::")
     return name if namespace in ("aten", "npu") else f"{namespace}.{name}"
-
-
-def _copied_input(node: fx.Node) -> str:
-    """Return the name of the input that `node` copies, or copies to; "" for any other node."""
-    first: Any = node.args[0] if node.args else None
-    if short_name(node.target) not in _COPIES or not isinstance(first, fx.Node):
-        return ""
-    memory = memory_of(first)
-    return memory.name if memory.op == "placeholder" else ""
 
 
 def _lines(nodes: Iterable[fx.Node]) -> tuple[tuple[str, Line], ...]:

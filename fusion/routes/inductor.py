@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,14 @@ def copy_results(graph: fx.Graph) -> None:
         fresh = _copied(memory)
         for user in returning:
             user.replace_input_with(memory, fresh)
+
+
+def copy_before_writes(graph: fx.Graph, prepared: Collection[fx.Node]) -> None:
+    """Copy in place what calls change of `prepared` tensors, which Inductor could make writes into these tensors."""
+    for node in [each for each in graph.nodes if _is_reinplaced(each)]:
+        changed: Any = node.args[0]
+        if memory_of(changed) in prepared:
+            node.replace_input_with(changed, _copied(changed))
 
 
 def _copied(memory: fx.Node) -> fx.Node:

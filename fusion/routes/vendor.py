@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fusion._torch.operators import OpOverload
+from fusion._torch.operators import COMPOSITES, OpOverload, core_table, schema_of
 from fusion._torch.tracing import Boxed, boxed, static_inputs, tracing_apart
 from fusion.errors import FusionError
-from fusion.operators import ensure
+from fusion.operators import OPERATORS, Operator, ensure
 from fusion.routes.expand import expand
 from fusion.routes.ge_operators import convert_to_ge
 from fusion.routes.hidden_writes import handed_over
 
 aten = torch.ops.aten
-_PROLOG_RESULTS = 5
+_OWN_RESULTS = {"npu_mla_prolog_v3": (0, 1, 4, 5, 6), "npu_recurrent_gated_delta_rule": (0,)}
+"""Positions, among the results of torchair's converters, of the results that an operator has by its schema."""
 
 
 def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any = None) -> Boxed:
@@ -71,9 +74,49 @@ def npugraph_ex(
         FusionError: torch_npu or npugraph_ex cannot be imported.
     """
     vendor = _vendor("npugraph_ex", "capturing a fused graph as an NPU graph")
+    _complete_configuration(vendor.CompilerConfig)
+    _register_in_place()
     _mark_static(example_inputs)
     with tracing_apart(gm):
         return boxed(vendor.compile_fx(gm, list(example_inputs), dict(options or {})))
+
+
+def _complete_configuration(configuration: Any) -> None:
+    """Give the class `configuration` of npugraph_ex the attribute that its compiler sets for one operator.
+
+    Version 2.13.0 switches off `experimental_config.enable_view_optimize` in every graph with
+    npu_weight_quant_batchmatmul, and only configurations of torchair have it: each such graph raises.
+    """
+    if not hasattr(configuration, "experimental_config"):
+        configuration.experimental_config = SimpleNamespace(enable_view_optimize=False)
+
+
+def _register_in_place() -> None:
+    """Register with npugraph_ex the operators that write caches and states in place, by their functional forms.
+
+    Calls of the model arrive in functional form, with a copy of the whole cache behind, and npugraph_ex knows three.
+    """
+    passes = importlib.import_module("npugraph_ex._acl_concrete_graph.graph_pass")
+    for functional, in_place in _forms_in_place():
+        names = [each.name for each in schema_of(in_place.overload()).arguments]
+        if functional.overload() not in passes.inplaceable_npu_ops:
+            written = [names.index(each) for each in in_place.written]
+            passes.register_inplaceable_npu_op(functional.short, in_place.short, written)
+
+
+def _forms_in_place() -> Iterator[tuple[Operator, Operator]]:
+    """Yield each functional operator of torch_npu whose last results are what its in-place form writes, and that form.
+
+    npugraph_ex keeps the `getitem` of the results, so that the in-place form may not return a single tensor.
+    """
+    for functional in OPERATORS.values():
+        in_place = OPERATORS.get(functional.in_place)
+        if in_place is None or not (functional.name.startswith("npu::") and functional.name.endswith("_functional")):
+            continue
+        declared, returned = (schema_of(each.overload()) for each in (in_place, functional))
+        others = len(returned.returns) - len(in_place.written)
+        if others == len(declared.returns) != 1:
+            yield functional, in_place
 
 
 def _mark_static(example_inputs: Sequence[Any]) -> None:
@@ -107,42 +150,74 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
         getattr(torch.ops.npu, name).tensor_lengths: _with_tensor_lengths(name)
         for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2")
     }
-    return lengths | {
-        aten.all.dim: _all,
-        aten.view.dtype: _bits,
-        aten.index_copy.default: _index_copy,
-        aten.index_put.default: _index_put,
-        torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
-        torch.ops.npu.npu_rotary_mul.default: _rotary_mul,
-    }
+    return (
+        _decomposed_by_torch()
+        | lengths
+        | {
+            aten.all.dim: _all,
+            aten.amax.default: _amax,
+            aten.amin.default: _amin,
+            aten.complex.default: _complex,
+            aten.polar.default: _polar,
+            aten.view.dtype: _bits,
+            aten.index_copy.default: run_index_copy,
+            aten.index_put.default: run_index_put,
+            torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
+            torch.ops.npu.npu_rotary_mul.default: _rotary_mul,
+        }
+    )
+
+
+def _decomposed_by_torch() -> dict[OpOverload, Callable[..., Any]]:
+    """Map operators of aten that torchair cannot convert, and core aten lacks, to torch's own decompositions.
+
+    Composites are left out: `expand` decomposes them, one to parts that torchair converts where torch's own is not.
+    """
+    converter_of = importlib.import_module("torchair._ge_concrete_graph.fx2ge_converter")._get_converter
+    table = {op: form for op, form in core_table().items() if op not in COMPOSITES}
+    return {op: form for op, form in table.items() if not _converts(converter_of(op))}
+
+
+def _converts(converter: Any) -> bool:
+    """Return True if `converter` does more than raise, as the one of each operator does that GE does not compute."""
+    return converter is not None and set(inspect.unwrap(converter).__code__.co_names) != {"NotImplementedError"}
 
 
 def _mend_converters(register: Callable[..., Any]) -> None:
     """Register converters for operators whose converter is missing, raises, or differs from the schema."""
     importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom")  # else torchair does it later
-    _mend_prolog(register)
+    _mend_results(register)
     _mend_router(register)
     _convert_latent_line(register)
     convert_to_ge(register)
 
 
-def _mend_prolog(register: Callable[..., Any]) -> None:
-    """Register a converter of npu_mla_prolog_v3 that returns torchair's results without the two caches among them.
+def _mend_results(register: Callable[..., Any]) -> None:
+    """Register converters of operators that write in place with as many results as their schemas have.
 
-    torchair 2.13.0 returns seven results, the schema has five.
+    Those of torchair 2.13.0 return the caches and states that are written as well.
     """
-    prolog: Any = torch.ops.npu.npu_mla_prolog_v3.default
-    theirs = getattr(prolog, "_ge_converter", None)
-    if theirs is None or hasattr(theirs, "mended"):
-        return
+    keep: Any = importlib.import_module("torchair.ge._ge_graph").dont_prune_me
+    for name, own in _OWN_RESULTS.items():
+        operator: Any = getattr(torch.ops.npu, name).default
+        theirs = getattr(operator, "_ge_converter", None)
+        if theirs is not None and not hasattr(theirs, "mended"):
+            register(operator)(_returning(theirs, own, keep))
+            operator._ge_converter.mended = True
+
+
+def _returning(theirs: Callable[..., Any], own: Sequence[int], keep: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the converter `theirs` with the results at the positions `own` only, where it returns more."""
 
     @wraps(theirs)
     def converted(*args: Any, **kwargs: Any) -> Any:
         results = theirs(*args, **kwargs)
-        return results if len(results) == _PROLOG_RESULTS else (*results[:2], *results[4:])
+        keep(results[0])  # the graph may read what is written only
+        if len(results) > len(own):
+            results = tuple(results[each] for each in own)
+        return results if len(own) > 1 else results[0]
 
-    register(prolog)(converted)
-    prolog._ge_converter.mended = True
+    return converted
 
 
 def _mend_router(register: Callable[..., Any]) -> None:
@@ -203,8 +278,27 @@ def _with_tensor_lengths(name: str) -> Callable[..., Any]:
     return converted
 
 
+def _complex(real: Tensor, imag: Tensor) -> Tensor:
+    return torch.view_as_complex(torch.stack((real, imag), dim=-1))
+
+
+def _polar(abs: Tensor, angle: Tensor) -> Tensor:
+    return _complex(abs * angle.cos(), abs * angle.sin())
+
+
 def _all(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return torch.any(torch.logical_not(x), dim, keepdim).logical_not()
+
+
+def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    dims = sorted(each % x.dim() for each in dim or range(x.dim()))
+    for each in reversed(dims):
+        x = torch.max(x, each, keepdim).values
+    return x
+
+
+def _amin(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    return -_amax(-x, dim, keepdim) if x.is_floating_point() else NotImplemented
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Any:
@@ -220,34 +314,44 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Any:
     return aten.view.dtype(parts, dtype).reshape(shape)
 
 
-def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _scatter_rows(x, dim % x.dim(), [index], source)
+def run_index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Compute index_copy by npu_scatter_nd_update, which the compiler converts."""
+    place = dim % x.dim()
+    return _scatter_rows(x, {place: index}, place, source)
 
 
-def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+def run_index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Compute index_put by npu_scatter_nd_update; NotImplemented for sums and for masks."""
     given = [dim for dim, index in enumerate(indices) if index is not None]
     tensors = [index for index in indices if index is not None]
-    adjacent = given == list(range(given[0], given[0] + len(given)))
-    if accumulate or not adjacent or any(index.dtype == torch.bool for index in tensors):
+    if accumulate or any(index.dtype == torch.bool for index in tensors):
         return NotImplemented
     spread: list[Tensor] = list(torch.broadcast_tensors(*tensors))  # pyright: ignore
-    return _scatter_rows(x, given[0], spread, values)
+    is_adjacent = given == list(range(given[0], given[0] + len(given)))
+    return _scatter_rows(x, dict(zip(given, spread, strict=True)), given[0] if is_adjacent else 0, values)
 
 
-def _scatter_rows(x: Tensor, dim: int, indices: list[Tensor], source: Tensor) -> Tensor:
-    """Write x[:, ..., *indices] = source, with `dim` leading colons, by one npu_scatter_nd_update on `x` itself.
+def _scatter_rows(x: Tensor, indices: Mapping[int, Tensor], at: int, source: Tensor) -> Tensor:
+    """Write `source` where `indices`, of equal shapes, by their dims, index `x`, by one npu_scatter_nd_update on `x`.
 
-    No view of `x` is taken: GE elides the copy of the cache only when the update reads the input directly.
+    `at` is the number of dims of `source` before those of the indices. No view of `x` is taken: GE elides the copy of
+    the cache only when the update reads the input directly.
     """
-    where, ends = tuple(indices[0].shape), dim + len(indices)
-    lead, rest = tuple(x.shape[:dim]), tuple(x.shape[ends:])
-    grid = [
-        torch.arange(size, device=x.device, dtype=indices[0].dtype).reshape(_along(axis, dim + len(where)))
-        for axis, size in enumerate(lead)
+    first = next(iter(indices.values()))
+    where, ends = tuple(first.shape), max(indices) + 1
+    free = [dim for dim in range(ends) if dim not in indices]
+    sizes = [x.shape[dim] for dim in free]
+    grid = (*sizes[:at], *where, *sizes[at:])
+    axes = {dim: number + len(where) * (number >= at) for number, dim in enumerate(free)}
+    coordinates = [
+        torch.arange(x.shape[dim], device=x.device, dtype=first.dtype).reshape(_along(axes[dim], len(grid)))
+        if dim in axes
+        else indices[dim].reshape((*where, *(1 for _ in sizes[at:])))
+        for dim in range(ends)
     ]
-    coordinates = [part.expand((*lead, *where)) for part in [*grid, *indices]]
-    rows = torch.stack(coordinates, dim=-1).reshape(-1, ends)
-    updates = source.expand((*lead, *where, *rest)).reshape((-1, *rest))
+    rows = torch.stack([part.expand(grid) for part in coordinates], dim=-1).reshape(-1, ends)
+    rest = tuple(x.shape[ends:])
+    updates = source.expand((*grid, *rest)).reshape((-1, *rest))
     return torch.ops.npu.npu_scatter_nd_update(x, rows, updates.to(x.dtype))
 
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_dict
 
 from fusion._torch.memory import forget_freed, samples, stamps
-from fusion._torch.tensors import count, shares_memory
+from fusion._torch.tensors import byte_count, shares_memory
 from fusion._torch.tracing import Boxed, dynamo_position, extended
+from fusion.errors import OptionError
 from fusion.records import Prepared
 from fusion.runtime.joined_parameters import SHARED, Block, forget_moved, is_shared, obstacle, run_of
 
@@ -135,7 +136,7 @@ class _Recipe:
 
         Returns the reason of the copy for each Parameter.
         """
-        fresh = self._computed(parameters)
+        fresh = self.computed(parameters)
         if any(shares_memory(fresh, each) for each in parameters):
             entry.tensor = fresh  # a computation without effect returns the Parameter itself
             return [""] * len(parameters)
@@ -145,7 +146,8 @@ class _Recipe:
             entry.tensor = fresh
         return [self.copied or TWICE] * len(parameters)
 
-    def _computed(self, parameters: Sequence[Tensor]) -> Tensor:
+    def computed(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Compute the tensor from `parameters`, in memory of its own unless nothing has to be computed."""
         result = self.module.forward(*parameters)
         if result.stride() == self.stride:
             return result
@@ -176,9 +178,44 @@ class _Known:
     look: _Look
 
 
+@dataclass(frozen=True)
+class Need:
+    """One prepared tensor of a graph.
+
+    Attributes:
+        prepared: the record of its computation.
+        shape: shape of the tensor.
+        stride: strides of the tensor.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
+        numbers: which of the Parameters of the graph it is computed from.
+    """
+
+    prepared: Prepared
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    numbers: list[int]
+
+    @staticmethod
+    def of(prepared: Prepared, val: Tensor, numbers: list[int]) -> Need:
+        """Return the need of a tensor like `val`."""
+        return Need(prepared, tuple(val.shape), tuple(val.stride()), val.dtype, val.device, numbers)
+
+
+def needs_of(prepared: Sequence[Prepared], source: fx.Graph) -> tuple[list[str], list[Need]]:
+    """Return the names of the inputs of `source` that `prepared` is computed from, in order, and a need of each."""
+    vals = {node.name: node.meta["val"] for node in source.find_nodes(op="placeholder")}
+    read = {name for each in prepared for name in each.sources}
+    numbers = {name: number for number, name in enumerate(name for name in vals if name in read)}
+    needs = [Need.of(each, vals[each.name], [numbers[at] for at in each.sources]) for each in prepared]
+    return list(numbers), needs
+
+
 @dataclass(eq=False)
-class _Supply:
-    """The prepared inputs of one compiled graph.
+class Supply:
+    """The prepared tensors of one compiled graph.
 
     Attributes:
         places: positions of its Parameters among its other inputs.
@@ -194,6 +231,13 @@ class _Supply:
     needs: list[tuple[_Recipe, list[int]]]
     known: dict[Ids, _Known] = field(default_factory=dict[Ids, _Known])
     warned: set[str] = field(default_factory=set[str])
+
+    @staticmethod
+    def of(places: Sequence[int], paths: Sequence[str], needs: Sequence[Need]) -> Supply:
+        """Return the supply of a graph for `needs`, whose tensors other graphs share."""
+        supplied = Supply(list(places), list(paths), [(_recipe(each), each.numbers) for each in needs])
+        _SUPPLIES.add(supplied)
+        return supplied
 
     def __call__(self, values: Sequence[Any]) -> list[Tensor]:
         """Return the prepared tensors for the Parameters among `values`."""
@@ -232,7 +276,7 @@ class _Supply:
 _RECIPES: weakref.WeakValueDictionary[str, _Recipe] = (
     weakref.WeakValueDictionary()
 )  # alive as long as a graph refers to it
-_SUPPLIES: weakref.WeakSet[_Supply] = weakref.WeakSet()
+_SUPPLIES: weakref.WeakSet[Supply] = weakref.WeakSet()
 _WARNED: set[str] = set()  # device types
 
 
@@ -245,14 +289,9 @@ def supply(
     """
     if not prepared:
         return run
-    placeholders = source.find_nodes(op="placeholder")
-    vals = {node.name: node.meta["val"] for node in placeholders}
-    read = {name for each in prepared for name in each.sources}
-    places = {node.name: place for place, node in enumerate(placeholders) if node.name in read}
-    numbers = {name: number for number, name in enumerate(places)}
-    needs = [(_recipe(each, vals[each.name]), [numbers[name] for name in each.sources]) for each in prepared]
-    supplied = _Supply(list(places.values()), [paths.get(name, name) for name in places], needs)
-    _SUPPLIES.add(supplied)
+    names, needs = needs_of(prepared, source)
+    places = {node.name: place for place, node in enumerate(source.find_nodes(op="placeholder"))}
+    supplied = Supply.of([places[name] for name in names], [paths.get(name, name) for name in names], needs)
     return extended(run, supplied)
 
 
@@ -273,7 +312,7 @@ def foreseen(prepared: Sequence[Prepared], source: fx.Graph, stuck: Sequence[str
     records: list[Prepared] = []
     for each in prepared:
         left = {name: why for name in each.sources if (why := stuck[positions[name]])} if each.joined else {}
-        size = sum(count(vals[name]) * vals[name].element_size() for name in left)
+        size = sum(byte_count(vals[name]) for name in left)
         records.append(replace(each, copied=next(iter(left.values())), size=size) if left else each)
     return tuple(records)
 
@@ -284,11 +323,19 @@ def refresh(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
     Needed only for copies, and for writes that change none of these: the version of the Parameter (in place under
     `no_grad`, `load_state_dict`), its address (`.to(...)`, `weight.data = other`), and, on the host, one of its
     samples, one in each 1/64 of its elements (`weight.data.add_(...)`, NumPy).
+
+    Raises:
+        OptionError: something else is given than a module or tensors.
     """
-    if isinstance(model_or_parameters, nn.Module):
-        model_or_parameters = model_or_parameters.parameters()
-    given = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
-    written = set(map(id, given))
+    given: Any = model_or_parameters
+    if isinstance(given, nn.Module):
+        given = given.parameters()
+    tensors = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Iterable) else [given]
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            kind = type(each).__name__
+            raise OptionError(f"refreshing prepared weights: a {kind} is no Parameter; give the model, or Parameters")
+    written = set(map(id, tensors))
     with _LOCK:
         for recipe in list(_RECIPES.values()):
             for ids, entry in list(recipe.entries.items()):
@@ -297,9 +344,9 @@ def refresh(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
         _look_again()
 
 
-def _recipe(prepared: Prepared, like: Tensor) -> _Recipe:
-    made = _Recipe(prepared.module, tuple(like.shape), tuple(like.stride()), prepared.copied)
-    return _RECIPES.setdefault(prepared.key, made)
+def _recipe(need: Need) -> _Recipe:
+    made = _Recipe(need.prepared.module, need.shape, need.stride, need.prepared.copied)
+    return _RECIPES.setdefault(need.prepared.key, made)
 
 
 def _forget(recipe: weakref.ref[_Recipe], ids: Ids, _: Any) -> None:

@@ -52,9 +52,10 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str, settings: 
     `torchair.CompilerConfig`, or options of npugraph_ex by name; None for its defaults.
     """
     gm.recompile()  # even for Inductor, which compiles a copy: the report shows this graph
+    table = operators.decompositions
     compilers: Mapping[str, Callable[[], Boxed]] = {
-        "eager": lambda: cpu_gpu.eager(gm, example_inputs),
-        "inductor": lambda: cpu_gpu.inductor(gm, example_inputs, operators.decompositions()),
+        "eager": lambda: cpu_gpu.eager(gm, example_inputs, {} if Target.detect().is_npu else table()),
+        "inductor": lambda: cpu_gpu.inductor(gm, example_inputs, table()),
         "torchair": lambda: vendor.torchair(gm, example_inputs, config=settings),
         "npugraph_ex": lambda: vendor.npugraph_ex(gm, example_inputs, options=settings),
     }

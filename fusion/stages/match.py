@@ -46,11 +46,11 @@ class MatchResult:
 def match(
     graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset(), diagnose: bool = True
 ) -> MatchResult:
-    """Match all `rules` on `graph`, level by level; with `diagnose` add refusals for look-alikes and misses.
+    """Match all `rules` on `graph`, level by level; with `diagnose` add refusals for guards, look-alikes and misses.
 
     The guards of the rules named in `unsafe` are not called.
     """
-    search = _Search(graph, unsafe)
+    search = Search(graph, unsafe, diagnose)
     for level in levels(rules):
         for rule in level:
             search.attempt(search.apply, rule)
@@ -114,15 +114,15 @@ class _Candidates:
         return blocks
 
 
-class _Search:
+class Search:
     """The state of one search, and the context in which terms match."""
 
-    def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
+    def __init__(self, graph: Graph, unsafe: frozenset[str], diagnose: bool) -> None:
         self.graph, self.result = graph, MatchResult()
         self._makers, self._place = cache(graph.makers), cache(partial(_place, graph))
         self._position = cache(self._place_on_paths)
         self._listed: dict[frozenset[str], tuple[int, _Candidates]] = {}
-        self._unsafe = unsafe
+        self._unsafe, self._diagnose = unsafe, diagnose
         self._words = set[str]()
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
@@ -248,9 +248,10 @@ class _Search:
                 if rule.name not in self._unsafe:
                     ask_guard(rule, captures)
             except Refused as reason:
-                refused = refused or reason.with_traceback(None)  # its frames would keep this search alive
-                self._guarded.add(value)
-                self._explain(rule, value, captures)
+                if self._diagnose:
+                    refused = refused or reason.with_traceback(None)  # its frames would keep this search alive
+                    self._guarded.add(value)
+                    self._explain(rule, value, captures)
                 continue
             except Exception as error:
                 self.result.failures.append(failure("match", error, rule.name, roots[0][0]))

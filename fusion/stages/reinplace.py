@@ -2,13 +2,13 @@
 
     y = write(cache, rows); copy_(cache, y)   →   y = write_(cache, rows)
 
-Only for operators that the pass added, only where nothing reads the old cache after the write, and only where the copy
-moves no element.
+For operators that the pass added, and for rows that the model writes, where the compiler launches calls as they come.
+Only where nothing reads the old cache after the write, and only where the copy moves no element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import getitem
@@ -19,14 +19,54 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch.fakes import fake_like, run_on_fakes
-from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.operators import OpOverload, given, schema_of
 from fusion._torch.tensors import shares_memory
 from fusion.graph import dims_of
 from fusion.graph.aliasing import is_write, reserves
+from fusion.graph.execution_scopes import is_parted
 from fusion.graph.launches import is_view
-from fusion.operators import HOST, LOWERINGS, OPERATORS, Operator, operator_of
+from fusion.operators import HOST, LOWERINGS, OPERATORS, operator_of
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Form:
+    """A functional operator that has an in-place form.
+
+    Attributes:
+        functional: its overload.
+        in_place: the overload of the in-place form.
+        written: the arguments that the in-place form writes to.
+        lowerings: the compilers that take the functional operator.
+        in_place_lowerings: the compilers that take the in-place form.
+        is_of_model: True if the calls are the model's own, and not those of the pass.
+    """
+
+    functional: OpOverload
+    in_place: OpOverload
+    written: Sequence[str]
+    lowerings: Collection[str]
+    in_place_lowerings: Collection[str]
+    is_of_model: bool = False
+
+    @property
+    def count_before(self) -> int:
+        """Number of results of the functional operator before its new caches."""
+        return len(schema_of(self.functional).returns) - len(self.written)
+
+
+_OF_MODEL = {
+    each.functional: each
+    for each in (
+        Form(functional, in_place, ("self",), LOWERINGS, ("eager", "npugraph_ex"), is_of_model=True)
+        for functional, in_place in (
+            (aten.index_put.default, aten.index_put_.default),
+            (aten.index_copy.default, aten.index_copy_.default),
+        )
+    )
+}
+"""Writes of rows in the model. GE makes them in place itself, and so does Inductor."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +114,13 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
     for chain in chains:
         _drop(chain.copy)
     for node in list(source.nodes):
-        operator = _functional(node)
-        if operator is None:
+        form = _functional(node)
+        if form is None or form.is_of_model:
             continue
-        if _takes(operator, lowering) and all(_is_fresh(each, node) for each in _written(node)):
+        is_fresh = all(_is_fresh(each, node) for each in _written(node))
+        if is_fresh and _takes(form, lowering) and not _orders_by_results(form, lowering):
             _put_in_place(node)
-        elif launched in LOWERINGS and launched not in operator.lowerings:
+        elif launched in LOWERINGS and launched not in form.lowerings:
             _put_in_place(node, _copies(node))
     return tuple(chain.copy.name for chain in chains)
 
@@ -93,14 +134,29 @@ def _closing_copies(source: fx.Graph) -> list[fx.Node]:
     return [node for place, node in last.items() if isinstance(place, fx.Node) and place.op == "placeholder"][::-1]
 
 
-def _functional(node: fx.Node) -> Operator | None:
-    """Return the operator of `node` if the pass added it and it has an in-place form, else None."""
-    operator = operator_of(node.target) if "fusion" in node.meta else None
-    return operator if operator is not None and operator.in_place else None
+def _functional(node: fx.Node) -> Form | None:
+    """Return the form of `node` if it is a write of the pass or of the model that has an in-place form, else None."""
+    if "fusion" not in node.meta:
+        return _OF_MODEL.get(node.target) if isinstance(node.target, OpOverload) else None
+    operator = operator_of(node.target)
+    if operator is None or not operator.in_place:
+        return None
+    twin = OPERATORS[operator.in_place]
+    return Form(operator.overload(), twin.overload(), tuple(twin.written), operator.lowerings, twin.lowerings)
 
 
-def _takes(operator: Operator, lowering: str) -> bool:
-    return lowering not in LOWERINGS or lowering in OPERATORS[operator.in_place].lowerings
+def _takes(form: Form, lowering: str) -> bool:
+    return lowering in form.in_place_lowerings or (lowering not in LOWERINGS and not form.is_of_model)
+
+
+def _orders_by_results(form: Form, lowering: str) -> bool:
+    """Return True if the graph compiler `lowering` takes the functional operator, and the in-place form does not return
+    what it writes.
+
+    GE orders calls by their operands: who reads memory of the graph behind a write must read a result of the write.
+    """
+    returned = len(schema_of(form.in_place).returns)
+    return lowering == "torchair" and lowering in form.lowerings and returned == form.count_before
 
 
 def _chain(copy: fx.Node, lowering: str) -> Chain | None:
@@ -113,7 +169,7 @@ def _chain(copy: fx.Node, lowering: str) -> Chain | None:
     steps: list[fx.Node] = []
     while value is not place:
         views, made = _peel_views(value)
-        link = _link(made, lowering)
+        link = link_of(made, lowering)
         if link is None:
             return None
         links.append(link)
@@ -122,7 +178,7 @@ def _chain(copy: fx.Node, lowering: str) -> Chain | None:
         steps = [*views, *steps]
         if _functional(_call(value)) is None:
             break
-    return Chain(copy, tuple(reversed(links))) if links and value is place and _restores(place, steps) else None
+    return Chain(copy, tuple(reversed(links))) if links and value is place and puts_back(place, steps) else None
 
 
 def _shorten(copy: fx.Node) -> None:
@@ -132,7 +188,7 @@ def _shorten(copy: fx.Node) -> None:
     """
     value: Any = copy.args[1]
     fills: list[fx.Node] = []
-    while isinstance(value, fx.Node) and _fills(value):
+    while isinstance(value, fx.Node) and fills_buffer(value):
         fills.append(value)
         value = value.args[1]
     for node in fills if isinstance(value, fx.Node) and _functional(_call(value)) else ():
@@ -140,7 +196,7 @@ def _shorten(copy: fx.Node) -> None:
         node.graph.erase_node(node)
 
 
-def _fills(node: fx.Node) -> bool:
+def fills_buffer(node: fx.Node) -> bool:
     """Return True if the `slice_scatter` `node` overwrites all of its first argument with a source of the same strides.
 
     A source with the shape of the destination covers all of it, wherever the slice begins.
@@ -158,24 +214,19 @@ def _call(value: fx.Node) -> fx.Node:
     return source if isinstance(source, fx.Node) else value
 
 
-def _link(result: fx.Node, lowering: str) -> Link | None:
+def link_of(result: fx.Node, lowering: str) -> Link | None:
     """Return `result` as a link if it is a new cache of a call that `lowering` takes in place, else None."""
     node = _call(result)
-    operator = _functional(node)
-    if operator is None or not _takes(operator, lowering):
+    form = _functional(node)
+    if form is None or not _takes(form, lowering):
         return None
     number: Any = 0 if node is result else result.args[1]
-    item = number - _count_before(operator)
+    item = number - form.count_before
     if item < 0:
         return None
     cache = _written(node)[item]
     same = dims_of(result.meta["val"].stride()) == dims_of(cache.meta["val"].stride())
     return Link(node, item, cache, result) if same else None
-
-
-def _count_before(operator: Operator) -> int:
-    """Count the results of the functional `operator` that come before its new caches."""
-    return len(schema_of(operator.overload()).returns) - len(OPERATORS[operator.in_place].written)
 
 
 def _is_fresh(cache: Any, reader: fx.Node) -> bool:
@@ -192,10 +243,10 @@ def _is_fresh(cache: Any, reader: fx.Node) -> bool:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that the in-place form of the call `node` writes to."""
-    operator = _functional(node)
-    assert operator is not None
-    given = operator.bind(node.args, node.kwargs)
-    return [given[name] for name in OPERATORS[operator.in_place].written]
+    form = _functional(node)
+    assert form is not None
+    arguments = given(form.functional, node.args, node.kwargs)
+    return [arguments[name] for name in form.written]
 
 
 def _peel_views(value: Any) -> tuple[list[fx.Node], Any]:
@@ -212,7 +263,7 @@ def _is_alias(node: fx.Node) -> bool:
     return node.op == "call_function" and shows and bool(node.all_input_nodes)
 
 
-def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
+def puts_back(place: Any, steps: Sequence[fx.Node]) -> bool:
     """Return True if `steps`, views applied to `place` one after the other, give `place` back: shape, strides, offset,
     dtype.
     """
@@ -265,7 +316,7 @@ def _reads_before(reader: fx.Node, link: Link) -> bool:
     if reader < link.node:
         return True
     movable = reader.op == "call_function" and not is_write(reader)
-    if not movable or not all(each < link.node for each in reader.all_input_nodes):
+    if not movable or not all(each < link.node for each in reader.all_input_nodes) or is_parted(link.node, reader):
         return False
     link.node.prepend(reader)
     return True
@@ -279,20 +330,20 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
 
     Users of the new caches read the written arguments instead: those of `node`, or `caches` where given.
     """
-    operator = _functional(node)
-    assert operator is not None
+    form = _functional(node)
+    assert form is not None
     places = _written(node)
     changed = dict(zip(places, caches or places, strict=True))
-    form = OPERATORS[operator.in_place]
     with node.graph.inserting_before(node):
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: changed.get(each, each))
-        new = node.graph.call_function(form.overload(), args, kwargs)
-    new.meta, returned = dict(node.meta), len(schema_of(form.overload()).returns)
+        new = node.graph.call_function(form.in_place, args, kwargs)
+    new.meta = {"fusion": {"rule": "write in place", "lowering": "", "form": ""}, **node.meta}
+    returned = len(schema_of(form.in_place).returns)
     if isinstance(node.meta["val"], torch.Tensor):
         new.meta["val"] = fake_like(node.meta["val"]) if returned else None
         node.replace_all_uses_with(new if returned else changed[places[0]])
     else:
-        before = _count_before(operator)
+        before = form.count_before
         vals = tuple(node.meta["val"][:returned])
         new.meta["val"] = vals[0] if returned == 1 else vals or None
         for item in list(node.users):

@@ -53,7 +53,7 @@ def contract(source: fx.Graph, eager: Sequence[tuple[Any, ...] | None] = ()) -> 
     return Contract(
         inputs,
         tuple(map(_observed, vals)),
-        tuple(starmap(_strides, zip_longest(vals, eager[: len(vals)]))),
+        tuple(starmap(result_strides, zip_longest(vals, eager[: len(vals)]))),
         sharing(source),
         tuple(name for name in inputs if name in named),
         tuple(f"{node.target} of {_targets(node)}" for node in own),
@@ -68,7 +68,7 @@ def _observed(val: Any) -> Any:
     return (dims_of(val.shape), val.dtype, str(val.device)) if isinstance(val, torch.Tensor) else type(val).__name__
 
 
-def _strides(val: Any, eager: tuple[Any, ...] | None) -> frozenset[Any]:
+def result_strides(val: Any, eager: tuple[Any, ...] | None) -> frozenset[Any]:
     """Collect the allowed strides of the output `val`: its own and those of `eager`.
 
     Strides of dims of size 1 and of empty tensors are left out, as no access depends on them.

@@ -15,8 +15,10 @@ from torch.fx.immutable_collections import immutable_dict
 from fusion._torch.operators import core_table
 from fusion._torch.tracing import Boxed, aot_inference, boxed, preserve_composites
 from fusion.facts import Facts
+from fusion.graph import Value
 from fusion.inputs.dynamo_inputs import Known
 from fusion.language import Example
+from fusion.stages.canonicalise import canonicalise
 
 Level = Literal["composite", "decomposed", "core"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -42,6 +44,18 @@ class Captured:
     def facts(self) -> Facts:
         """Facts about the inputs, and the strides of the results in the uncompiled function."""
         return self.known.completed(Facts(assumed=self.assumed), self.graph.graph)
+
+    @property
+    def canonical(self) -> str:
+        """Text of the canonical values, which forms are matched against: op, operands, attributes and type of each."""
+        graph = canonicalise(self.graph.graph, self.facts)
+        return "\n".join(map(_described, sorted(graph.owners, key=lambda value: value.id)))
+
+
+def _described(value: Value) -> str:
+    """Describe `value` in a line, e.g. `v3 = mul(v1, v2)  f32[4, 8]`; attributes follow the operands."""
+    inside = ", ".join([*(f"v{each.id}" for each in value.args), *map(repr, value.attrs)])
+    return f"v{value.id} = {value.op}({inside})  {str(value).partition(' ')[2]}"
 
 
 class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function

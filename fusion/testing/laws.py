@@ -39,7 +39,7 @@ def recognises(t: Trial) -> None:
     """Assert that the rule is applied to its own example, or that float16 is reported to lack the range for it."""
     applied = [each.match.rule.name for each in t.outcome.chosen]
     refusals = "\n".join(str(each) for each in t.outcome.refusals)
-    message = f"{t.rule.name} does not recognise its example; fused {applied}\n{refusals}"
+    message = f"{t.rule.name} does not recognise its example; fused {applied}\n{refusals}\n{t.captured.canonical}"
     assert t.rule.name in applied or lacks_range(t), message
 
 

@@ -55,13 +55,18 @@ class Output(Group):
 
 @dataclass(frozen=True)
 class OutputAndLse(Output):
-    """The output and log Σ exp of the scores [B, N, S, 1], which merges the output with attention over other keys."""
+    """The output and log Σ exp of the scores [B, N, S, 1], which merges the output with attention over other keys.
 
+    Attributes:
+        lse_view: the reshape from [B, N, S] to the log-sum-exp of the model, () where dims of size 1 alone differ.
+    """
+
+    lse_view: Any = attribute()
     lse = True
 
     def terms(self, attended: TermBuilder, summed: TermBuilder) -> Any:
         """Return the terms of output and log-sum-exp, built by `attended` and `summed`."""
-        return attended(output_view=self.view), summed()
+        return attended(output_view=self.view), summed(lse_view=self.lse_view)
 
     def refuse(self, seen: Any, sink: Any = None, bias: Any = None) -> None:
         """Refuse a `sink`, a `bias`, and a mask `seen` with which the operator's log-sum-exp is not that of the
@@ -88,7 +93,7 @@ class OutputAndLse(Output):
         """Return the output `y` in the view of the model, and `lse` with -inf for queries that see no key by the mask
         `seen`.
         """
-        return viewed(y, self.view), seen.restored_lse(lse)
+        return viewed(y, self.view), viewed(seen.restored_lse(lse), self.lse_view)
 
 
 RESULTS: tuple[Any, ...] = (Output, OutputAndLse)

@@ -64,6 +64,7 @@ SOFTMAX_LSE = word(
     "softmax_lse",
     "log Σ exp of the scores of softmax_attention over the visible keys [B, N, S]",
     q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink=_SINK, mixed=_MIXED, **_VISIBLE, **_BIAS,
+    lse_view="a reshape of [B, N, S] to dims of other sizes, as heads in groups; () without one",
 )  # fmt: skip
 LSE_MERGE = word(
     "lse_merge",

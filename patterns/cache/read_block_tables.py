@@ -65,7 +65,7 @@ def block_tables(graph: Graph) -> Iterator[Annotation]:
     packed = (each.captures["rows"] for _, each in graph.readings.all("unpacked_latent"))
     yield from _readings(graph, ((rows, (*_sequence_sizes(rows), rows.shape[-1])) for rows in packed))
     for _, attention in graph.readings.all(*_INT8):
-        yield from _int8_latent_rows(graph, attention)
+        yield from int8_latent_rows(graph, attention)
     for _, attention in graph.readings.all(*_ATTENTION):
         operands = (attention.captures["k"], attention.captures["v"])
         operands = tuple(_stored(graph, each) for each in operands)
@@ -89,7 +89,7 @@ def _readings(graph: Graph, wanted: Iterable[tuple[Value, Sizes]]) -> Iterator[A
     return ((value, reading) for value, reading in readings if reading is not None)
 
 
-def _int8_latent_rows(graph: Graph, attention: Reading) -> list[Annotation]:
+def int8_latent_rows(graph: Graph, attention: Reading) -> list[Annotation]:
     """Read the int8 latent and the rotated keys of `attention` as rows of pages of one layout.
 
     A part whose row fills one line of NZ reads as a plain row too: if the layouts differ, both are read as NZ.
@@ -132,7 +132,7 @@ def rows_of_pages(graph: Graph, value: Value, sizes: Sizes, among: Container[str
         for layout, pages, rows in _forms(a, gather, sizes):
             if layout in among and a.reshape(rows, value.shape) is value:
                 table = wrapped(a, gather.table, pages.shape[0])
-                pages = pages if layout == "NZ" else _in_graph_dims(a, pages, graph.places)
+                pages = pages if layout == "NZ" else in_graph_dims(a, pages, graph.places)
                 how = {"pages": pages, "block_table": table, "size": gather.size, "layout": layout}
                 return Reading("paged_rows", {"rows": value, **how})
     return None
@@ -161,7 +161,7 @@ def _joined_rows(graph: Graph, value: Value, sizes: Sizes, among: Container[str]
     return Reading("paged_rows", {"rows": value, "block_table": table, **same})
 
 
-def _in_graph_dims(a: Algebra, pages: Value, places: Container[Value]) -> Value:
+def in_graph_dims(a: Algebra, pages: Value, places: Container[Value]) -> Value:
     """Return `pages` [Blocks, Size, N, D] in the dims of a value in `places`, with N · D joined if need be.
 
     The writes into the same pages have those dims, so that both name the same value.

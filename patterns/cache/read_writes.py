@@ -176,13 +176,13 @@ class Writes:
         """
         if not inner:
             return (_write(cache, rows, axis, index=index),)
-        slots = _slots(self._algebra, cache.shape[:2], index, *inner)
+        slots = page_slots(self._algebra, cache.shape[:2], index, *inner)
         return _write(cache, rows, axis, index=index, inner=inner[0]), _to_pages(cache, rows, slots)
 
     def _lines(self, value: Value) -> Outcome:
         """Read rows of pages in NZ [Block, .., A, Size, L], each of which has A lines."""
         cache, rows, block, place = value.args
-        slots = _slots(self._algebra, (cache.shape[0], cache.shape[-2]), block, place)
+        slots = page_slots(self._algebra, (cache.shape[0], cache.shape[-2]), block, place)
         if slots is None:
             return _NO_FORM if self._is_cache(cache) else None
         return _to_pages(cache, rows, slots, cache.shape[-1])
@@ -207,7 +207,7 @@ class Writes:
         cache, rows, index, *inner = flat.args
         if inner:
             is_same_shape = cache.shape[:2] == value.shape[:2] and but_ones(cache.shape) == but_ones(value.shape)
-            slots = _slots(self._algebra, cache.shape[:2], index, *inner)
+            slots = page_slots(self._algebra, cache.shape[:2], index, *inner)
             return (_to_pages(self._algebra.reshape(cache, value.shape), rows, slots),) if is_same_shape else ()
         row = next(
             (axis for axis in range(2, value.rank) if but_ones(cache.shape[1:]) == but_ones(value.shape[axis:])), None
@@ -317,7 +317,7 @@ def _to_pages(cache: Value, rows: Value, slots: Value | None, nz_block: Any = No
     return Reading("write_pages", {"cache": cache, "rows": rows, **known, "nz_block": nz_block}, over=cache)
 
 
-def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:
+def page_slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:
     """Return the slots `block` · Size + `place` [T] if every place is proven to be inside of its page, else None.
 
     For block = slot // Size and place = slot % Size the result is slot. `sizes` are the number of blocks and Size.

@@ -89,15 +89,8 @@ def _reads_writes(values: Sequence[Any], last: Value, cache: Value) -> bool:
     while last is not cache:
         chain.add(last)
         last = last.arg
-    waiting, seen = [each for each in values if isinstance(each, Value)], set[Value]()
-    while waiting:
-        value = waiting.pop()
-        if value in chain:
-            return True
-        if value not in seen:
-            seen.add(value)
-            waiting.extend(value.args)
-    return False
+    tensors = (each for each in values if isinstance(each, Value))
+    return any(source in chain for each in tensors for source in each.sources())
 
 
 @proof

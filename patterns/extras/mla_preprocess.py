@@ -172,7 +172,7 @@ class MlaPreprocess(Rule):
         down, wide = map(_nz, order.joined(projection.dq, projection.dkv, projection.uq))
         scales = order.joined(projection.dq_scale, projection.dkv_scale, projection.uq_scale)
         betas, scheme = _quantisation(projection, x, (norm.gamma, queries.gamma), order)
-        kv, kr, mode = _pages(storage)
+        kv, kr, mode = storage_pages(storage)
         inputs = (
             x.reshape(tokens, -1), norm.gamma, betas[0], down, scales[0].float(), queries.gamma, betas[1], wide,
             scales[1].float(), row.scaled_gamma(x.dtype), cos, sin, queries.up.contiguous(), kv, kr,
@@ -245,7 +245,7 @@ def _or_zeros(bias: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(like, dtype=dtype) if bias is None else bias
 
 
-def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
+def storage_pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
     """Return both caches as the operator takes them, in rows or in NZ blocks, and their cache_mode."""
     both = storage.kv_cache, storage.kr_cache
     if storage.nz_block is None:

@@ -102,7 +102,7 @@ class RingMla(SoftmaxAttention):
     ):
         """softmax(scale · q kᵀ, masked) v and log Σ exp of the scores, alone or merged with out₀ and lse₀."""
         captures = dict(q=q, k=k, scale=scale, **seen.captures())
-        return others.terms(p, partial(p.softmax_attention, v=v, **captures), p.softmax_lse(**captures), q)
+        return others.terms(p, partial(p.softmax_attention, v=v, **captures), p.softmax_lse(**captures, lse_view=()), q)
 
     def guard(self, q: Any, k: Any, v: Any, seen: Visibility):
         """Refuse lengths, windows, dense masks, and causal masks that are not square.

@@ -31,7 +31,7 @@ from patterns.latent.prolog.layers import FloatLayers
 from patterns.latent.prolog.prolog import PrologMatch, Queries
 from patterns.latent.prolog.terms import LatentRow, Tables
 from patterns.quant.quantised_linear import prepared
-from patterns.sparse.attention.listing import Listing
+from patterns.sparse.attention.list_sources import Listing
 from patterns.sparse.attention.pages import LatentPages, refuse_nz
 from patterns.sparse.attention.sparse_attention import VALUES
 from patterns.sparse.indexer.index_lanes import EPSILON_OF_KEYS, Lanes, RotatedLanes

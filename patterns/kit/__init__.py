@@ -1,1 +1,1 @@
-"""Helpers that several domains share: int8 scales, order of rotated pairs, encodings of results."""
+"""Helpers that several domains share: scales of int8, linear layers, lanes of concatenations, packed segments."""

@@ -18,10 +18,21 @@ GATE_LANES = word(
 )  # fmt: skip
 
 
+_OTHER = (
+    "gate: its activation is {name}; npu_swiglu requires silu, npu_geglu gelu, and no operator here computes "
+    "{name}(gate) * up; nothing to change"
+)
+_ACTIVATIONS = frozenset(
+    {"relu", "tanh", "softplus", "aten.mish.default", "aten.elu.default", "aten.leaky_relu.default"}
+)
+"""Functions of a gate that no operator here computes."""
+
+
 @reader(gives=(GATE_LANES,))
 def gate_lanes(graph: Graph) -> Iterator[Annotation]:
-    """Read every half of the lanes of a tensor as `gate_lanes`; also give why a gate by a sigmoid is no silu."""
+    """Read every half of the lanes of a tensor as `gate_lanes`; also give why another gate is no silu."""
     yield from _others(graph)
+    yield from _activated(graph)
     yield from _adjacent(graph)
     for value in list(graph.places):
         half = half_of_lanes(graph.algebra, value)
@@ -76,7 +87,7 @@ def _others(graph: Graph) -> Iterator[Annotation]:
     products = [each for each in list(graph.places) if each.op == "mul"]
     factors_of: dict[Value, set[Value]] = {}
     for product in products:
-        factors = _factors(product)
+        factors = set(product.factors("cast"))
         for each in factors:
             if each.op == "sigmoid":
                 factors_of.setdefault(each, set()).update(factors)
@@ -86,6 +97,28 @@ def _others(graph: Graph) -> Iterator[Annotation]:
             reason = _why_no_silu(sigmoid.arg.below("cast"), factors_of[sigmoid]) if is_gate else ""
             if reason:
                 yield product, Miss("activation", reason)
+
+
+def _activated(graph: Graph) -> Iterator[Annotation]:
+    """Yield the reason for products of one half of a tensor, or one linear layer, and another function than silu of the
+    other.
+    """
+    for product in list(graph.places):
+        for function, up in product.operands("mul"):
+            function = function.below("cast")
+            gate = function.arg.below("cast") if function.op in _ACTIVATIONS else None
+            if gate is not None and _are_gate_and_up(graph, gate, up.below("cast")):
+                name = function.op.removeprefix("aten.").removesuffix(".default")
+                yield product, Miss("activation", _OTHER.format(name=name))
+
+
+def _are_gate_and_up(graph: Graph, gate: Value, up: Value) -> bool:
+    """Return True if `gate` and `up` are the halves of one tensor, or products of one tensor with fixed matrices."""
+    halves = [_half(graph.algebra, each) for each in (gate, up)]
+    if halves[0] is not None and halves[1] is not None:
+        return halves[0][0] is halves[1][0] and halves[0][1] != halves[1][1]
+    products = gate.op == up.op == "matmul" and gate is not up and gate.args[0] is up.args[0]
+    return products and graph.is_fixed(gate.args[1]) and graph.is_fixed(up.args[1])
 
 
 def _gates(sigmoid: Value, factors: set[Value]) -> bool:
@@ -99,9 +132,10 @@ def _why_no_silu(gate: Value, factors: set[Value]) -> str:
 
     The gate is no factor, so that its sigmoid stands alone, or it is scaled in the sigmoid only.
     """
-    if _factors(gate) <= factors:  # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
+    # products are flattened: silu(a · p) · up is a · p · sigmoid(a · p) · up
+    if factors.issuperset(gate.factors("cast")):
         return ""
-    if gate.op != "scale" or not _factors(gate.arg) <= factors:
+    if gate.op != "scale" or not factors.issuperset(gate.arg.factors("cast")):
         return (
             "gate: it is a sigmoid alone; npu_swiglu requires silu, gate * sigmoid(gate), and no operator "
             "here computes sigmoid(gate) * up; nothing to change"
@@ -115,9 +149,3 @@ def _why_no_silu(gate: Value, factors: set[Value]) -> str:
         if is_gate
         else ""
     )
-
-
-def _factors(value: Value) -> set[Value]:
-    """Return the factors of a product, without casts."""
-    value = value.below("cast")
-    return _factors(value.args[0]) | _factors(value.args[1]) if value.op == "mul" else {value}

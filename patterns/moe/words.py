@@ -13,16 +13,29 @@ _GATE = {
     "group_score": "score of a group: max of its scores + bias, or sum of the two largest",
     "count": "K, number of experts that each token chooses",
 }
+_SQUEEZED = "True for [*T], of argmax without the dim K = 1"
 EXPERT_CHOICE = word(
     "expert_choice",
     "indices [*T, K] of the K experts that a router chooses for each token",
     **_GATE,
     dtype="dtype of the indices",
+    squeezed=_SQUEEZED,
 )
 CHOSEN_SCORES = word(
     "chosen_scores",
     "scores [*T, K], without the bias, of the experts that expert_choice lists",
     **_GATE,
+    dtype="dtype of the scores",
+    squeezed=_SQUEEZED,
+)
+
+LISTED_SCORES = word(
+    "listed_scores",
+    "scores [*T, K] of the experts that a table lists for each token",
+    logits="[*T, E]",
+    norm="the function of the logits that gives the scores: sigmoid or sqrt_softplus",
+    table="[V, K], indices of the experts of each token of the vocabulary",
+    tokens="[*T], rows of the table",
     dtype="dtype of the scores",
 )
 

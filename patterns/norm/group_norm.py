@@ -33,6 +33,11 @@ class GroupNormSilu(Rule):
         return self._activated(p, p.group_norm(x, gamma, beta, groups=groups, eps=eps), x)
 
     @pattern
+    def scaled(self, p, x=tensor("*B"), gamma=tensor("C"), groups=attribute(), eps=scalar()):
+        """silu((x - mean) / sqrt(var + eps) · gamma)"""
+        return self._activated(p, p.group_norm(x, gamma, groups=groups, eps=eps), x)
+
+    @pattern
     def plain(self, p, x=tensor("*B"), groups=attribute(), eps=scalar()):
         """silu((x - mean) / sqrt(var + eps))"""
         return self._activated(p, p.group_norm(x, groups=groups, eps=eps), x)
@@ -42,5 +47,7 @@ class GroupNormSilu(Rule):
 
     @lowering
     def npu(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, groups: int, eps: float):
-        """Emit npu_group_norm_silu."""
+        """Emit npu_group_norm_silu, with zeros for a beta that is missing beside gamma."""
+        if beta is None and gamma is not None:
+            beta = torch.zeros(gamma.shape, dtype=gamma.dtype, device=gamma.device)  # a constant: made once
         return torch.ops.npu.npu_group_norm_silu(x, gamma, beta, groups, eps)[0]

@@ -154,7 +154,7 @@ class RMSNorm(Rule):
         return p.power(p.power(p.mean(p.square(x)), 0.5) + eps, -1.0)
 
     @lookalike("eps: there is none under the root; npu_rms_norm requires one; write rsqrt(mean + eps)")
-    def no_eps(self, p, x=tensor("*B D"), root=attribute()):
+    def no_eps(self, p, x=tensor("*B D"), root=attribute(-0.5)):
         """x · rsqrt(mean(x²))"""
         return p.power(p.mean(p.square(x)), root)
 

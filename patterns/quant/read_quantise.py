@@ -17,10 +17,20 @@ from typing import Any
 import torch
 
 from fusion import Encoding, encodings, reader, word
+from fusion.analysis.dtypes import is_integer
 from fusion.analysis.node_predicates import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from patterns.quant.quantise_dynamic import ASYMMETRIC, FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
+from patterns.quant.read_dynamic_scales import (
+    ASYMMETRIC,
+    FLOATS,
+    OF_DTYPE,
+    UNSCALED,
+    dynamic,
+    has_scale_of_rows,
+    is_rounded_by_row,
+    largest_of,
+)
 from patterns.quant.zero_points import addends, is_unbounded, rounded_last
 
 _PASSED = ("cast", "clip", "clamp", "trunc", "reshape")
@@ -32,6 +42,11 @@ _CUT = (
     "int8: numbers are cut off toward zero; npu_quantize requires rounding to the nearest; write "
     "torch.round(x) before the cast"
 )
+_FLOORED = (
+    "int8: rows are rounded by {op}; npu_dynamic_quant rounds to the nearest and requires that; write torch.round(x) "
+    "before the cast"
+)
+_STEPS = {"aten.floor.default": "floor", "aten.ceil.default": "ceil", "floor": "floor", "ceil": "ceil"}
 _PART = "zero point: it is {zero:g}; npu_quantize requires an integer from -128 to 127; round it"
 _BETWEEN = (
     "int8: quotients are clamped to {low:g} and {high:g} before the zero point is added; npu_quantize clamps the sum "
@@ -84,7 +99,7 @@ def quantised(graph: Graph) -> Iterator[Annotation]:
     become_stored = {value.below(*_PASSED) for value in stored}
     for value in graph.places:
         if is_rounded_by_row(value) and value not in become_stored:
-            yield value, Miss("quantisation", FLOATS)
+            yield value, Miss("quantisation", _why_floats(graph, value))
         encoding = stored.get(value) if value.op == "cast" else None
         if encoding is None:
             continue
@@ -92,6 +107,9 @@ def quantised(graph: Graph) -> Iterator[Annotation]:
         if not is_float(below.quotient):
             if any(rounded(rest).unbounded for rest, _ in addends(below.quotient)):
                 yield value, Miss("quantisation", UNBOUNDED)
+            continue
+        if below.quotient.op in _STEPS and has_scale_of_rows(below.quotient.arg):
+            yield value, Miss("quantisation", _FLOORED.format(op=_STEPS[below.quotient.op]))
             continue
         heads = _by_head(graph.algebra, encoding, below) if encoding.is_integer else None
         if heads is not None:
@@ -110,6 +128,15 @@ def quantised(graph: Graph) -> Iterator[Annotation]:
             yield value, Miss("quantisation", tokens)
         if static is not None:
             yield value, _outcome("quantise", static)
+
+
+def _why_floats(graph: Graph, rows: Value) -> str:
+    """Return the reason for `rows` that are rounded by a scale of each and do not become int8: another integer dtype,
+    or floats.
+    """
+    casts = [each for each in graph.places if each.op == "cast" and is_integer(each)]
+    other = next((each for each in casts if each.arg.below(*_PASSED, "shift") is rows), None)
+    return FLOATS if other is None else OF_DTYPE.format(dtype=str(other.dtype).removeprefix("torch."))
 
 
 def _outcome(rule: str, outcome: Reading | str) -> Reading | Miss:

@@ -30,8 +30,10 @@ def causal_convolutions(graph: Graph) -> Iterator[Annotation]:
 
 
 def _convolved(graph: Graph, value: Value) -> tuple[Value, int, str] | None:
-    """Return the convolution of which `value` [B, C, T] are the tokens, the number of tokens that it sums over, and
-    "update" if it is one of a state and one token, else "fn"; None if it looks ahead, or mixes channels.
+    """Read `value` [B, C, T] as a causal convolution of each channel: the call, its number of taps, and "update" if it
+    runs over a state and one new token, else "fn".
+
+    None if the convolution reads later tokens, mixes channels, or is none.
     """
     conv = value.below("slice")
     if conv.op != "aten.convolution.default" or value.rank != 3:
@@ -49,8 +51,8 @@ def _convolved(graph: Graph, value: Value) -> tuple[Value, int, str] | None:
 
 
 def _weighed(graph: Graph, mean: Value) -> tuple[Value, int, str] | None:
-    """Return `mean` as `_convolved` does, if it weighs a state [.., C, K] by Parameters [C, K] whose last token is new
-    and whose oldest one is dropped; None for any other value.
+    """Read `mean` as a causal convolution that is written as a sum: mean(window · weight), with Parameters [C, K] and a
+    window [.., C, K] of the last K - 1 tokens of a state and a new one. Results as those of `_convolved`.
     """
     if mean.op != "mean" or mean.attrs != (-1,) or mean.arg.op != "mul":
         return None

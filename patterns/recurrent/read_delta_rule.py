@@ -14,6 +14,7 @@ from math import isclose
 from typing import Any
 
 from fusion import reader
+from fusion.analysis.dtypes import unrounded
 from fusion.graph import Algebra, Annotation, Dim, Graph, Reading, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.recurrent.state_updates import Update, last_dims, state_updates
@@ -26,7 +27,6 @@ from patterns.recurrent.vectors import (
     lanes_of,
     narrowed,
     plain,
-    uncast,
     without,
 )
 from patterns.recurrent.words import DELTA_RULE, DELTA_STATE
@@ -93,10 +93,10 @@ def _step(a: Algebra, update: Update) -> _Step | str | None:
     """Read the addend of `update` as k (beta · (v - Dᵀ k))ᵀ; the reason if it has two keys, None if it is anything
     else.
     """
-    added, factors = uncast(update.added), list[Value]()
+    added, factors = unrounded(update.added), list[Value]()
     while added.op == "mul" and (small := [each for each in added.args if last_dims(each) == (1, 1)]):
         factors += small[:1]
-        added = uncast(added.args[1] if small[0] is added.args[0] else added.args[0])
+        added = unrounded(added.args[1] if small[0] is added.args[0] else added.args[0])
     sides = proven(_sides(added))
     lead = update.decayed.shape[:-2]
     betas = [proven(lanes_of(a, each, (*lead, 1, 1), lead)) for each in factors]
@@ -154,7 +154,7 @@ def _addends(a: Algebra, update: Update, axis: int, difference: Value) -> tuple[
 
     def is_predicted(each: Value) -> bool:
         read = contraction(a, each)
-        return read is not None and read.axis == axis and read.matrix is uncast(update.decayed)
+        return read is not None and read.axis == axis and read.matrix is unrounded(update.decayed)
 
     for each, other in (difference.args, difference.args[::-1]):
         predicted = descend(each, is_predicted)

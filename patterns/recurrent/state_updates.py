@@ -63,19 +63,13 @@ def _decayed(x: Value, rank: int) -> tuple[list[Value], list[Value]]:
     """Split the factors of `x` into states, which have all its `rank` dims, and decays: exponentials, and factors that
     broadcast.
     """
-    factors = factors_of(x)
+    factors = x.factors("cast", "scale")
     decays = [each for each in factors if each.below("cast", *_CUT).op == "exp" or _broadcasts(each, rank)]
     return [each for each in factors if each not in decays], decays
 
 
 def _broadcasts(x: Value, rank: int) -> bool:
     return x.rank < rank or 1 in x.shape[-2:]
-
-
-def factors_of(x: Value) -> list[Value]:
-    """Return the factors of a product of any association, without casts and numbers."""
-    x = x.below("cast", "scale")
-    return [each for arg in x.args for each in factors_of(arg)] if x.op == "mul" else [x]
 
 
 def is_outer(graph: Graph, x: Value) -> bool:
@@ -86,7 +80,7 @@ def is_outer(graph: Graph, x: Value) -> bool:
     product = x.below("cast", "scale", *_CUT)
     if product.op == "matmul":
         return product.arg.shape[-1] == 1 and _is_product(graph, product)
-    factors = factors_of(product)
+    factors = product.factors("cast", "scale")
     if any(map(graph.is_fixed, factors)):
         return False
     if product.shape != x.shape:

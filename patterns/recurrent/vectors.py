@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from fusion.analysis.dtypes import is_rounding, unrounded
 from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.proof_steps import must, proof, proven
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -44,20 +41,9 @@ class Scaled:
 
 def plain(x: Value) -> Value:
     """Return the value below casts between floats of `x` and reshapes that only insert or remove dims of size 1."""
-    while _is_rounding(x) or _opens(x):
+    while is_rounding(x) or _opens(x):
         x = x.arg
     return x
-
-
-def uncast(x: Value) -> Value:
-    """Return the value below casts between floats of 16 bits or more."""
-    while _is_rounding(x):
-        x = x.arg
-    return x
-
-
-def _is_rounding(x: Value) -> bool:
-    return x.op == "cast" and all(each.dtype in _FLOATS for each in (x, x.arg))
 
 
 def _opens(x: Value) -> bool:
@@ -76,13 +62,13 @@ def contraction(a: Algebra, x: Value) -> Contraction | None:
 def _mean_of_product(x: Value) -> Contraction | None:
     (axis,), product = x.attrs, x.arg
     size, number = product.shape[axis], 1.0
-    while product.op == "scale" or _is_rounding(product):
+    while product.op == "scale" or is_rounding(product):
         number *= product.attrs[0] if product.op == "scale" else 1.0
         product = product.arg
     must(product.op == "mul" and isinstance(size, int))
     for matrix, vector in (product.args, product.args[::-1]):
         if matrix.shape == product.shape and (1, *vector.shape)[-3 - axis] == 1:
-            return Contraction(uncast(matrix), vector, axis, number / int(size))
+            return Contraction(unrounded(matrix), vector, axis, number / int(size))
     return None
 
 
@@ -92,9 +78,9 @@ def _product(a: Algebra, x: Value) -> Contraction | None:
     must(left.rank == right.rank and 1 in (left.shape[-2], right.shape[-1]))
     matrix, vector, axis = (right, left, -2) if left.shape[-2] == 1 else (left, right, -1)
     must(1 not in matrix.shape[-2:])
-    matrix = uncast(matrix)
+    matrix = unrounded(matrix)
     if matrix.op == "permute" and matrix.attrs == (*range(matrix.rank - 2), matrix.rank - 1, matrix.rank - 2):
-        matrix, axis = uncast(matrix.arg), -3 - axis
+        matrix, axis = unrounded(matrix.arg), -3 - axis
     lead, size = vector.shape[:-2], matrix.shape[axis]
     return Contraction(matrix, a.reshape(vector, (*lead, size, 1) if axis == -2 else (*lead, 1, size)), axis)
 
@@ -108,7 +94,7 @@ def descend(x: Value, is_end: Callable[[Value], bool]) -> Scaled | None:
     while not is_end(x):
         if x.op == "scale":
             number, x = number * x.attrs[0], x.arg
-        elif _is_rounding(x) or _opens(x):
+        elif is_rounding(x) or _opens(x):
             x = x.arg
         elif x.op == "mul" and (inner := _vector_of(x)) is not None:
             factors.append(x.args[1] if inner is x.args[0] else x.args[0])

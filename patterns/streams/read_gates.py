@@ -143,7 +143,7 @@ def _is_number(size: Any) -> TypeGuard[int]:
 
 
 def _outputs(graph: Graph) -> dict[Source, list[_Gate]]:
-    """Return by their source the gates that are sigmoids of logits, with a factor and a shift behind."""
+    """Map the normalised streams, the source of logits, to their gates factor · sigmoid(logits) + eps."""
     behind: dict[Value, list[Value]] = {}
     for value in graph.places:
         if value.op in ("scale", "shift"):
@@ -163,7 +163,7 @@ def _outputs(graph: Graph) -> dict[Source, list[_Gate]]:
 
 
 def _mixing(graph: Graph) -> dict[Source, list[_Gated]]:
-    """Return by their source the logits of square matrices that a softmax or an exponential reads."""
+    """Map normalised streams, the source of logits, to the logits of square matrices that a softmax or an exp reads."""
     by_source: dict[Source, dict[Value, Logits]] = {}
     for value in graph.places:
         x = value.arg if value.op in ("softmax", "exp") else None

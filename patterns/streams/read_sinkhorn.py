@@ -43,15 +43,15 @@ class _Normalised(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chain:
-    """Normalisations of `x` in turns.
+    """A chain of normalisations, each over rows or columns of the result of the one before.
 
     Attributes:
-        x: the matrix before the first one.
-        axes: the axis of each, as the last one has them.
+        x: the matrix that the first one reads.
+        axes: the axis of each, -1 or -2, in the orientation of the last result.
         softmax: True if the first is a softmax.
-        turned: True if the result is transposed against `x`.
-        eps: the numbers added: to the softmax, then to each sum; None for what is no such number.
-        values: what is computed on the way.
+        turned: True if the last result has the orientation of the transpose of `x`.
+        eps: the numbers that are added to the softmax, and then to each sum; None where no one number is added.
+        values: the values that the chain computes, in order.
     """
 
     x: Value
@@ -131,7 +131,9 @@ def _chains(graph: Graph) -> dict[Value, _Chain]:
 
 
 def _continued(chains: dict[Value, _Chain], value: Value, step: _Normalised) -> _Chain:
-    """Return the chain that ends with `value`, of `step`: that of its matrix and one more, or a first one."""
+    """Return the chain that ends with `value` = `step`: the chain in `chains` of its matrix with `step` at the end, or
+    a new one.
+    """
     below, turns, added = step.x, 0, 0.0
     while below.op == "shift" or is_rounding(below) or _is_transposed(below):
         turns += below.op == "permute"
@@ -198,7 +200,7 @@ def _added(x: Value, by: Value, inverse: Value, mean: Value) -> float | None:
 
 
 def _steps(value: Value, below: Value) -> list[Value]:
-    """List `value` and what it is computed from by first arguments, down to `below` without it."""
+    """List `value`, its first argument, that of this, and so on, as far as `below`, which is left out."""
     steps: list[Value] = []
     while value is not below:
         steps.append(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from types import MappingProxyType
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,7 @@ def test_the_tightest_parts_mean_the_same_and_none_implies_another(parts: list[F
 
 @given(comparisons, formulas, formulas)
 @settings(max_examples=300, deadline=None)
+@pytest.mark.rotates(4)
 def test_a_choice_is_what_it_chooses(condition: Formula, yes: Formula, no: Formula):
     chosen = EXTENT.choice(condition, yes, no)
     for at in POSITIONS:

@@ -76,6 +76,7 @@ def test_a_sum_of_two_of_which_one_is_repeated_is_left_whole():
 
 
 @pytest.mark.parametrize("name", NO_SUMS)
+@pytest.mark.rotates(4)
 def test_what_resembles_a_sum_of_two_is_none(name: str):
     found = value(NO_SUMS[name], *(numbers(3) for _ in range(3)))
     assert found.op == "where"

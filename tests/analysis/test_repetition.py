@@ -70,6 +70,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.rotates(3)
 def test_what_is_repeated_in_a_row_is_found_once(name: str):
     form, axis, often = REPEATED[name]
     a, value = held(form, KV)

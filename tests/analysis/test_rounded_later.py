@@ -71,6 +71,7 @@ def overwritten(x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "function", [stored, cut, chosen, gathered, copied, of_its_size, after], ids=lambda each: each.__name__
 )
+@pytest.mark.rotates(4)
 def test_what_is_moved_and_rounded(function: Callable[..., Any], level: Level):
     assert known(function, level=level) is BF16
 

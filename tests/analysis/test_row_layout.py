@@ -16,7 +16,7 @@ from fusion.analysis.row_layout import (
     once,
     rearranged,
     row_step,
-    uncast,
+    unwidened,
 )
 from fusion.graph import Algebra, Value
 
@@ -155,6 +155,6 @@ def test_only_what_was_widened_is_seen_before_its_cast(held: torch.dtype, to: to
     def turned(each: Value) -> Value:
         return a.permute(each, (1, 0))
 
-    assert (uncast(a, turned(a.cast(x, to))) is turned(x)) == narrow
-    assert (uncast(a, turned(a.cast(x, to)), held) is turned(x)) == narrow
-    assert uncast(a, turned(a.cast(x, to)), torch.float16) is turned(a.cast(x, to))
+    assert (unwidened(a, turned(a.cast(x, to))) is turned(x)) == narrow
+    assert (unwidened(a, turned(a.cast(x, to)), held) is turned(x)) == narrow
+    assert unwidened(a, turned(a.cast(x, to)), torch.float16) is turned(a.cast(x, to))

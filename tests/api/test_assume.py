@@ -233,6 +233,7 @@ def test_a_mask_is_asked_again_only_when_it_changed(monkeypatch):
         assert not check(made)
 
 
+@pytest.mark.rotates(4)
 def test_masks_are_kept_weakly():
     check = assumptions.remembering("causal")
     mask = tril(3, 3)[None, None]
@@ -499,6 +500,7 @@ KINDS = {"attention_mask.full_attention": "causal", "attention_mask.sliding_atte
     ],
     ids=["paths", "the longer counts", "of the wrapper"],
 )
+@pytest.mark.rotates(3)
 def test_a_mask_inside_an_argument_has_a_path(spy, assume):
     with torch.no_grad():
         close(compiled(layers, assume)(X, W, attention_mask=MASKS), layers(X, W, attention_mask=MASKS))
@@ -547,6 +549,7 @@ class Attention(torch.nn.Module):
 
 @pytest.mark.parametrize("how", ["position", "keyword"])
 @pytest.mark.parametrize("model", [attend, Attention()], ids=["function", "module"])
+@pytest.mark.rotates(4)
 def test_the_report_lists_what_was_assumed_and_runs_nothing(model, how):
     args = (X, W) if model is attend else (X,)
     call = (*args, PADDED) if how == "position" else args

@@ -69,6 +69,7 @@ def test_results_are_those_of_the_model(lower):
             close(have, want)
 
 
+@pytest.mark.rotates(4)
 def test_mode_is_accepted_because_generate_passes_it():
     with torch.no_grad():
         run = torch.compile(norm, backend="cann_fusion", mode="default")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -157,6 +158,7 @@ def test_a_model_that_fails_is_reported_up_to_there(factories: str):
     assert "not traced to the end" in run("explain", f"{factories}:ending").stdout
 
 
+@pytest.mark.rotates(12)
 def test_every_operator_is_listed():
     content = json.loads(run("ops", "--json").stdout)
     assert [each["name"] for each in content["operators"]] == sorted(OPERATORS)
@@ -164,6 +166,7 @@ def test_every_operator_is_listed():
     assert all(each.split("::")[1] in run("ops").stdout for each in OPERATORS)
 
 
+@pytest.mark.rotates(3)
 def test_one_operator_is_shown_with_all_that_is_known():
     for entry in operator_entries():
         short = json.loads(run("ops", entry.name.split("::")[1], "--json").stdout)["operators"][0]
@@ -201,6 +204,7 @@ def test_help_and_version():
     assert run("--version").stdout.startswith("cann-fusion ")
 
 
+@pytest.mark.rotates(4)
 def test_a_hub_model_is_explained_at_its_real_sizes():
     done = run("explain", "hf:qwen3", "--mode", "decode", "--json")
     assert done.exit_code == 0, done.output
@@ -319,6 +323,14 @@ def test_models_that_need_another_cache_or_size_are_explained(model_type: str, c
     assert report["interruption"] is None
     assert sum(cache in note for note in report["notes"] if cache) == bool(cache), report["notes"]
     assert report["launches"]["after"] <= report["launches"]["before"]
+
+
+def test_a_type_without_a_causal_language_model_gives_its_decoder():
+    built = {
+        name: hf._auto(transformers, hf._default(transformers, name)) for name in ("glm5_next", "qwen3", "t5", "vit")
+    }
+    auto = transformers.AutoModel, transformers.AutoModelForCausalLM
+    assert built == {"glm5_next": auto[0], "qwen3": auto[1], "t5": None, "vit": None}
 
 
 def test_without_transformers_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -72,6 +72,13 @@ def report(*arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
+def test_a_port_offers_no_flag_that_it_refuses():
+    done = CliRunner().invoke(app, ["port", "--help"])
+    assert done.exit_code == 0
+    assert "--target" in done.output
+    assert not any(each in done.output for each in ("--plan-lower", "--lower", "--dynamic", ".pt2"))
+
+
 def test_every_option_has_a_flag_or_a_reason_why_not():
     flags = {each.name for each in fields(OptionFlags)}
     assert not flags & WITHOUT_FLAG.keys()

@@ -18,7 +18,7 @@ import torch
 import typer
 
 from docs import build, site
-from docs.generate.markdown import slug
+from docs.generate.markdown import DOMAINS, slug
 from fusion.frontend.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -84,9 +84,17 @@ def test_commands_exist():
         commands[name].make_context(name, arguments, resilient_parsing=True)  # raises if an option does not exist
 
 
+@pytest.mark.rotates(4)
 def test_generated_parts_are_current():
     for path, text in build.generated().items():
         assert path.read_text() == text, f"{path.relative_to(ROOT)} is out of date: run `make docs`"
+
+
+def test_every_domain_has_a_title():
+    folders = {
+        each.parent.name for top in ("patterns", "fusion/operators") for each in (ROOT / top).glob("*/__init__.py")
+    }
+    assert folders - {"kit"} <= DOMAINS.keys()
 
 
 def test_links_lead_somewhere():

@@ -17,6 +17,7 @@ SHORT = sorted({each.stem for each in EXAMPLES.glob("*.py")} - set(LONG))
 
 
 @pytest.mark.parametrize("name", [*SHORT, *NIGHTLY])
+@pytest.mark.rotates(12)
 def test_example_fuses_what_it_shows(name):
     done = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

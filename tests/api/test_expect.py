@@ -106,6 +106,7 @@ def unwrapped(text: str) -> str:
 # the command ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(4)
 def test_what_is_written_is_sorted_and_folded_and_holds_the_model(tmp_path: Path):
     output = tmp_path / "written.toml"
     assert expect("write", f"{FILE}:three_layers", "-o", str(output)).exit_code == 0
@@ -131,6 +132,7 @@ def test_what_is_written_is_sorted_and_folded_and_holds_the_model(tmp_path: Path
         ("renamed", '[modules."layers.*.attn"]: expected a module of this path, found none', "return [each(x).view"),
     ],
 )
+@pytest.mark.rotates(6)
 def test_a_breakage_is_named_at_its_line(breakage: str, table: str, place: str, file: str):
     done = expect("check", f"{FILE}:{breakage}", file)
     assert done.exit_code == 1, done.output

@@ -104,6 +104,7 @@ def test_functions_modules_bound_methods_and_keywords():
     assert not layer.cache.any()
 
 
+@pytest.mark.rotates(3)
 def test_the_tenth_report_says_what_the_first_says():
     """Dynamo gives up on a function that is compiled too often, and learns sizes from what it has seen."""
     reports = [explain(norm, numbers(2, length, 64), W, eps=length * 1e-6) for length in range(1, 11)]
@@ -193,6 +194,7 @@ def calls_of(graph, name):
     ],
     ids=["a number", "what data decides", "data"],
 )
+@pytest.mark.rotates(3)
 def test_what_is_written_is_read_in_every_view(write, rows, guesses):
     def step(x, w, place):
         view = place[0]
@@ -297,6 +299,7 @@ def breaking(x, w):
     return norm(y, w)
 
 
+@pytest.mark.rotates(3)
 def test_graph_breaks_and_functions_that_are_not_traced_are_listed_with_their_places():
     first, loop = breaking.__code__.co_firstlineno, looping.__code__.co_firstlineno
     expected = {
@@ -443,6 +446,7 @@ class Biased(nn.Module):
 
 
 @pytest.mark.parametrize("make", [causal_lower_right, causal_upper_left])
+@pytest.mark.rotates(3)
 def test_a_causal_bias_is_read_wherever_it_is_made(make):
     q, k, v = (numbers(2, 4, n, 64).bfloat16() for n in (5, 12, 12))
     mask = make(5, 12)
@@ -477,6 +481,7 @@ def test_weights_that_wrap_tensors_are_traced_or_told_of():
         assert report.interruption is None or report.interruption.error
 
 
+@pytest.mark.rotates(3)
 def test_a_report_leaves_no_traces_in_what_is_compiled_later():
     for length in range(1, 11):
         explain(norm, numbers(2, length, 64), W)

@@ -179,6 +179,7 @@ def test_for_inductor_nothing_of_this_package_is_needed():
     agrees(fused, program)
 
 
+@pytest.mark.rotates(4)
 def test_a_program_without_a_match_is_that_program():
     with torch.no_grad():
         program = export(torch.nn.Tanh(), (numbers(2, 3),)).run_decompositions({})

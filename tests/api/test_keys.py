@@ -141,6 +141,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"]
 )
+@pytest.mark.rotates(4)
 def test_copies_of_a_report_say_the_same(dynamic: bool, copied):
     report = fusion.explain(
         Model(), numbers(3, 64), numbers(8, 64), options={"target": "ascend910_93"}, dynamic=dynamic

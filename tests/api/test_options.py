@@ -78,6 +78,7 @@ NAMES = {
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 @pytest.mark.parametrize("option", NAMES)
+@pytest.mark.rotates(6)
 def test_a_misspelt_rule_is_an_error_at_every_door_with_the_nearest(option: str, door: Any):
     given, nearest = NAMES[option]
     with pytest.raises(OptionError, match=rf"is not a known .*(rule|package); did you mean {nearest}"):
@@ -125,6 +126,7 @@ WRONG: dict[str, list[Any]] = {
     "lengths": [None, True, "device"],
     "fuel": ["3", True, 3.0, -1, [1]],
     "verify": ["no", 1, None, "True"],
+    "hints": [None, 3, "prefech", [1]],
     "prepack": [None, False, "copies"],
     "plan_cache": [None, False, 1, "disc"],
     "progress": [1, "yes", None],

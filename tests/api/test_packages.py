@@ -14,10 +14,12 @@ from torch import Tensor
 import fusion
 from fusion import Library, Options, Package, testing
 from fusion.caching.graph_cache import entry
-from fusion.errors import OperatorError, RuleError
+from fusion.errors import OperatorError, OptionError, RuleError
 from fusion.facts import Facts
 from fusion.operators import OPERATORS, PACKAGES, package_of, provide
 from fusion.operators.packages import import_failure
+from fusion.operators.profiles import PROFILES
+from fusion.operators.vendor_versions import PREFIX, versions
 from fusion.planning.target import TARGETS, Target
 from fusion.planning.usable_packages import Usable
 from tests.support.child import child
@@ -114,6 +116,24 @@ def test_a_failing_import_is_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(tmp_path))
     failure = import_failure(Package("broken_kernels", ("broken_kernels",), "", ""))
     assert failure == "is installed but does not import: ZeroDivisionError: no driver"
+
+
+def test_a_profile_stands_for_a_version_of_torch_npu_and_for_packages():
+    given = Options(packages="vllm_ascend-0.26")
+    assert given == Options(packages=["torch_npu==2.10", "vllm_ascend"])
+    usable = Usable.of(Options(packages=["vllm_ascend-0.12", "custom_ops"]).packages)
+    assert (usable.version, usable.named) == ("2.8", ("custom_ops", "vllm_ascend"))
+    with pytest.raises(
+        OptionError, match=r"'vllm_ascend-0.27' is not a known package; did you mean 'vllm_ascend-0.26'"
+    ):
+        fusion.explain(model, x(), options={**A3, "packages": "vllm_ascend-0.27"})
+    with pytest.raises(OptionError, match="name one version of torch_npu"):
+        fusion.explain(model, x(), options={**A3, "packages": ["vllm_ascend-0.26", "torch_npu==2.8"]})
+
+
+def test_profiles_name_packages_and_versions_that_are_known():
+    named = {each for profile in PROFILES.values() for each in profile.packages}
+    assert named <= {*PACKAGES, *(f"{PREFIX}{each}" for each in versions())}
 
 
 # packages of others --------------------------------------------------------------------------------------------------

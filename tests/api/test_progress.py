@@ -45,6 +45,7 @@ def test_a_long_compilation_says_what_it_is_at(terminal: Terminal):
     assert "inside" not in shown
 
 
+@pytest.mark.rotates(4)
 def test_nothing_is_shown_where_nobody_looks_or_wants_it(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
     work(terminal, wanted=False)
     monkeypatch.setenv("CI", "true")

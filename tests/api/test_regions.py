@@ -136,6 +136,7 @@ BODIES = [(of_cond, 3), (of_cond_inside, 2), (of_while, 2), (of_map, 2), (of_sca
 
 @pytest.mark.parametrize(("function", "count"), BODIES)
 @pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.rotates(8)
 def test_bodies_of_calls_are_fused_and_counted(function, count, sign):
     close(compiled(function, X * sign, W), function(X * sign, W))
     report = fusion.explain(function, X, W, options=OPTIONS)
@@ -157,6 +158,7 @@ def test_bodies_of_calls_are_fused_for_inductor(function):
     close(have, function(X, W))
 
 
+@pytest.mark.rotates(4)
 def test_what_a_body_is_given_is_not_written_to():
     def put(x, cache, places):
         def write(a, c, p):
@@ -187,6 +189,7 @@ def test_a_body_whose_stage_fails_stays_as_it_came(monkeypatch):
     assert {(each.stage, each.drops_graph) for each in report.failures} == {("verify", True)}
 
 
+@pytest.mark.rotates(3)
 def test_fuel_is_used_up_in_bodies_too():
     counts = [fusion.explain(of_cond, X, W, options=OPTIONS | {"fuel": n}).ops[NORM] for n in range(5)]
     assert counts == [0, 1, 2, 3, 3]

@@ -100,6 +100,7 @@ def test_an_equal_graph_is_listed_as_replayed(tmp_path: Path, monkeypatch: pytes
     assert second.reasons
 
 
+@pytest.mark.rotates(4)
 def test_neither_the_model_nor_its_graph_is_held():
     model = Normed().eval()
     alive = weakref.ref(model.norm.weight)
@@ -191,6 +192,24 @@ def test_graphs_of_one_model_are_listed_alone():
         fusion.reports(nn.Linear(2, 2))
 
 
+def test_closures_of_one_code_have_their_own_graphs():
+    def adding(number: int) -> Any:
+        def added(x: Tensor) -> Tensor:
+            y = x.relu() + number
+            torch._dynamo.graph_break()
+            return y.tanh()
+
+        return added
+
+    plain = [adding(1), adding(2)]
+    compiled = [run(each) for each in plain]
+    everything = fusion.reports()
+    assert fusion.reports(compiled[0]) == fusion.reports(plain[0])
+    assert everything[0] in fusion.reports(compiled[0])
+    assert everything[0] not in fusion.reports(compiled[1])
+    assert any(each.function.endswith("added") for each in fusion.reports(compiled[1]))
+
+
 def test_a_process_that_compiled_nothing_is_told_so():
     torch.compile(Normed().eval(), backend="cann_fusion")
     with pytest.warns(UserWarning, match=r"has compiled no graph in this process. .* generate"):
@@ -204,9 +223,9 @@ def test_a_guest_lists_and_reports():
     with torch.inference_mode():
         torch.compile(model, options=options)(X)
     (listed,) = fusion.reports()
-    assert (listed.function, listed.door, listed.is_prepared) == ("Normed.forward", "FusionPass", False)
+    assert (listed.function, listed.door, listed.is_prepared) == ("Normed.forward", "FusionPass", True)
     assert [each.rule for each in guest.report.matches] == ["rms_norm"]
-    assert "guest" in guest.report.unprepared[0]
+    assert guest.report.unprepared == []
     assert any("outside the root" in each for each in listed.reasons)
 
 

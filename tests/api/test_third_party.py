@@ -56,6 +56,7 @@ assert not report.ops, report
     [("interleaved_gate", "interleaved_swiglu", GATE), ("capped_attention", "capped_attention", CAPPED)],
     ids=list(LINES),
 )
+@pytest.mark.rotates(12)
 def test_a_package_beside_this_one_adds_a_reading_and_a_rule(tmp_path: Path, package: str, rule: str, more: str):
     for folder in PACKAGES.glob(f"{package}*"):
         shutil.copytree(folder, tmp_path / folder.name)

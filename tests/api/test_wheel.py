@@ -35,6 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
+@pytest.mark.rotates(4)
 def test_the_wheel_has_the_packages_their_data_and_entry_points(built: Path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (wheel,) = built.glob("*.whl")
@@ -89,16 +90,19 @@ def run(folder: Path, *command: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.rotates(12)
 def test_the_first_example_of_the_readme_runs(fresh: Path):
     (example, *_) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
     where = run(fresh, "python", "-c", f"{example}\nprint(fusion.__file__)").splitlines()[-1]
     assert Path(where).is_relative_to(site(fresh))
 
 
+@pytest.mark.rotates(6)
 def test_the_command_runs(fresh: Path):
     assert "npu_rms_norm" in run(fresh, "cann-fusion", "rules", "rms_norm")
 
 
+@pytest.mark.rotates(6)
 def test_a_package_beside_it_is_found(fresh: Path):
     for each in GATE.parent.glob(f"{GATE.name}*"):
         shutil.copytree(each, site(fresh) / each.name, dirs_exist_ok=True)

@@ -38,7 +38,7 @@ LARGE = 2.0**-10
 """Up to this part of the largest number roundings are compared: beyond it sums overflow in some order alone."""
 
 FAINT = 1e-5
-"""Numbers up to which a scale stands for a row of zeros, as `patterns.quant.quantise_dynamic` has it."""
+"""Numbers up to which a scale stands for a row of zeros, as `patterns.quant.read_dynamic_scales` has it."""
 
 
 class Wrong(AssertionError):

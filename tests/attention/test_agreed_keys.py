@@ -42,6 +42,7 @@ def marked(axes: tuple[int, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("form", "given"), [(step, behind), (under_a_mask, masked)])
+@pytest.mark.rotates(3)
 def test_attention_to_any_number_of_keys_is_one_graph(form, given):
     outcome = trial_of(capture(form, given(6), dynamic=None)).outcome
     assert [each.match.rule.name for each in outcome.chosen] == ["attention"]

@@ -94,6 +94,7 @@ COMPLEMENTARY: dict[str, Masked] = {
 
 
 @pytest.mark.parametrize("name", COMPLEMENTARY)
+@pytest.mark.rotates(4)
 def test_a_mask_of_contrary_assignments_is_told(name: str):
     t = tried(COMPLEMENTARY[name])
     assert fuses(t), t.outcome.refusals

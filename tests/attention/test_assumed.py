@@ -89,6 +89,7 @@ def test_a_whole_sequence_needs_no_mask(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("lengths", [[9], [5, 16, 9]], ids=["S T", "B S T"])
 @pytest.mark.parametrize("queries", [3, 16])
+@pytest.mark.rotates(3)
 def test_a_mask_without_heads_is_told_as_well(queries, lengths, dtype):
     lengths = [16] * len(lengths) if queries == 16 else lengths
     mask = mask_of("causal", queries, 16, lengths, dtype)[:, 0]
@@ -126,6 +127,38 @@ def test_an_added_mask_is_shown_where_it_cannot_be_told(kind, queries):
     given, outcome = fused(kind, mask, queries, 16, 3, attend_by_hand)
     assert given["atten_mask"].meta["val"].dtype == torch.bool
     assert len(outcome.assumed) == 1
+
+
+def left_padded(lengths: list[int], keys: int, low: float, high: float) -> Tensor:
+    """[B, T], `low` at the keys before the last `lengths[b]`, else `high`."""
+    padded = torch.arange(keys) < keys - torch.tensor(lengths)[:, None]
+    return torch.where(padded, low, high)
+
+
+def test_a_key_that_another_mask_hides_is_lowered_by_the_assumed_one():
+    """Left padding hides by a finite number, and the causal order by -inf: of padded queries the first remain."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        causal = torch.full((8, 8), -torch.inf).triu(1)
+        scores = q @ k.repeat_interleave(2, 1).mT / 8 + causal + mask
+        return scores.softmax(-1) @ v.repeat_interleave(2, 1)
+
+    mask = left_padded([5, 8], 8, torch.finfo(torch.float32).min, 0.0)[:, None, None]
+    given, _ = fused("padding", mask, 8, 8, form=attend)
+    assert given is not None
+
+
+@pytest.mark.parametrize("bound", [torch.finfo(torch.float32).min, -5.0])
+def test_a_clamped_sum_of_masks_hides_if_its_bound_does(bound: float):
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        least = torch.finfo(torch.float32).min
+        causal = torch.full((8, 8), least).triu(1)
+        added = ((1 - mask[:, None, None]) * least + causal).clamp(min=bound)
+        return attend_by_hand(q, k, v, added[:, 0])
+
+    given, _ = fused("padding", left_padded([5, 8], 8, 0.0, 1.0), 8, 8, form=attend)
+    assert given is not None
+    assert (given.get("pse_shift") is not None) == (bound > -1e4)
 
 
 @pytest.mark.parametrize("kind", ["padding", "window:3"])

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fusion import testing
 from fusion.testing import Trial, capture
+from tests.attention import lowered
 from tests.engine.graphs import numbers, read_graph
+from tests.support.fused import FIA, calls
 
 B, N, S, D, C = 2, 3, 8, 16, 5
 QKV = tuple(numbers(B, N, S, D, seed=seed) for seed in range(3))
@@ -414,6 +416,7 @@ REFUSED: dict[Form, str] = {
 
 
 @pytest.mark.parametrize("form", REFUSED, ids=lambda each: each.__name__)
+@pytest.mark.rotates(4)
 def test_what_resembles_it_is_refused(form: Form):
     outcome = tried(form, torch.float32).outcome
     assert not outcome.chosen
@@ -500,3 +503,15 @@ KEPT: list[Form] = [filled_elsewhere, filled_another, kept_where_one, kept_where
 @pytest.mark.parametrize("form", KEPT, ids=lambda each: each.__name__)
 def test_what_is_not_0_where_it_is_kept_is_no_mask(form: Form):
     testing.means_what_it_says(tried(form, torch.float32))
+
+
+def test_a_gate_of_each_query_and_head_stays_behind_the_attention():
+    """One number [B, N, S, 1] that is passed in; it is no part of the weights."""
+
+    def gated(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v) * gate
+
+    inputs = [*(numbers(2, 4, 64, 64, seed=seed).bfloat16() for seed in range(3)), numbers(2, 4, 64, 1).bfloat16()]
+    t = lowered.tried(gated, inputs)
+    assert len(calls(t, FIA)) == 1
+    testing.means_what_it_says(t)

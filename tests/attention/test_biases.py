@@ -124,6 +124,7 @@ MADE: dict[str, tuple[Callable[..., Tensor], torch.dtype, bool]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
+@pytest.mark.rotates(4)
 def test_a_bias_is_guarded_if_it_may_be_infinite(name: str):
     made, dtype, infinite = MADE[name]
     given = torch.zeros(B, N, S, 16, dtype=dtype), torch.zeros(S, S, dtype=dtype), torch.arange(S)
@@ -144,6 +145,7 @@ FILLED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
 
 @pytest.mark.parametrize("name", FILLED)
 @pytest.mark.parametrize("level", testing.LEVELS)
+@pytest.mark.rotates(4)
 def test_a_number_that_replaces_scores_behind_a_bias_leaves_a_query_without_keys_their_mean(name: str, level):
     filled, known = FILLED[name]
     hidden = torch.zeros(B, 1, S, S, dtype=torch.bool)

@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fusion
+from fusion import Options
 from fusion.graph import Algebra
+from fusion.pipeline import fuse_graph
 from fusion.report.report import Report
+from fusion.testing import capture
+from patterns.attention.reasons import unclaimed, uses
 from patterns.attention.reasons.blame import unproven
 
 B, N, S, T, D = 2, 4, 8, 24, 64
@@ -52,6 +56,23 @@ def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.tanh(scores / 30) * 30
     weights = scores.softmax(-1)
     return (weights @ v.float()).to(q.dtype)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (q @ k.mT / 8).softmax(-1)
+    return weights @ v, weights
+
+
+def test_reasons_are_sought_for_reports_alone(monkeypatch: pytest.MonkeyPatch):
+    sought: list[str] = []
+    for module, name in ((uses, "_used_weights"), (unclaimed, "without_softmax")):
+        seek = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, seek=seek: (sought.append(seek.__name__), seek(*given))[1])
+    traced = capture(plain, QKV)
+    fuse_graph(traced.graph.graph, fusion.installed(), Options(target="ascend910_93"), with_refusals=False)
+    assert not sought
+    assert "something else reads them" in one(explained(plain))[0]
+    assert "_used_weights" in sought
 
 
 def test_a_cap_is_blamed_where_it_stands_once_for_each_attention():
@@ -95,7 +116,7 @@ def test_every_layer_is_told_of_with_its_own_line_or_that_of_what_all_share():
     assert len(modules) == 6
     assert len(set(modules)) == 6
     found = fusion.explain(Layers(capped=False), x, slopes, options={"target": "ascend910_93"}).refusals
-    assert [each.source for each in found if "bias" in each.reason] == ["mask = slopes * torch.arange(S)"] * 6
+    assert [each.source for each in found if "bias" in each.reason] == ["mask = slopes * torch.arange(S)"]
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -272,7 +293,7 @@ def test_results_that_are_stored_in_float32_and_rounded_are_those_of_the_operato
 @pytest.mark.parametrize("name", KEPT)
 def test_results_that_are_read_in_float32_are_not(name: str):
     found = told(explained(lambda *qkv: each_sequence(*qkv, KEPT[name])))
-    assert [line for reason, line in found if WIDE in reason] == ["wide = q.float()"] * B
+    assert [line for reason, line in found if WIDE in reason] == ["wide = q.float()"]
     assert all(WIDE in reason or reason.startswith("query: it is float32") for reason, _ in found)
 
 

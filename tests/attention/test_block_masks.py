@@ -111,6 +111,7 @@ def is_exact(form: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.rotates(4)
 def test_sdpa_is_one_call_without_a_mask(name: str):
     report, way = explained(whole(BLOCKS[name]))
     assert dict(report.ops) == {ATTENTION: 1}

@@ -76,8 +76,15 @@ FINITE: dict[str, Masked] = {
     "-1e9": filled(-1e9, torch.float32),
     "-1e4": filled(-1e4),
     "the least, added": added(LEAST),
+    "-1e4 times what is hidden": lambda scores, gone: (
+        scores * (1 - gone.to(scores.dtype)) - 1e4 * gone.to(scores.dtype)
+    ),
 }
-HOW = INFINITE | FINITE
+ADDED: dict[str, Masked] = {
+    "the logarithm of what is seen": lambda scores, gone: scores + (~gone).to(scores.dtype).log(),
+}
+"""Infinities that are computed: what weights replace by 0 is not proven to be these."""
+HOW = INFINITE | FINITE | ADDED
 
 
 # how weights are written ---------------------------------------------------------------------------------------------
@@ -126,6 +133,11 @@ MEAN: dict[str, Weights] = {
     "NaN made 0": lambda s, gone: s.softmax(-1).nan_to_num(0.0),
     "a number too small to count": lambda s, gone: guarded(s, lambda total: total + 1e-30),
     "a least sum": lambda s, gone: guarded(s, lambda total: total.clamp_min(1e-6)),
+    "times a reciprocal": lambda s, gone: (
+        (s - greatest(s)).exp() * (s - greatest(s)).exp().sum(-1, keepdim=True).reciprocal()
+    ),
+    "over columns": lambda s, gone: s.mT.softmax(-2).mT,
+    "less a logarithm": lambda s, gone: (s - greatest(s) - (s - greatest(s)).exp().sum(-1, keepdim=True).log()).exp(),
     "1 for a sum of 0": lambda s, gone: guarded(s, lambda total: torch.where(total == 0, 1.0, total)),
 }
 """The greatest score is subtracted first: rows of one number are shared out alike."""
@@ -176,6 +188,7 @@ def as_in_float64(t: Trial) -> None:
 
 
 @pytest.mark.parametrize("name", MEAN | SAME)
+@pytest.mark.rotates(6)
 def test_a_row_that_a_number_hides_gives_what_the_code_gives(name: str):
     t = tried((MEAN | SAME)[name], HOW["the least"], torch.float32)
     assert fuses(t), t.outcome.refusals

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion import testing
 from fusion.graph import Algebra, Value
 from fusion.testing import capture
-from patterns.attention.core.frames import _lanes_of_keys
+from patterns.attention.core.frames import lanes_of_keys
 from tests.engine.graphs import numbers, read_graph, traced
 
 D = 16
@@ -33,6 +33,7 @@ def inputs(*lead: int) -> tuple[Tensor, ...]:
     return numbers(*lead, 5, D), numbers(7, D, seed=1), numbers(7, D, seed=2)
 
 
+@pytest.mark.rotates(6)
 def test_one_matrix_of_queries_is_of_one_head():
     assert read(attended, *inputs()) == [(1, 1, 5, D)]
 
@@ -198,9 +199,9 @@ def test_values_that_are_gathered_from_some_lanes_are_lanes_of_the_keys():
     keys = rows(a, table, places, 0)
     values = rows(a, a.cut(table, -1, 0, 6), places, 0)
     cut = a.cut(keys, -1, 0, 6)
-    assert _lanes_of_keys(a, values, keys) is cut
-    assert _lanes_of_keys(a, a.cast(values, torch.float32), keys) is a.cast(cut, torch.float32)
-    assert _lanes_of_keys(a, a.permute(values, (1, 0)), keys) is a.permute(cut, (1, 0))
+    assert lanes_of_keys(a, values, keys) is cut
+    assert lanes_of_keys(a, a.cast(values, torch.float32), keys) is a.cast(cut, torch.float32)
+    assert lanes_of_keys(a, a.permute(values, (1, 0)), keys) is a.permute(cut, (1, 0))
 
 
 def test_lanes_that_are_chosen_themselves_are_not():
@@ -209,7 +210,7 @@ def test_lanes_that_are_chosen_themselves_are_not():
     table = a.make("input", (), ("table", 0), (9, 8), torch.float32)
     places = a.make("input", (), ("places", 0), (8,), torch.int64)
     values = rows(a, a.cut(table, -1, 0, 6), places, 1)
-    assert _lanes_of_keys(a, values, rows(a, table, places, 1)) is values
+    assert lanes_of_keys(a, values, rows(a, table, places, 1)) is values
 
 
 B, X, N, S = 2, 3, 4, 5

@@ -122,6 +122,7 @@ def test_heads_that_are_not_those_of_one_tensor_in_order_stay(form: Callable[...
 
 @pytest.mark.parametrize("form", OTHERS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.rotates(4)
 def test_heads_of_which_one_is_unlike_the_others_stay(form: Callable[..., Tensor], level: Level):
     assert check(form, level, 0)
 

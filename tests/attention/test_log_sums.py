@@ -135,6 +135,24 @@ def test_a_log_sum_with_what_belongs_to_another_row_stays():
     testing.means_what_it_says(t)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_log_sum_of_grouped_heads_has_their_groups(turned: bool):
+    """Two groups of two heads; `turned` are sums of the groups in another order, whose sizes are the same."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+        scores = q.unflatten(1, (2, 2)) @ k[:, :2].unsqueeze(2).mT
+        summed = scores.transpose(1, 2) if turned else scores
+        return (scores.softmax(-1) @ v[:, :2].unsqueeze(2)).flatten(1, 2), summed.logsumexp(-1)
+
+    def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        return tuple(torch.randn(B, 4, rows, D, dtype=dtype) for rows in (S, T, T))
+
+    t = testing.trial(Attention(), Example("", attend, inputs), torch.float32)
+    assert any("OutputAndLse" in each.match.form for each in t.outcome.chosen) != turned
+    testing.means_what_it_says(t)
+
+
 def test_a_log_sum_beside_a_bias_stays():
     with pytest.raises(Refused, match="it stands beside a bias"):
         OutputAndLse(None).refuse(None, bias=torch.ones(1))

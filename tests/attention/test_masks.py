@@ -364,6 +364,7 @@ def test_several_indices_among_others_are_not_folded():
 @pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())
+@pytest.mark.rotates(4)
 def test_a_formula_holds_exactly_where_the_mask_does(odd, data):
     t = Twins(data.draw)
     batch, queries, keys = sizes(data.draw)
@@ -485,6 +486,7 @@ def test_a_mask_that_a_factor_changes_is_not_proven(masked):
 @pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())
+@pytest.mark.rotates(4)
 def test_attention_is_told_what_the_mask_shows(odd, data):
     t = Twins(data.draw)
     batch, queries, keys = sizes(data.draw)

@@ -144,6 +144,7 @@ def test_the_transformer_library_reads_lengths_on_the_host(options: dict[str, st
         (biased, inputs(8, 8), "ascend910b"),
     ],
 )
+@pytest.mark.rotates(4)
 def test_what_the_older_operators_do_not_take(function: Any, args: tuple[Tensor, ...], chip: str):
     torch.compiler.reset()
     options = {"target": chip, "lower": "eager", "lengths": "host"}

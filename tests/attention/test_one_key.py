@@ -46,6 +46,7 @@ def rows(heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("form", [plain, in_float32, by_name])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("heads", [8, 1])
+@pytest.mark.rotates(4)
 def test_it_is_one_call(form: Callable[..., Tensor], level: Level, heads: int):
     outcome = trial_of(capture(form, rows(heads, torch.bfloat16), level), NPU).outcome
     assert [each.match.rule.name for each in outcome.chosen] == ["attention"]

@@ -49,6 +49,7 @@ def test_a_token_takes_so_many_launches(example: ModuleType, int8: bool, launche
     assert report.launches[1] == launches + WRITTEN_BACK
 
 
+@pytest.mark.rotates(6)
 def test_a_token_reads_int8_by_the_block_table(example: ModuleType):
     call = attention(explained(example, True, "token"))
     assert call.args[1].meta["val"].dtype == torch.int8  # type: ignore[union-attr]

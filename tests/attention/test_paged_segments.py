@@ -301,6 +301,7 @@ def test_pages_of_one_sequence_need_no_batch():
     assert attention.kwargs["block_table"] is not None
 
 
+@pytest.mark.rotates(3)
 def test_lengths_may_be_read_from_tensors():
     """They are read before the loop, in lists that the rest of the call appends to."""
 

@@ -112,6 +112,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "given", "parts", "most"), CASES)
+@pytest.mark.rotates(4)
 def test_every_part_is_one_call_and_all_are_merged_by_one(model: Any, given: Any, parts: int, most: int):
     report = fusion.explain(model(), *given, options={"target": "ascend910_93"})
     assert (report.ops[FIA], report.ops[UPDATE]) == (parts, 1), report
@@ -121,6 +122,7 @@ def test_every_part_is_one_call_and_all_are_merged_by_one(model: Any, given: Any
 
 
 @pytest.mark.parametrize(("model", "given", "parts", "most"), CASES)
+@pytest.mark.rotates(3)
 def test_numbers(model: Any, given: Any, parts: int, most: int):
     torch.compiler.reset()
     own, exact = model(), model().double()

@@ -266,6 +266,7 @@ def neither_later_nor_far(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> T
         (neither_later_nor_far, EMPTY, "lowest"),
     ],
 )
+@pytest.mark.rotates(3)
 def test_a_query_that_sees_no_key_gives_nan_or_zero_where_no_key_is_proven_to_be_finite(
     form: Callable[..., Tensor], padding: Tensor, empty: str
 ):

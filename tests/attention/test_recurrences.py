@@ -60,6 +60,7 @@ def test_a_step_of_linear_attention_is_reported(way: str, decay: str):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("decay", ["none", "of heads", "of keys"])
+@pytest.mark.rotates(4)
 def test_a_step_of_a_delta_rule_is_reported(way: str, decay: str):
     def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor):
         state = DECAYS[decay](state)

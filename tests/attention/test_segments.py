@@ -206,6 +206,7 @@ def by_slots(q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.rotates(3)
 def test_rows_of_a_cache_are_gathered_at_once(level: Level):
     slots = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:30].view(3, 10)
     t = tried(by_slots, [*given(torch.bfloat16, keys=48), slots], level)

@@ -178,6 +178,7 @@ OTHERS: dict[str, Form] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.rotates(3)
 def test_what_resembles_a_sink_is_none(name: str):
     t = tried(OTHERS[name], torch.float32)
     assert not any(each.match.captures.get("sink") is not None for each in t.outcome.chosen)

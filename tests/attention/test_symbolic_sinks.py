@@ -37,6 +37,7 @@ def given(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", [sunk, first])
+@pytest.mark.rotates(3)
 def test_any_number_of_keys_gives_what_plain_code_does(form):
     torch.compiler.reset()
     compiled = torch.compile(form, backend="cann_fusion", options={"target": "host", "lower": "eager"})
@@ -45,6 +46,7 @@ def test_any_number_of_keys_gives_what_plain_code_does(form):
         torch.testing.assert_close(compiled(*inputs), form(*inputs))
 
 
+@pytest.mark.rotates(3)
 def test_a_sink_that_is_cut_off_is_told_to_the_operator():
     fused, other = (trial_of(capture(form, given(6), dynamic=None)).outcome for form in (sunk, first))
     assert [each.match.rule.name for each in fused.chosen] == ["attention"]

@@ -198,6 +198,7 @@ def test_it_becomes_what_it_does_with_sizes_that_are_known(form: Callable[..., T
     assert mode == 3 or form not in [each for each, _ in UNDER[: len(MASKS)]]
 
 
+@pytest.mark.rotates(6)
 def test_a_position_in_a_cache_of_any_length_is_a_length():
     known, symbolic = (becomes(up_to_a_position, of_cache(6), dynamic) for dynamic in (False, None))
     assert known == symbolic
@@ -206,6 +207,7 @@ def test_a_position_in_a_cache_of_any_length_is_a_length():
 
 
 @pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.rotates(4)
 def test_slopes_are_a_bias_of_any_number_of_tokens(repeated: bool):
     assert becomes(Sloped(repeated), of_sequences_and_tokens(5), None)
     steep = trial_of(capture(Sloped(repeated, 1e35), of_sequences_and_tokens(5), dynamic=None)).outcome

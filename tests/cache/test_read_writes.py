@@ -17,7 +17,7 @@ from fusion.options import Options
 from fusion.testing import capture
 from patterns.cache.cache_write import Cache, CacheWrite
 from patterns.cache.pages import cut
-from patterns.cache.read_writes import _slots
+from patterns.cache.read_writes import page_slots
 from tests.engine.graphs import numbers, read_graph
 
 from .layouts import applied, calls, tried
@@ -82,6 +82,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", CHOICES.values(), ids=CHOICES)
+@pytest.mark.rotates(3)
 def test_other_choices_are_told(case: tuple[Any, ...]):
     reason, where, *inputs = case
     graph = read(chosen(where), *inputs)
@@ -344,9 +345,9 @@ def test_a_slot_is_one_where_the_place_is_proven_to_lie_in_its_page():
     a = Algebra()
     block, slot = (a.make("input", (), (name,), (3,), torch.int64) for name in ("block", "slot"))
     place = a.make("remainder", (slot,), (16,), (3,), torch.int64)
-    assert _slots(a, (4, 16), block, place) is a.add(a.scale(block, 16), place)
-    assert _slots(a, (4, 8), block, place) is None, "the page is smaller"
-    assert _slots(a, (4, 16), block, slot) is None, "the place may lie anywhere"
+    assert page_slots(a, (4, 16), block, place) is a.add(a.scale(block, 16), place)
+    assert page_slots(a, (4, 8), block, place) is None, "the page is smaller"
+    assert page_slots(a, (4, 16), block, slot) is None, "the place may lie anywhere"
 
 
 WORDS = ("write", "write_pages", "write_sequences")

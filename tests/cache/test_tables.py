@@ -13,7 +13,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.graph import Algebra, Reading
 from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture
-from patterns.cache.read_block_tables import _in_graph_dims, _int8_latent_rows, gathers
+from patterns.cache.read_block_tables import gathers, in_graph_dims, int8_latent_rows
 from tests.engine.graphs import numbers, read_graph
 
 B, M, SIZE, BLOCKS, WIDTH = 2, 3, 4, 7, 8
@@ -166,6 +166,7 @@ ODD: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", ODD.values(), ids=ODD)
+@pytest.mark.rotates(4)
 def test_other_numbers_are_no_table(case: tuple[Any, ...]):
     assert not named(*case)
 
@@ -199,7 +200,7 @@ def test_both_parts_of_a_latent_in_rows_are_read_in_rows():
 
     graph = read_graph(capture(form, (PAGES, PAGES + 1, TABLE)).graph.graph)
     latent, rope = (graph.value_of[node] for node in graph.source.output_node().args[0])  # type: ignore[union-attr, index]
-    found = _int8_latent_rows(graph, Reading("int8_latent_attention", {"latent": latent, "k_rope": rope}))
+    found = int8_latent_rows(graph, Reading("int8_latent_attention", {"latent": latent, "k_rope": rope}))
     assert [reading.captures["layout"] for _, reading in found] == ["BSND", "BSND"]  # type: ignore[union-attr]
 
 
@@ -207,6 +208,6 @@ def test_pages_are_read_with_the_dims_that_a_node_holds():
     a = Algebra()
     pages = a.make("input", (), ("pages",), (BLOCKS, SIZE, 2, WIDTH), torch.float32)
     joined = a.reshape(pages, (BLOCKS, SIZE, 2 * WIDTH))
-    assert _in_graph_dims(a, pages, {pages, joined}) is pages
-    assert _in_graph_dims(a, pages, {joined}) is joined
-    assert _in_graph_dims(a, pages, set()) is pages
+    assert in_graph_dims(a, pages, {pages, joined}) is pages
+    assert in_graph_dims(a, pages, {joined}) is joined
+    assert in_graph_dims(a, pages, set()) is pages

@@ -228,6 +228,7 @@ def test_equal_graphs_of_other_buffers_are_not_confused():
             torch.testing.assert_close(got, model(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.rotates(3)
 def test_layers_with_masks_of_their_own_in_turn():
     names = ["zero", "window"] * 4
     model, x = nn.Sequential(*(of(*FORMS[name]) for name in names)), numbers(2, T, H * D)

@@ -122,6 +122,7 @@ UNDER_AUTOCAST: dict[str, Function] = {
 
 @pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
 @pytest.mark.parametrize("name", UNDER_AUTOCAST)
+@pytest.mark.rotates(4)
 def test_autocast_casts_inside_of_composites_as_in_eager_code(name: str, around: bool):
     def inside(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", bf16):

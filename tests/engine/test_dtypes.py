@@ -153,6 +153,7 @@ def paged(narrow, size=4):
         (lambda block: block.to(torch.float16).long(), False),
     ],
 )
+@pytest.mark.rotates(6)
 def test_numbers_of_pages_are_not_taken_from_before_a_cast_that_changes_them(narrow, read):
     table = torch.tensor([[1, 0, 2], [3, 5, 4]])
     graph = read_graph(capture(paged(narrow), (numbers(6, 4, 8), numbers(6, 4, 8), table)).graph.graph)

@@ -55,6 +55,7 @@ def fused(source: fx.Graph, where: str, target: str = "ascend910_93", **more: An
 
 @pytest.mark.parametrize("target", ["host", "ascend910b", "ascend910_93"])
 @pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.rotates(3)
 def test_a_later_graph_is_planned_from_what_is_kept(where: str, target: str, recorded: list[Any]):
     source = capture(block, inputs()).graph.graph
     expected = fused(source, "off", target)
@@ -232,6 +233,7 @@ def test_files_that_none_has_read_for_a_month_are_removed(tmp_path: Path):
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.rotates(3)
 def test_what_gives_another_dtype_is_planned_for_itself(where: str, dtypes: tuple[torch.dtype, ...]):
     def merged(x: Tensor, y: Tensor, a: Tensor, b: Tensor, to: torch.dtype) -> Tensor:
         both = torch.logaddexp(a, b)

@@ -195,6 +195,7 @@ def counted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])
 @pytest.mark.parametrize("function", [doubled_in_place, doubled_and_read, counted])
+@pytest.mark.rotates(4)
 def test_what_layers_add_up_to_is_not_what_three_do(function: Callable[..., Tensor], target: str):
     """A factor of 2 in each layer is 2 to the number of layers behind them."""
     table = torch.rand(2, 1, 1, S, D)
@@ -207,6 +208,7 @@ def test_what_layers_add_up_to_is_not_what_three_do(function: Callable[..., Tens
         torch.testing.assert_close(have, want)
 
 
+@pytest.mark.rotates(3)
 def test_results_of_layers_are_told_apart():
     """What the graph computes from every layer holds them all."""
 

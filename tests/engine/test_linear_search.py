@@ -168,8 +168,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     counting(pipeline, "canonicalise", lambda source, _: len(source.nodes))
-    counting(matching._Search, "_try")
-    counting(matching._Search, "_join")
+    counting(matching.Search, "_try")
+    counting(matching.Search, "_join")
     counting(Fakes, "record")
     counting(selecting, "_Way")
     return found

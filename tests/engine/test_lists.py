@@ -90,11 +90,13 @@ def taken(x: Value) -> bool:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.rotates(4)
 def test_what_a_list_chooses(name: str):
     assert chosen(value(CHOSEN[name]))
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.rotates(3)
 def test_what_a_list_does_not_choose(name: str):
     assert not chosen(value(OTHERS[name]))
 
@@ -105,6 +107,7 @@ def test_what_stands_at_places_of_the_own_row(name: str):
 
 
 @pytest.mark.parametrize("name", NOT_TAKEN)
+@pytest.mark.rotates(3)
 def test_what_stands_elsewhere(name: str):
     assert value(NOT_TAKEN[name]).below("reshape").op == "index"
 

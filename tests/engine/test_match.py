@@ -13,7 +13,7 @@ from fusion.errors import RuleError
 from fusion.frontend.backend import FusionBackend
 from fusion.graph import Miss, Reading, Readings
 from fusion.language import captured, levels
-from fusion.stages.match import _Search, match
+from fusion.stages.match import Search, match
 
 from .graphs import norm, numbers, read_graph, rotate, said, traced
 from .rules import DoubleExp, Scores, WrongNorm
@@ -41,6 +41,7 @@ class Triple(Rule):
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
 @pytest.mark.parametrize("left", [True, False])
+@pytest.mark.rotates(3)
 def test_products_match_in_any_order_and_association(order, left):
     def form(x, y):
         factors = (x, y, torch.sigmoid(x))
@@ -59,8 +60,8 @@ def test_a_product_of_more_factors_leaves_the_rest_to_the_last_capture():
 
 def test_a_form_is_tried_only_above_what_it_needs_most_rarely(monkeypatch: pytest.MonkeyPatch):
     tried: list[str] = []
-    attempt = _Search._try
-    monkeypatch.setattr(_Search, "_try", lambda *given: tried.append(said(given[3])) or attempt(*given))
+    attempt = Search._try
+    monkeypatch.setattr(Search, "_try", lambda *given: tried.append(said(given[3])) or attempt(*given))
 
     def form(x, y, a):
         return (x * a) * y, (y * a).exp() * x, torch.sigmoid(x) * x * y, torch.sigmoid(y).exp() * y
@@ -109,6 +110,9 @@ def test_guard_refuses_with_its_text_unless_unsafe():
     assert not refused.matches
     assert [each.reason for each in refused.refusals] == ["the factor is 3.0, not 2"]
     assert found(lambda x: x.exp() * 3, (X,), rule, unsafe=frozenset({rule.name})).matches
+    unasked = match(read_graph(traced(lambda x: x.exp() * 3, X).graph), (rule,), diagnose=False)
+    assert not unasked.matches
+    assert not unasked.refusals
 
 
 def test_a_match_never_takes_what_its_own_result_is_needed_for():
@@ -401,8 +405,8 @@ def test_of_look_alikes_of_one_value_the_first_is_told():
 
 def test_look_alikes_are_searched_for_a_report_and_not_for_a_compilation(monkeypatch: pytest.MonkeyPatch):
     searched: list[str] = []
-    note = _Search.note_lookalikes
-    monkeypatch.setattr(_Search, "note_lookalikes", lambda self, rule: (searched.append(rule.name), note(self, rule)))
+    note = Search.note_lookalikes
+    monkeypatch.setattr(Search, "note_lookalikes", lambda self, rule: (searched.append(rule.name), note(self, rule)))
     torch.compiler.reset()
     torch.compile(lambda x, y: x * y, backend=FusionBackend(Options(target="host", lower="eager"), (Near(),)))(X, Y)
     assert not searched

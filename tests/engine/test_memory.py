@@ -8,8 +8,8 @@ import torch
 from fusion.errors import VerificationError
 from fusion.graph.aliasing import aliased, closing_writes, is_copy_unseen, is_returned, is_written, outputs, shown, sort
 from fusion.stages.capture import is_training
-from fusion.stages.rewrite.layout import _is_redundant
-from fusion.stages.verify import _strides, contract, verify
+from fusion.stages.rewrite.layout import is_redundant
+from fusion.stages.verify import contract, result_strides, verify
 
 from .graphs import Build, numbers
 
@@ -77,7 +77,7 @@ def test_a_copy_is_needed_where_somebody_can_tell(form, unseen):
     build = Build()
     copy, source, results = form(build)
     returned(build, *results)
-    assert is_copy_unseen(copy, source) == _is_redundant(copy) == unseen
+    assert is_copy_unseen(copy, source) == is_redundant(copy) == unseen
 
 
 def test_what_gives_nothing_and_what_is_no_node_is_passed_over():
@@ -159,9 +159,9 @@ def test_a_result_that_lies_otherwise_is_told_from_one_without_elements():
 
 
 def test_only_strides_that_say_something_are_compared():
-    assert _strides(torch.empty_strided((1, 4, 2), (99, 2, 1)), None) == {(2, 1)}
-    assert _strides(torch.empty(0, 4), None) == {()}
-    assert _strides(3, None) == frozenset()
+    assert result_strides(torch.empty_strided((1, 4, 2), (99, 2, 1)), None) == {(2, 1)}
+    assert result_strides(torch.empty(0, 4), None) == {()}
+    assert result_strides(3, None) == frozenset()
 
 
 def test_the_inputs_that_are_written_to_are_told():

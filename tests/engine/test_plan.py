@@ -25,7 +25,7 @@ from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
 from fusion.stages.plan.plan_records import PlanBook
-from fusion.stages.plan.result_fit import _follows_index_strides, _in_order
+from fusion.stages.plan.result_fit import follows_index_strides, is_in_order
 from fusion.stages.plan.sharing import Sharing
 from fusion.testing import capture
 
@@ -151,7 +151,7 @@ def test_a_refusal_for_a_wrong_shape_names_no_target():
     ],
 )  # fmt: skip
 def test_dims_of_one_entry_or_one_place_are_in_any_order(shape, strides, ordered):
-    assert _in_order(torch.empty_strided(shape, strides)) is ordered
+    assert is_in_order(torch.empty_strided(shape, strides)) is ordered
 
 
 @dataclass(frozen=True)
@@ -250,10 +250,11 @@ def test_what_indices_take_may_lie_as_they_do(before):
     build = Build()
     x, places = build.input(4, 4), build.input(4, 2, dtype=torch.int64)
     take = torch.ops.aten.index.Tensor
-    assert not _follows_index_strides(build(take, x, [*before, places]))
-    assert _follows_index_strides(build(take, x, [*before, build(torch.ops.aten.t.default, places)]))
+    assert not follows_index_strides(build(take, x, [*before, places]))
+    assert follows_index_strides(build(take, x, [*before, build(torch.ops.aten.t.default, places)]))
 
 
+@pytest.mark.rotates(6)
 def test_what_a_search_knows_goes_with_it(monkeypatch: pytest.MonkeyPatch):
     """At once, without garbage collection: a report holds no graph, and nothing that is left holds itself."""
     planners: list[weakref.ref[Planner]] = []

@@ -121,6 +121,20 @@ def test_work_of_the_users_on_a_parameter_goes_along_if_nobody_else_needs_it():
     assert names(gm).count("aten.mul.Tensor") == 2, "the user's own node is the user's"
 
 
+def test_a_weight_that_the_model_lays_out_anew_at_every_call_is_prepared():
+    def turned(x, a, b, w):
+        return gated(x, a, b), x @ w.transpose(0, 1).contiguous()
+
+    gm, outcome = prepared(turned, X, A, B, nn.Parameter(numbers(5, X.shape[-1], seed=5)))
+    assert [names(each.module) for each in outcome.prepared][-1] == ["aten.transpose.int", "aten.clone.default"]
+    assert "aten.clone.default" not in names(gm)
+
+
+def test_a_copy_of_a_weight_that_the_caller_gets_stays():
+    gm, _ = prepared(lambda x, a, b: (gated(x, a, b), a.transpose(0, 1).contiguous()), X, A, B)
+    assert "aten.clone.default" in names(gm)
+
+
 def test_equal_preparations_are_one():
     def twice(x, a, b, y):
         return gated(x, a * 2, b), gated(y.sin(), a * 2, b)
@@ -423,7 +437,7 @@ def transposed_copy(build):
 )  # fmt: skip
 def test_parameters_become_views_of_what_lays_them_one_behind_the_other(form, why):
     node = form(Build())
-    assert adjacent.why_copied(node, stage._closure(node), adjacent.parts(node)) == why
+    assert adjacent.why_copied(node, stage.closure_of(node), adjacent.parts(node)) == why
 
 
 def test_nothing_is_prepared_where_a_graph_takes_nothing():
@@ -453,6 +467,7 @@ class Int8(nn.Module):
 
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])
 @pytest.mark.parametrize(("prepack", "why"), [("share", {}), ("copy", {adjacent.BY_OPTION: (1, 96 * 64)})])
+@pytest.mark.rotates(3)
 def test_a_weight_is_read_as_it_is_stored_where_its_operator_can(target, prepack, why):
     model, x = Int8(), numbers(32, 64)
     options = {"target": target, "lower": "eager", "prepack": prepack}

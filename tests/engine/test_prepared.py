@@ -170,6 +170,7 @@ def test_tied_weights_are_prepared_once():
         agree(run, own)
 
 
+@pytest.mark.rotates(6)
 def test_freed_with_the_model():
     model = Layers(Gate(), Gate())
     run = compiled(model)
@@ -184,6 +185,7 @@ def test_freed_with_the_model():
     assert entries() == []
 
 
+@pytest.mark.rotates(6)
 def test_freed_with_the_graphs():
     model = Gate()
     agree(compiled(model), model)

@@ -93,11 +93,25 @@ def shared_between_processes(model):
     model.gate.weight.data += 1
 
 
+def by_a_vector(model):
+    """Parameters become parts of one tensor, as optimisers of second order set them."""
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(1.5 * vector, model.parameters())
+
+
+def several_at_once(model):
+    torch._foreach_mul_([each.data for each in model.parameters()], 1.5)
+
+
+def through_dlpack(model):
+    torch.from_dlpack(model.gate.weight.detach()).mul_(1.5)
+
+
 CHANGES = (
     in_place, optimiser, loaded, loaded_by_assignment, other_memory, other_parameter, merged_through_data,
     unmerged_through_data, merged_safely, numpy, another_tensor, one_row_through_data, exchanged, halved,
     rounded_to_16_bits,
-    shared_between_processes,
+    shared_between_processes, by_a_vector, several_at_once, through_dlpack,
 )  # fmt: skip
 
 

@@ -503,6 +503,7 @@ def test_a_weight_that_is_computed_by_the_model(make, seen):
     agree(run, model)
 
 
+@pytest.mark.rotates(6)
 def test_freed_with_the_model():
     run, model = started()
     memory = [weakref.ref(joined_parameters.home(model.gate.weight)[0].memory), weakref.ref(model.gate.weight)]

@@ -268,6 +268,7 @@ def grown(seed: int) -> Build:
 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.rotates(4)
 def test_graphs_of_any_operators_on_tensors_of_any_rank_are_read(part):
     for seed in range(part * 25, part * 25 + 25):
         grown(seed).fused(CHIP if seed % 2 else HOST)

@@ -127,3 +127,13 @@ def test_what_a_value_is_computed_from_is_named_once():
     root, tail = a.unary("cos", x), a.unary("exp", x)
     both = a.make("matmul", (a.make("matmul", (root, root), (), x.shape, x.dtype), tail), (), x.shape, x.dtype)
     assert list(both.sources()) == [both, both.arg, root, x, tail]
+
+
+def test_the_factors_of_a_nested_product_are_listed_below_the_ops_that_are_passed():
+    a = Algebra()
+    x, y, z = (a.make("input", (), (name,), (4, 4), torch.float32) for name in "xyz")
+    inner = a.mul(x, y)
+    product = a.make("mul", (a.scale(inner, 2.0), z), (), x.shape, x.dtype)
+    assert product.factors() == [a.scale(inner, 2.0), z]
+    assert product.factors("scale") == [x, y, z]
+    assert z.factors("scale") == [z]

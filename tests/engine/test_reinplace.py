@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from operator import getitem
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from fusion import operators
+from fusion.frontend.library import installed
 from fusion.options import Options
+from fusion.pipeline import fuse_graph
 from fusion.stages.host_reads import read_on_host
-from fusion.stages.reinplace import _fills, _link, _restores, reinplace
+from fusion.stages.reinplace import fills_buffer, link_of, puts_back, reinplace
 from fusion.testing import capture
 
 from .graphs import Build, fuse, names, numbers
@@ -330,7 +333,7 @@ def test_views_restore_a_cache_if_each_element_is_where_it_was(steps, restores):
     for target, *args in steps:
         value = build(target, value, *args)
         made.append(value)
-    assert _restores(place, made) == restores
+    assert puts_back(place, made) == restores
 
 
 def test_only_a_new_cache_that_lies_as_the_old_one_is_a_write():
@@ -345,10 +348,10 @@ def test_only_a_new_cache_that_lies_as_the_old_one_is_a_write():
     for item in range(4):
         result = build.graph.call_function(getitem, (call, item))
         result.meta["val"] = inputs[0].meta["val"]
-        links.append(_link(result, "eager"))
+        links.append(link_of(result, "eager"))
     assert [each is not None for each in links] == [False, False, True, True]
     result.meta["val"] = result.meta["val"].t()
-    assert _link(result, "eager") is None
+    assert link_of(result, "eager") is None
 
 
 @pytest.mark.parametrize(
@@ -367,13 +370,13 @@ def test_a_buffer_is_filled_if_nothing_of_it_is_left(target, args, fills):
     dim, start, stop, *_ = (*args, 9)
     buffer, rows = build.input(4, 9), build.input(*((stop - start, 9) if dim == 0 else (4, stop - start)))
     node = build.graph.call_function(target, (buffer, rows, *args))
-    assert _fills(node) == fills
+    assert fills_buffer(node) == fills
 
 
 def test_a_buffer_that_is_filled_keeps_its_strides():
     build = Build()
     rows = build(aten.t.default, build.input(9, 4))
-    assert not _fills(build.graph.call_function(aten.slice_scatter.default, (build.input(4, 9), rows, 1, 0, 9)))
+    assert not fills_buffer(build.graph.call_function(aten.slice_scatter.default, (build.input(4, 9), rows, 1, 0, 9)))
 
 
 @pytest.mark.parametrize(
@@ -391,3 +394,40 @@ def test_what_a_call_reads_on_the_host_is_copied_where_the_pass_added_it(lowerin
     )
     call.meta.update({"fusion": {}} if own else {})
     assert read_on_host(build.graph, lowering) == copies
+
+
+def rows_written(lowering: str, form: Any) -> list[str]:
+    """Writes of the fused graph of `form`, planned for `lowering`, which gives what `form` gives."""
+    pages, rows = torch.randn(5, 4, 32).half(), torch.randn(3, 32).half()
+    slots, x, gain = torch.tensor([7, 1, 0]), torch.randn(4, 64).half(), torch.ones(64).half()
+    captured = capture(form, (pages, rows, slots, x, gain))
+    options = Options(target="ascend910_93", lower="eager", plan_lower=lowering, plan_cache="off")
+    fuse_graph(captured.graph.graph, installed(), options, captured.facts)
+    captured.graph.recompile()
+    plain = [pages.clone(), rows, slots, x, gain]
+    expected = form(*plain)
+    ours = [each.clone() if each.shape == pages.shape else each for each in captured.inputs]
+    (result,) = captured.graph(*ours)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+    assert any(torch.equal(each, plain[0]) for each in ours if each.shape == pages.shape)
+    return [name for name in names(captured.graph) if "index_" in name or name.endswith("copy_.default")]
+
+
+def test_rows_behind_a_view_of_bits_are_written_in_place_where_calls_are_launched():
+    def step(pages, rows, slots, x, gain):
+        pages.view(torch.uint8).view(-1, 64)[slots] = rows.view(torch.uint8)
+        return torch.nn.functional.rms_norm(x, (64,), gain, 1e-6) + pages.sum()
+
+    assert rows_written("eager", step) == ["aten.index_put_.default"]
+    assert rows_written("npugraph_ex", step) == ["aten.index_put_.default"]
+    assert rows_written("torchair", step) == ["aten.index_put.default", "aten.copy_.default"]
+
+
+def test_rows_stay_functional_where_the_old_ones_are_read_behind():
+    def later(pages, rows, slots, x, gain):
+        new = pages.view(torch.uint8).view(-1, 64).index_put((slots,), rows.view(torch.uint8))
+        normed = torch.nn.functional.rms_norm(x, (64,), gain, 1e-6) + pages.sum() * new[0, 0].half() * 1e-3
+        pages.copy_(new.view(5, 4, 64).view(torch.float16))
+        return normed
+
+    assert rows_written("eager", later) == ["aten.index_put.default", "aten.copy_.default"]

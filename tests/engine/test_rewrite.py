@@ -14,7 +14,7 @@ from fusion.graph.origin import location, module_path
 from fusion.planning.fake_execution import Fakes
 from fusion.report.trace import emitted
 from fusion.stages.canonicalise import canonicalise
-from fusion.stages.rewrite import _is_pure, rewrite
+from fusion.stages.rewrite import is_pure, rewrite
 from fusion.testing import capture, emits_valid_calls, trial_of
 
 from .graphs import HOST, Build, fuse, fused, names, norm, numbers, replay, rotate, traced
@@ -150,6 +150,23 @@ def test_new_nodes_say_where_they_come_from():
     assert [node.meta["fusion"] for node in made] == [{**made_by, "root": root} for root in roots]
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self'].layers[1]._modules['attn']", "layers.1.attn"),
+        ("L['self']", ""),
+        ("L['model'].layers[1]", "model.layers.1"),
+        ("G['model'].layers[1]", "model.layers.1"),
+        ("G['__import_my_package_dot_models'].model.layers[1]", "model.layers.1"),
+    ],
+)
+def test_a_module_is_named_as_in_the_code_that_calls_it(path, name):
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.relu, (graph.placeholder("x"),))
+    node.meta["nn_module_stack"] = {"": (path, torch.nn.Module)}
+    assert module_path(node) == name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chain_of_fusions_reads_the_results_of_the_one_before(dtype):
     def form(x, y, w):
@@ -218,6 +235,6 @@ def test_what_takes_the_place_of_the_one_entry_of_a_dim_is_seen_there(size, ours
 def test_what_writes_or_is_an_input_is_not_pure():
     build = Build()
     x = build.input(4)
-    assert _is_pure(build(torch.ops.aten.cos.default, x))
-    assert not _is_pure(build(torch.ops.aten.copy_.default, x, x))
-    assert not _is_pure(x)
+    assert is_pure(build(torch.ops.aten.cos.default, x))
+    assert not is_pure(build(torch.ops.aten.copy_.default, x, x))
+    assert not is_pure(x)

@@ -32,6 +32,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 @pytest.mark.parametrize(("form", "expected"), FORMS.values(), ids=FORMS)
+@pytest.mark.rotates(3)
 def test_signs(form: Callable[[Tensor], Tensor], expected: bool):
     graph = read_graph(traced(form, X).graph)
     (result,) = graph.source.output_node().args[0]

@@ -30,6 +30,7 @@ def attended(q, latent, rope, up):
     return scores.softmax(-1) @ v, latent.flatten(0, 1)
 
 
+@pytest.mark.rotates(4)
 def test_a_number_of_tokens_that_is_computed_last_is_made_before_it_is_needed():
     shapes = (5, N, 3, D + R), (5, 3, C), (5, 3, R), (N * (D + E), C)
     inputs = [torch.randn(shape) for shape in shapes]
@@ -49,6 +50,7 @@ def gathered(q, cache, table):
     return torch.einsum("bnt,btd->bnd", scores.softmax(-1), rows)
 
 
+@pytest.mark.rotates(3)
 def test_a_product_of_equal_sizes_that_is_divided_by_one_is_made():
     q, cache, table = torch.randn(4, 2, 16), torch.randn(20, 8, 16), torch.arange(16).view(4, 4)
     for each, dims in ((q, (0,)), (cache, (0, 1)), (table, (0, 1))):

@@ -129,6 +129,7 @@ def test_softmaxes(name: str):
 
 
 @pytest.mark.parametrize("name", NO_SOFTMAXES)
+@pytest.mark.rotates(3)
 def test_what_is_no_softmax(name: str):
     form, args = NO_SOFTMAXES[name]
     assert result(form, *args).op != "softmax"

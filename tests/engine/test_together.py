@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from fusion.stages.plan.joint_rewrites import _sharing
+from fusion.stages.plan.joint_rewrites import sharing_pairs
 
 from .graphs import Build
 
@@ -30,7 +30,7 @@ def readers() -> tuple[fx.Node, fx.Node]:
 def test_two_that_read_one_node_are_a_pair():
     cos, sin = readers()
     one, other = candidate(cos), candidate(sin)
-    assert list(_sharing([one, other])) == [(one, other)]
+    assert list(sharing_pairs([one, other])) == [(one, other)]
 
 
 @pytest.mark.parametrize("kind", ["needs", "takes"])
@@ -38,4 +38,4 @@ def test_one_that_needs_another_or_takes_what_the_other_replaces_is_in_none(kind
     cos, sin = readers()
     one = candidate(cos)
     other = candidate(sin, needs=candidate(sin)) if kind == "needs" else candidate(sin, cos)
-    assert not list(_sharing([one, other]))
+    assert not list(sharing_pairs([one, other]))

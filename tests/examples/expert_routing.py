@@ -26,6 +26,16 @@ def _logits(*lead: int) -> Inputs:
 FLAT = _logits(TOKENS)
 
 
+def _scaled_behind(x: Tensor) -> Routed:
+    values, experts = x.float().topk(4, dim=-1)
+    return (values * 2).softmax(-1), experts
+
+
+def _first_of_rounded(x: Tensor) -> Routed:
+    """Shares that are equal more often than those of the operator."""
+    return x.float().softmax(-1).bfloat16().float().max(dim=-1)
+
+
 def _chosen_first(x: Tensor) -> Routed:
     values, experts = torch.topk(x, 4, dim=-1)
     return F.softmax(values, dim=1, dtype=values.dtype), experts
@@ -138,7 +148,9 @@ EXAMPLES = (
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
     Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", instead=PLAIN),
     Example("largest of a softmax", largest, FLAT),
-    Example("the first of equal ones", lambda x: x.softmax(-1).max(dim=-1), FLAT, "the first of equal shares"),
+    Example("the first of equal ones", lambda x: x.float().softmax(-1).max(dim=-1), FLAT),
+    Example("scaled behind the choice", _scaled_behind, FLAT, "multiplied by 2.0 behind the top-k"),
+    Example("the first of equal ones, rounded", _first_of_rounded, FLAT, "by argmax of scores in bfloat16"),
     Example("taken where the largest logits are", _gathered, FLAT),
     Example("taken so, and divided by their sum", lambda x: _gathered(x, divided), FLAT),
     Example("of a softmax in logarithms", _in_logarithms, FLAT),

@@ -25,6 +25,7 @@ def by_sigmoid(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 EXAMPLES = (
     Example("an image", activated, IMAGE),
     Example("silu written out", by_sigmoid, IMAGE),
+    Example("a weight alone", activated, tensors((2, 16, 4, 6), (16,))),
     Example("no weight, one group", lambda x: activated(x, groups=1), tensors((2, 8, 10))),
 )
 

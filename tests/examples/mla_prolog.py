@@ -132,7 +132,7 @@ ROWS = (
         lanes(slice(D), slice(D, D + DR)),
         refusal="a head has more lanes than [nope, rope]",
     ),
-    in_row("a third part", replace(PROMPT, line=8), refusal="they are not all the lanes of one projection"),
+    in_row("a third part", replace(PROMPT, line=8), refusal="the latent and the rotated key are not all its lanes"),
     Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), listed), ONE_SEQUENCE, "are packed"),
 )
 TURNED_ROWS = changed(PROMPT, caches.turned)

@@ -36,7 +36,7 @@ def main() -> int:
         for number, body in zip(chosen, track(texts, "recording", total=len(chosen)), strict=True):
             case = numbered()[number]
             found[case.file][case.name] = body
-    differing = [name for name in found if _show(name, _compared(kept(name), found[name], given.share), found[name])]
+    differing = [name for name in found if show(name, _compared(kept(name), found[name], given.share), found[name])]
     if given.accept:
         for name, bodies in found.items():
             keep(name, bodies)
@@ -47,7 +47,7 @@ def main() -> int:
     return int(bool(differing) and not given.accept)
 
 
-def _show(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
+def show(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
     """Print what differs in one file."""
     old, new = (
         [f"[{case}] {line}" for case, body in each.items() for line in body.split("\n")] for each in (before, now)

@@ -77,16 +77,16 @@ def _launches(source: fx.Graph) -> int:
     return sum(each.launches for each in live_calls(source).values())
 
 
-def kept(file: str) -> dict[str, str]:
-    """What is kept in a file, by the name of the case; nothing where there is no such file."""
-    path = FOLDER / f"{file}.txt"
+def kept(file: str, folder: Path = FOLDER) -> dict[str, str]:
+    """What is kept in a file of a folder, by the name of the case; nothing where there is no such file."""
+    path = folder / f"{file}.txt"
     blocks = path.read_text().split("\n\n") if path.exists() else []
     entries = (each.strip("\n").partition("\n") for each in blocks if each.strip())
     return {name[1:-1]: body for name, _, body in entries}
 
 
-def keep(file: str, bodies: Mapping[str, str]) -> None:
-    """Write a file."""
-    FOLDER.mkdir(exist_ok=True)
+def keep(file: str, bodies: Mapping[str, str], folder: Path = FOLDER) -> None:
+    """Write a file of a folder."""
+    folder.mkdir(exist_ok=True)
     blocks = (f"[{name}]\n{body}\n" for name, body in bodies.items())
-    (FOLDER / f"{file}.txt").write_text("\n".join(blocks))
+    (folder / f"{file}.txt").write_text("\n".join(blocks))

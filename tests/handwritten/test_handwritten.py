@@ -65,6 +65,7 @@ def require_agreement(plain: Run, written: Run, fused: Run | None, exact: float 
 # attention over latents ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(4)
 def test_a_step_of_r1_by_the_prolog(monkeypatch: pytest.MonkeyPatch):
     r1 = example("deepseek_r1", monkeypatch)
 

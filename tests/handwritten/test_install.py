@@ -22,6 +22,7 @@ assert torch.equal(torch_npu.npu_rms_norm(x, gamma)[0], torch.ops.npu.npu_rms_no
 """
 
 
+@pytest.mark.rotates(8)
 def test_where_it_is_missing_a_stand_in_is_imported_and_others_see_no_npu():
     child(
         RUNS
@@ -38,11 +39,13 @@ assert torch.equal(compiled(x), torch_npu.npu_rms_norm(x, gamma)[0] + 1)
     )
 
 
+@pytest.mark.rotates(6)
 def test_where_it_does_not_import_a_stand_in_is_imported(tmp_path: Path):
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: no such file')")
     child(f"import sys; sys.path.append({str(tmp_path)!r})" + RUNS + "assert 'libhccl.so' in origin.reason")
 
 
+@pytest.mark.rotates(6)
 def test_without_a_stand_in_its_import_fails():
     child("""
 from fusion import fallbacks
@@ -57,6 +60,7 @@ else:
 
 
 @requires_torch_npu
+@pytest.mark.rotates(8)
 def test_where_it_imports_it_stays():
     done = torch_npu_host.run(
         RUNS

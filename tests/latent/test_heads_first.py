@@ -187,6 +187,7 @@ def test_a_long_prompt_is_expanded_from_products_of_each_head(batch: int, layout
     assert layouts(report) == {(layout, ())}, report
 
 
+@pytest.mark.rotates(3)
 def test_numbers_of_a_prompt():
     torch.compiler.reset()
     model, exact = Prompt(2).bfloat16(), Prompt(2).bfloat16().double()

@@ -283,5 +283,6 @@ def test_what_is_one_step_away_from_rounded_weights(form: Callable[..., Tensor],
     is_told(ROUNDED, form, inputs(), reason)
 
 
+@pytest.mark.rotates(6)
 def test_keys_whose_number_is_not_known():
     is_told(ROUNDED, weighed(), inputs(), "their number is not a static size", dynamic=True)

@@ -270,6 +270,7 @@ def test_it_lists_no_lengths_of_sequences_of_any_number():
     assert any("the rewrite is right for some symbolic" in each.reason for each in found.refusals)
 
 
+@pytest.mark.rotates(3)
 def test_another_number_of_sequences_is_not_compiled_anew():
     with one_graph(any_batch, target="ascend910_93", plan_lower="eager") as compiled:
         for batch in (3, 2, 5):

@@ -236,6 +236,7 @@ def test_where_the_prolog_does_not_fit_the_line_is_written_by_its_own_operator(b
     assert all(written.args[place].meta["val"].dtype == torch.int8 for place in (5, 6))
 
 
+@pytest.mark.rotates(3)
 def test_with_all_layers_in_int8_the_prolog_gives_rows_that_are_quantised_behind_it(blocks: ModuleType):
     """No mode of the operator goes from int8 layers to caches by channel: it writes rows in floats to fresh memory."""
     (block,) = made(blocks, ALL_LAYERS, torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 from fusion.graph import Algebra
 from fusion.language import Refused
 from patterns.cache.stores import Fresh, Pages
-from patterns.extras.mla_preprocess import EPSILON, JoinedRows, MlaPreprocess, PreprocessMatch, _pages
+from patterns.extras.mla_preprocess import EPSILON, JoinedRows, MlaPreprocess, PreprocessMatch, storage_pages
 from patterns.latent.head_projection import HeadProjection
 from patterns.latent.prolog.kv_write import KvRmsnormRopeCache
 from patterns.latent.prolog.layers import StaticInt8Layers
@@ -68,7 +68,7 @@ def test_pages_that_lie_otherwise_are_not_written(place: int, block: int | None)
     both = [torch.zeros(shape).transpose(0, 1).contiguous().transpose(0, 1) if place == n else torch.zeros(shape)
             for n in range(2)]  # fmt: skip
     with pytest.raises(Refused, match=r"not contiguous|do not lie together"):
-        _pages(Pages(kv_cache=both[0], kr_cache=both[1], nz_block=block))
+        storage_pages(Pages(kv_cache=both[0], kr_cache=both[1], nz_block=block))
 
 
 def test_rotated_lanes_of_every_head_are_put_in_halves():

@@ -31,6 +31,7 @@ def given() -> tuple[Tensor, ...]:
     return setting(**KERNEL)(HALF)
 
 
+@pytest.mark.rotates(4)
 def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...]):
     with torch.no_grad():
         report = fusion.explain(FORWARD, *given, options=OPTIONS)
@@ -46,6 +47,7 @@ def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...])
     assert front.args[14] is front.kwargs["kv_cache_out1"]
 
 
+@pytest.mark.rotates(4)
 def test_pages_in_lines_of_nz_are_written_as_they_lie():
     given = setting(1, 16, **PAGES)(HALF)
     with torch.no_grad():

@@ -137,11 +137,13 @@ def test_one_cache_of_both_keeps_its_rows():
     """The operator writes two caches: here its rows are joined and written, and both parts are read."""
     with torch.no_grad():
         report = fusion.explain(Block(absorbing, True).bfloat16(), *inputs(True), options={"target": "ascend910_93"})
-    assert report.ops[PROLOG] == report.ops[ATTENTION] == report.ops["npu::npu_scatter_nd_update_"] == 1
+    made = f"{PROLOG}_functional"  # its rows are read behind their write, which GE orders by operands alone
+    assert report.ops[made] == report.ops[ATTENTION] == report.ops["npu::npu_scatter_nd_update_"] == 1
 
 
 @pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
 @pytest.mark.parametrize("attend", [absorbing, expanding], ids=lambda each: each.__name__)
+@pytest.mark.rotates(4)
 def test_what_runs_is_as_exact_as_the_model(attend: Callable[..., Tensor], joint: bool):
     block = Block(attend, joint).bfloat16()
     runs = [inputs(joint), inputs(joint), inputs(joint, torch.float64)]

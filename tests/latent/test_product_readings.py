@@ -77,6 +77,7 @@ OTHERS: dict[str, tuple[Form, tuple[tuple[int, ...], ...]]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+@pytest.mark.rotates(4)
 def test_others_are_none(case: tuple[Form, tuple[tuple[int, ...], ...]]):
     form, shapes = case
     assert not read(form, *shapes)

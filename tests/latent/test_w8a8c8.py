@@ -38,6 +38,7 @@ def blocks(example: ModuleType, *dtypes: torch.dtype) -> list[torch.nn.Module]:
     return [example.converted(state, dtype, example.Attention) for dtype in dtypes]
 
 
+@pytest.mark.rotates(6)
 def test_a_token_becomes_six_operators_that_pass_whole_numbers_on(example: ModuleType):
     (block,) = blocks(example, torch.bfloat16)
     with torch.no_grad():

@@ -52,6 +52,10 @@ CURES: dict[str, dict[str, str]] = {
         "another window": "entries",
     },
     "stream_gates": dict.fromkeys(("another factor", "an output gate that is shifted", "a head"), "norm before"),
+    "hash_routing": {
+        "divided by twice their sum": "sigmoids",
+        "divided by less than their sum": "sigmoids",
+    },
     "latent_attention": {
         "lowered": "a step with its log-sum-exp",
         "another latent": "the last tokens",
@@ -129,7 +133,8 @@ CURES: dict[str, dict[str, str]] = {
         "divided by the largest": "divided by their sum and a tiny number",
         "softmax over tokens": "softmax over the chosen",
         "divided by twice their sum": "divided by their sum",
-        "the first of equal ones": "softmax over the chosen",
+        "the first of equal ones, rounded": "the first of equal ones",
+        "scaled behind the choice": "softmax over the chosen",
         "largest of a softmax over tokens": "softmax over the chosen",
         "others filled with a number": "softmax over the chosen",
         "kept by a bound": "softmax over the chosen",

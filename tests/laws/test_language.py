@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from tests.laws.language import counts, faults, listed
+import fusion.analysis
+from tests.laws.language import PACKAGES, ROOT, counts, faults, listed
 
 
 def test_no_file_has_more_faults_than_are_listed():
@@ -15,6 +17,22 @@ def test_no_file_has_more_faults_than_are_listed():
     fewer = {name: f"{now.get(name, 0)}, of {count} listed" for name, count in most.items() if now.get(name, 0) < count}
     assert not more, "python -m tests.laws.language FILE names the faults"
     assert not fewer, "python -m tests.laws.language --list > tests/laws/language.txt"
+
+
+def test_the_list_of_analyses_names_every_module():
+    lines = [line[4:] for line in (fusion.analysis.__doc__ or "").splitlines() if line.startswith("    ")]
+    named = [name for line in lines for name in line.partition("  ")[0].split(", ")]
+    modules = {path.stem for path in Path(fusion.analysis.__file__).parent.glob("*.py")} - {"__init__"}
+    assert sorted(named) == sorted(modules)
+
+
+def test_tests_import_public_names_alone():
+    private: list[str] = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PACKAGES:
+                private += [f"{path.name}: {each.name}" for each in node.names if each.name.startswith("_")]
+    assert [each for each in private if not each.endswith(": _torch")] == []
 
 
 @pytest.mark.parametrize(

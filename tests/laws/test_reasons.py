@@ -98,12 +98,14 @@ def wrong(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return {f"{place}: {text}": found for place, text in texts if (found := list(internal(text)))}
 
 
+@pytest.mark.rotates(3)
 def test_no_reason_that_was_given_holds_a_name_of_ours():
     reasons = refused()
     assert len(reasons) > 300
     assert not wrong(("", each) for each in reasons)
 
 
+@pytest.mark.rotates(3)
 def test_no_reason_that_is_written_holds_a_name_of_ours():
     texts = list(written())
     assert len(texts) > 200

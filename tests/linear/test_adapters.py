@@ -102,6 +102,7 @@ def test_what_stands_around_adapters_is_fused(adapted: str):
     assert after <= before - 28
 
 
+@pytest.mark.rotates(4)
 def test_adapters_that_are_merged_are_layers():
     assert told(Block("qkvogud", Merged)).ops == told(Block("")).ops
 

@@ -91,6 +91,7 @@ def distance(x: Tensor, y: Tensor) -> float:
 
 @pytest.mark.parametrize(("level", "dtype"), [("composite", BF16), ("core", F16), ("decomposed", BF16)])
 @pytest.mark.parametrize("form", [apart, merged], ids=lambda form: form.__name__)
+@pytest.mark.rotates(3)
 def test_a_network_is_four_launches(form: Any, level: str, dtype: torch.dtype):
     args = inputs(dtype)
     plain, fused, operators, _ = run(form, args, level)

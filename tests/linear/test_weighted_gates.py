@@ -86,6 +86,7 @@ def test_other_products_are_left(product: Product):
     assert fused <= 1.01 * plain
 
 
+@pytest.mark.rotates(6)
 def test_what_is_rounded_before_it_is_weighted_keeps_its_rounding():
     """The operator runs in 16 bits where the model rounds its product to them."""
 

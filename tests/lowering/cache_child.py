@@ -9,8 +9,9 @@ import torch
 import torch_npu  # noqa: F401  (registers the operators)
 from torch import Tensor, fx
 
+from fusion.operators import ensure
 from fusion.routes import vendor
-from tests.support import ge
+from tests.support import acl, ge
 
 SHAPES = {
     "cache": (2, 2, 16, 8), "rows": (2, 2, 3, 8), "keys": (5, 4, 2, 8), "key": (3, 2, 8),
@@ -82,6 +83,32 @@ def npugraph_ex() -> None:
     told = through(lower="npugraph_ex", plan_lower="npugraph_ex")
     operators = [str(node.target) for gm in final for node in gm.graph.nodes if node.op == "call_function"]
     print(json.dumps(told | {"operators": operators}))
+
+
+def called_by_the_model() -> None:
+    """Print, as one line of JSON, what npugraph_ex runs of a model that calls an operator of torch_npu."""
+
+    def step(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
+        torch.ops.npu.npu_scatter_pa_kv_cache(key, value, keys, values, slots, cache_mode="Norm")
+        return keys.sum() + values.sum()
+
+    def given() -> list[Tensor]:
+        caches = [torch.zeros(5, 4, 2, 8).half() for _ in range(2)]
+        rows = [torch.full((3, 2, 8), number).half() for number in (1.0, 2.0)]
+        return [*caches, *rows, torch.tensor([7, 1, 0], dtype=torch.int32)]
+
+    ensure()
+    acl.install()
+    inner = vendor.npugraph_ex
+    vendor.npugraph_ex = lambda gm, values, **_: inner(gm, values, options={"force_eager": True})
+    options = {"target": "ascend910_93", "lower": "npugraph_ex"}
+    inputs = given()
+    with torch.no_grad():
+        result = torch.compile(step, backend="cann_fusion", options=options)(*inputs)
+    (graph,) = acl.optimized()
+    operators = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    written = [each.sum().item() for each in inputs[:2]]
+    print(json.dumps({"operators": operators, "written": written, "result": result.item()}))
 
 
 def torchair() -> None:

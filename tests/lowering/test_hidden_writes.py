@@ -75,6 +75,7 @@ def test_what_ge_could_put_in_another_order_is_expanded(function: Callable[..., 
     assert not is_handed_over(function, monkeypatch)
 
 
+@pytest.mark.rotates(6)
 def test_it_is_expanded_where_the_package_is_not_there():
     ensure()
     gm = graph(alone)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LongcatFlashConfig, LongcatFlashForCausalLM, StaticCache
@@ -55,6 +56,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [*(each.bfloat16().to(dtype) for each in (hidden, angles.cos(), angles.sin(), *caches)), torch.tensor(7)]
 
 
+@pytest.mark.rotates(8)
 def test_factors_of_queries_and_latents_are_the_prologs():
     torch.compiler.reset()
     model = attention(torch.bfloat16)
@@ -72,6 +74,7 @@ def test_factors_of_queries_and_latents_are_the_prologs():
         assert relative_error(have, true) <= 1.5 * relative_error(want, true) + torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.rotates(8)
 def test_a_whole_model_is_explained_whose_experts_are_looped_over():
     config = LongcatFlashConfig(
         vocab_size=128, hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=4, num_layers=1,

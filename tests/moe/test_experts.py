@@ -120,6 +120,7 @@ def test_one_token_and_more(form: Form, tokens: int):
     assert distance(fused, expected(*args, form)) < TOLERANCE[BF16]
 
 
+@pytest.mark.rotates(8)
 def test_several_symbolic_sizes_of_a_result_are_refused():
     def batches(tokens: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         weights, experts = routed(logits)
@@ -164,6 +165,7 @@ def test_counts_that_are_passed_in_are_named():
 
 @requires_torch_npu
 @pytest.mark.parametrize("form", [SORTED[0], GATHERED[0]], ids=lambda form: form.__name__)
+@pytest.mark.rotates(24)
 def test_the_vendors_compiler_takes_the_sequence(form: Form):
     told = converted("tests.moe.experts", form.__name__)
     once = ("MoeGatingTopKSoftmaxV2", "MoeInitRoutingV3", "SwiGlu", "MoeFinalizeRoutingV2")

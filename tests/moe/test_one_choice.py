@@ -73,6 +73,7 @@ def form_of(route: Route, total: Sum) -> Form:
 
 @pytest.mark.parametrize("total", [gathered, sorted_rows, looped, scattered], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("route", [by_argmax, by_argmax_of_sigmoids, by_max, by_topk], ids=lambda each: each.__name__)
+@pytest.mark.rotates(6)
 def test_one_expert_of_each_token_is_the_vendors_sequence(route: Route, total: Sum):
     args = inputs(BF16)
     plain, fused, gm, _ = run(form_of(route, total), args)

@@ -30,6 +30,7 @@ def example() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize(("form", "before"), [("sorted", 17), ("gathered", 15), ("looped", 123)])
+@pytest.mark.rotates(4)
 def test_a_layer_takes_so_many_launches(example: ModuleType, form: str, before: int):
     with torch.no_grad():
         report = fusion.explain(
@@ -40,6 +41,7 @@ def test_a_layer_takes_so_many_launches(example: ModuleType, form: str, before: 
 
 
 @pytest.mark.parametrize("form", ["sorted", "gathered", "looped"])
+@pytest.mark.rotates(3)
 def test_results_are_as_exact_as_they_were(example: ModuleType, form: str):
     torch._dynamo.reset()
     model = example.model(form, torch.bfloat16)

@@ -303,6 +303,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.rotates(6)
 def test_what_looks_like_a_router_is_none(name: str):
     router, reason = OTHERS[name]
     words, reasons = read(router)

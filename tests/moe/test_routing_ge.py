@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.support.torch_npu_host import requires_torch_npu, run
+from tests.support.torch_npu_host import answer, requires_torch_npu
 
 pytestmark = pytest.mark.rotates(6)
 
@@ -17,9 +16,7 @@ ROUTER = "MoeGatingTopKSoftmaxV2"
 
 @cache
 def told(by: str) -> dict[str, Any]:
-    child = run(f"from tests.moe import ge_child\nge_child.{by}()")
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.splitlines()[-1])
+    return answer(f"from tests.moe import ge_child\nge_child.{by}()")
 
 
 @requires_torch_npu
@@ -36,6 +33,7 @@ def told(by: str) -> dict[str, Any]:
         ("guest", 1, 1e-6),
     ],
 )
+@pytest.mark.rotates(12)
 def test_a_router_converts_to_ge(case: str, renorm: int, tolerance: float):
     found = told("guest" if case == "guest" else "lowered")[case]
     assert found["operators"][ROUTER] == 1, found["operators"]
@@ -45,5 +43,6 @@ def test_a_router_converts_to_ge(case: str, renorm: int, tolerance: float):
 
 
 @requires_torch_npu
+@pytest.mark.rotates(12)
 def test_a_call_of_the_model_for_the_whole_softmax_is_left_to_torchairs_own_converter():
     assert told("whole_softmax") == {"made": [], "raised": "got an unexpected keyword argument 'renorm'"}

@@ -1,4 +1,4 @@
-"""Experts that a stable sort chooses: of equal scores the first expert stands first, fused or not."""
+"""Experts that a stable sort or argmax chooses: of equal scores the first expert stands first, fused or not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusion.options import Options
@@ -75,7 +76,48 @@ def routed(router: Router) -> Trial:
     return trial
 
 
+def by_argmax(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.softmax(-1)
+    return scores.amax(-1), scores.argmax(-1)
+
+
+def by_biased_argmax(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    experts = (scores + bias).argmax(-1)
+    return scores.gather(1, experts[:, None]).squeeze(1), experts
+
+
+def by_max(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, experts = logits.softmax(-1).max(-1, keepdim=True)
+    return weights * 2.5, experts
+
+
+def by_one_hot(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.softmax(-1)
+    experts = scores.argmax(-1)
+    return (scores * F.one_hot(experts, EXPERTS)).sum(-1), experts
+
+
+def over_tokens(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares of each token among the tokens, not of its expert alone."""
+    weights, experts = logits.sigmoid().max(-1)
+    return weights / weights.sum(), experts
+
+
+def argmax_of_logits(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.softmax(-1).amax(-1), logits.argmax(-1)
+
+
+def rounded_argmax(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.softmax(-1).bfloat16().float()
+    return scores.amax(-1), scores.argmax(-1)
+
+
 STABLE: dict[str, Router] = {
+    "argmax": by_argmax,
+    "argmax with a bias": by_biased_argmax,
+    "max": by_max,
+    "one-hot": by_one_hot,
     "sort": biased(stable),
     "argsort": biased(lambda x: torch.argsort(x, dim=-1, descending=True, stable=True)),
     "ascending": biased(lambda x: torch.argsort(-x, dim=-1, stable=True)),
@@ -96,7 +138,13 @@ LEFT: dict[str, tuple[Router, str]] = {
     "rounded": (biased(stable, lambda x: x.sigmoid().bfloat16().float()), "a stable sort of scores in bfloat16"),
     "in float64": (biased(stable, lambda x: x.double().sigmoid()), "a stable sort of scores in float64"),
     "of logits": (of_logits, "a stable sort of logits"),
+    "argmax of logits": (argmax_of_logits, "chosen by argmax of logits"),
+    "argmax of rounded scores": (rounded_argmax, "by argmax of scores in bfloat16"),
 }
+
+
+def test_weights_that_are_divided_among_tokens_keep_the_division():
+    assert "aten.div.Tensor" in names(routed(over_tokens).fused)
 
 
 @pytest.mark.parametrize(("router", "reason"), LEFT.values(), ids=LEFT)

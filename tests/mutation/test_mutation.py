@@ -113,6 +113,7 @@ def test_a_step_decides_where_no_other_one_says_the_same(toy: ModuleType, monkey
     assert probe.decided == {"toy.py half: x % 2"}
 
 
+@pytest.mark.rotates(12)
 def test_what_no_test_needs_survives(toy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runs, "CACHE", tmp_path / "cache")
     runner = runs.Runner("toy.py", workers=2, budget=20.0, keep=False)
@@ -136,6 +137,7 @@ def test_what_no_test_needs_survives(toy: ModuleType, tmp_path: Path, monkeypatc
     assert next(each.by for each in verdicts if each.name.endswith("x >= 0")).endswith("refuses_what_is_negative")
 
 
+@pytest.mark.rotates(6)
 def test_a_process_that_dies_or_does_not_end_gives_nothing():
     work = {"ends": lambda: 1, "dies": lambda: os._exit(1), "stays": lambda: time.sleep(60)}
     found = dict(in_children(list(work), lambda name: work[name](), lambda _: 2.0, workers=3))

@@ -162,6 +162,8 @@ def sequences(
         ends = [0, *(int(each) for each in lengths)]
         if ends[-1] < len(tokens):
             raise Undocumented("the results of tokens behind the last sequence")
+        if ends != sorted(ends) or ends[-1] > len(tokens):
+            raise Undocumented("ends of sequences that go back, or lie behind the last token")
         return [tokens[a:b] for a, b in pairwise(ends)]
     change: dict[str, Callable[[Tensor], Tensor]] = {
         "BSH": lambda t: t.unflatten(-1, (heads, -1)),
@@ -272,8 +274,9 @@ def _of_rows(each: Tensor, x: Tensor, more: dict[str, Any]) -> Tensor:
     if more["key_quant_mode"] == 1:
         each = each[0].unsqueeze(1).expand(-1, heads, -1)
     if table is None:
-        rows = each[..., : x.shape[1 if more["input_layout"] == "BSND" else 2]]
-        return (rows.transpose(1, 2) if more["input_layout"] == "BSND" else rows).unsqueeze(-1)
+        before_heads = more["input_layout"].startswith("BSND")
+        rows = each[..., : x.shape[1 if before_heads else 2]]
+        return (rows.transpose(1, 2) if before_heads else rows).unsqueeze(-1)
     rows = each[..., : table.shape[1] * x.shape[2]].unflatten(-1, (table.shape[1], -1))
     return rows.transpose(1, 2).flatten(0, 1).unsqueeze(-1)
 

@@ -15,7 +15,7 @@ from tests.operators.sparse_cases import Make, random
 ATTENTION = "cann_ops_transformer::sparse_flash_mla"
 SCHEDULE = "cann_ops_transformer::sparse_flash_mla_metadata"
 INT, F32 = torch.int32, torch.float32
-A2, A3, _ = CHIPS
+A2, A3, A950 = CHIPS
 
 
 def attention(
@@ -108,8 +108,10 @@ def reference_schedule(**_: Any) -> Tensor:
 REFERENCES = {ATTENTION: reference, SCHEDULE: reference_schedule}
 
 
-def call(entries: int = 0, ratio: int = 1, listed: int = 0, heads: int = 8, **more: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {"q": t(2, 3, heads, 512), "ori_kv": t(2, 9, 1, 512), "sinks": t(heads, dtype=F32)}
+def call(
+    entries: int = 0, ratio: int = 1, listed: int = 0, heads: int = 8, keys: int = 9, **more: Any
+) -> dict[str, Any]:  # fmt: skip
+    made: dict[str, Any] = {"q": t(2, 3, heads, 512), "ori_kv": t(2, keys, 1, 512), "sinks": t(heads, dtype=F32)}
     if entries:
         made |= {"cmp_kv": t(2, entries, 1, 512), "cmp_residual_kv": t(2, dtype=INT), "cmp_ratio": ratio}
     if listed:
@@ -118,9 +120,11 @@ def call(entries: int = 0, ratio: int = 1, listed: int = 0, heads: int = 8, **mo
 
 
 EDGES = [
-    *starts(call(), call(2, 128), call(3, 4, 512), name=ATTENTION),
+    *starts(call(), call(2, 128, keys=260), call(2, 4, 512), name=ATTENTION),
     *starts(schedule(torch.bfloat16) | {"seqused_ori_kv": torch.ones(2, dtype=INT)}, name=SCHEDULE),
     (ATTENTION, (HOST, A2, A3), call(), call(layout_q="TND"), "packed and paged keys"),
     (ATTENTION, (HOST, A2, A3), call(), call(cmp_ratio=4), "cmp_ratio == 1"),
     (ATTENTION, (A2, A3), call(), call(heads=6), "N in"),
+    (ATTENTION, (A950,), call(heads=6), call(3, 4, 512), "C == W // cmp_ratio"),
+    (ATTENTION, (A950,), call(1, 4, keys=4), call(1, 129, keys=130), "cmp_ratio <= 128"),
 ]

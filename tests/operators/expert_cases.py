@@ -304,6 +304,8 @@ def by_group(
     matrix = [each[0] for each in listed] if group_list_type == 2 else list(range(len(listed)))
     counts = [each[1] for each in listed] if group_list_type == 2 else listed
     ends = counts if group_list_type == 0 else [sum(counts[: i + 1]) for i in range(len(counts))]
+    if ends != sorted(ends) or ends[-1] < len(x[0]):
+        raise Undocumented("ends of groups that go back, or lie before the last row")
     out = []
     for row, line in enumerate(x[0]):
         g = matrix[next(number for number, end in enumerate(ends) if row < end)]

@@ -12,15 +12,37 @@ from tests.operators.attention_limits_cases import BIAS, CAUSAL, ONE_BYTE, Edge,
 
 _ONE = {"quant_scale_out": t(1, dtype=torch.float32)}
 _SHIFTED = _ONE | {"quant_offset_out": t(1, dtype=torch.float32)}
+
+
+def _scale(*sizes: int) -> dict[str, Any]:
+    return {"quant_scale_out": t(*sizes)}
+
+
+def _wide() -> dict[str, Any]:
+    """Queries and keys of 128 lanes, values of 64."""
+    return bsnd() | {"value": t(2, 7, 2, 64)}
+
+
+def _equal_heads() -> dict[str, Any]:
+    rows = t(2, 7, 1024)
+    return bsh() | {"key": rows, "value": rows, "num_key_value_heads": 0}
+
+
 COMPUTED_EDGES: list[Edge] = [
     (bsnd() | _SHIFTED, bsnd() | {"quant_offset_out": t(1)}, "given(quant_scale_out)"),
     (bsnd() | _SHIFTED, bsnd() | _ONE | {"quant_offset_out": t(2)}, "shape(quant_offset_out) == shape(quant_scale_out"),
+    (_wide() | _scale(8, 64), _wide() | _scale(8, 128), "numel(quant_scale_out) in (1, num_query_heads * V)"),
     (
-        bsnd() | {"quant_scale_out": t(8, 128)},
-        bsnd() | {"quant_scale_out": t(8)},
-        "numel(quant_scale_out) in (1, num_query_heads * D)",
+        bsh() | _scale(1024),
+        bsh() | _scale(8),
+        "numel(quant_scale_out) in (1, V // num_key_value_heads * num_query_heads)",
     ),
-    (bsh() | {"quant_scale_out": t(1024)}, bsh() | {"quant_scale_out": t(8)}, "numel(quant_scale_out) in (1, H)"),
+    (_equal_heads() | _scale(1024), _equal_heads() | _scale(8), "numel(quant_scale_out) in (1, V)"),
+    (
+        pages(bsnd(), form=5) | _scale(1024),
+        pages(bsnd(), form=5) | _scale(8),
+        "numel(quant_scale_out) in (1, num_query_heads * Cv * L)",
+    ),
 ]
 """By the names of the second version."""
 
@@ -32,6 +54,10 @@ def first(call: dict[str, Any]) -> dict[str, Any]:
 FIRST_CALL = first(bsnd())
 _PADDINGS = {"query_padding_size": "actual_seq_lengths", "kv_padding_size": "actual_seq_lengths_kv"}
 _ROW = t(1, dtype=torch.int64)
+
+
+def _bias(columns: int) -> dict[str, Any]:
+    return {"pse_shift": t(1, 8, 5, columns)}
 
 
 def _prefix(key: tuple[int, ...], value: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -111,6 +137,8 @@ FIRST_HOST_EDGES: list[Edge] = [
         "size(atten_mask, -1) >= size(key_shared_prefix, 2) + U",
     ),
     (_BEFORE | mask(1, 1, 5, 10), _BEFORE | mask(1, 1, 5, 9), "size(atten_mask, -1) >= size(key_shared_prefix, 1) + Q"),
+    (_HEADS_BEFORE | _bias(10), _HEADS_BEFORE | _bias(9), "Tp >= size(key_shared_prefix, 2) + U"),
+    (_BEFORE | _bias(10), _BEFORE | _bias(9), "Tp >= size(key_shared_prefix, 1) + Q"),
     (_of_int8(), FIRST_CALL | {"antiquant_scale": t(2)}, CACHE),
     (_of_int8(), _of_int8() | {"key_antiquant_scale": t(1)}, "not given(key_antiquant_scale) and"),
     (_of_int8(), _of_int8() | {"key_antiquant_mode": 1, "value_antiquant_mode": 1}, "key_antiquant_mode == 0 and"),

@@ -61,6 +61,7 @@ QUANT: tuple[tuple[str, Make], ...] = (
     ("all numbers, with factors", quant(2, 3, 48, mode="pertensor", smooth=True)),
     ("int8 by name", quant(3, 16, dst_type=INT8)),
     ("float8", quant(3, 16, dst_type=24)),
+    ("float8, rows of zeros", quant(3, 16, zeros=True, dst_type=24)),
     ("int4", quant(2, 3, 48, dst_type=INT4)),
     ("int4, factors of groups", quant(6, 16, ends=(2, 6), dst_type=INT4)),
     ("int4 of all numbers", quant(5, 16, mode="pertensor", dst_type=INT4)),

@@ -39,7 +39,8 @@ def int4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().max(-1, keepdim=True).values / 448
-    return (x / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
+    quotient = (x / scale).nan_to_num(0.0)  # Ascend C, Cast to float8: NaN, here 0 / 0 of a row of zeros, becomes 0
+    return quotient.to(torch.float8_e4m3fn), scale.squeeze(-1)
 
 
 def of_row(factors: Tensor, ends: list[int], row: int, otherwise: float) -> Any:

@@ -108,6 +108,7 @@ def other_value(op: Operator, argument: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "argument"), pairs("uncomputed"))
+@pytest.mark.rotates(3)
 def test_an_argument_that_is_not_computed_raises_by_name(name: str, argument: str):
     ensure()
     op, case = OPERATORS[name], first(name)
@@ -209,6 +210,7 @@ def is_name(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("name", DECOMPOSITIONS)
+@pytest.mark.rotates(3)
 def test_every_value_of_a_mode_has_a_case_that_agrees(name: str):
     op = OPERATORS[name]
     for argument, values in listed(op).items():

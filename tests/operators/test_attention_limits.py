@@ -125,6 +125,7 @@ def test_both_sides_of_what_decompositions_ask_for_where_no_chip_takes_the_call(
 
 @pytest.mark.parametrize("chip", [HOST, *CHIPS])
 @pytest.mark.parametrize("edge", FIRST_HOST_EDGES, ids=lambda edge: edge[2])
+@pytest.mark.rotates(6)
 def test_both_sides_of_what_the_first_version_alone_asks_for(edge: Edge, chip: str):
     legal, illegal, text = edge
     lengths = in_tensors(legal), in_tensors(illegal), text

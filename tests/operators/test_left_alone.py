@@ -33,5 +33,6 @@ def test_what_is_in_is_emitted_and_what_is_left_alone_is_not():
 
 
 @pytest.mark.skipif(not (wheel() / "torch_npu").is_dir(), reason="there is no wheel of torch_npu")
+@pytest.mark.rotates(3)
 def test_the_wheel_has_them_all():
     assert named("In") | named("Left alone") <= schemas(wheel()).keys()

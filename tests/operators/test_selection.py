@@ -157,6 +157,7 @@ def test_attention_over_the_buffer_is_attention_over_the_list():
         lists.copy_(lists.roll(1, 0))
 
 
+@pytest.mark.rotates(4)
 def test_one_symbolic_graph_serves_other_sizes():
     ensure()
     op = OPERATORS[NAMES[1]]

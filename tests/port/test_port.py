@@ -13,7 +13,7 @@ import examples.qwen3_paged as paged
 import fusion
 from fusion.errors import FusionError
 
-from .harness import TARGET, check, is_clean, loaded
+from .harness import TARGET, check, is_clean, loaded, ported
 from .models import Block, rows, seeded, spelt, stack
 
 
@@ -34,6 +34,7 @@ def test_a_block_has_joined_weights_and_its_module():
     assert "# models.py:" in source
 
 
+@pytest.mark.rotates(6)
 def test_equal_layers_are_one_class_in_a_loop():
     model, args = stack(4)
     source = check(model, *args)
@@ -164,6 +165,7 @@ def test_numbers_that_python_counts_are_named():
     assert "    counter.length" in source
 
 
+@pytest.mark.rotates(3)
 def test_what_cannot_be_written_says_why():
     def broken(x):
         y = x * 2
@@ -219,3 +221,18 @@ def test_equal_calls_give_equal_sources():
     given = rows(2, 16, 256), rows(2, 16, 256, seed=1)
     assert port(seeded(Block), *given) == port(seeded(Block), *given)
     assert is_clean(port(nn.RMSNorm(64, eps=1e-6), torch.randn(4, 64)))
+
+
+class Scaled(nn.Module):
+    def forward(self, x, *factors, shift):
+        return nn.functional.rms_norm(x * factors[0] + factors[2], (256,)) + shift
+
+
+def test_further_arguments_are_read_by_their_place():
+    source = port(Scaled(), rows(2, 256), rows(256), rows(2), rows(2, 256, seed=1), shift=rows(256, seed=2))
+    assert "def forward(self, x, *factors, shift):" in source
+    assert "factors[1]" not in source
+    x, *factors = rows(2, 256), rows(256), rows(2), rows(2, 256, seed=1)
+    shift = rows(256, seed=2)
+    made = ported(source, Scaled())(x, *factors, shift=shift)
+    torch.testing.assert_close(made, Scaled()(x, *factors, shift=shift), rtol=1e-2, atol=2e-2)

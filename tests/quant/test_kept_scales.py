@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fusion
 from fusion.testing import capture
-from patterns.quant.quantise_dynamic import FLOATS, UNSCALED
+from patterns.quant.read_dynamic_scales import FLOATS, UNSCALED
 from tests.engine.graphs import read_graph
 from tests.examples.inputs import in_dtype
 from tests.examples.quantisation import by_row, grid, int8, signs
@@ -173,6 +173,7 @@ INVERSES: dict[str, tuple[Rows, bool]] = {
 
 
 @pytest.mark.parametrize(("inverse", "found"), INVERSES.values(), ids=INVERSES)
+@pytest.mark.rotates(3)
 def test_an_inverse_may_be_another_where_a_scale_is_0(inverse: Callable[[Tensor], Tensor], found: bool):
     def rows(x: Tensor) -> Tensor:
         return int8(x.float() * inverse(x))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion.frontend.library import installed
 from fusion.options import Options
 from fusion.testing import capture, trial
-from patterns.quant.quantise_dynamic import UNSCALED
+from patterns.quant.read_dynamic_scales import UNSCALED
 from tests.engine.graphs import numbers, read_graph
 from tests.examples.inputs import fixed
 from tests.examples.quantisation import by, by_row, int8, layer, product, quantised, scaled
@@ -251,6 +251,7 @@ ONES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("by", ONES.values(), ids=ONES)
 @pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.rotates(3)
 def test_a_scale_of_the_whole_tensor_is_one_of_each_channel(by: Callable[..., Tensor], rows: int):
     def finish(x: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Tensor:
         return by(product(int8(x * 8), weight).float(), scale, one).bfloat16()

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], int, dict[str, int],
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.rotates(3)
 def test_rows_are_turned_and_quantised_in_one(case: tuple[Any, ...]):
     function, rows, size, expected, reason = case
     x, matrix = (numbers(*shape).bfloat16() for shape in (rows, (size, size)))

@@ -92,6 +92,7 @@ INT8_BY_A_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", INT8_BY_A_NUMBER.values(), ids=INT8_BY_A_NUMBER)
+@pytest.mark.rotates(4)
 def test_numbers_of_the_source_are_scales(form: Callable[[Tensor], Tensor], dtype: torch.dtype):
     assert len(calls(fused(form, tensors(grid(0, 2, 5, 48)), dtype))) == 1
 

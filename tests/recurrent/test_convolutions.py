@@ -78,5 +78,6 @@ def test_a_convolution_is_reported_once(name: str):
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.rotates(6)
 def test_what_is_no_causal_convolution_is_not_called_one(name: str):
     assert not reasons(*OTHERS[name])

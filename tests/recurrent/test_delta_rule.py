@@ -132,6 +132,7 @@ def test_a_step_is_one_call_that_stays_near_float64(name: str):
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.rotates(4)
 def test_a_step_leaves_few_launches(name: str):
     """The call, two norms, and a state that is transposed before and after unless it has its values first."""
     step, heads, lanes = STEPS[name]

@@ -107,6 +107,7 @@ def opened(page: str, folder: Path) -> dict[str, Any]:
     return json.loads(html.unescape(written[1]))
 
 
+@pytest.mark.rotates(6)
 def test_the_console_has_no_errors(results: dict[str, Any]):
     assert results["errors"] == []
     assert not results["wide"], "nothing is wider than the window"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusion
 from fusion.frontend.catalogue import rule_entries
@@ -89,6 +89,31 @@ def test_changes_are_sorted_by_what_they_would_save():
     assert changes[0].us > 0
     assert {each.rule for each in changes} <= {entry.name for entry in rule_entries()}
     assert {each.rule for each in changes} >= {"rms_norm", "attention"}
+
+
+def test_what_the_model_can_mend_comes_first():
+    damped = Norm(0.5).bfloat16()
+
+    def both(x: Tensor, y: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        return damped(x), y * torch.sigmoid(gate)
+
+    report = explained(both, *inputs(), inputs()[0])
+    first, last = report.document().changes
+    assert (first.rule, first.is_mendable) == ("rms_norm", True)
+    assert (last.rule, last.is_mendable) == ("activation", False)
+    assert last.reason.endswith("nothing to change")
+    text = str(report)
+    assert text.index("eps: it is 0.5") < text.index("not fused, with nothing to change in the model")
+
+
+def test_one_reason_at_one_line_is_one_refusal():
+    def twice(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each * torch.rsqrt(each.pow(2).mean(-1, keepdim=True) + 0.5) for each in (x, y))
+
+    report = explained(twice, *inputs())
+    assert len(report.refusals) == 1
+    assert len(report.parts[0].refusals) == 2
+    assert report.document().changes[0].times == 2
 
 
 def test_a_place_that_fused_otherwise_is_shown_where_it_is_asked_for():
@@ -203,7 +228,53 @@ def test_copies_of_inputs_that_are_left_are_named():
         return torch.nn.functional.rms_norm(x, (64,)) + other
 
     copies = [each for each in explained(step, *inputs()).document().left if each.copies]
-    assert {(each.op, len(each.copies)) for each in copies} == {("clone", 1), ("copy_", 1)}
+    assert {(each.op, each.copies) for each in copies} == {("clone", ("args[0]",)), ("copy_", ("args[0]",))}
+
+
+class Copying(nn.Module):
+    """cache [B, T, D], pages [P, W], x [B, D], slots [S], rows [S, W] → [B, D]; each kind of copy once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64, eps=1e-6)
+
+    def forward(self, cache: Tensor, pages: Tensor, x: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+        before = cache.clone()
+        cache.copy_(torch.where(cache > 0, cache, 2 * cache))
+        pages[slots] = rows
+        return self.norm(x) + before + pages.sum()
+
+
+def copied(lower: str) -> set[tuple[str, str, tuple[str, ...]]]:
+    """Return operator, kind and inputs of the copies that stay of a step planned for the compiler `lower`."""
+    given = torch.ones(4, 64), torch.ones(9, 8), torch.ones(4, 64), torch.tensor([7, 0]), torch.ones(2, 8)
+    options = {"target": "ascend910_93", "plan_lower": lower}
+    with torch.no_grad():
+        document = fusion.explain(Copying().eval(), *given, options=options).document()
+    return {(each.op, each.kind, each.inputs) for each in document.copied}
+
+
+CACHE = {("clone", "state", ("args[0]",)), ("copy_", "state", ("args[0]",))}
+
+
+@pytest.mark.parametrize("lower", ["torchair", "npugraph_ex"])
+def test_copies_of_states_that_stay_are_listed(lower: str):
+    assert copied(lower) == CACHE, "rows of pages are written in place by these compilers"
+
+
+def test_a_copied_input_has_a_place_and_a_cure():
+    def step(cache: Tensor, x: Tensor) -> Tensor:
+        cache.copy_(torch.cat((cache[1:], x[:1])))
+        return torch.nn.functional.rms_norm(x, (64,))
+
+    report = explained(step, *inputs())
+    (one,) = report.document().copied
+    assert (one.op, one.kind, one.times) == ("copy_", "state", 1)
+    assert one.line is not None
+    assert one.line.text.startswith("cache.copy_")
+    assert one.cure.startswith("assigned as a whole, from cat; a write in place requires the rows that change")
+    assert json.loads(report.to_json())["copies"][0]["cure"] == one.cure
+    assert "copies of caches, states and weights" in str(report)
 
 
 def test_a_copy_of_a_report_has_the_same_document():

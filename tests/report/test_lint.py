@@ -124,6 +124,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.rotates(3)
 def test_a_fault_is_found_and_its_cure_saves_what_it_says(name: str):
     linter, faulty, mended, inputs, launches = PAIRS[name]
     before, after = explained(faulty, *inputs), explained(mended, *inputs)

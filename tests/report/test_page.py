@@ -77,6 +77,10 @@ def test_every_link_leads_to_an_entry_and_every_entry_has_one(page: str):
         assert any(each["data-ids"] for each in linked if each["tag"] == tag), tag
 
 
+def test_the_title_has_the_name_of_the_model(page: str):
+    assert re.search(r"<title>Model: \d+ launches to \d+ on ascend910_93 - cann-fusion</title>", page)
+
+
 def test_nothing_is_fetched(page: str):
     assert not re.search(r"""(src|href)=|url\(|@import|https?://""", page)
     assert page.count("<script") == page.count("<style") == 1

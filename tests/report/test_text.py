@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,18 @@ def test_it_says_which_lines_became_a_call_what_stays_and_what_to_change(text: s
         "tests/report/models.py:",
     ):
         assert each in words, text
+
+
+def test_of_many_launches_that_stay_the_longest_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = "\n".join(f"    x = x.sin() * {number}.5" for number in range(30))
+    (tmp_path / "long_model.py").write_text(f"def many(x):\n{lines}\n    return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = fusion.explain(import_module("long_model").many, torch.randn(4, 64).bfloat16(), options=NPU)
+    assert len(report.document().left) == 60
+    text = str(report)
+    assert len(re.findall(r"^(?:sin|mul): ", text, re.MULTILINE)) == 20
+    assert "40 launches, " in text
+    assert "more, of shorter ones: listed by --html, --json and report.document()" in " ".join(text.split())
 
 
 def test_text_of_a_model_is_no_markup():

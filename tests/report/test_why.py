@@ -142,6 +142,7 @@ def patched(source: str, diff: str) -> str:
 
 
 @pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.rotates(4)
 def test_the_change_in_the_source_makes_the_fusion(name: str, tmp_path: Path):
     inputs, text = CHANGED[name]
     before = explained(model_of(tmp_path, SOURCE, name), inputs)

@@ -74,6 +74,7 @@ def test_no_more_calls_are_made_on_the_target(piece: Piece, level: Level, dtype:
     assert counts[1] <= counts[0]
 
 
+@pytest.mark.rotates(3)
 def test_complex_numbers_are_no_reason_to_make_more_calls():
     """Of two rotations of float32 by complex numbers one stays: its tables cost more calls than it makes."""
     (piece,) = (each for each in PIECES if each.name == "facebookresearch/sam2 attention to memories")

@@ -39,6 +39,7 @@ def rows_of(x: torch.Tensor, table: torch.Tensor, dynamic: bool) -> tuple[Any, .
         ((5, 3), (1, 1), (5, 3)),
     ],
 )
+@pytest.mark.rotates(4)
 def test_each_token_has_its_row(tokens: Any, table: Any, expected: Any, dynamic: bool):
     found = rows_of(numbers(*tokens, H), numbers(*table, D, seed=1), dynamic)
     assert len(found) == 3

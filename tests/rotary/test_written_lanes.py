@@ -119,6 +119,7 @@ def error(result: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("form", "reference"), CASES, ids=[form.__name__ for form, _ in CASES])
+@pytest.mark.rotates(3)
 def test_lanes_that_are_changed_in_place_are_rotated(form: Form, reference: Form):
     calls, result, inputs = fused_result(form)
     assert [each for each in calls if each.startswith("npu.")] == ["npu.npu_rotary_mul.default"]

@@ -81,6 +81,7 @@ def test_one_call_computes_what_the_model_computes(kind: str, how: str):
     assert error(fused, expected) <= 1.2 * error(plain(*given[1]), expected)
 
 
+@pytest.mark.rotates(4)
 def test_the_chip_takes_heads_of_its_width_in_a_package_that_is_named():
     x = torch.randn(1, TOKENS, 64).bfloat16()
     chip = OPTIONS | {"target": "ascend910_93", "plan_lower": "eager"}
@@ -89,6 +90,19 @@ def test_the_chip_takes_heads_of_its_width_in_a_package_that_is_named():
     unnamed = fusion.explain(wide, x, options=chip | {"packages": []})
     assert CALL not in unnamed.ops
     assert any("needs the package cann_ops_transformer" in each.reason for each in unnamed.refusals)
+
+
+@pytest.mark.rotates(4)
+@pytest.mark.parametrize("kind", [SLIDING, HEAVY, SPARSE])
+def test_ascend_950_takes_entries_of_all_its_keys(kind: str):
+    chip = OPTIONS | {"target": "ascend950", "plan_lower": "eager"}
+    model = Attention(kind, head_dim=512, index_head_dim=128)
+    x = torch.randn(1, TOKENS, 64).bfloat16()
+    assert fusion.explain(model, x, options=chip).ops[CALL] == 1
+    report = fusion.explain(model, *step(model, torch.cat([x, x], 1)), options=chip)  # the cache keeps 127 keys
+    assert report.ops[CALL] == (kind == SLIDING)
+    if kind != SLIDING:
+        assert any("entries stand for the keys of the window" in each.reason for each in report.refusals)
 
 
 def pooled(kv: Tensor, gate: Tensor, bias: Tensor, dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from fusion.graph.proof_steps import proven
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import Term
-from patterns.sparse.attention.listed import Entries, Operands, listed_attention
+from patterns.sparse.attention.gathered_attention import Entries, Operands, listed_attention
 
 B, S, N, T, K, D, C = 2, 3, 5, 16, 4, 8, 6
 a = Algebra()

@@ -13,6 +13,7 @@ from .test_sparse_attention import called, means_the_same, settings, tried
 
 
 @settings(SPELLINGS)
+@pytest.mark.rotates(12)
 def test_one_list_holds_all_of_them(entry: Entry, mode: str, level: testing.Level):
     t = tried(entry.make(mode, torch.bfloat16), entry.inputs(mode, torch.bfloat16), level)
     assert called(t)[1:] == (entry.indexer, entry.sparse), "\n".join(map(str, t.outcome.refusals))
@@ -21,6 +22,7 @@ def test_one_list_holds_all_of_them(entry: Entry, mode: str, level: testing.Leve
 
 
 @pytest.mark.parametrize("entry", LOOKALIKES, ids=lambda each: each.name)
+@pytest.mark.rotates(6)
 def test_other_keys_are_refused(entry: Entry):
     t = tried(entry.make("chunk", torch.bfloat16), entry.inputs("chunk", torch.bfloat16), "composite")
     assert called(t)[1:] == (0, 0)

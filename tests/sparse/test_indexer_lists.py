@@ -13,7 +13,7 @@ from fusion.frontend.library import installed
 from fusion.language import Refused
 from fusion.options import Options
 from fusion.testing import Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
-from patterns.sparse.attention.listing import IndexedRows
+from patterns.sparse.attention.list_sources import IndexedRows
 from tests.latent.test_int8_readings import understood
 from tests.support.grids import grid, named
 

@@ -30,6 +30,7 @@ def of(setting: Setting, **parts: Any) -> Example:
 
 
 @pytest.mark.parametrize("sequences", [0, 3])
+@pytest.mark.rotates(3)
 def test_all_of_it_is_one_call_that_writes_in_place(sequences: int):
     gm, outcome, before = fused(of(replace(LARGE, sequences=sequences)), **A3)
     assert targets(gm, "npu_")[CALL] == 1
@@ -50,6 +51,7 @@ def test_all_of_it_is_one_call_that_writes_in_place(sequences: int):
     ],
     ids=lambda each: str(each) if isinstance(each, str) else "",
 )
+@pytest.mark.rotates(4)
 def test_what_the_chip_does_not_take_falls_to_the_operators_of_torch_npu(setting: Setting, options, reason: str):
     gm, outcome, _ = fused(of(setting), **{**A3, **options})
     assert "custom_pypto" not in str(gm.graph)
@@ -103,6 +105,7 @@ def explained(example: ModuleType, opt_in: set[str]) -> fusion.Report:
         return fusion.explain(model, *given, options={**serving.OPTIONS, "opt_in": opt_in})
 
 
+@pytest.mark.rotates(8)
 def test_a_block_is_as_few_launches_as_with_the_operator_by_hand(example: ModuleType):
     without, report = (explained(example, each) for each in (set(), {NAME}))
     assert report.ops[f"custom_pypto::npu_{NAME}"] == 1
@@ -112,6 +115,7 @@ def test_a_block_is_as_few_launches_as_with_the_operator_by_hand(example: Module
     assert not report.refusals
 
 
+@pytest.mark.rotates(12)
 def test_a_block_computes_what_plain_code_does(example: ModuleType):
     """Where every key that is seen is listed, rounding is the only difference, of caches too."""
     serving, model = importlib.import_module("deepseek_v32"), built(example, listed=383)

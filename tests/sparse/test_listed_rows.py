@@ -63,6 +63,7 @@ SAID = {listed_rows.by_sdpa: (False, False), listed_rows.in_twos: (True, False),
 
 
 @pytest.mark.parametrize("form", SAID, ids=lambda each: each.__name__)
+@pytest.mark.rotates(3)
 def test_what_hides_entries_is_said(form: Form):
     graph, _ = understood(form, SPELLINGS[form](SMALL))
     [(_, found)] = graph.readings.all("listed_attention")
@@ -70,6 +71,7 @@ def test_what_hides_entries_is_said(form: Form):
 
 
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
+@pytest.mark.rotates(3)
 def test_look_alike_is_refused(form: Form):
     """For one reason."""
     t = tried(form, SMALL, torch.bfloat16)

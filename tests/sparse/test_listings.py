@@ -8,7 +8,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from patterns.sparse.attention.listing import GatheredRows
+from patterns.sparse.attention.list_sources import GatheredRows
 from patterns.sparse.indexer.indexer import Seen
 
 

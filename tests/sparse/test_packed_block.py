@@ -66,6 +66,7 @@ def test_any_spelling_of_all_parts_is_the_same_operators(seed: int):
     assert (three.launches[1] - one.launches[1]) / 2 <= 13 + extra
 
 
+@pytest.mark.rotates(4)
 def test_tables_of_all_layers_are_no_price_of_one():
     """Equal tables that many ropes turn are gone with all of these, and count for each by its share alone."""
     spelling = {"index_rotation": "pairs", "rotation": "complex_pairs", "tables": "looked_up"}

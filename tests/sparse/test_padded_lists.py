@@ -69,6 +69,7 @@ def test_entries_are_looked_up_in_the_mask(form: Form, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.float32])
+@pytest.mark.rotates(3)
 def test_whatever_dtype_the_mask_has(kind: torch.dtype):
     t = tried(booleans, torch.bfloat16, kind=kind)
     assert len(forms(t)) == 1
@@ -82,6 +83,7 @@ def test_a_query_without_keys_gives_the_mean_of_all_values():
 
 
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
+@pytest.mark.rotates(3)
 def test_look_alike_is_refused(form: Form):
     t = tried(form, torch.bfloat16)
     assert not forms(t)

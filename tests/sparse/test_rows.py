@@ -8,7 +8,7 @@ from sympy import Symbol
 
 from fusion.graph import Algebra, Value
 from fusion.graph.comparisons import positions
-from patterns.sparse.lists.rows import Gathered, gathered
+from patterns.sparse.lists.gathered_rows import Gathered, gathered
 
 B, S, T, K, D = 2, 3, 8, 4, 6
 a = Algebra()

@@ -135,6 +135,7 @@ def test_every_spelling_is_one_call(parts: dict[str, Any], level: Level, dtype: 
 
 
 @pytest.mark.parametrize("slots", [by_topk, by_descending, by_unstable_sort], ids=lambda each: each.__name__)
+@pytest.mark.rotates(3)
 def test_an_order_that_torch_leaves_open_is_told_by_the_status(slots: Any):
     """Other slots may be free first: the status names the same keys, and every key has the same rows."""
     model, plain, ours = Model(slots=slots), SETTING(torch.float64), SETTING(torch.float64)
@@ -191,6 +192,7 @@ def _held(status: Tensor) -> list[tuple[int, int]]:
     return [(row, each) for row, line in enumerate(status[:, :-1].tolist()) for each in line if each >= 0]
 
 
+@pytest.mark.rotates(8)
 def test_other_batches_are_the_same_graph():
     def inputs(lists: int) -> tuple[Tensor, ...]:
         return replace(SETTING, lists=lists)(torch.float64)
@@ -234,6 +236,7 @@ def test_attention_reads_the_pages_of_the_buffer():
 
 
 @pytest.mark.parametrize("setting", [CHIP, replace(CHIP, int8=True, c=656)], ids=["latent", "packed"])
+@pytest.mark.rotates(3)
 def test_a_step_is_one_call_that_writes_in_place(setting: Setting):
     model = Model(rope=not setting.int8, read=lambda rows, new: rows.float().sum(1))
     gm, outcome, before = fused(model, setting(torch.bfloat16), **A3)
@@ -435,6 +438,7 @@ def test_an_order_of_free_slots_that_is_read_is_told():
     assert any("something else than the buffers and the" in each for each in said)
 
 
+@pytest.mark.rotates(6)
 def test_nothing_is_said_of_it_unless_it_is_named():
     for parts in ({}, *(parts for _, parts in LOOKALIKES.values())):
         gm, outcome, _ = fused(Model(**parts), SETTING(torch.float32), target="host", lower="eager")

@@ -51,6 +51,7 @@ def test_a_block_is_what_an_expert_launches(form: Form):
     emits_valid_calls(t)
 
 
+@pytest.mark.rotates(3)
 def test_a_norm_of_pytorch_rounds_what_is_seen_with_other_dims_behind_it(monkeypatch: pytest.MonkeyPatch):
     """Whose cast comes last, and stands above the dims in which the heads' layer reads it."""
     monkeypatch.setattr(serving, "norm", lambda x, gain: torch.nn.functional.rms_norm(x, gain.shape, gain, serving.EPS))
@@ -67,12 +68,14 @@ def test_where_every_key_is_listed_rounding_is_the_only_difference(form: Form, m
     means_what_it_says(tried(form, SPELLINGS[form]))
 
 
+@pytest.mark.rotates(3)
 def test_a_list_from_elsewhere_is_cut_where_a_token_sees_no_more():
     t = tried(serving.by_own_list, serving.OWN_LIST)
     in_full(t, {**ONE, "lightning_indexer": 0})
     assert max(differences(t)) < 1e-12
 
 
+@pytest.mark.rotates(3)
 def test_ranges_of_keys_keep_the_list_of_the_model():
     """The indexer's operator sees all keys up to one, of which a range may not be the first."""
     t = tried(serving.by_ranges, serving.of_ranges(serving.MIXED))

@@ -62,6 +62,7 @@ def test_a_block_of_many_heads_is_no_more(heads: int, most: int):
     assert report.launches[1] <= most
 
 
+@pytest.mark.rotates(3)
 def test_the_same_of_glm_in_int8_is_one_rotation_more(monkeypatch: pytest.MonkeyPatch):
     name, sizes = "deepseek_v32_w8a8c8", dict(q_lora=2048, nope=192, value=256)
     pairs = importlib.import_module("deepseek_v32").pairs_rotated

@@ -18,7 +18,7 @@ from fusion.testing import LEVELS, Trial, capture
 from patterns.attention.masks.assumed import Assumed
 from patterns.sparse.indexer import read
 from patterns.sparse.indexer.read_scores import NOT_A_SUM, parts
-from patterns.sparse.lists import rows
+from patterns.sparse.lists import gathered_rows
 from tests.latent import lookalikes_latent_attention
 
 from . import lookalikes_sparse_attention, sparse_attention, sparse_attention_blocks, sparse_attention_lists
@@ -158,7 +158,7 @@ def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, mode: str, lev
 
 def test_as_many_keys_are_listed_as_are_known_before():
     known = {4: 4, Min(4, KEYS): 4, KEYS: None, Min(KEYS, QUERIES): None, Max(4, KEYS): None}
-    assert {count: read._at_most(count) for count in known} == known
+    assert {count: read.at_most(count) for count in known} == known
 
 
 def test_places_of_one_row_are_distinct_only_while_it_stays_a_row():
@@ -166,9 +166,9 @@ def test_places_of_one_row_are_distinct_only_while_it_stays_a_row():
     scores = a.make("input", (), ("scores", 0), (2, 4, 8), torch.float32)
     places = a.make("largest_index", (scores,), (4,), (2, 4, 4), torch.int64)
     for same in (places, a.cast(places, torch.int32), a.reshape(places, (2, 1, 4, 4)), a.permute(places, (1, 0, 2))):
-        assert rows.distinct(same)
+        assert gathered_rows.distinct(same)
     for other in (a.cast(places, torch.int8), a.reshape(places, (2, 16)), a.permute(places, (0, 2, 1))):
-        assert not rows.distinct(other)
+        assert not gathered_rows.distinct(other)
 
 
 def summed(a: Algebra, q: Shape, k: Shape, w: Shape, over: int = -2) -> Value:

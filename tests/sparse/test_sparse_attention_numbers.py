@@ -71,6 +71,7 @@ def test_a_prompt_and_steps(name: str, mode: str, dtype: torch.dtype):
     assert usual_error(have, want) <= CAP[dtype]
 
 
+@pytest.mark.rotates(4)
 def test_both_steps_are_fused():
     entry = ENTRIES["plain"]
     for mode in ("chunk", "step"):

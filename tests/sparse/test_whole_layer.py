@@ -39,6 +39,7 @@ def of(setting: Setting, model: type[Model] = Model, **parts) -> Example:
 
 @pytest.mark.parametrize("absorbs", [False, True])
 @pytest.mark.parametrize("model", [Model, Packed])
+@pytest.mark.rotates(8)
 def test_a_layer_is_one_call_that_writes_in_place(model: type[Model], absorbs: bool):
     example = of(LARGE, model, absorbs=absorbs)
     gm, outcome, before = fused(example, target="ascend910_93", lower="torchair", opt_in={NAME})
@@ -51,6 +52,7 @@ def test_a_layer_is_one_call_that_writes_in_place(model: type[Model], absorbs: b
     assert after <= 6 < launches(without) < before
 
 
+@pytest.mark.rotates(4)
 def test_the_scale_of_the_model_is_refused_with_that_reason():
     example = of(LARGE, scale=192**-0.5)
     gm, outcome, _ = fused(example, target="ascend910_93", lower="torchair", opt_in={NAME})
@@ -71,6 +73,7 @@ def test_the_scale_of_the_model_is_refused_with_that_reason():
     ],
     ids=lambda each: str(each) if isinstance(each, str) else "",
 )
+@pytest.mark.rotates(8)
 def test_what_the_chip_does_not_take_falls_to_the_operators_of_torch_npu(setting: Setting, options, reason: str):
     gm, outcome, _ = fused(of(setting), **{"target": "ascend910_93", "lower": "torchair", "opt_in": {NAME}, **options})
     assert "custom_pypto" not in str(gm.graph)
@@ -78,6 +81,7 @@ def test_what_the_chip_does_not_take_falls_to_the_operators_of_torch_npu(setting
     assert targets(gm, "npu_")["npu.npu_sparse_flash_attention.default"] == 1
 
 
+@pytest.mark.rotates(4)
 def test_it_is_not_mentioned_unless_it_is_named():
     for parts in ({}, {"scale": 192**-0.5}):
         gm, outcome, _ = fused(of(SETTING, **parts), target="host", lower="eager")

@@ -180,6 +180,7 @@ LIKE_GATES = (of_other_streams, of_another_norm, of_lanes_first, of_each_stream)
 
 
 @pytest.mark.parametrize("form", LIKE_GATES, ids=lambda form: form.__name__)
+@pytest.mark.rotates(3)
 def test_gates_of_something_else_are_not_those_of_the_streams(form: Form):
     t = fused(Connection(form, d=128, times=3), streams())
     assert called(t) & ON_950 == ON_950 - {"npu::npu_mhc_pre"}
@@ -262,7 +263,9 @@ def test_streams_that_are_not_mixed_have_an_operator_on_950_alone():
     t = fused(apart, *given)
     assert called(t) == {"npu::npu_mhc_post"}
     testing.means_what_it_says(t)
-    assert not called(fused(apart, *given, target="ascend910_93"))
+    t = fused(apart, *given, target="ascend910_93")
+    assert not called(t)
+    assert "matrix: there is none that mixes the streams; mhc_post requires one" in reasons(t, "stream_update")
 
 
 def test_a_gate_that_is_returned_stays_right():

@@ -59,6 +59,7 @@ def glm5_next() -> nn.Module:
         pytest.param(glm5_next, "ascend910b", ON_A3, {}, id="GLM-5-Next on A2"),
     ],
 )  # fmt: skip
+@pytest.mark.rotates(4)
 def test_the_gates_and_the_update_of_a_layer_are_fused(
     model: Any, target: str, operators: set[str], options: dict[str, Any]
 ):

@@ -5,19 +5,31 @@ from __future__ import annotations
 import functools
 import importlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Converted:
-    """One GE graph: operator types as converted, the same after torchair's own passes, and the inputs written to."""
+    """One GE graph.
+
+    Attributes:
+        before: operator types as converted.
+        after: the same after torchair's own passes.
+        written: numbers of the inputs that the graph writes to.
+        copied: the inputs that it copies, or assigns to, each as "operator of input shape".
+        scoped: for each attribute that a scope sets, the number of operators in it by type.
+    """
 
     before: Counter[str]
     after: Counter[str]
     written: tuple[int, ...]
+    copied: tuple[str, ...]
+    scoped: dict[str, Counter[str]]
 
 
+_PASSED_THROUGH = ("TensorMove", "Assign", "Reshape", "Identity", "Bitcast", "Squeeze", "Unsqueeze")
 _converted: list[Converted] = []
 _kernels: list[Any] = []
 
@@ -92,7 +104,29 @@ def _record(graph: Any) -> None:
         before = Counter(op.type for op in self.graph.op)
         result = optimize(self, *args, **kwargs)
         after = Counter(op.type for op in self.graph.op)
-        _converted.append(Converted(before, after, tuple(self._ref_data_idx)))
+        copied = tuple(_copied_inputs(self.graph))
+        _converted.append(Converted(before, after, tuple(self._ref_data_idx), copied, _scoped(self.graph)))
         return result
 
     graph.optimize_graph_without_runtime = recorded
+
+
+def _scoped(graph: Any) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {}
+    for op in graph.op:
+        for name in set(op.attr) & {"_super_kernel_scope", "_op_aicore_num"}:
+            found.setdefault(name, Counter())[op.type] += 1
+    return found
+
+
+def _copied_inputs(graph: Any) -> Iterator[str]:
+    """Yield the copies of inputs in the GE graph `graph`, and the assignments to them."""
+    ops = {op.name: op for op in graph.op}
+    for op in graph.op:
+        if op.type not in ("TensorMove", "Assign"):
+            continue
+        source = op
+        while source.type in _PASSED_THROUGH:
+            source = ops[source.input[0].partition(":")[0]]
+        if source.type == "Data":
+            yield f"{op.type} of {source.name} {list(source.output_desc[0].shape.dim)}"

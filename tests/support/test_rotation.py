@@ -46,6 +46,7 @@ def run(items: Sequence[Item], number: int, areas: frozenset[str] | None, monkey
 
 @pytest.mark.parametrize("areas", [None, frozenset(), frozenset({"a"}), frozenset({"b"})], ids=str)
 @pytest.mark.parametrize("first", [0, 1, 4711])
+@pytest.mark.rotates(4)
 def test_48_consecutive_commits_run_every_case(
     first: int, areas: frozenset[str] | None, monkeypatch: pytest.MonkeyPatch
 ):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import pytest
 
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
@@ -12,9 +13,7 @@ pytestmark = requires_torch_npu
 
 
 def answer(source: str) -> Any:
-    done = torch_npu_host.run(f"import json, torch, torch_npu\n{source}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return torch_npu_host.answer(f"import json, torch, torch_npu\n{source}")
 
 
 def test_thread_local_init_functions_are_not_stubbed():
@@ -30,6 +29,7 @@ def test_the_stubs_are_built_once():
     assert (folder / "libascendcl.so").stat().st_mtime_ns == built
 
 
+@pytest.mark.rotates(8)
 def test_a_child_imports_torch_npu_and_torchair_with_one_device():
     assert answer("import torchair; print(json.dumps([torch_npu.__version__, torch.npu.device_count()]))") == [
         "2.13.0",
@@ -37,12 +37,14 @@ def test_a_child_imports_torch_npu_and_torchair_with_one_device():
     ]
 
 
+@pytest.mark.rotates(6)
 def test_the_schema_is_the_vendors():
     schema = answer("print(json.dumps(str(torch.ops.npu.npu_rms_norm.default._schema)))")
     assert schema.startswith("npu::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=")
     assert schema.endswith("-> (Tensor, Tensor)")
 
 
+@pytest.mark.rotates(6)
 def test_meta_kernels_run_on_meta_tensors():
     shapes = answer(
         "x, gamma = (torch.empty(s, dtype=torch.float16, device='meta') for s in ((2, 3, 8), (8,)))\n"
@@ -52,6 +54,7 @@ def test_meta_kernels_run_on_meta_tensors():
     assert shapes == [[2, 3, 8], "torch.float16", [2, 3, 1], "torch.float32"]
 
 
+@pytest.mark.rotates(6)
 def test_attention_traces_on_a_fake_npu():
     targets = answer(
         "from torch._subclasses import FakeTensorMode\n"

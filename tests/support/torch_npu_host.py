@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +67,13 @@ def run(source: str, *, timeout: int = 300, env: dict[str, str] | None = None) -
         timeout=timeout,
         check=False,
     )
+
+
+def answer(source: str) -> Any:
+    """Run Python `source` like `run`, and return what it prints last, as JSON."""
+    done = run(source)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def stubs() -> Path:

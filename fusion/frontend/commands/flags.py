@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -18,6 +18,7 @@ from fusion.options import LENGTHS, LOWER, PLAN_CACHE, PREPACK, Options, check_n
 TARGET = "ascend910_93"
 WITHOUT_FLAG: Mapping[str, str] = {
     "mode": "the mode of Inductor changes nothing of a report",
+    "hints": "the compiler on the device reads them, and a command runs none",
     "verify": "it compares numbers, and a command runs no model",
     "expect": "the command `cann-fusion expect check` is for it",
 }
@@ -67,7 +68,7 @@ class OptionFlags:
         list[str] | None,
         _flag(
             "Plan for operators of this package too; `cann-fusion ops` lists the packages; torch_npu==2.10 plans for "
-            "that version of torch_npu. May be repeated."
+            "that version of torch_npu; vllm_ascend-0.26 for the packages of that release. May be repeated."
         ),
     ] = None
     unsafe: Annotated[
@@ -184,24 +185,26 @@ class CallFlags:
     ] = False
 
 
+_CODE = "hf:<model type>; package.module:name or path/to/file.py:name, a function or a module class"
 ModelName = Annotated[
-    str,
-    typer.Argument(
-        help="hf:<model type>; package.module:name or path/to/file.py:name, a function or a module class; or "
-        "program.pt2 of torch.export.",
-        metavar="MODEL",
-        show_default=False,
-    ),
+    str, typer.Argument(help=f"{_CODE}; or program.pt2 of torch.export.", metavar="MODEL", show_default=False)
 ]
+ModelCode = Annotated[str, typer.Argument(help=f"{_CODE}.", metavar="MODEL", show_default=False)]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Where the model fails: print the whole traceback.")]
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameters of a command that are records of flags by a parameter for each flag, for typer."""
+def with_flags(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
+    """Replace the parameters of a command that are records of flags by a parameter for each flag, for typer.
+
+    Args:
+        command: the command.
+        without: flags that the command does not offer: they have their defaults.
+    """
     hints = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters.values()
     records = {each.name: hints[each.name] for each in parameters if is_dataclass(hints[each.name])}
-    flags = {name: get_type_hints(kind, include_extras=True) for name, kind in records.items()}
+    hinted = {name: get_type_hints(kind, include_extras=True) for name, kind in records.items()}
+    flags = {name: {flag: each[flag] for flag in each if flag not in without} for name, each in hinted.items()}
 
     def call(**given: Any) -> None:
         made = {name: kind(**{flag: given.pop(flag) for flag in flags[name]}) for name, kind in records.items()}

@@ -223,7 +223,11 @@ class Comparison:
         if not refusals:
             text = f"nothing has one of its written forms; `cann-fusion rules {rule}` shows them"
             return (Reason(rule, text),)
-        listed = [Reason(each.rule, each.reason, each.where, each.source) for each in refusals[:MOST_REASONS]]
+        names = {word: name for part in self.report.parts for word, name in part.rule_of.items()}
+        listed = [
+            Reason(names.get(each.rule, each.rule), each.reason, each.where, each.source)
+            for each in refusals[:MOST_REASONS]
+        ]
         more = len(refusals) - len(listed)
         rest = [Reason(rule, f"{more} more reasons; `cann-fusion explain` lists them")] * bool(more)
         return (*listed, *rest)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fusion.errors import OptionError
 from fusion.frontend.backend import FusionBackend
+from fusion.frontend.integrations.configurations import check_config, given_as
 from fusion.frontend.library import Rules
 from fusion.options import Options
 from fusion.routes.vendor import converts_to_ge
@@ -31,8 +32,13 @@ def torchair(
         rules: the rules to choose from; None for the installed ones.
 
     Raises:
-        OptionError: an option is wrong, or `lower` names another compiler.
+        OptionError: an option is wrong, `lower` names another compiler, or `compiler_config` is no configuration.
     """
+    if compiler_config is not None and not hasattr(getattr(compiler_config, "mode", None), "value"):
+        raise OptionError(
+            f"handing graphs to torchair: {given_as(compiler_config)} is no configuration of torchair; give a "
+            "torchair.CompilerConfig(), or None for a default one, and options of the pass as options={...}"
+        )
     planned = "torchair" if converts_to_ge(compiler_config) else "npugraph_ex"
     return _backend("torchair", planned, compiler_config, options, rules)
 
@@ -53,8 +59,9 @@ def npugraph_ex(
         rules: the rules to choose from; None for the installed ones.
 
     Raises:
-        OptionError: an option is wrong, or `lower` names another compiler.
+        OptionError: an option is wrong, `lower` names another compiler, or `config` is no mapping of names.
     """
+    check_config("npugraph_ex", config)
     return _backend("npugraph_ex", "npugraph_ex", config, options, rules)
 
 

@@ -1,14 +1,14 @@
 """The pass as a guest of compilers that run passes of their users: Inductor, and vLLM, which compiles by Inductor.
 
-A guest adds no inputs and sees no calls: nothing is prepared, and the options `assume`, `verify` and `expect` have no
-effect. Its report says so.
+A guest sees no calls: the options `assume`, `verify` and `expect` have no effect, as its report says. A graph of
+Inductor looks up prepared weights by a call inside the graph; vLLM, which captures launches itself, prepares nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 from uuid import uuid4
@@ -16,7 +16,8 @@ from uuid import uuid4
 import torch.fx as fx
 
 from fusion._torch.inductor import passes_at
-from fusion.errors import FusionError
+from fusion.errors import FusionError, OptionError
+from fusion.frontend.integrations.configurations import check_config, given_as
 from fusion.frontend.library import Rules
 from fusion.frontend.passes import FusionPass
 from fusion.options import Options
@@ -43,11 +44,15 @@ def inductor(
         rules: the rules to choose from; None for the installed ones.
 
     Raises:
-        OptionError: an option of the pass is wrong.
+        OptionError: an option of the pass is wrong, or `config` is no configuration of Inductor.
     """
+    check_config("inductor", config)
     guest = FusionPass(options, rules)
     given = {name.replace("-", "_"): value for name, value in (config or {}).items()}
     before = passes_at(HOOK, given)
+    for each in before:
+        if not callable(each):
+            raise OptionError(f"configuring inductor: {HOOK} has {given_as(each)}, which is no pass; give functions")
     if any(isinstance(each, FusionPass) and each.uuid() == guest.uuid() for each in before):
         return given
     return {**given, HOOK: (*before, guest)}
@@ -68,7 +73,10 @@ def vllm(options: Options | Mapping[str, Any] | None = None, rules: Rules = None
         FusionError: vLLM cannot be imported.
         OptionError: an option of the pass is wrong.
     """
-    return _guest_of(_inductor_pass())(options, rules, earlier)
+    checked = FusionPass(options, rules)
+    if not isinstance(earlier, Callable | None):
+        raise OptionError(f"making a pass for vLLM: earlier is {given_as(earlier)}; give an InductorPass, or None")
+    return _guest_of(_inductor_pass())(checked.options, checked.rules, earlier)
 
 
 def _inductor_pass() -> type:
@@ -108,6 +116,9 @@ def _guest_of(base: type) -> type[Any]:
             if self.earlier is not None:
                 self.earlier(graph)
             super().__call__(graph, *context)
+
+        def _parameters(self, source: fx.Graph) -> dict[str, str]:
+            return {}  # vLLM captures the launches of a graph, and a captured graph looks up no weights
 
         def uuid(self) -> str:
             """Return a key of both passes; of this object alone where the rules have none, so that no cache hits."""

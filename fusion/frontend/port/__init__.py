@@ -10,9 +10,9 @@ import torch
 
 from fusion._torch.exported import is_exported
 from fusion.errors import OptionError
-from fusion.frontend.explain import explain, positional_arguments
+from fusion.frontend.explain import explain
 from fusion.frontend.port.source import source_of
-from fusion.frontend.port.traced import traced
+from fusion.frontend.port.traced import signature_of, traced
 from fusion.language import Library, Reader, Rule
 from fusion.options import Options
 
@@ -52,4 +52,4 @@ def port(
     checked = replace(checked, plan_lower="eager")
     report = explain(fn_or_module, *args, options=checked, dynamic=False, rules=rules, **kwargs)
     with torch.no_grad():
-        return source_of(traced(fn_or_module, report, positional_arguments(fn_or_module), kwargs))
+        return source_of(traced(fn_or_module, report, signature_of(fn_or_module, kwargs)))

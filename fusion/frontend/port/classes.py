@@ -69,7 +69,7 @@ class Classes:
         lines = [f"class {one.name}(nn.Module):", f'    """{self._doc(one)}"""', ""]
         lines += ["    def __init__(self):", "        super().__init__()"] if made else []
         lines += [*(f"        {each}" for each in made), ""] if made else []
-        parameters = self._tensors.traced.arguments if is_root else names.values()
+        parameters = self._tensors.traced.parameters if is_root else names.values()
         lines.append(f"    def forward({', '.join(['self', *parameters])}):")
         return "\n".join([*lines, *(f"        {each}" for each in [*self._shapes(frame, names), *statements])])
 
@@ -90,7 +90,9 @@ class Classes:
         self._class[frame] = one
 
     def _name(self) -> None:
-        """Name each class as that of the model; of several variants the most frequent, the others by their number."""
+        """Give each class the name of its class in the model: of several variants the most frequent gets the name
+        alone, the others get it with the numbers in the path of their first module.
+        """
         by_kind: dict[str, list[Class]] = {}
         for each in self.all:
             kind = each.frames[0].kind

@@ -169,7 +169,9 @@ def _read_at(
 
 
 def _orders(calls: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
-    """Map each call to those that must run before: its operands, and accesses of memory that a write is one of."""
+    """Map each of `calls` to those that must run before: its operands; the last write to memory that the call reads or
+    writes; and all reads of memory since then, if the call writes to the memory.
+    """
     before: dict[fx.Node, set[fx.Node]] = {node: set(node.all_input_nodes) for node in calls}
     written = {memory_of(each) for node in calls for each in written_by(node)}
     readers: dict[fx.Node, list[fx.Node]] = {}

@@ -122,7 +122,7 @@ def _feeds_next(frame: Frame, following: Frame) -> bool:
 
 
 def _indexed(refs: Sequence[Ref]) -> tuple[str, int] | None:
-    """Return container and first index of objects with consecutive indices; None for anything else."""
+    """Return container and first index if `refs` are items of one container in order: c[2], c[3], ...; else None."""
     steps = [index_of(each) if isinstance(each, str) else None for each in refs]
     first = steps[0]
     if first is None or any(each != (first[0], first[1] + number) for number, each in enumerate(steps)):
@@ -131,7 +131,7 @@ def _indexed(refs: Sequence[Ref]) -> tuple[str, int] | None:
 
 
 def _carried(refs: Sequence[Ref], faces: Sequence[Interface]) -> int | None:
-    """Return the number of the result of the module before that each of `refs` but the first is; None for no such."""
+    """Return n if each of `refs`, but for the first, is result number n of the module before; None if they are not."""
     before: Any = zip(faces, refs[1:], strict=False)
     numbers = {face.outputs.index(ref) if ref in face.outputs else -1 for face, ref in before}
     return numbers.pop() if len(numbers) == 1 and -1 not in numbers else None

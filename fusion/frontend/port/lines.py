@@ -29,9 +29,9 @@ class Statement:
 
 
 def statement_of(node: fx.Node, kind: Any) -> Statement | None:
-    """Return the statement of `node` in the forward of the module class or function `kind`, else in the innermost one.
+    """Return the statement of `node` in the forward of the module class or function `kind`.
 
-    None where nothing is recorded.
+    The statement in the innermost function if no frame of `node` is in that forward; None if it has no frames.
     """
     stack = frames(node)
     if not stack:
@@ -109,7 +109,7 @@ class Replaced:
         Lines of the forward of the module class `kind` have their text; code that these call has its places alone.
         """
         made = node.meta.get("fusion")
-        nodes = self._nodes.get(made["root"], ()) if made else ()
+        nodes = self._nodes.get(made.get("root"), ()) if made else ()
         called: dict[str, set[int]] = {}
         shown: dict[tuple[str, int], None] = {}
         for each in nodes:

@@ -40,7 +40,8 @@ _ITEMS: dict[str, tuple[str, ...]] = {
     "npu_add_rms_norm_cast": ("normed_float32", "normed", "rstd", "residual"),
     "npu_dynamic_quant": ("quantised", "scale"), "npu_fused_infer_attention_score_v2": ("attn_output", "lse"),
     "npu_moe_gating_top_k_softmax_v2": ("weights", "experts", "scores"),
-    "npu_moe_gating_top_k": ("weights", "experts", "scores"), "npu_mla_prolog_v3": ("query", "query_rope"),
+    "npu_moe_gating_top_k": ("weights", "experts", "scores"), "npu_apply_rotary_pos_emb": ("query", "key"),
+    "npu_mla_prolog_v3": ("query", "query_rope", "dequant_scale_q_nope", "query_norm", "dequant_scale_q_norm"),
 }  # fmt: skip
 """Names of the results of operators that have several."""
 _UNNAMED = {"input", "self", "x", "x1", "x2", "weight", "gamma", "updates", "tensors", "bias", "mat2", "other"}
@@ -104,7 +105,7 @@ class Names:
         return cleaned(statement.names[0]) if statement is not None and len(statement.names) == 1 else ""
 
     def _is_moved(self, node: fx.Node) -> bool:
-        """Return True if `node` was made in a module inside that has a frame of its own: its lines are not here."""
+        """Return True if `node` comes from a submodule that has a frame of its own, whose lines name it."""
         inner = [path for _, path, _ in module_chain(node)]
         frames = {each.path for each in set(self._inside.values())}
         return any(path in frames for path in inner)

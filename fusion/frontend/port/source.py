@@ -70,7 +70,7 @@ def _header(traced: Traced, origins: Sequence[str]) -> str:
     sections = [
         f"{traced.name} with fused CANN operators, for {traced.target}.",
         f"Written by cann-fusion {version('cann-fusion')} from one call of the model, whose sizes and dtypes it has:",
-        f"    ported = {make}\n    ported({', '.join(traced.arguments)})",
+        f"    ported = {make}\n    ported({', '.join(traced.parameters)})",
         _OPERATORS,
         *_listed(_COUNTED, traced.counted),
         *_listed(_ASSUMED, [f"{name}: {kind}" for name, kind in traced.assumptions.items()]),
@@ -96,7 +96,7 @@ def _load(tensors: Tensors, name: str) -> str:
         return ""
     lines = ["    state = dict(plain)", *_formulas(tensors)]
     if any("device=device" in each for each in lines):
-        lines.insert(1, "    device = next(iter(plain.values())).device")
+        lines.insert(1, "    device = next((each.device for each in plain.values()), None)")
     lines += _copies([*tensors.written()])
     lines = [*lines, "    return state"] if len(lines) > 1 else ["    return dict(plain)"]
     known = {name for name, _ in [*tensors.traced.model.named_parameters(), *tensors.traced.model.named_buffers()]}

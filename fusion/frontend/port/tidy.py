@@ -126,7 +126,7 @@ def _cast_of_views(node: fx.Node) -> Any:
 
 
 def _copied(node: fx.Node) -> Any:
-    """Return x.clone() in place of a copy of x, of the same shape and dtype, over another tensor; None for others."""
+    """Return x.clone() if `node` is copy(y, x) with y of the shape and dtype of x, so that y is not read; else None."""
     if node.target is not aten.copy.default:
         return None
     source: Any = node.args[1]
@@ -138,7 +138,9 @@ def _copied(node: fx.Node) -> Any:
 
 
 def _copied_on(node: fx.Node) -> Any:
-    """Return x of a clone of x that is only copied over other tensors, and that nothing changes; None for others."""
+    """Return x if `node` is a clone of x that is only read by copies over other tensors, and nothing writes to x; else
+    None.
+    """
     if node.target is not aten.clone.default or not node.users:
         return None
     source: Any = node.args[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from fusion._torch.operators import higher_order
 from fusion._torch.tensors import constant_numbers
 from fusion._torch.tracing import copied, dynamo_position
 from fusion.errors import FusionError
+from fusion.frontend.explain import name_of, positional_arguments, variadic_argument
 from fusion.graph.origin import frames, module_path
 from fusion.records import Candidate, Prepared
 from fusion.report.outcome import GraphReport
@@ -53,6 +54,41 @@ Source = Weight | Argument | Constant | Prepared
 
 
 @dataclass(frozen=True)
+class Signature:
+    """Names of the arguments of a model.
+
+    Attributes:
+        positional: those that may be passed by position, in order.
+        variadic: the one that takes all further ones by position (`*args`), or "".
+        named: those that the call passes by name.
+    """
+
+    positional: tuple[str, ...]
+    variadic: str = ""
+    named: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order of a signature."""
+        return *self.positional, *filter(None, [self.variadic]), *sorted(self.named.difference(self.positional))
+
+    def readable(self, name: str) -> str:
+        """Replace `args[n]` at the start of the expression `name` by the name of the argument."""
+        match = re.match(r"args\[(\d+)\]", name)
+        if match is None:
+            return name
+        number, rest = int(match[1]), name[match.end() :]
+        if number < len(self.positional):
+            return self.positional[number] + rest
+        return f"{self.variadic}[{number - len(self.positional)}]{rest}" if self.variadic else name
+
+
+def signature_of(model: Callable[..., Any], named: Iterable[str]) -> Signature:
+    """Return the names of the arguments of `model`, in a call that passes `named` by name."""
+    return Signature(positional_arguments(model), variadic_argument(model), frozenset(named))
+
+
+@dataclass(frozen=True)
 class Traced:
     """Fused graph of one call of a model.
 
@@ -61,6 +97,7 @@ class Traced:
         graph: a copy of the fused graph, which may be changed.
         sources: where each placeholder comes from.
         arguments: names of the arguments that the graph reads, in the order of the signature.
+        variadic: the one of `arguments` that takes all further ones by position, or "".
         results: for each result its expression in what the model returns, or in an argument that it writes to.
         chosen: the rewrites of the graph.
         target: name of the chip.
@@ -72,6 +109,7 @@ class Traced:
     graph: fx.Graph
     sources: Mapping[fx.Node, Source]
     arguments: tuple[str, ...]
+    variadic: str
     results: tuple[str, ...]
     chosen: tuple[Candidate, ...] = field(repr=False)
     target: str
@@ -81,13 +119,16 @@ class Traced:
     @property
     def name(self) -> str:
         """Class name of the model; of a function its name."""
-        return type(self.model).__name__ if isinstance(self.model, nn.Module) else self.model.__name__
+        return name_of(self.model)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The `arguments` as a signature or a call of the port writes them."""
+        return tuple(f"*{each}" if each == self.variadic else each for each in self.arguments)
 
 
-def traced(model: Callable[..., Any], report: Report, positional: Sequence[str], named: Collection[str] = ()) -> Traced:
-    """Return the only graph of `report`, the report of a call of `model`, with its inputs named.
-
-    `positional` and `named` have the names of the arguments that may be passed by position, and of those by name.
+def traced(model: Callable[..., Any], report: Report, signature: Signature) -> Traced:
+    """Return the only graph of `report`, the report of a call of `model`, with its inputs named by `signature`.
 
     Raises:
         FusionError: the call has no graph, several of them, or one that cannot be written as straight code.
@@ -100,20 +141,29 @@ def traced(model: Callable[..., Any], report: Report, positional: Sequence[str],
     for node, name in zip(placeholders, part.inputs, strict=False):
         if dynamo_position(node) is None:
             raise FusionError(
-                f"porting a model: the call writes to {_readable(name, positional)}, which shares its memory with "
+                f"porting a model: the call writes to {signature.readable(name)}, which shares its memory with "
                 "another input, so that the graph reads their common base; pass copies"
             )
-        sources[node] = _source(model, name, positional, named)
+        sources[node] = _source(model, name, signature)
     prepared = {each.name: each for each in part.prepared}
     sources |= {node: prepared[node.name] for node in placeholders[len(sources) :]}
     read = dict.fromkeys(each.root for each in sources.values() if isinstance(each, Argument))
-    arguments = sorted(read, key=lambda name: positional.index(name) if name in positional else len(positional))
-    counted = tuple(_readable(each, positional) for each in part.counted)
+    arguments = sorted(read, key=signature.names.index)
+    counted = tuple(map(signature.readable, part.counted))
     constants = zip(graph.find_nodes(op="get_attr"), part.graph.graph.find_nodes(op="get_attr"), strict=True)
     sources |= {node: _constant(original) for node, original in constants}
-    results = tuple(_readable(each, positional) for each in part.results[-_count(graph) :])
+    results = tuple(map(signature.readable, part.results[-_count(graph) :]))
     return Traced(
-        model, graph, sources, tuple(arguments), results, part.chosen, report.target, counted, report.assumptions
+        model,
+        graph,
+        sources,
+        tuple(arguments),
+        signature.variadic,
+        results,
+        part.chosen,
+        report.target,
+        counted,
+        report.assumptions,
     )
 
 
@@ -172,25 +222,17 @@ def _count(graph: fx.Graph) -> int:
     return len(returned) if isinstance(returned, (tuple, list)) else 1
 
 
-def _readable(name: str, positional: Sequence[str]) -> str:
-    """Replace `args[n]` at the start of the expression `name` by the name of the positional argument."""
-    match = re.match(r"args\[(\d+)\]", name)
-    if match is None or int(match[1]) >= len(positional):
-        return name
-    return positional[int(match[1])] + name[match.end() :]
-
-
-def _source(model: Callable[..., Any], name: str, positional: Sequence[str], named: Collection[str]) -> Source:
+def _source(model: Callable[..., Any], name: str, signature: Signature) -> Source:
     """Return where the input called `name` comes from: an argument, or else a tensor of `model`."""
-    argument = Argument(_readable(name, positional))
+    argument = Argument(signature.readable(name))
     if argument.expression == name and isinstance(model, nn.Module) and tensor_of(model, name) is not None:
-        if argument.root in named:
+        if argument.root in signature.named:
             raise FusionError(
                 f"porting a model: {name} may be a tensor of the module or an argument; pass the argument by position, "
                 "or rename it"
             )
         return Weight(name)
-    if argument.root not in {*positional, *named} or not _is_expression(argument.expression):
+    if argument.root not in signature.names or not _is_expression(argument.expression):
         raise FusionError(
             f"porting a model: it reads the tensor {name}, which is no argument and no tensor of the module; pass it, "
             "or register it as a buffer"

@@ -128,13 +128,17 @@ def tensors_of(traced: Traced, root: Frame) -> Tensors:
 
 
 def _twins(taken: set[str], home: str, owner: str, name: str) -> set[str]:
-    """Return {owner} where a tensor of another name stands there already, as a bias beside the weight of a layer."""
+    """Return {owner} if `taken` has other tensors of the layer `owner`, but none called `name`, which joins them (as a
+    bias the weight); else an empty set.
+    """
     there = {each for each in taken if each.startswith(f"{home}{owner}.")}
     return {owner} if name and there and f"{home}{owner}.{name}" not in there else set()
 
 
 def _prepared_name(node: fx.Node, prepared: Prepared | Constant, read: Sequence[str], home: str) -> tuple[str, str]:
-    """Return the names of layer and tensor, "" for a tensor of its own, for what is prepared from the paths `read`."""
+    """Name the tensor that is prepared from the tensors at the paths `read`: layer and name, which is "" for a tensor
+    without a layer.
+    """
     nodes = prepared.module.graph.nodes if isinstance(prepared, Prepared) else ()
     used = [short_name(each.target) for each in nodes if each.op == "call_function"]
     if not read:

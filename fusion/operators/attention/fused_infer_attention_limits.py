@@ -25,6 +25,8 @@ _KEY_ROPE = ("P Q Kr", "P Q U Kr", "P Q Cr U Lr")
 
 _PACKED, _BATCHED = in_layouts("TND", "NTD"), in_layouts("BSH", "BSND", "BNSD")
 _MERGED, _BSND, _BNSD, _TND, _NTD = map(in_layouts, ("BSH", "BSND", "BNSD", "TND", "NTD"))
+_HEADS_JOINED = f"({_MERGED} or given(block_table))"
+"""True if keys and values of rank 3 have the lanes of all heads in one dim."""
 _BIAS = "given(pse_shift)"
 _MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
 
@@ -197,7 +199,7 @@ def _width_limits(names: Names) -> Iterator[Limit]:
         yield Limit(f"C{rope} * L{rope} == {width}", when=f"not {_MERGED} and rank(key) == 5{given}")
         yield Limit(f"C{rope} * L{rope} == {merged}", when=f"{_MERGED} and rank(key) == 5{given}")
     yield Limit(f"Hr % {heads} == 0", when=f"{_MERGED} and given(query_rope)")
-    several = f"rank(key) == 3 and ({_MERGED} or given(block_table))"
+    several = f"rank(key) == 3 and {_HEADS_JOINED}"
     yield Limit(f"V % {heads} == 0", when=f"{several} and num_key_value_heads == 0")
     yield Limit("V % num_key_value_heads == 0", when=f"{several} and num_key_value_heads > 0")
 
@@ -217,15 +219,20 @@ def _without_rule(names: Names) -> tuple[str, ...]:
 
 
 def _result_limits(names: Names) -> tuple[Limit, ...]:
-    """Return limits on scale and offset of an int8 result: one number, or one per head and channel."""
+    """Return limits on scale and offset of an int8 result: one number, or one per head and channel of the values."""
     scale, offset = names.result
-    given = f"given({scale})"
+    given, joined = f"given({scale})", f"rank(key) == 3 and {_HEADS_JOINED}"
     floats = (Limit(f"not {given}", when="query_quant_mode == 3", because="the page has no such result"),)
+    channels = (
+        (f"{names.heads} * V", f"rank(key) < 5 and not ({joined})"),
+        (f"{names.heads} * Cv * L", "rank(key) == 5"),
+        ("V", f"{joined} and num_key_value_heads == 0"),
+        (f"V // num_key_value_heads * {names.heads}", f"{joined} and num_key_value_heads > 0"),
+    )
     return (
         Limit(given, when=f"given({offset})", because="it is added to what the scale gives"),
         Limit(f"shape({offset}) == shape({scale})", when=f"given({offset})"),
-        Limit(f"numel({scale}) in (1, {names.heads} * D)", when=f"{given} and not {_MERGED}"),
-        Limit(f"numel({scale}) in (1, H)", when=f"{given} and {_MERGED}"),
+        *(Limit(f"numel({scale}) in (1, {count})", when=f"{given} and {form}") for count, form in channels),
         *(floats if names.int8_queries else ()),
     )
 
@@ -269,8 +276,11 @@ def _prefix_limits() -> tuple[Limit, ...]:
             )
         ),
         Limit(f"shape({value}) == shape({key})", when=f"{given} and shape(key) == shape(value)"),
-        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 2) + U", when=f"{given} and {_MASKED} and {_BNSD}"),
-        Limit("size(atten_mask, -1) >= size(key_shared_prefix, 1) + Q", when=f"{given} and {_MASKED} and not {_BNSD}"),
+        *(
+            Limit(f"{columns} >= size(key_shared_prefix, {dim}) + {keys}", when=f"{given} and {when} and {layout}")
+            for columns, when in (("size(atten_mask, -1)", _MASKED), ("Tp", _BIAS))
+            for dim, keys, layout in ((2, "U", _BNSD), (1, "Q", f"not {_BNSD}"))
+        ),
     )
 
 

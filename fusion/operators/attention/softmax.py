@@ -45,9 +45,10 @@ def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, s
     the output [B, N, S, D], 0 for rows without a visible key."""
     if scale <= 0:  # the CPU's causal kernel scales masked scores, too: -inf would become +inf or NaN
         query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
+    rows = _in_one_head(query, key, visible)
     out = scaled_dot_product_attention(
-        query, key, value, visible.keys, is_causal=visible.causal, scale=scale, enable_gqa=True
-    )
+        rows, key, value, visible.keys, is_causal=visible.causal, scale=scale, enable_gqa=True
+    ).reshape(*query.shape[:-1], value.shape[-1])
     # The CPU's kernel returns 0 if all scores are NaN: then the query is not finite, or the first key is NaN.
     out = out + (query - query).sum(-1, keepdim=True)
     blind = _blind(visible)
@@ -56,6 +57,18 @@ def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, s
     wide = compute_dtype(query)
     first = shared_matmul(query.to(wide), key[..., :1, :].to(wide).transpose(-2, -1))
     return out + first.clamp(0.0, 0.0).to(out.dtype)  # 0, or NaN
+
+
+def _in_one_head(query: Tensor, key: Tensor, visible: Visible) -> Tensor:
+    """Return `query` [B, N, 1, D] as [B, M, N / M, D]: the heads that share a head of `key` [B, M, T, D] as its rows.
+
+    Kernels then read each key once. Returns `query` unchanged if it has several rows, or a mask for each head.
+    """
+    batch, heads, rows, width = query.shape
+    shared = visible.keys is None or visible.keys.dim() < 4 or known_true(visible.keys.shape[1] == 1)
+    if visible.causal or not shared or heads == key.shape[1] or not known_true(rows == 1):
+        return query
+    return query.reshape(batch, key.shape[1], heads // key.shape[1], width)
 
 
 def written_softmax(

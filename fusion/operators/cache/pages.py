@@ -50,10 +50,9 @@ Put = Callable[[Tensor, "Places | None", Tensor], Tensor]
 """Function that writes rows at places of a cache: `write` in place, or `written` into a copy, which it returns."""
 
 
-def negatives_to_end(positions: Tensor, size: int) -> Tensor:
-    """Convert positions to int64, and negative ones, which would count from the end, to `size`, out of bounds."""
-    positions = positions.long()
-    return positions.masked_fill(positions < 0, size)
+def negatives_out_of_bounds(positions: Tensor) -> Tensor:
+    """Convert positions to int64, and negative ones, which would count from the end, to large ones, out of bounds."""
+    return positions.long() & torch.iinfo(torch.int64).max
 
 
 def page_places(cache: Tensor, slots: Tensor, rows: Tensor, mode: str | None) -> tuple[Places, Tensor]:
@@ -64,7 +63,7 @@ def page_places(cache: Tensor, slots: Tensor, rows: Tensor, mode: str | None) ->
     negative slot is out of bounds.
     """
     size, slots = _page_size(cache, mode), slots.long()
-    block = negatives_to_end(slots.div(size, rounding_mode="floor"), cache.shape[0])
+    block = negatives_out_of_bounds(slots.div(size, rounding_mode="floor"))
     return _in_pages(cache, block, slots % size, rows, mode)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusion._torch.tensors import known_true
 from fusion.operators.attention.visibility import packed_tokens
-from fusion.operators.cache.pages import Put, negatives_to_end, page_places, stored
+from fusion.operators.cache.pages import Places, Put, negatives_out_of_bounds, page_places, stored
 from fusion.operators.dtype_sets import HALVES, INT8, INT32, INT64
 from fusion.operators.limits import CHIPS, LOWERINGS, Limit
 from fusion.operators.operator import Operator, functional
@@ -23,12 +24,12 @@ _EVERYWHERE = frozenset(LOWERINGS)
 _BOTH = ("dtype(key_cache) == dtype(key)", "dtype(value_cache) == dtype(value)")
 
 
-def _coordinates(input: Tensor, indices: Tensor) -> list[Tensor]:
-    return [negatives_to_end(index, size) for index, size in zip(indices.unbind(-1), input.shape, strict=False)]
+def _coordinates(indices: Tensor) -> list[Tensor]:
+    return list(negatives_out_of_bounds(indices).unbind(-1))
 
 
 def _scatter_nd_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor) -> tuple[Tensor]:
-    return (put(input, _coordinates(input, indices), updates),)
+    return (put(input, _coordinates(indices), updates),)
 
 
 SCATTER_ND_UPDATE_ = Operator(
@@ -62,13 +63,15 @@ def _scatter_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor, a
     `indices` may also be pairs of an index in the first dim and a position.
     """
     axis %= input.ndim
-    batch, starts = torch.arange(updates.shape[0], device=input.device), indices
-    if indices.ndim == 2:
-        batch, starts = _coordinates(input, indices)
-    positions = starts.long()[:, None] + torch.arange(updates.shape[axis], device=input.device)
-    between = [None] * (axis - 1)
-    places = [batch[:, None], *between, negatives_to_end(positions, input.shape[axis])]
-    return (put(input, places, updates.movedim(axis, 1)),)
+    *batch, starts = _coordinates(indices) if indices.ndim == 2 else [negatives_out_of_bounds(indices)]
+    one_position = known_true(updates.shape[axis] == 1)
+    further = None if one_position else torch.arange(updates.shape[axis], device=input.device)
+    if not batch and known_true(updates.shape[0] == 1) and known_true(input.shape[0] == 1):
+        places: Places = [*[None] * axis, starts if further is None else starts + further]
+        return (put(input, places, updates),)
+    first = batch[0] if batch else torch.arange(updates.shape[0], device=input.device)
+    positions = starts[:, None] if further is None else starts[:, None] + further
+    return (put(input, [first[:, None], *[None] * (axis - 1), positions], updates.movedim(axis, 1)),)
 
 
 _BEHIND = "sizes({0}, axis % rank(input) + 1, rank({0}))"

@@ -17,8 +17,8 @@ from fusion.operators.quant.quantisation import INT8_CODE, by_group_of_row
 
 
 def _swiglu(input: Tensor, dim: int) -> Tensor:
-    gate, value = input.to(compute_dtype(input)).chunk(2, dim)
-    return (silu(gate) * value).to(input.dtype).contiguous()
+    gate, value = input.chunk(2, dim)
+    return (silu(gate.to(compute_dtype(input))) * value).to(input.dtype).contiguous()
 
 
 def _halved(input: Tensor, dim: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators import encodings
-from fusion.operators.cache.pages import negatives_to_end
+from fusion.operators.cache.pages import negatives_out_of_bounds
 from fusion.operators.calling import Given
 from fusion.operators.dtype_sets import FLOAT32, FLOATS, INT8, INT32, compute_dtype
 from fusion.operators.limits import A2_A3, HOST, Limit
@@ -271,7 +271,7 @@ def _finalize_routing(given: Given) -> Tensor:
     if given["drop_pad_mode"] in (1, 3):
         summed = rows[index.clamp(min=0)].to(wide).masked_fill((index < 0).unsqueeze(-1), 0)
     else:
-        summed = rows[negatives_to_end(index, rows.shape[0])].to(wide)
+        summed = rows[negatives_out_of_bounds(index)].to(wide)
     if given["bias"] is not None:
         summed = summed + given["bias"][given["export_for_source_row"].long()].to(wide)
     if given["scales"] is not None:

@@ -17,7 +17,7 @@ _SAME_OR_FLOAT32 = Limit("dtype(gamma) in (dtype(input), 'float32')")
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     """Compute x / sqrt(mean(x²) + epsilon) · gamma over the last dim, in the wide dtype, not rounded."""
     wide = x.to(compute_dtype(x))
-    return wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma.to(wide.dtype)
+    return wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma
 
 
 def rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -34,7 +34,7 @@ def _outputs(input: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
 def _rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     x = input.to(compute_dtype(input))
     root = rstd(x, gamma, epsilon)
-    return (x * root * gamma.to(x.dtype)).to(input.dtype), root.contiguous()
+    return (x * root * gamma).to(input.dtype), root.contiguous()
 
 
 RMS_NORM = Operator(
@@ -79,7 +79,7 @@ def added(x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
 
     The latter is rounded before if `x1` is float16, as in the kernel, and not for bfloat16.
     """
-    total = x1.to(compute_dtype(x1)) + x2.to(compute_dtype(x1))
+    total = x1.to(compute_dtype(x1)) + x2
     x = total.to(x1.dtype)
     # The bfloat16 kernel normalises the sum before it is rounded, the float16 kernel after.
     return x, x.to(total.dtype) if x1.dtype == torch.float16 else total
@@ -150,7 +150,7 @@ ADD_RMS_NORM_BIAS = Operator(
 def _add_rms_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, ...]:
     x, total = added(x1, x2)
     root = rstd(total, gamma, epsilon)
-    y = (total * root * gamma.to(total.dtype)).to(x1.dtype)
+    y = (total * root * gamma).to(x1.dtype)
     return y.to(total.dtype, copy=True), y, root.contiguous(), x
 
 
@@ -184,11 +184,11 @@ ADD_RMS_NORM_CAST = Operator(
 def _add_layer_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, additional_output: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = x1.to(compute_dtype(x1)) + x2.to(compute_dtype(x1))
+    total = x1.to(compute_dtype(x1)) + x2
     mean = total.mean(-1, keepdim=True)
     centred = total - mean
     root = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    y = centred * root * gamma.to(total.dtype) + beta.to(total.dtype)
+    y = centred * root * gamma + beta
     x = total.to(x1.dtype)  # the kernel does not write it without additional_output
     return y.to(x1.dtype), mean.contiguous(), root.contiguous(), x if additional_output else torch.zeros_like(x)
 

@@ -173,6 +173,7 @@ def _apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     # The kernel computes float16 in float16, and widens only bfloat16.
     compute = torch.float32 if query.dtype == torch.bfloat16 else query.dtype
+    cos, sin = cos.to(compute), sin.to(compute)
     q, k = (_rotated_like(x, _MODES[rotary_mode], cos, sin, compute) for x in (query, key))
     return q, k
 

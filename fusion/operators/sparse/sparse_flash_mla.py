@@ -19,7 +19,7 @@ from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.dtype_sets import FLOAT32, HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores, unlisted
-from fusion.operators.limits import A2_A3, Limit
+from fusion.operators.limits import A2_A3, CHIPS, Limit
 from fusion.operators.operator import Operator
 
 WINDOW = 127
@@ -143,20 +143,34 @@ _HOST = (
     Limit("given(cmp_kv)", when="given(cmp_sparse_indices) or given(cmp_residual_kv)"),
     "topk_value_mode == 1",
 )
-_KERNEL = (
+_EVERY_KERNEL = (
     Limit("D == 512", because="D is the width of a head"),
-    "N in (1, 2, 4, 8, 16, 32, 64, 128)",
     Limit("given(sinks)", because="a page of the operator makes it mandatory"),
-    Limit(f"ori_win_left == {WINDOW}", because="a row sees 128 keys of the window"),
     Limit("cmp_ratio == 4", when="given(cmp_sparse_indices)"),
-    Limit("cmp_ratio == 128", when="given(cmp_kv) and not given(cmp_sparse_indices)"),
     Limit(f"K in {LISTED}", when="given(cmp_sparse_indices)", because="pad the list with -1"),
     Limit("dtype(ori_kv) == dtype(q)"),
     Limit("dtype(cmp_kv) == dtype(q)", when="given(cmp_kv)"),
 )
+_A2_A3 = (
+    *_EVERY_KERNEL,
+    "N in (1, 2, 4, 8, 16, 32, 64, 128)",
+    Limit(f"ori_win_left == {WINDOW}", because="a row sees 128 keys of the window"),
+    Limit("cmp_ratio == 128", when="given(cmp_kv) and not given(cmp_sparse_indices)"),
+)
+_950 = (
+    *_EVERY_KERNEL,
+    "N <= 128",
+    Limit("cmp_ratio <= 128", when="given(cmp_kv) and not given(cmp_sparse_indices)"),
+    Limit(
+        "C == W // cmp_ratio",
+        when="given(cmp_kv)",
+        because="entries stand for the keys of the window there, by the page of the operator; the kernels of Atlas A2 "
+        "and A3 keep both lengths apart",
+    ),
+)
 _SOURCE = (
     "ops-transformer: torch_extension/cann_ops_transformer/ops/sparse_flash_mla.py, docs/zh/sparse_flash_mla.md, "
-    "golden of its test, kernel arch22"
+    "golden of its test, kernel arch22; on Ascend 950 its newer page, and vllm-ascend, which calls it for bfloat16 keys"
 )
 _OPTIONS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None, Tensor? cu_seqlens_cmp_kv=None, "
@@ -192,7 +206,7 @@ SPARSE_FLASH_MLA = Operator(
         "q ori_kv cmp_kv": HALVES, "cmp_sparse_indices seqused_ori_kv cmp_residual_kv metadata": INT32,
         "sinks": FLOAT32,
     },
-    limits={"host": _HOST, **dict.fromkeys(A2_A3, _KERNEL)},
+    limits={"host": _HOST, **dict.fromkeys(A2_A3, _A2_A3), "ascend950": _950},
     lowerings=frozenset({"eager", "npugraph_ex"}),  # no GE converter
     flops=_flops,
     skipped_bytes=_skipped_bytes,
@@ -223,7 +237,7 @@ SPARSE_FLASH_MLA_METADATA = Operator(
     outputs=_schedule,
     dims={"seqused_ori_kv cmp_residual_kv": "B"},
     dtypes={"seqused_ori_kv cmp_residual_kv": INT32},
-    limits={"host": (), **dict.fromkeys(A2_A3, ())},
+    limits={"host": (), **dict.fromkeys(CHIPS, ())},
     lowerings=frozenset({"eager", "npugraph_ex"}),
     source=_SOURCE,
     summary="the schedule of a call of sparse_flash_mla on the cores of a chip, int32 [1024]; here zeros, as no number "

@@ -112,6 +112,10 @@ def _remarks(document: Document) -> Iterator[tuple[str, str, str]]:
     for region in document.expected:
         state = "found" if region.is_met else "missing"
         yield f"{region.rule} is expected, {state}: {region.name}", region.state, region.where
+    for each in document.copied:
+        title = f"{each.op} copies the {each.kind} {', '.join(each.inputs)}: {place(each.module, each.times)}"
+        where = f"{each.line.path}:{each.line.number}" if each.line else ""
+        yield title, f"{each.cure} ({microseconds(each.us)}, {size(each.bytes)})", where
     for where, times in document.guesses.items():
         yield "read from data: from a sample, as nothing was run", counted(times, "time"), where
     for name, kind in document.assumptions.items():

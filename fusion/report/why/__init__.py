@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -81,8 +81,14 @@ def why(parts: Sequence[GraphReport], place: str | Refusal, tries: int = TRIES) 
     explained: list[Explanation] = []
     for part in parts:
         unique = {(each.rule, each.reason, each.where): each for each in part.refusals if _is_at(each, place)}
-        explained += [Explanation(each, _change(part, each, tries)) for each in unique.values()]
+        explained += [Explanation(_by_rule(part, each), _change(part, each, tries)) for each in unique.values()]
     return explained
+
+
+def _by_rule(part: GraphReport, refusal: Refusal) -> Refusal:
+    """Return `refusal` under the name of a rule, where a reader refused under that of its word."""
+    name = part.rule_of.get(refusal.rule, refusal.rule)
+    return refusal if name == refusal.rule else replace(refusal, rule=name)
 
 
 def _is_at(refusal: Refusal, place: str | Refusal) -> bool:

@@ -227,7 +227,7 @@ def _may_replace(operand: fx.Node, node: fx.Node) -> bool:
 
 
 def _needs_no_other(node: fx.Node, operand: fx.Node) -> bool:
-    """Return True if without `node` no call becomes useless but those that read inputs alone: the edit is small."""
+    """Return True if only calls that read inputs alone become dead when `operand` replaces `node`: a small edit."""
     others = [each for each in node.all_input_nodes if each is not operand and len(each.users) == 1]
     calls = [each for each in others if each.op == "call_function"]
     return all(source.op != "call_function" for each in calls for source in each.all_input_nodes)
@@ -291,7 +291,7 @@ def _apply(node: fx.Node, edit: Edit) -> list[fx.Node]:
 
 
 def _exchanged(item: fx.Node) -> fx.Node:
-    """Let `item`, one of two results of a call, be the other one, in place; return it."""
+    """Make `item`, which takes one of two results of a call, take the other one, in place; return it."""
     source, number = cast(tuple[Any, int], item.args)
     item.args = (source, 1 - number)
     return item

@@ -273,9 +273,10 @@ def group_norm(
     groups: int,
     eps: float,
 ) -> Translated:
-    """Keep group_norm as it is, if it has both gamma and beta or neither; its statistics have no value."""
+    """Keep group_norm as it is, unless it has beta without gamma; its statistics have no value."""
     affine = tuple(each for each in (gamma, beta) if each is not None)
-    known = a.make("group_norm", (x, *affine), (groups, eps), x.shape, x.dtype) if len(affine) != 1 else None
+    is_known = gamma is not None or beta is None
+    known = a.make("group_norm", (x, *affine), (groups, eps), x.shape, x.dtype) if is_known else None
     return (known, None, None)
 
 

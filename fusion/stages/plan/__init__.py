@@ -160,11 +160,12 @@ class Planner:
         legal.
 
         The plan among those refused that would have saved most is recorded as a refusal, unless it saves no more than
-        the best offer, or calls the same operators.
+        the best offer, or calls the same operators. A plan of operators that the target lacks comes last: no change of
+        the model makes it legal.
         """
         options: list[Candidate] = []
         refused = [
-            (Refusal(match.rule.name, plan, match.node, variant=match.variant), -math.inf, frozenset[str]())
+            (Refusal(match.rule.name, plan, match.node, variant=match.variant), (True, -math.inf), frozenset[str]())
             for plan in plans.values()
             if isinstance(plan, Refused)
         ]
@@ -177,13 +178,14 @@ class Planner:
             on = self.target.name if by_limit and self.target.is_npu else ""
             lost = offer.benefit if by_limit else -math.inf
             refusal = Refusal(match.rule.name, cause, match.node, on, match.variant, lost)
-            refused.append((refusal, offer.benefit, _operators(offer.plan)))
+            rank = not self._lacks_operator(offer.plan), offer.benefit
+            refused.append((refusal, rank, _operators(offer.plan)))
         most = max(map(_joint_benefit, options), default=0.0)
         best = next((each for each in options if _joint_benefit(each) >= most - CLOSE), None)
         missed = [
-            (refusal, benefit)
-            for refusal, benefit, operators in refused
-            if best is None or (benefit > best.benefit and operators != _operators(best.plan))
+            (refusal, rank)
+            for refusal, rank, operators in refused
+            if best is None or (rank[1] > best.benefit and operators != _operators(best.plan))
         ]
         if missed:
             self.refusals.append(max(missed, key=lambda each: each[1])[0])
@@ -204,6 +206,11 @@ class Planner:
         match, plan = offer.match, offer.plan
         refused = plan.refusals.get(self.target.name) or mismatch(match, plan)
         return refused or self._precision.refusal(match, plan, offer.built)
+
+    def _lacks_operator(self, plan: Plan) -> bool:
+        """Return True if the target does not have one of the operators that `plan` calls."""
+        called = (operator_of(step.target) for step in plan.steps)
+        return self.target.is_npu and any(each is not None and self.target.name not in each.limits for each in called)
 
     def _note_elsewhere(self, match: Match, plans: Sequence[Plan | Refused]) -> None:
         """Record, for each target of `elsewhere` that takes none of `plans`, the refusal of the first of them."""

@@ -29,7 +29,7 @@ def groups(candidates: Sequence[Candidate], on_top: OnTop) -> list[Candidate]:
     """
     partners = dict[int, list[Candidate]]()
     offered: list[Candidate] = []
-    for pair in _sharing(candidates):
+    for pair in sharing_pairs(candidates):
         joined = _jointly(pair, on_top)
         if joined is None:
             continue
@@ -65,7 +65,7 @@ def _apart(members: Sequence[Candidate]) -> list[Candidate]:
     return chosen
 
 
-def _sharing(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+def sharing_pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
     """Yield pairs of candidates that replace different nodes and jointly make a node dead.
 
     All users of such a node die with one candidate or the other.

@@ -33,10 +33,10 @@ def mismatch(match: Match, plan: Plan) -> Refused | None:
 
 def has_unreliable_strides(match: Match) -> bool:
     """Return True if strides of the fakes of the results of `match` are unreliable."""
-    return any(map(_follows_index_strides, match.makers))
+    return any(map(follows_index_strides, match.makers))
 
 
-def _follows_index_strides(node: fx.Node) -> bool:
+def follows_index_strides(node: fx.Node) -> bool:
     """Return True if the memory of `node` comes from `aten.index` with an index of permuted strides.
 
     Its real result follows the strides of the indices; torch's fake tensor does not.
@@ -44,10 +44,10 @@ def _follows_index_strides(node: fx.Node) -> bool:
     made: Any = memory_of(node)
     if made.target is not torch.ops.aten.index.Tensor:
         return False
-    return any(not _in_order(each.meta["val"]) for each in made.args[1] if each is not None)
+    return any(not is_in_order(each.meta["val"]) for each in made.args[1] if each is not None)
 
 
-def _in_order(val: torch.Tensor) -> bool:
+def is_in_order(val: torch.Tensor) -> bool:
     """Return True if the strides of `val` fall from dim to dim, dims of size 1 or stride 0 aside."""
     strides = [each for size, each in zip(dims_of(val.shape), dims_of(val.stride()), strict=True) if size != 1 and each]
     known = all(isinstance(each, int) for each in strides)

@@ -1,4 +1,6 @@
-"""Stage prepare: compute outside of the graph what new nodes compute from Parameters or constants alone."""
+"""Stage prepare: compute outside of the graph what new nodes compute from Parameters or constants alone, and the copies
+of Parameters in another layout that the model makes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch.tensors import count
+from fusion._torch.tensors import byte_count
 from fusion.facts import Facts
 from fusion.graph.aliasing import is_returned, is_written
 from fusion.graph.launches import is_view
@@ -35,7 +37,7 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
         return ()
     fixed = derived(source, facts.parameters, constants=True)
     wanted = _frontier(source, fixed)
-    left = {each for node in wanted for each in _closure(node)}
+    left = {each for node in wanted for each in closure_of(node)}
     placed: dict[tuple[str, tuple[str, ...]], tuple[fx.Node, Prepared]] = {}
     taken: set[str] = set()  # names of Parameters that become views
     for node, recipe in _recipes(wanted, prepack):
@@ -63,7 +65,7 @@ def _recipes(wanted: Sequence[fx.Node], prepack: str) -> list[tuple[fx.Node, Pre
 
 
 def _frontier(source: fx.Graph, fixed: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the new nodes among `fixed` that allocate memory and that other nodes read, directly or through views.
+    """Return the new nodes, and the copies, among `fixed` that other nodes read, directly or through views.
 
     `fixed` are the nodes that depend on Parameters and constants alone.
     """
@@ -72,11 +74,20 @@ def _frontier(source: fx.Graph, fixed: Collection[fx.Node]) -> list[fx.Node]:
     for node in reversed(source.nodes):
         if node not in read:
             continue
-        if "fusion" in node.meta and _is_work(node) and not (is_written(node) or is_returned(node)):
+        is_wanted = _is_copy(node) or ("fusion" in node.meta and _is_work(node))
+        if is_wanted and not (is_written(node) or is_returned(node)):
             wanted.insert(0, node)
         else:
             read.update(each for each in node.all_input_nodes if each in fixed)
     return wanted
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Return True if `node` copies into another layout, as `weight.transpose(0, 1).contiguous()` does at every call.
+
+    What else the model computes from Parameters stays: its result may be larger than they are.
+    """
+    return node.target is torch.ops.aten.clone.default
 
 
 def _is_work(node: fx.Node) -> bool:
@@ -86,7 +97,7 @@ def _is_work(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor) and not is_view(node.target)
 
 
-def _closure(node: fx.Node) -> list[fx.Node]:
+def closure_of(node: fx.Node) -> list[fx.Node]:
     """Return `node` and all nodes that it is computed from, operands first."""
     done: dict[fx.Node, None] = {}
     waiting = [(node, False)]
@@ -106,7 +117,7 @@ def _extract(node: fx.Node, prepack: str, modules: dict[str, fx.GraphModule]) ->
     Equal computations share one of `modules`, which is extended: equal layers need one. Parameters that become views
     are named in the order of their memory.
     """
-    closure = _closure(node)
+    closure = closure_of(node)
     given = [each for each in closure if each.op == "placeholder"]
     joined_parameters = parts(node)
     copied = why_copied(node, closure, joined_parameters) if prepack == "share" or not given else BY_OPTION
@@ -121,7 +132,9 @@ def _extract(node: fx.Node, prepack: str, modules: dict[str, fx.GraphModule]) ->
     key = "\n".join([*made, names[node], *(_layout(each.meta["val"]) for each in (*parameters, node)), copied])
     if key not in modules:
         modules[key] = _module(parameters, list(made.values()), names, names[node])
-    return Prepared("", tuple(each.name for each in parameters), modules[key], key, _bytes(node.meta["val"]), copied)
+    return Prepared(
+        "", tuple(each.name for each in parameters), modules[key], key, byte_count(node.meta["val"]), copied
+    )
 
 
 def _module(
@@ -140,7 +153,3 @@ def _module(
 
 def _layout(val: torch.Tensor) -> str:
     return f"{val.dtype} {tuple(val.shape)} {tuple(val.stride())} {val.device}"
-
-
-def _bytes(val: torch.Tensor) -> int:
-    return count(val) * val.element_size()

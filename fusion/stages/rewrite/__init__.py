@@ -172,7 +172,7 @@ class _Editor:
         dead = set(self._dying)
         for node in sorted(self._order, key=self._order.__getitem__, reverse=True):
             if node in dead and not node.users:
-                dead.update(each for each in node.all_input_nodes if each not in dead and _is_pure(each))
+                dead.update(each for each in node.all_input_nodes if each not in dead and is_pure(each))
                 self._source.erase_node(node)
         for node in self._source.find_nodes(op="call_function", target=_SCATTER):
             self._elide_scatter(node)
@@ -202,7 +202,8 @@ class _Editor:
         self._source.erase_node(scatter)
 
 
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
+    """Return True if `node` is a call without side effects."""
     return node.op == "call_function" and not node.is_impure()
 
 

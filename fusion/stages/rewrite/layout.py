@@ -86,7 +86,7 @@ class Layouts:
             node = waiting.pop()
             if node.op != "call_function" or node in dying:
                 continue
-            if _is_redundant(node):
+            if is_redundant(node):
                 waiting.extend(node.users)
                 source = node.all_input_nodes[0]
                 self._originals.setdefault(source, node.meta["val"])
@@ -186,7 +186,7 @@ def same_strides(old: Any, new: Any) -> bool:
     return all(dims_of(a.stride()) == dims_of(b.stride()) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
-def _is_redundant(copy: fx.Node) -> bool:
+def is_redundant(copy: fx.Node) -> bool:
     """Return True if `copy` copies a contiguous tensor, and no write and no caller can tell the copy from its
     source.
     """

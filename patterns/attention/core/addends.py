@@ -13,12 +13,8 @@ _PASSED = ("cast", "scale", "reshape", "permute", "tanh", "clip")
 
 def computed_from(x: Value, source: Value) -> bool:
     """Return True if `x` is `source` or is computed from `source`."""
-    seen, waiting = {x}, [x]
-    while waiting:
-        new = {each for each in waiting.pop().args if each.id >= source.id} - seen
-        seen |= new
-        waiting.extend(new)
-    return source in seen
+    later = x.sources(lambda each: (arg for arg in each.args if arg.id >= source.id))
+    return any(each is source for each in later)
 
 
 def product_in(z: Value, biases: Collection[Value] = ()) -> Value | None:

@@ -116,7 +116,7 @@ class Attended:
         if score_rows is None:
             return None
         queries = arranged(a, a.expand(queries, (*rows, queries.shape[-1])), scores.steps)
-        return cls(a, queries, keys, _lanes_of_keys(a, product.args[1], keys), score_rows, weights.rows)
+        return cls(a, queries, keys, lanes_of_keys(a, product.args[1], keys), score_rows, weights.rows)
 
     def frames(self, shape: Sequence[Any], sunk: bool) -> Iterator[Frame]:
         """Yield the possible frames of rows of `shape`, the likeliest first; `sunk` is True with a sink."""
@@ -199,13 +199,13 @@ _VIEWS = ("reshape", "permute", "expand", "cast")
 """Ops between gathered keys or values and their products."""
 
 
-def _lanes_of_keys(a: Algebra, values: Value, keys: Value) -> Value:
+def lanes_of_keys(a: Algebra, values: Value, keys: Value) -> Value:
     """Rewrite `values` that are gathered from lanes of the table of `keys`, by the same indices, to lanes of the keys.
 
     `values` itself for all others.
     """
     if values.op in _VIEWS:
-        below = _lanes_of_keys(a, values.arg, keys)
+        below = lanes_of_keys(a, values.arg, keys)
         if below is values.arg:
             return values
         return a.cast(below, values.dtype) if values.op == "cast" else a.seen_as(below, values)

@@ -24,7 +24,7 @@ from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import Term, hides_by_truths
 from patterns.attention.masks.masks import NOT_LOST, OF_HEADS, Masks
 from patterns.attention.masks.read_bias import GUARDED, Parted, bias_of, parted, stays_finite, unparted
-from patterns.attention.reasons.blame import RULE, TRUTHS, missed, unproven, used_weights_miss, wide_result_miss
+from patterns.attention.reasons.blame import RULE, TRUTHS, missed, unproven
 from patterns.attention.words import ATTENTION_MASK, SOFTMAX_ATTENTION
 
 _REPEATED = (
@@ -58,9 +58,6 @@ def attentions(graph: Graph) -> Iterator[Annotation]:
             why = unproven(bias, hides_by_truths(positions, Term("add", bias)))
             outcome = missed(f"{why}; {GUARDED}", value, (bias,))
         yield from annotated(value, cores[0], outcome)
-        for diagnose in (wide_result_miss, used_weights_miss) if cores[0].root is value else ():
-            miss = diagnose(graph, value, reading)
-            yield from () if miss is None or isinstance(outcome, Miss) else ((value, miss),)
 
 
 def cores_by_value(graph: Graph) -> list[tuple[Value, list[Core]]]:

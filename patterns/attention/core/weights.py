@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.dtypes import is_rounding, unrounded
 from fusion.analysis.equal_rows import counted, share
 from fusion.analysis.row_layout import Arrangement, arrangement, row_step
 from fusion.graph import Algebra, Value, comparisons
 from patterns.attention.core.empty_rows import Empty
+from patterns.attention.core.exponential_weights import shared
 from patterns.attention.core.scores import PLAIN, Scores, scores_of, truth_of
-from patterns.attention.core.shares import shared
 from patterns.attention.masks.mask_terms import Term
 from patterns.attention.masks.visible import MASKED
 
@@ -79,7 +79,7 @@ def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
 
 def _transposed_softmax(a: Algebra, permuted: Value, walk: Scores) -> Value | None:
     """Rewrite `permuted`, the transpose of softmax(z) over columns, to softmax(zᵀ) over rows; None for others."""
-    p = _unrounded(permuted.arg)
+    p = unrounded(permuted.arg)
     if p.op != "softmax" or permuted.attrs[-1] - p.rank != p.attrs[0]:
         return None
     z = _permuted(a, p.arg, permuted.attrs)
@@ -109,7 +109,7 @@ def _zeroed(a: Algebra, p: Value, walk: Scores) -> Value | None:
 
 def _after_first_sink(a: Algebra, p: Value, walk: Scores) -> Value | None:
     """Rewrite softmax([sink, scores])[.., 1:] to softmax([scores, sink])[.., :-1]; None for other slices."""
-    weights = _unrounded(p.arg)
+    weights = unrounded(p.arg)
     pieces = weights.arg.args if weights.op == "softmax" and weights.arg.op == "cat" else ()
     last = p.rank - 1
     alone = len(pieces) == 2 and pieces[0].shape[-1] == 1 and (weights.attrs[0], weights.arg.attrs) == (-1, (last,))
@@ -141,7 +141,7 @@ def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | 
     before those of `gone` become 0, and masked scores would not.
     """
     softmax = _softmax_below(a, p, walk)
-    scores = None if softmax is None else _unrounded(softmax.arg)
+    scores = None if softmax is None else unrounded(softmax.arg)
     if softmax is None or scores is None or scores.op != "where" or not comparisons.hides(a, gone, scores, MASKED):
         return None
     place = next(place for place in (1, 2) if scores.args[place].op == "full" and scores.args[place].attrs[0] <= MASKED)
@@ -156,7 +156,7 @@ def _hidden_below(a: Algebra, gone: Value, p: Value, walk: Scores) -> _Hidden | 
 
 def _softmax_below(a: Algebra, p: Value, walk: Scores) -> Value | None:
     """Return the softmax over keys of which `p` is a cast, or another spelling that `shared` knows; None for others."""
-    p = _unrounded(p)
+    p = unrounded(p)
     softmax = p if p.op == "softmax" else shared(a, p, walk) if p.op in ("mul", "exp") else None
     return softmax if softmax is not None and softmax.op == "softmax" and softmax.attrs[0] == -1 else None
 
@@ -171,13 +171,6 @@ def _score_arguments(x: Value) -> Sequence[Value]:
 def _hides_no_key(x: Value) -> bool:
     """Return True if `x`, an op on scores or a constant among them, hides no key."""
     return x.attrs[0] > MASKED if x.op == "full" else x.op in _SEEING
-
-
-def _unrounded(x: Value) -> Value:
-    """Strip the casts between floats from `x`."""
-    while is_rounding(x):
-        x = x.arg
-    return x
 
 
 _TAKING = ("take", "index")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from fusion import reader
 from fusion.analysis.equal_rows import on_equal_rows
 from fusion.analysis.logarithms import differences, summed
 from fusion.analysis.rounding import exact
+from fusion.analysis.row_layout import Step, named
 from fusion.graph import Annotation, Graph, Miss, Reading, Value, but_ones
 from patterns.attention.core.addends import computed_from
 from patterns.attention.core.products import contraction
@@ -44,14 +46,28 @@ def softmax_lse(graph: Graph) -> Iterator[Annotation]:
         if value is None or weights is None or scores is None:
             continue
         read = scores_of(a, Scores(), scores)
-        if read.shifts or but_ones(value.shape) != but_ones(reading.captures["q"].shape[:3]):
+        view = None if read.shifts else _view(value, scores, reading.captures["q"])
+        if view is None:
             continue
         lowered = reading.captures["fully_masked_row"] == "mean" or "levels" in reading.captures  # which rules refuse
         if lowered or _sees_keys(reading, weights.softmax) or _is_infinite(graph, value, scores, read.terms):
             captures = {name: what for name, what in reading.captures.items() if name not in _VALUE_CAPTURES}
-            yield value, Reading("softmax_lse", captures, reading.relies)
+            yield value, Reading("softmax_lse", captures | {"lse_view": view}, reading.relies)
         else:
             yield value, Miss("attention", _NOT_INFINITE)
+
+
+def _view(value: Value, scores: Value, q: Value) -> tuple[Step, ...] | None:
+    """Return the reshape from [B, N, S], the rows of `q`, to the log-sum-exp `value` of `scores` [*rows, T].
+
+    Rows of `scores` have the order of [B, N, S], and other sizes where query heads are grouped by key heads. () where
+    dims of size 1 alone differ; None if `value` has other rows.
+    """
+    rows = q.shape[:3]
+    if but_ones(value.shape) == but_ones(rows):
+        return ()
+    same = but_ones(value.shape) == but_ones(scores.shape[:-1]) and prod(value.shape) == prod(rows)
+    return named([("reshape", value.shape)], {rows[2]: "S", rows[0]: "B"}) if same else None
 
 
 def _sees_keys(reading: Reading, softmax: Value) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, conjuncts
 from fusion.analysis.mask_formulas import Positions
+from fusion.analysis.rounding import is_float
 from fusion.analysis.stacked_entries import lists_all
 from fusion.graph import Algebra, Value
 from fusion.graph.comparisons import either
@@ -183,10 +184,18 @@ class Masks:
         "" as well if a mask is assumed that may hide keys by -inf or by finite numbers, and the two give different
         results.
         """
-        if not any(map(self.lowered, self.positions.relied)):
+        if not any(map(self._may_be_finite, self.positions.relied)):
             return unseen(self.positions, self.terms, empty, over, floor)
         results = {empty.of(number) for number in (-math.inf, LOST)}
         return results.pop() if len(results) == 1 else ""
+
+    def _may_be_finite(self, mask: Value) -> bool:
+        """Return True if the assumed `mask` may hide keys by finite numbers from a query that sees none.
+
+        A mask of floats that shows the query a key has such numbers as well; another mask may hide that key.
+        """
+        has_others = sum(1 for each in self.terms for _ in addends(each)) > 1
+        return self.lowered(mask) or (has_others and is_float(mask) and not self.positions.holds_ones(mask))
 
     def _per_head_reason(self) -> str:
         """Return the reason to refuse a mask that differs between heads: a list of keys or of blocks for each head, or

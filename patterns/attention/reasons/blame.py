@@ -12,9 +12,7 @@ import torch.fx as fx
 
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.rounding import is_float
-from fusion.analysis.row_layout import uncast
-from fusion.graph import Graph, Miss, Reading, Value, dims_of
-from patterns.attention.core.divided_late import stripped
+from fusion.graph import Miss, Value, dims_of
 
 RULE = "softmax_attention"
 _BIAS = (
@@ -22,10 +20,6 @@ _BIAS = (
     "npu_fused_infer_attention_score requires such a mask, or a bias in the dtype of the queries"
 )
 _ASSUME = " (name a mask that is passed in by the option assume, or pass booleans)"
-_WEIGHTS_USED = (
-    "weights: something else reads them beside the product with values, so that they are computed in any "
-    "case; npu_fused_infer_attention_score returns none and requires that product alone; do not return them"
-)
 DROPPED = (
     "weights: some are dropped at random; npu_fused_infer_attention_score requires all of them; "
     "set the dropout to 0 (model.eval())"
@@ -47,50 +41,6 @@ def missed(reason: str, product: Value, at: Sequence[Value] = ()) -> Miss:
     return Miss(RULE, reason, tuple(at), product)
 
 
-def wide_result_miss(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
-    """Return a `Miss` of the attention `root` if its result is read in a wider dtype than queries, keys and values
-    have.
-
-    Operators give results in the dtype of their operands. None if that is not so, or if `reading` is none of attention.
-    """
-    if not isinstance(reading, Reading) or reading.op != RULE:
-        return None
-    operands = [reading.captures[name] for name in ("q", "k", "v")]
-    wide, narrow = operands[0].dtype, {uncast(graph.algebra, each).dtype for each in operands}
-    if len(narrow) != 1 or wide in narrow:
-        return None
-    have, given = (str(each).removeprefix("torch.") for each in (wide, *narrow))
-    reason = (
-        f"result: it is read in {have} before anything rounds it, where queries, keys and values are "
-        f"{given}; npu_fused_infer_attention_score gives it in {given}; cast the result to {given} before "
-        "it is used"
-    )
-    return Miss(RULE, reason, _casts(graph, operands[0]), root, limited=True)
-
-
-def used_weights_miss(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
-    """Return a `Miss` of the attention `root` if its weights have other users than the product with values.
-
-    None if they have not, or if `reading` is none of attention.
-    """
-    if not isinstance(reading, Reading) or reading.op != RULE:
-        return None
-    product = stripped(root)[0]
-    softmax = product.arg.below(*_VIEWS, "cast")
-    waiting, seen = list(graph.places.get(softmax, ())), set[fx.Node]()
-    if softmax.op != "softmax" or product.op != "matmul":
-        return None
-    while waiting:
-        for user in waiting.pop().users:
-            value = graph.value_of.get(user)
-            if isinstance(value, Value) and value.below(*_VIEWS, "cast") is softmax:
-                waiting.extend({user} - seen)
-                seen.add(user)
-            elif not any(user is node or graph.depends(node, user) for node in graph.places[root]):
-                return Miss(RULE, _WEIGHTS_USED, (softmax,), root, useless=True)
-    return None
-
-
 def why_not_decomposed(node: fx.Node) -> str:
     """Return the reason why `node`, a call of scaled_dot_product_attention, is not decomposed.
 
@@ -110,12 +60,6 @@ def why_not_decomposed(node: fx.Node) -> str:
         "queries, keys, values: they are not [.., N, S, D] with a static D; npu_fused_infer_attention_score "
         "requires that; compile for a static head dim"
     )
-
-
-def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:
-    """Return the widening casts in the graph that have the same source as `x`, below views and casts."""
-    source = x.below(*_VIEWS, "cast")
-    return tuple(each for each in graph.places if is_rounding(each) and each.below(*_VIEWS, "cast") is source)
 
 
 def unproven(mask: Value, by_truths: bool = False) -> str:

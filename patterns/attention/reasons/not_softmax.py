@@ -43,6 +43,7 @@ _IN_PLACE = ("sigmoid", "relu", "gelu", "tanh", "exp")
 _WORDS = {
     "mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product",
     "shift": "an addition", "scale": "a multiplication", "clip": "clamp", "power": "pow", "log_sum_exp": "logsumexp",
+    "aten._euclidean_dist.default": "cdist", "aten._cdist_forward.default": "cdist",
     "total": "sum", "mean": "a mean or a sum", "largest": "topk", "index": "a gather of rows", "cumsum": "cumsum",
 }  # fmt: skip
 """Names for users of ops of the canonical graph that torch does not name so."""
@@ -75,8 +76,7 @@ def why_not_attention(product: Value) -> str:
         if between:
             return (
                 f"weights: they go through {between} between the softmax and the values; "
-                "npu_fused_infer_attention_score requires softmax(scores) @ values; move that step behind "
-                "the product, or leave it out"
+                f"npu_fused_infer_attention_score requires softmax(scores) @ values; {_advice(side, softmax, axis)}"
             )
         if other:
             return (
@@ -87,6 +87,24 @@ def why_not_attention(product: Value) -> str:
         if places and _keys(softmax) not in places:
             return OVER_QUERIES
     return ""
+
+
+def _advice(weights: Value, softmax: Value, keys: int) -> str:
+    """Return what to write in place of the factor by which `weights` are more than `softmax`; `keys` is the dim of
+    keys.
+
+    A factor of each row commutes with the product, and a factor of each key belongs to its value.
+    """
+    product = weights.below(*_ARRANGED)
+    for side, factor in product.operands("mul"):
+        if side.below(*_ARRANGED) is not softmax:
+            continue
+        by_key = factor.rank >= -keys and factor.shape[keys] != 1
+        if not by_key:
+            return "multiply the product by it, or leave it out"
+        if prod(factor.shape) == factor.shape[keys] * prod(factor.shape[:-2]):
+            return "multiply the values by it, or leave it out"
+    return "leave it out"
 
 
 def _has_one_key(weights: Value) -> bool:

@@ -21,6 +21,10 @@ OF_A_LAYER = (
     "keys; npu_fused_infer_attention_score requires q @ k.mT, and no other operator here computes this; "
     "nothing to change"
 )
+OF_PAIRS = (
+    "scores: they are computed from pairs of queries and keys by {}, not by a product; "
+    "npu_fused_infer_attention_score requires q @ k.mT, and no other operator here computes this; nothing to change"
+)
 PASSED_IN = (
     "scores: they are an input of this graph; npu_fused_infer_attention_score requires their product of "
     "queries and keys in the same graph; compile both as one function, without a graph break between"
@@ -93,7 +97,8 @@ def _reason(graph: Graph, softmax: Value) -> str:
     if not (meets or (attends and leaves)):
         return ""
     if not attends:
-        return OF_A_LAYER
+        pairing = _pairing(graph, softmax.arg)
+        return OF_PAIRS.format(pairing) if pairing else OF_A_LAYER
     if not meets:
         return LEAVES
     return AMID.format(called(attends[0])) if all(attends) else BEHIND
@@ -150,6 +155,20 @@ def _products(scores: Value) -> Iterator[tuple[Value, str]]:
             continue
         between = between or ("" if x.op in _PASSED else x.op)
         waiting.extend((each, between) for each in x.args)
+
+
+def _pairing(graph: Graph, scores: Value) -> str:
+    """Return the name of the op of which `scores` have a number for each pair of rows, such as a distance; "" for
+    others.
+
+    The op broadcasts several operands, none of them fixed, to a shape that none of them has, or is a distance.
+    """
+    for x in scores.sources(lambda each: each.args if each.op != "matmul" or graph.is_fixed(each.args[1]) else ()):
+        operands = [each for each in x.args if each.rank > 1 and not graph.is_fixed(each)]
+        apart = all(each.shape != x.shape for each in operands) or "dist" in x.op
+        if len(operands) > 1 and apart and x.op not in ("cat", "where", "matmul"):
+            return called(x.op)
+    return ""
 
 
 def _weights_below(x: Value) -> Iterator[Value]:

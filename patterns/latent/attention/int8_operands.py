@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusion.analysis.factored_products import WIDE, ScaledInt8, factors_of, product_of, scaled_int8
-from fusion.analysis.row_layout import arranged, once, row_step, uncast
+from fusion.analysis.row_layout import arranged, once, row_step, unwidened
 from fusion.graph import Algebra, Miss, Reading, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.kit.lanes import joined_parts
@@ -53,7 +53,7 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
             "scale of the latent: there is one of each token; npu_fused_infer_attention_score_v2 requires "
             "one number for all; quantise the cache by one static scale"
         )
-    rotated, k_rope = (uncast(a, each) for each in (_cancelled(a, rotated), once(a, k_rope)))
+    rotated, k_rope = (unwidened(a, each) for each in (_cancelled(a, rotated), once(a, k_rope)))
     if rotated.dtype != k_rope.dtype or k_rope.shape[1] != 1:
         return _miss(
             "rotated queries, keys: their dtypes differ, or heads have rotated keys of their own; "

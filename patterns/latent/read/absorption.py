@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from fusion.analysis.rounding import unscaled
-from fusion.analysis.row_layout import uncast
+from fusion.analysis.row_layout import unwidened
 from fusion.graph import Algebra, Reading, Readings, Value
 from fusion.graph.contractions import matmul
 from fusion.graph.proof_steps import must, proof, proven
@@ -109,7 +109,7 @@ def query_sources(
         if a.reshape(absorbed, placed.shape) is placed:
             sources[absorbed] = sources[placed]  # a node may compute it before `placed`
     for rotation in rotated:
-        x = uncast(a, rotation.captures["x"], nope.dtype)
+        x = unwidened(a, rotation.captures["x"], nope.dtype)
         lanes = lanes_in(a, x, heads, rows)  # without a factor: that of a rotation is in its tables
         if lanes is not None:
             sources[x] = Reading(lanes.words[1], {**lanes.captures(), "heads_first": lanes.heads_first})

@@ -21,7 +21,7 @@ from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.infinities import may_hold_infinity
 from fusion.analysis.rounding import is_float
-from fusion.analysis.row_layout import Step, named, uncast
+from fusion.analysis.row_layout import Step, named, unwidened
 from fusion.graph import Algebra, Annotation, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof_steps import must, proof, proven
@@ -195,12 +195,12 @@ def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value,
 @proof
 def _values(a: Algebra, v: Value) -> tuple[Value, Value, Any] | None:
     """Return the latent that values `v` are projected from, W_UV, and the number of leading rows (None: all)."""
-    v, rows = first_rows(uncast(a, v))
+    v, rows = first_rows(unwidened(a, v))
     values = proven(heads_projection(a, v, v.shape[1], v.shape[2]))
     return values.source, swapped(a, values.lanes(a, v.shape[-1])), rows
 
 
 def _narrow(a: Algebra, *both: Value) -> tuple[Value, ...]:
     """Strip the widening casts of `both`, queries and keys, if they have one dtype below."""
-    narrow = tuple(uncast(a, each) for each in both)
+    narrow = tuple(unwidened(a, each) for each in both)
     return narrow if len({each.dtype for each in narrow}) == 1 else both

@@ -18,10 +18,11 @@ from fusion.graph import Algebra, Annotation, Graph, Miss, Value
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.moe.experts.assigned import CHOICES, assigned
 from patterns.moe.experts.chosen_rows import ChosenRows
-from patterns.moe.experts.counts import are_indices
-from patterns.moe.experts.listed import Active
+from patterns.moe.experts.expert_lists import Active
+from patterns.moe.experts.group_ends import are_indices
 from patterns.moe.experts.stacked_experts import Stack, StackedRows, weighed_stack
 from patterns.moe.experts.weighted_sums import RULE, Total, sum_of_products, summed, total
+from patterns.moe.one_hot import one_hot_places
 from patterns.moe.router.read_weights import MaskedRows, masked_rows
 from patterns.moe.router.selection_masks import has_topk
 
@@ -96,23 +97,11 @@ def _by_one_hot(a: Algebra, x: Value) -> Chosen:
         must(inner.op == "matmul" and factor == 1)
         weights, flags = inner.args
         is_per_choice = weights.shape == (*flags.shape[:-2], 1, flags.shape[-2])
-    places = proven(_one_hot(flags.below("cast")))
+    places = proven(one_hot_places(flags.below("cast")))
+    must(places.op in CHOICES)
     places = a.reshape(places, flags.shape[:-1]) if places.op == "first_greatest" else places
     must(is_per_choice and flags.shape == (*places.shape, x.shape[-1]) and are_indices(places, x.shape[-1]))
     return Chosen(a.reshape(weights, places.shape), places)
-
-
-def _one_hot(flags: Value) -> Value | None:
-    """Return `places` [.., K] if `flags` [.., K, E] is their one-hot encoding, by == with 0 … E - 1; else None.
-
-    `places` are top-k indices, or the index of the greatest, then perhaps without the dim of size 1.
-    """
-    for listed, numbers in flags.operands() if (flags.op, flags.attrs) == ("compare", ("eq",)) else ():
-        places, line = uncast(listed, "reshape"), uncast(numbers, "reshape")
-        along = listed.shape[-1:] == (1,) and numbers.shape[-1:] == line.shape == flags.shape[-1:]
-        if along and (line.op, line.attrs) == ("arange", (0, 1)) and places.op in CHOICES:
-            return places
-    return None
 
 
 def _softmax_of_largest(graph: Graph, x: Value, masked: MaskedRows) -> Chosen:

@@ -19,7 +19,7 @@ from fusion.graph import Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof_steps import must, proven
 from patterns.kit.linear_layers import linear
-from patterns.moe.experts.listed import Active
+from patterns.moe.experts.expert_lists import Active
 from patterns.quant.product_scales import Product
 from patterns.quant.read_matmul import Layers
 

@@ -23,9 +23,7 @@ from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value, broadcast
 from patterns.moe.experts.all_experts import all_experts
 from patterns.moe.experts.assigned import assigned
-from patterns.moe.experts.counts import counted, counted_outside
-from patterns.moe.experts.gathered_matrices import gathered_rows
-from patterns.moe.experts.listed import (
+from patterns.moe.experts.expert_lists import (
     Active,
     Listing,
     listed_experts,
@@ -34,7 +32,10 @@ from patterns.moe.experts.listed import (
     unsorted,
     weights_of_active,
 )
-from patterns.moe.experts.pairs import (
+from patterns.moe.experts.gathered_matrices import gathered_rows
+from patterns.moe.experts.group_ends import counted, counted_outside
+from patterns.moe.experts.read_int8_experts import int8_products, routed_rows
+from patterns.moe.experts.token_expert_pairs import (
     Arranged,
     Pairs,
     expert_vectors,
@@ -43,7 +44,6 @@ from patterns.moe.experts.pairs import (
     sorted_tokens,
     sorts,
 )
-from patterns.moe.experts.read_int8_experts import int8_products, routed_rows
 from patterns.moe.experts.weighted_sums import (
     RULE,
     Total,
@@ -118,7 +118,7 @@ def _sorted_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     if listed is None:
         yield value, Miss(RULE, _OUTSIDE if counted_outside(ends) else _UNCOUNTED)
         return
-    listing = listed_experts(graph.algebra, listed, matrices.shape[0])
+    listing = listed_experts(graph, listed, matrices.shape[0])
     if listing is None:
         yield value, Miss(RULE, _ELSEWHERE if assigned(graph.algebra, listed) is None else _OTHER_NUMBERS)
         return
@@ -180,7 +180,7 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Annotation]:
     if broadcast(rows.shape[:-1], lead) != lead or prod(value.shape) != prod((*lead, outputs)):
         return  # several rows share one matrix
     source = unsorted(listed)
-    listing = listed_experts(a, listed if source is None else source, matrices.shape[0])
+    listing = listed_experts(graph, listed if source is None else source, matrices.shape[0])
     if listing is None or (source is None and not listing.is_by_token):
         yield value, Miss(RULE, _ELSEWHERE if listing is None else _BY_CHOICE)
         return

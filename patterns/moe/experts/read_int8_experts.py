@@ -17,8 +17,15 @@ from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.rounding import exact
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
-from patterns.moe.experts.listed import Active
-from patterns.moe.experts.pairs import Arranged, Pairs, expert_vectors, repeated_tokens, sorted_tokens, sorts
+from patterns.moe.experts.expert_lists import Active
+from patterns.moe.experts.token_expert_pairs import (
+    Arranged,
+    Pairs,
+    expert_vectors,
+    repeated_tokens,
+    sorted_tokens,
+    sorts,
+)
 from patterns.moe.experts.weighted_sums import RULE
 from patterns.quant.product_scales import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_ones
 

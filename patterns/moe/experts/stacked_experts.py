@@ -11,13 +11,13 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
-from fusion.analysis.dtypes import elements_below, is_rounding
+from fusion.analysis.dtypes import elements_below, unrounded
 from fusion.graph import Algebra, Dim, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof_steps import must, proven
 from patterns.linear.read_gates import half_of_lanes
 from patterns.moe.experts.chosen_rows import ChosenRows
-from patterns.moe.experts.listed import Active
+from patterns.moe.experts.expert_lists import Active
 from patterns.moe.experts.weighted_sums import total
 
 
@@ -73,13 +73,6 @@ def _by_product(a: Algebra, inner: Value, factor: float) -> Weighed | None:
         return None
     rows = a.reshape(elements_below(weighted.rows), (*weighted.weights.shape, weighted.rows.shape[-1]))
     return Weighed(weighted.weights, Stack(rows, 1, 2))
-
-
-def unrounded(x: Value) -> Value:
-    """Strip casts between floats from `x`."""
-    while is_rounding(x):
-        x = x.arg
-    return x
 
 
 class StackedRows(ChosenRows):

@@ -14,8 +14,8 @@ from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.graph import Algebra, Annotation, Dim, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from patterns.moe.experts.assigned import is_by_choice
-from patterns.moe.experts.listed import unmasked
-from patterns.moe.experts.pairs import (
+from patterns.moe.experts.expert_lists import unmasked
+from patterns.moe.experts.token_expert_pairs import (
     Arranged,
     Pairs,
     are_tokens,

@@ -16,9 +16,9 @@ from torch import Tensor
 from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 
 _SCORE = {"max": 0, "sum": 1}
-_NORM = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
-_SMALLEST = 1e-20
-"""An eps of a call whose weights are not read."""
+NORM_TYPES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
+TINY = torch.finfo(torch.float32).tiny
+"""An eps that rounding loses in any sum of roots of a softplus, where moe_gating_top_k_hash requires one above 0."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Gate(Group):
             k_group=self.kept,
             group_count=self.groups,
             group_select_mode=_SCORE[self.group_score],
-            norm_type=_NORM[self.norm],
+            norm_type=NORM_TYPES[self.norm],
             out_flag=scores,
             routed_scaling_factor=factor,
             eps=eps,
         )
         if self.norm == "sqrt_softplus":  # which torch_npu's operator does not document
-            options |= dict(eps=_SMALLEST) if scores else {}
+            options |= dict(eps=eps or TINY)
             several = torch.ops._C_ascend.moe_gating_top_k_hash(flat, self.count, **options)
         else:
             several = torch.ops.npu.npu_moe_gating_top_k(flat, self.count, **options)
@@ -94,18 +94,26 @@ class Weights(Group):
     Attributes:
         dtype: dtype of the weights.
         listed: dtype of the expert indices.
+        squeezed, unlisted: True if the weights, and the indices, have the dims [*T], without K = 1.
         before: factor of the scores before the division by their sum, None for 1.
         after: factor behind the division.
     """
 
     dtype: Any = attribute()
     listed: Any = attribute()
+    squeezed: Any = attribute()
+    unlisted: Any = attribute()
     before: Any = scalar()
     after: Any = scalar()
 
     def factor(self) -> float:
         """Return `before` · `after`, the number by which the weights are multiplied in all."""
         return (1.0 if self.before is None else self.before) * self.after
+
+    def as_written(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `weights` and `experts` [*T, K] of the operator in the dtypes and dims that the model gives them."""
+        weights, experts = weights.to(self.dtype), experts.to(self.listed)
+        return weights.squeeze(-1) if self.squeezed else weights, experts.squeeze(-1) if self.unlisted else experts
 
 
 @dataclass(frozen=True)
@@ -126,26 +134,27 @@ class GatedScores(Rule):
 
         Σ s is written as mean(s) · size. The choice is a result as well.
         """
-        scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
+        scores = p.chosen_scores(**vars(gate), dtype=result.dtype, squeezed=False)
         total = p.shift(p.scale(p.mean(scores), size), eps)
         weights = p.maybe_scaled(p.maybe_scaled(scores, result.before) * p.power(total, -1.0), result.after)
-        return weights, p.expert_choice(**vars(gate), dtype=result.listed)
+        return weights, p.expert_choice(**vars(gate), dtype=result.listed, squeezed=False)
 
     @pattern
     @variants(result=(Weights,))
     def divided_plainly(self, p, result, gate: Any = SigmoidGate, inverse=scalar()):
         """w = (s · before) / Σ s · after, of the chosen sigmoids s."""
-        scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
+        scores = p.chosen_scores(**vars(gate), dtype=result.dtype, squeezed=False)
         total = p.scale(p.power(p.mean(scores), -1.0), inverse)
         weights = p.maybe_scaled(p.maybe_scaled(scores, result.before) * total, result.after)
-        return weights, p.expert_choice(**vars(gate), dtype=result.listed)
+        return weights, p.expert_choice(**vars(gate), dtype=result.listed, squeezed=False)
 
     @pattern
     @variants(result=(Weights,))
     def undivided(self, p, result, gate: Any = Gate):
         """w = s · after, of the chosen scores s."""
-        scores = p.chosen_scores(**vars(gate), dtype=result.dtype)
-        return p.maybe_scaled(scores, result.after), p.expert_choice(**vars(gate), dtype=result.listed)
+        scores = p.chosen_scores(**vars(gate), dtype=result.dtype, squeezed=result.squeezed)
+        experts = p.expert_choice(**vars(gate), dtype=result.listed, squeezed=result.unlisted)
+        return p.maybe_scaled(scores, result.after), experts
 
     @lookalike(
         "weights: the chosen scores of a softmax are divided by their sum; npu_moe_gating_top_k requires "
@@ -156,7 +165,7 @@ class GatedScores(Rule):
         self, p, gate: Any = SoftmaxGate, dtype=attribute(), by=tensor("*T 1"), factor=scalar(), times=scalar()
     ):
         """w = s / by, of the chosen scores s of a softmax."""
-        shares = p.maybe_scaled(p.chosen_scores(**vars(gate), dtype=dtype), times)
+        shares = p.maybe_scaled(p.chosen_scores(**vars(gate), dtype=dtype, squeezed=False), times)
         return shares * p.maybe_scaled(p.power(by, -1.0), factor)
 
     @lookalike(
@@ -165,7 +174,7 @@ class GatedScores(Rule):
     )
     def scores_clamped(self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()):
         """w = s / clamp(Σ s, low, high), of the chosen sigmoids s."""
-        scores = p.chosen_scores(**vars(gate), dtype=dtype)
+        scores = p.chosen_scores(**vars(gate), dtype=dtype, squeezed=False)
         return scores * p.power(p.clip(p.scale(p.mean(scores), size), low, high), -1.0)
 
     @lookalike(
@@ -202,7 +211,7 @@ class GatedScores(Rule):
         """Emit npu_moe_gating_top_k; gather undivided sigmoids from its third result, the scores of all experts."""
         if gate.norm == "softmax" or size is not None or inverse is not None:
             weights, experts, _ = gate.routed(result.factor(), eps or 0.0)
-            return weights.to(result.dtype), experts.to(result.listed)
+            return result.as_written(weights, experts)
         _, experts, scores = gate.routed(scores=True)
         weights = scores.gather(-1, experts.to(torch.int64)) * result.factor()
-        return weights.to(result.dtype), experts.to(result.listed)
+        return result.as_written(weights, experts)

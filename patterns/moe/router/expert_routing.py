@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
+from fusion import Captures, Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 from patterns.moe.router.expert_gating import GatedScores, Weights
 
 f32 = torch.float32
@@ -179,14 +179,6 @@ class SoftmaxShares(Rule):
         return logits.shares(p, shares.term(p, logits, result)), logits.places(p, shares.count)
 
     @lookalike(
-        "experts: max names the first of equal shares; npu_moe_gating_top_k_softmax may name any, as topk, and "
-        "requires that; write topk(1)"
-    )
-    def first_of_equal(self, p, logits=tensor("*B E")):
-        """max(softmax(logits)), the choice of one expert by Switch Transformers."""
-        return p.op("first_greatest", p.softmax(p.maybe_cast(logits, to=f32)))
-
-    @lookalike(
         "logits: those outside of the top-k are {fill}, of which a softmax may give a share; "
         "npu_moe_gating_top_k_softmax requires -inf; fill with -inf"
     )
@@ -194,6 +186,14 @@ class SoftmaxShares(Rule):
         """softmax(logits where they are among the largest, `fill` elsewhere), with a finite `fill`."""
         masked = p.kept(x=p.maybe_cast(logits, to=f32), count=count, fill=fill)
         return p.softmax(p.maybe_cast(masked, to=f32))
+
+    @lookalike(
+        "logits: they are multiplied by {factor} behind the top-k; npu_moe_gating_top_k_softmax requires a softmax of "
+        "the chosen logits themselves; multiply the logits before the top-k"
+    )
+    def scaled_behind(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar()):
+        """softmax(topk(logits) · factor)."""
+        return p.softmax(p.maybe_cast(p.scale(p.maybe_cast(p.largest(logits, count), to=f32), factor), to=f32))
 
     @lookalike(
         "experts: nothing reads which are chosen; npu_moe_gating_top_k gives weights and experts at once and "
@@ -271,6 +271,19 @@ class SoftmaxShares(Rule):
 
 
 @dataclass(frozen=True)
+class RoutingMatch(Captures):
+    """Captures of a router that its guard reads: `GatedScores` for a `result` of weights, else `SoftmaxShares`."""
+
+    result: Any
+    gate: Any
+    logits: Any
+    shares: Any
+    size: Any
+    inverse: Any
+    eps: Any
+
+
+@dataclass(frozen=True)
 class ExpertRouting(SoftmaxShares, GatedScores):
     """Choice of experts by a router, and the weights of the chosen experts, by a softmax or by other scores."""
 
@@ -280,12 +293,12 @@ class ExpertRouting(SoftmaxShares, GatedScores):
         """Compute shares and experts by a softmax; `GatedScores` has the reference for other scores."""
         return SoftmaxShares.reference(self, logits, count)
 
-    def guard(self, result: Any, gate: Any, logits: Any, shares: Any, size: Any, inverse: Any, eps: Any):
+    def guard(self, match: RoutingMatch):
         """Refuse weights that are divided by anything but their sum."""
-        if isinstance(result, Weights):
-            GatedScores.guard(self, gate, size, inverse, eps)
+        if isinstance(match.result, Weights):
+            GatedScores.guard(self, match.gate, match.size, match.inverse, match.eps)
         else:
-            SoftmaxShares.guard(self, logits, shares, result)
+            SoftmaxShares.guard(self, match.logits, match.shares, match.result)
 
 
 def _largest_shares(p: Any, logits: Any, count: Any) -> Any:

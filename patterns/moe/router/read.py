@@ -7,40 +7,44 @@
 Outside of the best groups `choice` is filled with -inf. A fill of 0 is equivalent without a bias: no score is negative,
 so 0 is never larger than a score of the best groups, and among equal numbers topk may choose any.
 
-A stable sort chooses the first of equal scores. npu_moe_gating_top_k does so without groups, as its kernel sorts all
-scores of a token by one Sort of Ascend C, which is stable; with groups it merges them in the order of the groups.
+A stable sort chooses the first of equal scores, and so does argmax, the choice of one expert. npu_moe_gating_top_k does
+so without groups, as its kernel sorts all scores of a token by one Sort of Ascend C, which is stable; with groups it
+merges them in the order of the groups.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 
 from fusion import reader
-from fusion.analysis.dtypes import elements_below, is_rounding, rows_below
+from fusion.analysis.dtypes import elements_below, is_rounding
 from fusion.analysis.intervals import uncast
-from fusion.analysis.rounding import is_float
+from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Annotation, Graph, Miss, Reading, Value
-from fusion.graph.dims import INDEX_DTYPES
+from patterns.moe.one_hot import one_hot_places
 from patterns.moe.router.group_masks import Grouped, hidden_groups
+from patterns.moe.router.scores import scores_of, with_casts
 from patterns.moe.words import CHOSEN_SCORES, EXPERT_CHOICE
 
 RULE = "expert_routing"
 _ALL = {"groups": 1, "kept": 1, "group_score": "max"}
 _STABLE = "stable_largest_index"
+_FIRST = "first_greatest"
 _IN_GROUPS = (
-    "experts: chosen in groups by a stable sort; npu_moe_gating_top_k keeps equal scores in order without groups "
+    "experts: chosen in groups by {by}; npu_moe_gating_top_k keeps equal scores in order without groups "
     "alone; write topk where their order is free"
 )
 _ROUNDED = (
-    "experts: chosen by a stable sort of scores in {dtypes}; npu_moe_gating_top_k sorts them in float32, where others "
+    "experts: chosen by {by} of scores in {dtypes}; npu_moe_gating_top_k sorts them in float32, where others "
     "are equal; write topk where their order is free"
 )
 _BY_LOGITS = (
-    "experts: chosen by a stable sort of logits; npu_moe_gating_top_k sorts scores, of which more are equal, and the "
+    "experts: chosen by {by} of logits; npu_moe_gating_top_k sorts scores, of which more are equal, and the "
     "order of equal ones in npu_moe_gating_top_k_softmax_v2 is not documented; write topk where it is free"
 )
 _NO_SCORES = (
@@ -55,10 +59,10 @@ def expert_choices(graph: Graph) -> Iterator[Annotation]:
     lists = [each for each in list(graph.places) if _lists_some(each) and is_float(each.arg)]
     for places in lists:
         gate = _gate(graph.algebra, places)
-        if gate is None and _gathers_choice(graph, places):
+        if gate is None and (_gathers_choice(graph, places) or _divides_choice(graph, places)):
             gate = _NO_SCORES
-        if gate is None and places.op == _STABLE and _become_scores(graph, places):
-            gate = _BY_LOGITS
+        if gate is None and _takes_first(places) and _become_scores(graph, places):
+            gate = _BY_LOGITS.format(by=_how(places))
         if isinstance(gate, str):
             yield places, Miss(RULE, gate)
         elif gate is not None:
@@ -66,25 +70,54 @@ def expert_choices(graph: Graph) -> Iterator[Annotation]:
 
 
 def _lists_some(places: Value) -> bool:
-    """Return True if `places` are top-k indices, from a topk, or from a stable sort of which not all indices are
-    taken.
+    """Return True if `places` are top-k indices, from a topk, from a stable sort of which not all indices are taken, or
+    from argmax.
     """
-    return places.op == "largest_index" or (places.op == _STABLE and places.attrs != places.arg.shape[-1:])
+    is_part = places.op == _STABLE and places.attrs != places.arg.shape[-1:]
+    return places.op == "largest_index" or is_part or (places.op == _FIRST and not places.attrs)
+
+
+def _takes_first(places: Value) -> bool:
+    """Return True if `places` list the first of equal scores, by a stable sort or argmax."""
+    return places.op in (_STABLE, _FIRST)
+
+
+def _how(places: Value) -> str:
+    """Name the call that lists the first of equal scores at `places`."""
+    return "argmax" if places.op == _FIRST else "a stable sort"
+
+
+def _best(a: Algebra, places: Value) -> Value:
+    """Build the scores [*T, K] at `places`, the largest of each row."""
+    if places.op == _FIRST:
+        return a.reduce("greatest", places.arg, [-1])
+    return a.make(places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype)
 
 
 def _become_scores(graph: Graph, places: Value) -> bool:
-    """Return True if the model takes a softmax or sigmoids of the values that the stable sort has at `places`."""
-    best = graph.algebra.make("stable_largest", places.args, places.attrs, places.shape, places.arg.dtype)
-    return any(each.op in ("softmax", "sigmoid") and each.arg.below("cast") is best for each in graph.places)
+    """Return True if the model takes a softmax or sigmoids of the largest scores, or a softmax of all of them."""
+    best = _best(graph.algebra, places)
+    sources = {best, places.arg} if places.op == _FIRST else {best}
+    return any(
+        each.op in ("softmax", "sigmoid") and each.arg.below("cast", "reshape") in sources for each in graph.places
+    )
 
 
 def _gathers_choice(graph: Graph, places: Value) -> bool:
-    """Return True if `places` is a top-k of numbers + bias [E], and the model gathers the numbers at these places."""
+    """Return True if `places` is a top-k of numbers + bias [E], or · bias, and the model gathers the numbers there."""
     choice = places.arg
-    for numbers, bias in choice.operands("add"):
+    for numbers, bias in (*choice.operands("add"), *choice.operands("mul")):
         if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
-            return any(each.op == "take" and _reads(each, numbers, places) for each in graph.places)
+            return any(_reads(graph.algebra, each, numbers, places) for each in graph.places)
     return False
+
+
+def _divides_choice(graph: Graph, places: Value) -> bool:
+    """Return True if the model divides the values of the top-k `places` by their sum, and they are no scores."""
+    best = _best(graph.algebra, places)
+    sums = [each for each in graph.places if each.op == "mul" and _scores(graph.algebra, places.arg) is None]
+    inverse = graph.algebra.power(graph.algebra.mean(best, [-1]), -1)
+    return any(unscaled(x)[0] is best and unscaled(by)[0] is inverse for each in sums for x, by in each.operands())
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Annotation]:
@@ -92,11 +125,11 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
 
     A miss where none are gathered.
     """
-    best = graph.algebra.make(
-        places.op.removesuffix("_index"), places.args, places.attrs, places.shape, places.arg.dtype
-    )
-    weights = [best] if gate["bias"] is None and best in graph.places else []
-    weights += [each for each in list(graph.places) if each.op == "take" and _reads(each, scores, places)]
+    best = _best(graph.algebra, places)
+    largest = list(_with_views(graph, best, places))
+    weights = largest if gate["bias"] is None else []
+    for taken in [each for each in list(graph.places) if _reads(graph.algebra, each, scores, places)]:
+        weights += _with_views(graph, taken, places)
     if not weights:
         biased = (
             "weights: they are the scores with the bias; npu_moe_gating_top_k gives those without and "
@@ -106,29 +139,48 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
             "weights: they are not the scores of the chosen experts; npu_moe_gating_top_k requires "
             "scores.gather(-1, experts)"
         )
-        yield places, Miss(RULE, biased if best in graph.places else others)
+        yield places, Miss(RULE, biased if largest else others)
         return
     captures = {name: each for name, each in gate.items() if each is not None}
-    for value in _with_casts(graph, places):
-        yield value, Reading("expert_choice", {**captures, "dtype": value.dtype})
-    for value in (each for weight in weights for each in _with_casts(graph, weight)):
-        yield value, Reading("chosen_scores", {**captures, "dtype": value.dtype})
+    chosen = [("expert_choice", places), *(("chosen_scores", each) for each in weights)]
+    for word, value in ((word, each) for word, source in chosen for each in with_casts(graph, source)):
+        squeezed = value.rank < places.arg.rank
+        yield value, Reading(word, {**captures, "dtype": value.dtype, "squeezed": squeezed})
 
 
-def _reads(gathered: Value, scores: Value, places: Value) -> bool:
-    """Return True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`."""
-    x, at = gathered.args
-    are_scores = elements_below(x) is elements_below(scores) and x.shape[-1] == scores.shape[-1]
-    return uncast(at) is places and are_scores
-
-
-def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
-    """Yield `value` and its casts in the graph: between index dtypes, or to float32, bfloat16 and float16."""
-    kinds = INDEX_DTYPES if value.dtype in INDEX_DTYPES else {torch.float32, torch.bfloat16, torch.float16}
-    yield value
+def _with_views(graph: Graph, value: Value, places: Value) -> Iterator[Value]:
+    """Yield `value` [*T, K] of a node; by argmax `places`, also as [*T], and [*T, 1], of other nodes."""
+    if places.op != _FIRST:
+        yield from [value] if value in graph.places else []
+        return
+    lead, below = places.arg.shape[:-1], value.below("reshape")
     for each in list(graph.places):
-        if each.op == "cast" and each.arg is value and each.dtype in kinds:
+        if each.below("reshape") is below and each.shape in (lead, (*lead, 1)):
             yield each
+
+
+def _reads(a: Algebra, gathered: Value, scores: Value, places: Value) -> bool:
+    """Return True if `gathered` takes `scores`, perhaps cast or reshaped, at `places`, or sums them by the one-hot
+    encoding of argmax `places`.
+    """
+    if gathered.op == "take":
+        x, at = gathered.args
+        views = ("reshape",) if places.op == _FIRST else ()
+        return uncast(at, *views) is uncast(places, *views) and _are(a, x, scores)
+    total, factor = unscaled(gathered)
+    total = total.below("reshape")
+    if total.op != "mean" or total.attrs != (-1,) or total.arg.op != "mul" or factor != total.arg.shape[-1]:
+        return False
+    sides = ((x, one_hot_places(flags.below("cast"))) for x, flags in total.arg.operands())
+    return places.op == _FIRST and any(at is places and _are(a, x, scores) for x, at in sides)
+
+
+def _are(a: Algebra, x: Value, scores: Value) -> bool:
+    """Return True if `x` is `scores`, perhaps cast or reshaped to as many experts in the last dim."""
+    if x.shape[-1:] != scores.shape[-1:] or prod(x.shape) != prod(scores.shape):
+        return False
+    # a gather from one row drops its leading dims, and the reshape moves below functions of each element
+    return elements_below(x) is elements_below(a.reshape(scores, x.shape))
 
 
 # what is chosen from ------------------------------------------------------------------------------------------------
@@ -144,7 +196,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else _NO_SCORES
     scores, bias = parts
-    (norm, source), is_stable = _norm(scores) or ("", scores), places.op == _STABLE
+    (norm, source), is_stable = scores_of(scores) or ("", scores), _takes_first(places)
     if masked is None and not is_stable and (norm == "softmax" and bias is None):
         return None  # a softmax without a bias or groups is read by the forms of SoftmaxShares
     groups = _groups(masked, choice, bias) if masked else _ALL
@@ -152,14 +204,14 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
         return groups
     disorder = _why_other_order(scores, choice, groups) if is_stable else ""
     if disorder:
-        return disorder
+        return disorder.format(by=_how(places))
     logits = a.reshape(source, choice.shape)
-    return {"logits": logits, "bias": bias, "norm": norm, **groups, "count": places.attrs[0]}, scores
+    count = 1 if places.op == _FIRST else places.attrs[0]
+    return {"logits": logits, "bias": bias, "norm": norm, **groups, "count": count}, scores
 
 
 def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> str:
-    """Return the reason why the operator may list equal scores in another order than the stable sort of the model, or
-    "".
+    """Return the reason why the operator may list equal scores in another order than a stable sort, or "".
 
     It may if groups are selected, or if the model rounds the scores before it sorts.
     """
@@ -167,7 +219,7 @@ def _why_other_order(scores: Value, choice: Value, groups: dict[str, Any]) -> st
         return _IN_GROUPS
     rounded = {choice.dtype, scores.dtype, *(each.dtype for each in _casts(scores))} - {torch.float32}
     dtypes = ", ".join(sorted(str(each).removeprefix("torch.") for each in rounded))
-    return _ROUNDED.format(dtypes=dtypes) if rounded else ""
+    return _ROUNDED.replace("{dtypes}", dtypes) if rounded else ""
 
 
 def _casts(scores: Value) -> Iterator[Value]:
@@ -196,20 +248,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
 
 def _is_score(x: Value) -> bool:
     """Return True if `x` is a function of logits that gives scores, perhaps cast or reshaped."""
-    return _norm(x) is not None
-
-
-def _norm(x: Value) -> tuple[str, Value] | None:
-    """Return the name of the function that gives the scores `x`, perhaps cast or reshaped, and its logits; None for
-    others.
-
-    It is a sigmoid, a softmax over the last dim, or the square root of a softplus.
-    """
-    x = rows_below(x)
-    if x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1):
-        return x.op, x.arg
-    below = rows_below(x.arg) if (x.op, x.attrs) == ("power", (0.5,)) else x
-    return ("sqrt_softplus", below.arg) if below.op == "softplus" and below is not x else None
+    return scores_of(x) is not None
 
 
 # groups -------------------------------------------------------------------------------------------------------------

@@ -7,14 +7,14 @@ from functools import partial
 from math import inf, prod
 
 from fusion import reader
-from fusion.analysis.row_layout import uncast
+from fusion.analysis.row_layout import unwidened
 from fusion.graph import Annotation, Graph, Miss, Reading
 from patterns.attention.core.core import Core
 from patterns.attention.core.frames import Attended
 from patterns.attention.core.output_view import view_steps
 from patterns.attention.core.read import cores_by_value, why_not_scores
 from patterns.attention.masks.assumed import Assumed
-from patterns.sparse.attention.listed import Operands, listed_attention
+from patterns.sparse.attention.gathered_attention import Operands, listed_attention
 from patterns.sparse.lists.read_lists import shows_one
 from patterns.sparse.words import LISTED_ATTENTION, SUNK
 
@@ -57,7 +57,7 @@ def _over_lists(assumed: Assumed, core: Core) -> list[Reading | Miss]:
     masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
     steps = view_steps(weights, v.shape[-1], core.finish)
     rounded = assumed.rounded(core.root)
-    narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
+    narrow = rounded is not None and all(unwidened(a, each).dtype is rounded for each in (q, k, v))
     cast = ("cast", (core.root.dtype,))
     operands = Operands(q, k, v, *((rounded, [*steps, cast]) if narrow else (core.root.dtype, steps)))
     reasons = {SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}

@@ -22,7 +22,7 @@ from patterns.attention.masks.visibility import Visibility
 from patterns.attention.results import Output
 from patterns.latent.attention.encodings import Plain
 from patterns.latent.head_projection import expanded
-from patterns.sparse.attention.listing import GatheredRows, IndexedRows, Listing
+from patterns.sparse.attention.list_sources import GatheredRows, IndexedRows, Listing
 from patterns.sparse.attention.packed import PackedPages, PackedRows
 from patterns.sparse.attention.pages import LatentPages, LatentRows
 from patterns.sparse.indexer.indexer import INDEXERS

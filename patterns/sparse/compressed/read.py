@@ -24,7 +24,7 @@ from patterns.attention.masks.mask_terms import Term
 from patterns.attention.masks.masks import Masks
 from patterns.sparse.indexer.read import topk_mask
 from patterns.sparse.lists.fixed_keys import list_of
-from patterns.sparse.lists.rows import distinct
+from patterns.sparse.lists.gathered_rows import distinct
 
 RULE = "compressed_attention"
 SPAN = 128

@@ -24,8 +24,8 @@ from patterns.attention.masks.visible import list_in, names_keys
 from patterns.sparse.indexer.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.indexer.seen_keys import EVERY, NOTHING, in_words, starts_anywhere
 from patterns.sparse.lists.fixed_keys import list_of, split
+from patterns.sparse.lists.gathered_rows import distinct
 from patterns.sparse.lists.mask_lookup import looked_up
-from patterns.sparse.lists.rows import distinct
 from patterns.sparse.words import LIGHTNING_INDEXER, SUNK, TOPK_MASK
 
 _MASK = (
@@ -298,7 +298,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     words = in_words(masks, bounds)
     if words is None:
         return _RANGES if starts_anywhere(masks, bounds) else _MASK
-    count = _at_most(places.attrs[0])
+    count = at_most(places.attrs[0])
     if count is None:
         return (
             "list of keys: its length is symbolic; npu_lightning_indexer requires a static sparse_count; "
@@ -307,7 +307,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     return Indexed({**captures, "count": count, **words}, masks, formula)
 
 
-def _at_most(count: Any) -> int | None:
+def at_most(count: Any) -> int | None:
     """Return K if `count`, the number of listed keys, is K or min(K, T) for a symbolic T; None for another symbolic
     number.
     """

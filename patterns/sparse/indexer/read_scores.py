@@ -18,7 +18,7 @@ import torch
 from fusion.analysis.dtypes import INTEGERS, is_rounding
 from fusion.analysis.factored_products import WIDE, ScaledInt8, product_of, scaled_int8
 from fusion.analysis.rounding import is_float
-from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, uncast
+from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, unwidened
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
@@ -185,7 +185,7 @@ def _query_and_key(a: Algebra, products: _Products) -> dict[str, Value] | None:
 
     A key [T, D] has B = 1. None if heads or queries of one sequence have different keys.
     """
-    x, y = (_unscaled(a, uncast(a, each)) for each in products.value.args)
+    x, y = (_unscaled(a, unwidened(a, each)) for each in products.value.args)
     y = a.reshape(y, (1, *y.shape)) if y.rank == 2 else y
     if any(size != 1 for size in y.shape[1:-2]):
         return None

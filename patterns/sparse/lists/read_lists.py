@@ -19,11 +19,11 @@ from fusion.graph.dims import INDEX_DTYPES, but_ones
 from patterns.attention.masks.assumed import Assumed
 from patterns.attention.masks.mask_terms import hides_below
 from patterns.attention.masks.masks import Masks, Term
-from patterns.sparse.attention.listed import shown
+from patterns.sparse.attention.gathered_attention import shown
 from patterns.sparse.indexer.read import Indexed, indexed
 from patterns.sparse.indexer.read_scores import NOT_A_SUM
 from patterns.sparse.indexer.score_tests import asks_for_hidden
-from patterns.sparse.lists.entries import grows
+from patterns.sparse.lists.list_entries import grows
 from patterns.sparse.words import INDEXER_LIST
 
 _FEW = (

@@ -27,6 +27,10 @@ FLOATS = (
     "rows: they are rounded by a scale of each and stay floats; npu_dynamic_quant gives int8 and requires a "
     "cast; write .to(torch.int8) behind torch.round"
 )
+OF_DTYPE = (
+    "rows: they are rounded by a scale of each and cast to {dtype}; npu_dynamic_quant gives int8 and requires that; "
+    "write .to(torch.int8), without a zero point"
+)
 ASYMMETRIC = (
     "zero point: one is added to the int8; npu_dynamic_quant requires symmetric int8, round(x / scale); leave the "
     "zero point out"
@@ -305,9 +309,12 @@ def _has_scale(quotient: Value) -> bool:
 
 def is_rounded_by_row(value: Value) -> bool:
     """Return True if `value` is round(x / s), with s a scale of each row."""
-    if value.op != "round":
-        return False
-    quotient, _ = unscaled(value.arg.below("clip"))
+    return value.op == "round" and has_scale_of_rows(value.arg)
+
+
+def has_scale_of_rows(value: Value) -> bool:
+    """Return True if `value` is x / s, perhaps clipped or multiplied by a number, with s a scale of each row."""
+    quotient, _ = unscaled(value.below("clip"))
     return quotient.op == "mul" and _has_scale(quotient)
 
 

@@ -17,7 +17,7 @@ import torch
 from fusion.analysis.intervals import bounds, is_exact, uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Dim, Value
-from patterns.moe.experts.listed import unsorted
+from patterns.moe.experts.expert_lists import unsorted
 
 _EXACT = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes that represent the number of rows exactly."""

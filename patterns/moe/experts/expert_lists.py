@@ -15,7 +15,7 @@ import torch
 from fusion.analysis.dtypes import elements_below
 from fusion.analysis.intervals import bounds, uncast
 from fusion.analysis.rounding import unscaled
-from fusion.graph import Algebra, Dim, Value
+from fusion.graph import Algebra, Dim, Graph, Value
 from patterns.moe.experts.assigned import assigned
 
 
@@ -58,12 +58,13 @@ class Listing(NamedTuple):
     is_by_token: bool = True
 
 
-def listed_experts(a: Algebra, listed: Value, count: Dim) -> Listing | None:
+def listed_experts(graph: Graph, listed: Value, count: Dim) -> Listing | None:
     """Read `listed`, one number for each pair, as the experts of the pairs, of which `count` have matrices.
 
     The numbers 0 … `count` - 1 are those of the matrices. None if a number is not proven to be one of these, or a
     greater one of an expert without a matrix.
     """
+    a = graph.algebra
     pairs = assigned(a, listed)
     if pairs is not None and pairs.order is None and isinstance(count, int):
         total = len(pairs.numbers)
@@ -72,8 +73,15 @@ def listed_experts(a: Algebra, listed: Value, count: Dim) -> Listing | None:
             if active.have_indices_before_others(pairs.numbers):
                 return Listing(_by_last_dim(a, pairs.experts), active, not pairs.by_choice)
     low, high = bounds(listed)
-    is_index = isinstance(count, int) and 0 <= low <= high < count
+    is_index = isinstance(count, int) and (0 <= low <= high < count or _gathers(graph, listed, count))
     return Listing(_by_last_dim(a, listed), Active(0, count, count)) if is_index else None
+
+
+def _gathers(graph: Graph, listed: Value, count: int) -> bool:
+    """Return True if the model gathers scores of `count` experts at the indices `listed`, which fails for others."""
+    chosen = uncast(listed, "reshape")
+    taken = (each for each in graph.places if each.op == "take" and each.arg.shape[-1:] == (count,))
+    return any(uncast(each.args[1], "reshape") is chosen and each.args[1].rank == each.rank for each in taken)
 
 
 def _by_last_dim(a: Algebra, listed: Value) -> Value:

@@ -29,7 +29,7 @@ from patterns.sparse.lists.buffer_slots import (
     is_updated_status,
     plain,
 )
-from patterns.sparse.lists.rows import counts, distinct, gathered
+from patterns.sparse.lists.gathered_rows import counts, distinct, gathered
 from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS
 
 _NO_BUFFER = (

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjuncts, negation
-from fusion.analysis.intervals import bounds
-from fusion.analysis.intervals import uncast as unwidened
+from fusion.analysis.intervals import bounds, uncast
 from fusion.graph import Algebra, Value
 from patterns.attention.masks.masks import Masks
 
@@ -119,7 +118,7 @@ def _below_view(a: Algebra, x: Value) -> Value:
 
     view(clamp(y)) becomes clamp(view(y)), and view(where(c, y, z)) becomes where(view(c), view(y), view(z)).
     """
-    x = unwidened(x)
+    x = uncast(x)
     if x.op not in _VIEWS:
         return x
     below = _below_view(a, x.arg)

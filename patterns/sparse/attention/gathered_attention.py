@@ -17,15 +17,15 @@ import torch
 from fusion.analysis.affine import conjuncts
 from fusion.analysis.consecutive_positions import wrapped
 from fusion.analysis.intervals import bounds
-from fusion.analysis.row_layout import Step, named, uncast
+from fusion.analysis.row_layout import Step, named, unwidened
 from fusion.graph import Algebra, Miss, Reading, Value
 from fusion.graph.comparisons import constant, where
 from fusion.graph.proof_steps import must, proof, proven
 from patterns.attention.core.empty_rows import Empty
 from patterns.attention.masks.masks import Masks, unseen
-from patterns.sparse.lists.entries import Entries, unclamped
-from patterns.sparse.lists.rows import Gathered, distinct, gathered
-from patterns.sparse.lists.slots import Tabled, by_table
+from patterns.sparse.lists.gathered_rows import Gathered, distinct, gathered
+from patterns.sparse.lists.list_entries import Entries, unclamped
+from patterns.sparse.lists.page_slots import Tabled, by_table
 
 ShowsOne = Callable[[Value], "frozenset[str] | None"]
 """Names the inputs that a proof relies on that each query sees an entry of its list; None without a proof."""
@@ -160,7 +160,7 @@ def listed_attention(
     must((k.places, k.counted_back) == (v.places, v.counted_back) and k.source.shape[:2] == v.source.shape[:2])
     if beyond:
         return [_miss(beyond)]
-    q = uncast(a, operands.q)
+    q = unwidened(a, operands.q)
     if len({q.dtype, k.source.dtype, v.source.dtype, operands.dtype}) != 1:
         return [
             _miss(

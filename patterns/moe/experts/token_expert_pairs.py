@@ -16,7 +16,7 @@ from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import exact
 from fusion.graph import Algebra, Dim, Value
 from patterns.moe.experts.assigned import assigned, is_by_choice
-from patterns.moe.experts.listed import Active, is_line, listed_like, unsorted
+from patterns.moe.experts.expert_lists import Active, is_line, listed_like, unsorted
 
 
 class Arranged(NamedTuple):
